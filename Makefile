@@ -1,0 +1,37 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`. Both set up .venv by themselves.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-fast lint format setup docs clean
+.DEFAULT_GOAL := test
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("freewheel needs Python 3.11 to 3.13; this is %d.%d: make PYTHON=python3.11" % sys.version_info[:2] if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/judge_demo.py
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: setup          ## regenerate the pages that come from the schema
+	$(BIN)/python docs/generate.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

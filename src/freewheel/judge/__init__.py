@@ -1,0 +1,1 @@
+"""One request to an LLM judge, and a million of them."""
