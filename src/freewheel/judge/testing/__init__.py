@@ -1,0 +1,23 @@
+"""A judge to test against: an OpenAI-compatible server on loopback that is slow, crowded or broken as you say.
+
+async with MockJudge(JudgeProfile(latency_s=0.2, knee=60, reject_above=80)) as judge:
+    ...                          # send to judge.url
+    assert judge.counts().most_received == 1
+"""
+
+from freewheel.judge.testing.counts import ContentCount, Counts, RecordedRequest
+from freewheel.judge.testing.mock import MockJudge, RunningJudge
+from freewheel.judge.testing.profile import JudgeProfile
+from freewheel.judge.testing.replies import expected_score
+from freewheel.judge.testing.serving import serve
+
+__all__ = [
+    "ContentCount",
+    "Counts",
+    "JudgeProfile",
+    "MockJudge",
+    "RecordedRequest",
+    "RunningJudge",
+    "expected_score",
+    "serve",
+]
