@@ -1,0 +1,564 @@
+"""The memory cache against a model; the store with real files. What can go wrong is in `test_cache_troubles`."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, MemoryCache, Store, cache_dir
+from freewheel.judge.cache import ENTRY_OVERHEAD_BYTES as MEMORY_OVERHEAD_BYTES
+from freewheel.judge.store import writer as store_writer
+
+MIB = 2**20
+NOW = 1_800_000_000.0
+"""Where the hand-set clock starts."""
+
+
+def key(name: object) -> bytes:
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def reply(name: object, size: int = 0) -> CachedReply:
+    return CachedReply(f"score of {name}".ljust(size, "."), 10, 3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / CACHE_FILE
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+OpenStore = Callable[..., Store]
+
+
+@pytest.fixture
+def opened(path: Path) -> Iterator[OpenStore]:
+    """Opens stores on `path`, and closes them after the test."""
+    stores: list[Store] = []
+
+    def make(**options: object) -> Store:
+        store = Store(**{"path": path, "max_bytes": 64 * MIB, "ttl_s": None, **options})  # type: ignore[arg-type]
+        store.open()
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, names: range, size: int = 0) -> None:
+    for name in names:
+        store.put(key(name), reply(name, size))
+    assert store.flush()
+
+
+def present(store: Store, names: range) -> set[int]:
+    found = store.get_many([key(name) for name in names])
+    return {name for name in names if key(name) in found}
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# -- the memory cache ----------------------------------------------------------------------------------------
+
+
+def model_put(model: list[tuple[str, str]], name: str, text: str, max_entries: int, max_bytes: int) -> None:
+    def size(text: str) -> int:
+        return sys.getsizeof(text) + MEMORY_OVERHEAD_BYTES
+
+    model[:] = [pair for pair in model if pair[0] != name]
+    if size(text) <= max_bytes and max_entries > 0:
+        model.append((name, text))
+    while len(model) > max_entries or sum(size(text) for _, text in model) > max_bytes:
+        del model[0]
+
+
+@given(
+    max_entries=st.integers(0, 5),
+    max_bytes=st.integers(0, 3_000),
+    steps=st.lists(st.tuples(st.booleans(), st.sampled_from("abcdefg"), st.integers(0, 1_500)), max_size=60),
+)
+def test_the_memory_cache_agrees_with_a_plain_list_kept_in_order_of_use(
+    max_entries: int, max_bytes: int, steps: list[tuple[bool, str, int]]
+) -> None:
+    cache = MemoryCache(max_entries, max_bytes)
+    model: list[tuple[str, str]] = []
+    for putting, name, length in steps:
+        if putting:
+            text = "é" * length if length % 2 else "x" * length
+            cache.put(name.encode(), CachedReply(text))
+            model_put(model, name, text, max_entries, max_bytes)
+        else:
+            expected = next((pair for pair in model if pair[0] == name), None)
+            got = cache.get(name.encode())
+            assert (None if got is None else got.text) == (None if expected is None else expected[1])
+            if expected is not None:
+                model.remove(expected)
+                model.append(expected)
+        assert len(cache) == len(model) <= max_entries
+        assert cache.bytes <= max_bytes
+
+
+def test_a_memory_cache_that_is_cleared_holds_nothing() -> None:
+    cache = MemoryCache(10, MIB)
+    cache.put(key(1), reply(1))
+    cache.clear()
+    assert (cache.get(key(1)), len(cache), cache.bytes) == (None, 0, 0)
+
+
+# -- where it lies -------------------------------------------------------------------------------------------
+
+
+def test_the_directory_is_the_configured_one_then_the_environments_then_xdgs_then_the_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("FREEWHEEL_CACHE_DIR", "/from/env")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/from/xdg")
+    assert cache_dir("~/mine") == Path("/home/somebody/mine")
+    assert cache_dir(None) == Path("/from/env")
+    monkeypatch.delenv("FREEWHEEL_CACHE_DIR")
+    assert cache_dir(None) == Path("/from/xdg/freewheel")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/to/be/ignored")
+    assert cache_dir(None) == Path("/home/somebody/.cache/freewheel")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_dir(None) == Path("/home/somebody/.cache/freewheel")
+
+
+def test_nothing_is_on_disk_before_open(path: Path) -> None:
+    Store(path, max_bytes=MIB, ttl_s=None)
+    assert not path.parent.exists()
+
+
+def test_the_directory_and_every_file_in_it_are_private(path: Path, opened: OpenStore) -> None:
+    fill(opened(), range(3))
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()} == {
+        CACHE_FILE: 0o600,
+        f"{CACHE_FILE}-wal": 0o600,
+        f"{CACHE_FILE}-shm": 0o600,
+        f"{CACHE_FILE}.lock": 0o600,
+    }
+
+
+def test_a_file_that_others_could_read_is_made_private(path: Path, opened: OpenStore) -> None:
+    opened().close()
+    path.chmod(0o644)
+    opened()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_path_with_characters_that_mean_something_in_a_uri_works(tmp_path: Path, opened: OpenStore) -> None:
+    path = tmp_path / "a ?b#c%20d&é" / CACHE_FILE
+    store = opened(path=path)
+    fill(store, range(1))
+    assert path.exists()
+    assert present(store, range(2)) == {0}
+
+
+# -- replies in, replies out ---------------------------------------------------------------------------------
+
+
+def test_what_was_put_is_found_at_once_and_after_reopening(opened: OpenStore) -> None:
+    store = opened()
+    for name in range(3_000):
+        store.put(key(name), reply(name))
+    assert store.get_many([key(name) for name in range(3_000)]) == {key(name): reply(name) for name in range(3_000)}
+    store.close()
+    store.open()
+    assert store.get_many([key(name) for name in range(-5, 3_000)]) == {key(name): reply(name) for name in range(3_000)}
+
+
+def test_the_last_of_two_replies_for_a_key_is_the_one_kept(opened: OpenStore) -> None:
+    store = opened()
+    store.put(key(1), CachedReply("first"))
+    store.put(key(1), CachedReply("second"))
+    assert store.get_many([key(1)]) == {key(1): CachedReply("second")}
+    assert store.flush()
+    store.put(key(1), CachedReply("third"))
+    assert store.flush()
+    assert store.get_many([key(1)]) == {key(1): CachedReply("third")}
+    assert store.stats().entries == 1
+
+
+def test_a_lone_put_is_on_disk_soon_without_a_flush(path: Path, opened: OpenStore) -> None:
+    opened().put(key(1), reply(1))
+    other = opened()
+    deadline = time.monotonic() + 5
+    while not present(other, range(1, 2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.binary(min_size=32, max_size=32), st.text(st.characters(codec=None), max_size=50)))
+def test_any_text_comes_back_as_it_was(texts: dict[bytes, str]) -> None:
+    assert_round_trip(texts)
+
+
+def test_nul_bytes_lone_surrogates_and_ten_megabytes_come_back_as_they_were() -> None:
+    assert_round_trip({key(1): "a\0b", key(2): "\ud800 \udfff", key(3): "", key(4): "é" * 5_000_000, key(5): "plain"})
+
+
+def assert_round_trip(texts: dict[bytes, str]) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / CACHE_FILE, max_bytes=64 * MIB, ttl_s=None)
+        store.open()
+        with contextlib.closing(store):
+            for name, text in texts.items():
+                store.put(name, CachedReply(text))
+            assert store.flush()
+            assert store.get_many(list(texts)) == {name: CachedReply(text) for name, text in texts.items()}
+
+
+def test_an_entry_of_the_wrong_types_is_refused_and_its_neighbours_are_kept(opened: OpenStore) -> None:
+    store = opened()
+    store.put(key(1), reply(1))
+    store.put(key(2), CachedReply("x", None, 0))  # type: ignore[arg-type]
+    store.put(key(3), CachedReply("x", 2**70, -1))
+    store.put(key(4), reply(4))
+    assert store.flush()
+    store.close()
+    store.open()
+    assert present(store, range(1, 5)) == {1, 3, 4}
+    assert store.get_many([key(3)])[key(3)] == CachedReply("x", 2**53, 0)
+
+
+def test_a_reply_larger_than_the_whole_bound_is_not_kept(opened: OpenStore) -> None:
+    store = opened(max_bytes=MIB)
+    store.put(key(1), reply(1, 2 * MIB))
+    assert store.flush()
+    assert store.get_many([key(1)]) == {}
+
+
+def test_notes_are_recalled_at_once_after_reopening_and_by_other_stores(opened: OpenStore) -> None:
+    store = opened()
+    assert store.recall("https://judge") is None
+    store.remember("https://judge", b"limit 60")
+    assert store.recall("https://judge") == b"limit 60"
+    store.remember("https://judge", b"limit 61\0")
+    assert store.flush()
+    assert opened().recall("https://judge") == b"limit 61\0"
+    store.close()
+    store.open()
+    assert store.recall("https://judge") == b"limit 61\0"
+
+
+# -- bounds --------------------------------------------------------------------------------------------------
+
+
+def test_the_file_stays_within_its_bound_and_keeps_the_newest(path: Path, opened: OpenStore, clock: Clock) -> None:
+    store = opened(max_bytes=2 * MIB, wall_clock=clock)
+    for start in range(0, 10_000, 1_000):
+        clock.now += 1
+        fill(store, range(start, start + 1_000), size=600)
+    store.close()
+    assert path.stat().st_size <= 2 * MIB * 1.4  # one batch of 1,000 is written before eviction looks
+    store.open()
+    kept = present(store, range(10_000))
+    assert kept >= set(range(9_000, 10_000))
+    assert not kept & set(range(7_000))
+
+
+def test_an_entry_that_is_used_outlives_one_that_is_not(opened: OpenStore, clock: Clock) -> None:
+    store = opened(max_bytes=2 * MIB, wall_clock=clock)
+    fill(store, range(1_000), size=600)
+    clock.now += 3_600
+    assert present(store, range(100)) == set(range(100))
+    store.close()  # writes that they were used
+    store.open()
+    clock.now += 1
+    for start in range(1_000, 3_000, 500):
+        fill(store, range(start, start + 500), size=600)
+    store.close()
+    store.open()
+    kept = present(store, range(1_000))
+    assert kept >= set(range(100))
+    assert len(kept) < 600
+
+
+def test_reading_the_same_entries_again_and_again_does_not_write(path: Path, opened: OpenStore, clock: Clock) -> None:
+    store = opened(wall_clock=clock)
+    fill(store, range(100))
+    log = path.with_name(f"{CACHE_FILE}-wal")
+    before = log.stat().st_mtime_ns
+    for _ in range(50):
+        clock.now += 1
+        present(store, range(100))
+    assert store._writer._touched == {}
+    assert log.stat().st_mtime_ns == before
+
+
+def test_large_replies_are_evicted_one_by_one_and_not_a_step_at_a_time(opened: OpenStore, clock: Clock) -> None:
+    store = opened(max_bytes=20 * MIB, wall_clock=clock)
+    for name in range(22):
+        clock.now += 1
+        fill(store, range(name, name + 1), size=MIB)
+    store.close()
+    store.open()
+    assert len(present(store, range(22))) >= 17
+
+
+def test_a_smaller_bound_shrinks_the_file_at_the_next_write(path: Path, opened: OpenStore) -> None:
+    store = opened()
+    fill(store, range(8_000), size=1_000)
+    store.close()
+    assert path.stat().st_size > 8 * MIB
+    store = opened(max_bytes=2 * MIB)
+    fill(store, range(8_000, 8_001))
+    with store._writer.lock:  # eviction follows the write
+        pass
+    deadline = time.monotonic() + 10
+    while store.stats().payload_bytes > 2 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.2)
+    store.close()
+    assert path.stat().st_size <= 2 * MIB * 1.3
+
+
+def test_what_waits_for_a_disk_is_bounded_and_the_oldest_is_let_go(
+    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_writer, "WAITING_MAX_BYTES", MIB)
+    (tmp_path / "file").write_text("in the way of a directory")
+    store = opened(path=tmp_path / "file" / CACHE_FILE)
+    for name in range(10_000):
+        store.put(key(name), reply(name, 600))
+    kept = present(store, range(10_000))
+    assert 500 < len(kept) < 2_000
+    assert kept == set(range(10_000 - len(kept), 10_000))
+    assert sum("let go" in message for message in warnings_in(caplog)) == 1
+
+
+# -- time ----------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_past_its_time_is_a_miss_and_is_removed_in_the_end(opened: OpenStore, clock: Clock) -> None:
+    store = opened(ttl_s=100.0, wall_clock=clock)
+    fill(store, range(10))
+    clock.now += 99
+    assert present(store, range(10)) == set(range(10))
+    clock.now += 2
+    assert present(store, range(10)) == set()
+    assert (store.stats().entries, store.stats().expired) == (10, 10)
+    assert list(store.export()) == []
+    store.close()
+    store.open()
+    fill(store, range(10, 11))
+    store.close()
+    store.open()
+    assert store.stats().entries == 1
+
+
+def test_an_expired_entry_can_be_stored_anew(opened: OpenStore, clock: Clock) -> None:
+    store = opened(ttl_s=100.0, wall_clock=clock)
+    fill(store, range(1))
+    clock.now += 200
+    fill(store, range(1))
+    assert present(store, range(1)) == {0}
+
+
+def test_without_a_ttl_an_entry_is_found_after_a_century(opened: OpenStore, clock: Clock) -> None:
+    store = opened(wall_clock=clock)
+    fill(store, range(1))
+    clock.now += 100 * 365 * 86_400
+    assert present(store, range(1)) == {0}
+
+
+def test_an_entry_from_the_future_counts_as_stored_now_and_expires(opened: OpenStore, clock: Clock) -> None:
+    clock.now = NOW + 50 * 365 * 86_400
+    store = opened(ttl_s=100.0, wall_clock=clock)
+    fill(store, range(1))
+    clock.now = NOW
+    assert present(store, range(1)) == {0}
+    store.close()  # writes that it was used now
+    store.open()
+    clock.now += 99
+    assert present(store, range(1)) == {0}
+    clock.now += 2
+    assert present(store, range(1)) == set()
+
+
+def test_entries_from_the_future_that_nobody_reads_do_not_crowd_out_the_others(opened: OpenStore, clock: Clock) -> None:
+    clock.now = NOW + 50 * 365 * 86_400
+    store = opened(max_bytes=2 * MIB, wall_clock=clock)
+    fill(store, range(2_000), size=600)
+    clock.now = NOW
+    for start in range(2_000, 6_000, 500):
+        clock.now += 1
+        fill(store, range(start, start + 500), size=600)
+    store.close()
+    store.open()
+    assert present(store, range(6_000)) >= set(range(5_000, 6_000))
+    assert not present(store, range(2_000))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=8))
+def test_a_clock_that_jumps_about_breaks_nothing(jumps: list[float]) -> None:
+    import tempfile
+
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / CACHE_FILE, max_bytes=MIB, ttl_s=60.0, wall_clock=clock)
+        store.open()
+        with contextlib.closing(store):
+            for name, jump in enumerate(jumps):
+                clock.now += jump
+                fill(store, range(name, name + 1))
+                assert present(store, range(name, name + 1)) == {name}
+                present(store, range(len(jumps)))
+                store.stats()
+
+
+# -- the end -------------------------------------------------------------------------------------------------
+
+
+def open_files() -> set[str]:
+    names = set()
+    for handle in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.add(f"{handle.name} {handle.readlink()}")
+    return {name for name in names if "/proc/" not in name}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to see open files")
+def test_after_close_no_thread_no_open_file_and_no_log_is_left(path: Path) -> None:
+    files, threads = open_files(), threading.active_count()
+    store = Store(path, max_bytes=64 * MIB, ttl_s=None)
+    store.open()
+    for name in range(2_000):
+        store.put(key(name), reply(name))
+    present(store, range(10))
+    store.close()
+    store.close()
+    assert open_files() == files
+    assert threading.active_count() == threads
+    assert {file.name for file in path.parent.iterdir()} == {CACHE_FILE, f"{CACHE_FILE}.lock"}
+
+
+def test_a_closed_store_answers_nothing_takes_nothing_and_raises_nothing(opened: OpenStore) -> None:
+    store = opened()
+    fill(store, range(3))
+    store.remember("a", b"1")
+    store.close()
+    store.put(key(9), reply(9))
+    store.remember("b", b"2")
+    assert present(store, range(10)) == set()
+    assert store.recall("a") is None
+    assert store.flush()
+    with pytest.raises(CacheUnusableError, match="closed"):
+        store.stats()
+
+
+def test_a_store_that_was_never_opened_can_be_closed(path: Path) -> None:
+    Store(path, max_bytes=MIB, ttl_s=None).close()
+    assert not path.parent.exists()
+
+
+# -- for the command line ------------------------------------------------------------------------------------
+
+
+def test_stats_tell_what_is_in_the_file(path: Path, opened: OpenStore, clock: Clock) -> None:
+    store = opened(wall_clock=clock, ttl_s=50.0, max_bytes=5 * MIB)
+    assert store.stats().oldest_at is None
+    fill(store, range(10), size=100)
+    clock.now += 60
+    fill(store, range(10, 15), size=100)
+    stats = store.stats()
+    assert (stats.entries, stats.expired, stats.payload_bytes) == (15, 10, 15 * 132)
+    assert (stats.oldest_at, stats.newest_at) == (NOW, NOW + 60)
+    assert (stats.max_bytes, stats.ttl_s, stats.schema_version) == (5 * MIB, 50.0, 1)
+    assert stats.path == str(path)
+    assert stats.file_bytes >= stats.payload_bytes
+
+
+def test_clear_removes_all_replies_keeps_notes_and_gives_the_space_back(path: Path, opened: OpenStore) -> None:
+    store = opened()
+    fill(store, range(5_000), size=600)
+    store.remember("a", b"1")
+    assert store.flush()
+    store.put(key("waiting"), reply("waiting"))
+    assert store.clear() >= 5_000
+    assert store.flush()
+    assert store.get_many([key("waiting"), key(1)]) == {}
+    assert store.recall("a") == b"1"
+    assert store.clear() == 0
+    store.close()
+    assert path.stat().st_size < 100_000
+
+
+def test_clear_can_spare_what_is_newer(opened: OpenStore, clock: Clock) -> None:
+    store = opened(wall_clock=clock)
+    fill(store, range(1_000))
+    clock.now += 100
+    fill(store, range(1_000, 1_500))
+    assert store.clear(older_than_s=50) == 1_000
+    assert present(store, range(1_500)) == set(range(1_000, 1_500))
+
+
+def test_export_gives_each_reply_once_in_order_and_while_others_write(opened: OpenStore, clock: Clock) -> None:
+    store = opened(wall_clock=clock)
+    for start in range(0, 1_000, 100):
+        fill(store, range(start, start + 100))
+    other = opened(wall_clock=clock)
+    exported = []
+    for entry in store.export():
+        json.dumps(entry)
+        exported.append(entry)
+        if len(exported) == 500:
+            fill(other, range(2_000, 2_001))
+    keys = [entry["key"] for entry in exported]
+    assert len(keys) == len(set(keys)) == 1_001
+    assert set(keys) >= {key(name).hex() for name in range(1_000)}
+    by_key = {entry["key"]: entry for entry in exported}
+    assert by_key[key(7).hex()] == {
+        "key": key(7).hex(),
+        "text": "score of 7",
+        "prompt_tokens": 10,
+        "completion_tokens": 3,
+        "created_at": NOW,
+        "used_at": NOW,
+    }
+
+
+def test_export_of_large_replies_holds_few_at_a_time(opened: OpenStore) -> None:
+    import tracemalloc
+
+    store = opened(max_bytes=256 * MIB)
+    fill(store, range(60), size=MIB)
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in store.export()) == 60
+        assert tracemalloc.get_traced_memory()[1] < 20 * MIB
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,688 @@
+"""The store with damaged files, failing disks, locks, forks, and processes that are killed: all of them real."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, Store
+from freewheel.judge.store import file as store_file
+from freewheel.judge.store import writer as store_writer
+from freewheel.judge.store.file import Trouble, diagnose
+from freewheel.judge.store.writer import Outage
+
+MIB = 2**20
+NOW = 1_800_000_000.0
+"""Where the hand-set clock starts."""
+
+
+def key(name: object) -> bytes:
+    return hashlib.sha256(str(name).encode()).digest()
+
+
+def reply(name: object, size: int = 0) -> CachedReply:
+    return CachedReply(f"score of {name}".ljust(size, "."), 10, 3)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = NOW
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / CACHE_FILE
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+OpenStore = Callable[..., Store]
+
+
+@pytest.fixture
+def opened(path: Path) -> Iterator[OpenStore]:
+    """Opens stores on `path`, and closes them after the test."""
+    stores: list[Store] = []
+
+    def make(**options: object) -> Store:
+        store = Store(**{"path": path, "max_bytes": 64 * MIB, "ttl_s": None, **options})  # type: ignore[arg-type]
+        store.open()
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()
+
+
+def fill(store: Store, names: range, size: int = 0) -> None:
+    for name in names:
+        store.put(key(name), reply(name, size))
+    assert store.flush()
+
+
+def present(store: Store, names: range) -> set[int]:
+    found = store.get_many([key(name) for name in names])
+    return {name for name in names if key(name) in found}
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    return out
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+def make_whole(path: Path, entries: int = 2_000) -> bytes:
+    store = Store(path, max_bytes=64 * MIB, ttl_s=None)
+    store.open()
+    fill(store, range(entries), size=600)
+    store.close()
+    return path.read_bytes()
+
+
+def damaged_header(path: Path) -> None:
+    content = bytearray(make_whole(path))
+    content[:64] = b"\xff" * 64
+    path.write_bytes(content)
+
+
+def truncated(path: Path) -> None:
+    content = make_whole(path)
+    path.write_bytes(content[: len(content) // 3 + 100])
+
+
+def cut_in_the_header(path: Path) -> None:
+    path.write_bytes(make_whole(path)[:50])
+
+
+def every_page_but_the_first_overwritten(path: Path) -> None:
+    content = bytearray(make_whole(path))
+    content[4_096:] = random.Random(1).randbytes(len(content) - 4_096)
+    path.write_bytes(content)
+
+
+def a_text_file(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text("Dear diary,\n" * 1_000)
+
+
+def a_directory(path: Path) -> None:
+    (path / "with" / "something").mkdir(parents=True)
+
+
+def a_newer_schema(path: Path) -> None:
+    make_whole(path)
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        conn.execute("PRAGMA user_version = 99")
+
+
+def an_older_schema(path: Path) -> None:
+    make_whole(path)
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        conn.execute("PRAGMA user_version = 0")
+
+
+def another_programs_database(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        conn.execute("PRAGMA user_version = 1")
+        conn.execute("CREATE TABLE bookmarks (url)")
+
+
+def tables_that_are_gone(path: Path) -> None:
+    make_whole(path)
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        conn.execute("DROP TABLE replies")
+
+
+DAMAGES = [
+    (damaged_header, "corrupt-"),
+    (truncated, "corrupt-"),
+    (cut_in_the_header, "corrupt-"),
+    (every_page_but_the_first_overwritten, "corrupt-"),
+    (a_text_file, "corrupt-"),
+    (a_directory, "corrupt-"),
+    (tables_that_are_gone, "corrupt-"),
+    (a_newer_schema, "schema-99"),
+    (an_older_schema, "schema-0"),
+    (another_programs_database, "schema-1"),
+]
+
+
+@pytest.mark.parametrize(("damage", "suffix"), DAMAGES, ids=lambda value: getattr(value, "__name__", None))
+def test_a_file_that_cannot_be_used_is_set_aside_which_is_said_and_the_store_goes_on(
+    path: Path,
+    opened: OpenStore,
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], None],
+    suffix: str,
+) -> None:
+    damage(path)
+    store = opened()
+    present(store, range(2_000))
+    fill(store, range(5_000, 5_010))
+    assert present(store, range(5_000, 5_010)) == set(range(5_000, 5_010))
+    (aside,) = store.stats().set_aside
+    assert aside.startswith(f"{CACHE_FILE}.{suffix}")
+    (message,) = warnings_in(caplog)
+    assert str(path) in message
+    assert str(path.with_name(aside)) in message
+    store.close()
+    store.open()
+    assert present(store, range(5_000, 5_010)) == set(range(5_000, 5_010))
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_an_empty_file_is_filled_and_not_set_aside(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.parent.mkdir(parents=True)
+    path.touch()
+    store = opened()
+    fill(store, range(3))
+    assert store.stats().set_aside == ()
+    assert warnings_in(caplog) == []
+
+
+def test_files_set_aside_in_the_same_second_do_not_overwrite_each_other(
+    path: Path, opened: OpenStore, clock: Clock
+) -> None:
+    for round_ in range(3):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"not a database, {round_}" * 100)
+        opened(wall_clock=clock).close()
+    asides = opened(wall_clock=clock).stats().set_aside
+    assert len(asides) == 3
+    assert {path.with_name(name).read_text()[:17] for name in asides} == {f"not a database, {n}" for n in range(3)}
+
+
+def test_a_page_that_is_damaged_never_yields_a_wrong_reply(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = make_whole(path)
+    pages = len(content) // 4_096
+    rng = random.Random(7)
+    for attempt in range(40):
+        damaged = bytearray(content)
+        for _ in range(rng.choice([1, 3, 40])):
+            page = rng.randrange(1, pages)
+            start = page * 4_096 + rng.randrange(4_096 - 16)
+            damaged[start : start + 16] = rng.randbytes(16)
+        path.write_bytes(damaged)
+        store = Store(path, max_bytes=64 * MIB, ttl_s=None)
+        store.open()
+        with contextlib.closing(store):
+            found = store.get_many([key(name) for name in range(2_000)])
+            for name in range(2_000):
+                assert found.get(key(name), reply(name, 600)).text == reply(name, 600).text, attempt
+            fill(store, range(3_000, 3_500), size=600)
+            assert present(store, range(3_000, 3_500)) == set(range(3_000, 3_500))
+        for leftover in path.parent.iterdir():
+            leftover.unlink()
+
+
+def test_a_disk_that_damages_every_file_is_not_filled_with_copies(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened()
+    for _ in range(2 * store_file.ASIDES_MAX):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        path.write_text("damaged again" * 1_000)
+        assert present(store, range(3)) <= {1}
+        store.put(key(1), reply(1))
+        store.flush()
+    assert len(store._file.asides()) == store_file.ASIDES_MAX
+    assert store.trouble is not None
+
+
+def test_several_processes_that_find_a_broken_file_set_it_aside_once(path: Path) -> None:
+    for damage in (damaged_header, a_newer_schema, a_text_file):
+        for leftover in path.parent.glob("*"):
+            leftover.unlink()
+        if path.parent.exists():
+            path.parent.rmdir()
+        damage(path)
+        workers = [python(SHARING, path, worker, 300) for worker in range(4)]
+        for worker in workers:
+            finished(worker)
+        store = Store(path, max_bytes=64 * MIB, ttl_s=None)
+        store.open()
+        with contextlib.closing(store):
+            assert len(store.stats().set_aside) == 1
+            names = [key(f"{worker}/{n}") for worker in range(4) for n in range(300)]
+            assert len(store.get_many(names)) == len(names)
+
+
+# -- troubles while running ----------------------------------------------------------------------------------
+
+
+def test_a_file_deleted_underneath_is_made_anew(path: Path, opened: OpenStore) -> None:
+    store = opened()
+    fill(store, range(10))
+    path.unlink()
+    assert present(store, range(10)) == set()
+    fill(store, range(10, 20))
+    other = opened()
+    assert present(other, range(20)) == set(range(10, 20))
+
+
+def test_a_directory_deleted_underneath_is_made_anew(path: Path, opened: OpenStore) -> None:
+    store = opened()
+    fill(store, range(10))
+    for file in path.parent.iterdir():
+        file.unlink()
+    path.parent.rmdir()
+    fill(store, range(10, 20))
+    assert present(store, range(20)) == set(range(10, 20))
+
+
+def test_a_file_replaced_underneath_is_the_one_used_from_then_on(path: Path, tmp_path: Path, opened: OpenStore) -> None:
+    other = opened(path=tmp_path / "other" / CACHE_FILE)
+    fill(other, range(100, 110))
+    other.close()
+    store = opened()
+    fill(store, range(10))
+    (tmp_path / "other" / CACHE_FILE).replace(path)
+    for companion in ("-wal", "-shm"):
+        path.with_name(path.name + companion).unlink()
+    assert present(store, range(200)) == set(range(100, 110))
+    fill(store, range(110, 120))
+    assert present(opened(), range(200)) == set(range(100, 120))
+
+
+class SmallDisk:
+    """Makes SQLite report a full disk, by its own limit on the pages of a file."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pages: int | None = None
+        connect = store_file.CacheFile.connect
+
+        def limited(file: store_file.CacheFile) -> store_file.Link:
+            link = connect(file)
+            if self.pages is not None:
+                link.conn.execute(f"PRAGMA max_page_count = {self.pages}").fetchall()
+            return link
+
+        monkeypatch.setattr(store_file.CacheFile, "connect", limited)
+
+
+def test_a_full_disk_is_said_once_reading_goes_on_and_writing_is_taken_up_again(
+    opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SmallDisk(monkeypatch)
+    disk.pages = 120
+    store = opened(retry_after_s=0.3)
+    fill(store, range(100), size=600)
+    for name in range(100, 3_000):
+        store.put(key(name), reply(name, 600))
+    assert not store.flush()
+    assert store.trouble == Trouble.FULL
+    assert not store.flush()
+    assert present(store, range(3_000)) == set(range(3_000))  # the rest from memory
+    assert [message for message in warnings_in(caplog) if "disk is full" in message] == warnings_in(caplog)
+    assert len(warnings_in(caplog)) == 1
+    disk.pages = None
+    deadline = time.monotonic() + 10
+    while store._writer._has_work():  # nobody calls flush: it is tried again by itself
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert store.trouble is None
+    store.close()
+    store.open()
+    assert present(store, range(3_000)) == set(range(3_000))
+
+
+def test_closing_on_a_full_disk_ends_at_once_and_says_what_was_lost(
+    opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SmallDisk(monkeypatch).pages = 30
+    store = opened()
+    for name in range(3_000):
+        store.put(key(name), reply(name, 600))
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 3
+    assert any("not written" in message for message in warnings_in(caplog))
+
+
+@contextlib.contextmanager
+def mounted_tmpfs(folder: Path, options: str) -> Iterator[None]:
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {done.stderr.decode().strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_really_full_and_then_has_room_again(
+    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "small"
+    with mounted_tmpfs(folder, "size=2m"):
+        store = opened(path=folder / CACHE_FILE, retry_after_s=0.2)
+        fill(store, range(50), size=600)
+        (folder / "ballast").write_bytes(b"x" * (MIB * 2 - 700_000))
+        for name in range(50, 3_000):
+            store.put(key(name), reply(name, 600))
+        assert not store.flush()
+        assert present(store, range(3_000)) == set(range(3_000))
+        assert len(warnings_in(caplog)) == 1
+        (folder / "ballast").unlink()
+        subprocess.run(["mount", "-o", "remount,size=32m", str(folder)], check=True)
+        assert store.flush()
+        store.close()
+        store.open()
+        assert present(store, range(3_000)) == set(range(3_000))
+        store.close()
+
+
+def test_a_read_only_disk_leaves_a_store_in_memory(
+    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "mounted"
+    with mounted_tmpfs(folder, "size=8m"):
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        store = opened(path=folder / "cache" / CACHE_FILE)
+        store.put(key(1), reply(1))
+        store.remember("a", b"1")
+        assert not store.flush()
+        assert present(store, range(3)) == {1}
+        assert store.recall("a") == b"1"
+        assert store.recall("b") is None
+        assert len(warnings_in(caplog)) == 1
+        with pytest.raises(CacheUnusableError, match="cannot be written"):
+            store.stats()
+        store.close()
+
+
+def test_a_whole_file_on_a_disk_that_became_read_only_is_said_once_and_endured(
+    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "mounted"
+    with mounted_tmpfs(folder, "size=8m"):
+        store = opened(path=folder / CACHE_FILE)
+        fill(store, range(10))
+        store.close()
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        store.open()
+        store.put(key(50), reply(50))
+        assert not store.flush()
+        assert present(store, range(50, 51)) == {50}
+        assert 1 <= len(warnings_in(caplog)) <= 2  # SQLite may tell reading and writing apart
+        store.close()
+
+
+def test_a_file_where_the_directory_should_be_leaves_a_store_in_memory(
+    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "cache").write_text("in the way")
+    store = opened()
+    store.put(key(1), reply(1))
+    assert present(store, range(3)) == {1}
+    assert not store.flush()
+    assert len(warnings_in(caplog)) == 1
+    (tmp_path / "cache").unlink()
+    assert store.flush()
+    store.close()
+    store.open()
+    assert present(store, range(3)) == {1}
+
+
+def test_a_lock_held_by_another_process_loses_nothing_and_blocks_neither_put_nor_get(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = opened()
+    fill(store, range(10))
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        started = time.monotonic()
+        for name in range(10, 2_000):
+            store.put(key(name), reply(name))
+        assert present(store, range(2_000)) == set(range(2_000))
+        assert time.monotonic() - started < 1
+        assert not store.flush(timeout_s=0.6)
+        other.execute("COMMIT")
+    assert store.flush()
+    assert warnings_in(caplog) == []
+    assert present(opened(), range(2_000)) == set(range(2_000))
+
+
+def test_a_lock_that_lasts_is_said_once_and_waited_out(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_writer, "LOCKED_SAY_S", 0.3)
+    store = opened()
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        store.put(key(1), reply(1))
+        assert not store.flush(timeout_s=2.0)
+        other.execute("COMMIT")
+    assert store.flush()
+    assert len(warnings_in(caplog)) == 1
+    assert store.trouble is None
+
+
+def test_errors_are_told_apart_by_their_code() -> None:
+    def sqlite(code: int) -> sqlite3.OperationalError:
+        error = sqlite3.OperationalError("some words")
+        error.sqlite_errorcode = code
+        return error
+
+    assert diagnose(sqlite(sqlite3.SQLITE_FULL)) is Trouble.FULL
+    assert diagnose(sqlite(sqlite3.SQLITE_BUSY_SNAPSHOT)) is Trouble.LOCKED
+    assert diagnose(sqlite(sqlite3.SQLITE_READONLY_DBMOVED)) is Trouble.READ_ONLY
+    assert diagnose(sqlite(sqlite3.SQLITE_CORRUPT_INDEX)) is Trouble.CORRUPT
+    assert diagnose(sqlite(sqlite3.SQLITE_IOERR_FSYNC)) is Trouble.IO
+    assert diagnose(sqlite3.OperationalError("no such table: replies")) is Trouble.CORRUPT
+    assert diagnose(sqlite3.ProgrammingError("misuse")) is Trouble.OTHER
+    assert diagnose(OSError(28, "No space left on device")) is Trouble.FULL
+    assert diagnose(FileNotFoundError(2, "gone")) is Trouble.CANNOT_OPEN
+
+
+def test_an_outage_rests_is_said_once_per_kind_and_ends() -> None:
+    clock = Clock()
+    outage = Outage(said=set(), clock=clock)
+    assert outage.rest_s <= 0
+    assert outage.begin(Trouble.FULL, 30.0)
+    assert outage.rest_s == 30.0
+    clock.now += 30.0
+    assert outage.rest_s <= 0
+    assert not outage.begin(Trouble.FULL, 30.0)
+    assert outage.begin(Trouble.IO, 30.0)
+    assert outage.end()
+    assert not outage.end()
+    assert outage.rest_s <= 0
+
+
+# -- several processes ---------------------------------------------------------------------------------------
+
+SHARING = """
+    import hashlib, random, sys
+    from pathlib import Path
+    from freewheel.judge.cache import CachedReply, Store
+
+    path, worker, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    def key(name): return hashlib.sha256(name.encode()).digest()
+    store = Store(path, max_bytes=1 << 28, ttl_s=None)
+    store.open()
+    rng = random.Random(worker)
+    for n in range(count):
+        store.put(key(f"{worker}/{n}"), CachedReply(f"{worker}/{n}".ljust(600), n, 1))
+        if n % 50 == 0:
+            names = [f"{rng.randrange(4)}/{rng.randrange(count)}" for _ in range(64)]
+            found = store.get_many([key(name) for name in names])
+            for name in names:
+                if key(name) in found:
+                    assert found[key(name)].text == name.ljust(600), name
+        if n % 700 == 0:
+            assert store.flush(30)
+    assert store.flush(30)
+    store.close()
+    assert store.trouble is None, store.trouble
+"""
+
+
+def test_four_processes_that_read_and_write_make_no_error_and_lose_nothing(path: Path, opened: OpenStore) -> None:
+    workers = [python(SHARING, path, worker, 4_000) for worker in range(4)]
+    for worker in workers:
+        finished(worker)
+        assert worker.stderr is not None
+    store = opened()
+    names = [f"{worker}/{n}" for worker in range(4) for n in range(4_000)]
+    found = store.get_many([key(name) for name in names])
+    assert all(found[key(name)].text == name.ljust(600) for name in names)
+    assert store.stats().set_aside == ()
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_a_process_killed_while_writing_leaves_a_whole_file_with_all_that_was_flushed(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    endless = """
+        import hashlib, sys
+        from pathlib import Path
+        from freewheel.judge.cache import CachedReply, Store
+
+        store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
+        store.open()
+        n = int(sys.argv[2])
+        while True:
+            store.put(hashlib.sha256(str(n).encode()).digest(), CachedReply(f"score of {n}", 10, 3))
+            n += 1
+            if n % 500 == 0:
+                assert store.flush()
+                print(n, flush=True)
+    """
+    survivor = opened()
+    rng = random.Random(3)
+    start = 0
+    for _ in range(4):
+        process = python(endless, path, start)
+        assert process.stdout is not None
+        flushed = start
+        for _ in range(rng.randrange(2, 8)):
+            flushed = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=30)
+        assert present(survivor, range(start, flushed)) == set(range(start, flushed))
+        start = flushed
+    survivor.close()
+    store = opened()
+    assert present(store, range(start)) == set(range(start))
+    assert warnings_in(caplog) == []
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_a_forked_child_and_its_parent_both_go_on_with_connections_of_their_own(path: Path) -> None:
+    forking = """
+        import hashlib, os, sys, threading
+        from pathlib import Path
+        from freewheel.judge.cache import CachedReply, Store
+
+        def key(name): return hashlib.sha256(name.encode()).digest()
+        store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
+        store.open()
+        for n in range(100): store.put(key(f"before/{n}"), CachedReply("b"))
+        store.flush()
+        stop = threading.Event()
+        def keep_reading():
+            while not stop.is_set(): store.get_many([key(f"before/{n}") for n in range(100)])
+        reader = threading.Thread(target=keep_reading); reader.start()
+        children = []
+        for child in range(5):
+            for n in range(500): store.put(key(f"parent/{child}/{n}"), CachedReply("p" * 600))
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    inherited = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+                                 if os.path.exists(f"/proc/self/fd/{fd}")]
+                    assert not any("judge.sqlite3" in name for name in inherited), inherited
+                    assert len(store.get_many([key(f"before/{n}") for n in range(100)])) == 100
+                    for n in range(500): store.put(key(f"child/{child}/{n}"), CachedReply("c" * 600))
+                    assert store.flush(30)
+                    assert len(store.get_many([key(f"child/{child}/{n}") for n in range(500)])) == 500
+                    store.close()
+                    code = 0
+                except BaseException as error:
+                    print("child", repr(error), file=sys.stderr, flush=True)
+                    code = 1
+                os._exit(code)
+            children.append(pid)
+        stop.set(); reader.join()
+        codes = [os.waitpid(pid, 0)[1] for pid in children]
+        assert codes == [0] * 5, codes
+        assert store.flush(30)
+        for kind in ("parent", "child"):
+            names = [key(f"{kind}/{child}/{n}") for child in range(5) for n in range(500)]
+            assert len(store.get_many(names)) == 2500, kind
+        store.close()
+        assert threading.active_count() == 1
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(forking), str(path)], capture_output=True, text=True, timeout=60
+    )
+    assert process.returncode == 0, process.stderr
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+def test_many_threads_may_use_one_store(opened: OpenStore) -> None:
+    store = opened()
+    errors: list[AssertionError] = []
+
+    def work(worker: int) -> None:
+        try:
+            for n in range(500):
+                store.put(key(f"{worker}/{n}"), reply(n, 200))
+                if n % 20 == 0:
+                    assert key(f"{worker}/{n}") in store.get_many([key(f"{worker}/{n}")])
+            assert store.flush()
+        except AssertionError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert store.stats().entries == 3_000
