@@ -1,0 +1,424 @@
+"""How many requests may be in flight at a judge: learnt from its refusals and from its throughput.
+
+A judge's best concurrency is unknown, differs by a factor of a hundred between judges and moves. Two signals show it:
+the judge refuses (429), or more in flight no longer gives more done. The limiter grows until it meets one of them,
+steps back a little, stays, and looks again now and then, as CUBIC does for a network path.
+Called by the engine, once when a request is sent and once when it ends; pure, the caller passes the time.
+
+    sent ──▶ Ticket ──▶ succeeded   grows the limit; every 32 successes close a segment: throughput at this level
+                   ├──▶ throttled   the level is too high: one cut an epoch, to what was accepted
+                   ├──▶ faulted     counts only when it is not an isolated one
+                   └──▶ released    says nothing, frees the slot
+
+Every time in here is measured in round trips (the mean latency seen), never in seconds: a judge that answers in 0.2 s
+is handled ten times as fast as one that takes 2 s.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+START = 32
+"""First limit for a judge nothing is known about: few judges refuse it, and 32 replies already say something."""
+MOST = 4096
+"""The limit never exceeds this: beyond it one process runs out of sockets before the judge runs out of capacity."""
+IN_USE = 0.85
+"""The limit grows only while at least this share of it is in use: otherwise growth would be an untested guess."""
+SLOW_START_GAIN = 2.5
+"""Growth per success while no bound is known: more than triples it each round trip. A refusal comes at once and a
+plateau shows within a segment, so the overshoot is small and 400 is reached in three round trips."""
+PROBE_GAIN = 0.5
+"""Growth per success when the last bound has been quiet for long: half as much again each round trip."""
+CUT = 0.97
+"""A refusal is exact (the accepted level is known), so the step back is small."""
+CUBIC_SCALE = 0.03
+"""With `CUT`: the cubic starts at 0.97 of the bound, and reaches 1.03 of it after twice the time to return."""
+RETURN_RTT = 1.0
+"""Round trips until the cubic is back at a bound set by a refusal. Short: meeting it again costs a refusal or two and
+no throughput, and a judge whose capacity moved is followed within a few round trips."""
+PLATEAU_RETURN_RTT = 3.0
+"""The same for a bound set by a plateau: going over it gains nothing, and at a judge past its peak it costs."""
+QUIET_RETURNS = 2.0
+"""After this many times that, without a cut, the bound is taken for outdated and growth is by `PROBE_GAIN`."""
+EPOCH_RTT = 0.5
+"""Two cuts are at least this far apart: replies to what was sent before a cut cannot judge the cut."""
+RTT_WEIGHT = 1.0 / 32.0
+"""Weight of one latency in the mean: about one segment of memory."""
+
+SEGMENT = 32
+"""Successes per throughput segment: its rate is then known to about 10% at a latency spread of 0.5."""
+FIRST_SEGMENT = 24
+"""The same in slow start, where the level moves by half and more in a segment and being late is dearer than noise."""
+SEGMENT_SHARE = 0.5
+"""...and at least this share of the limit, half a round trip: a shorter segment sees too few of the long replies."""
+COUNT_SHARE_RISING = 0.5
+"""Weight (as an exponent) of the counted throughput against level / latency while the level rises in slow start."""
+WAVES_SPREAD = 0.25
+"""Below this spread of latencies replies come in waves, and the counted throughput loses its weight in proportion."""
+BINS_PER_OCTAVE = 4
+"""Levels of the throughput table are 2^¼ apart: 19%, what one segment can just tell apart."""
+LEAST_REFERENCE = 12.0
+"""Weight (replies, decayed) that a reference needs: half of a slow-start segment."""
+NEAREST_REFERENCE = 2
+"""A level is compared with those at least this many bins below, n/1.4: nearer ones differ by less than the noise..."""
+USUAL_REFERENCE = 4
+"""...and down to n/2..."""
+FARTHEST_REFERENCE = 8
+"""...or to n/4 if a fast start left nothing nearer."""
+MEMORY_PER_SEGMENT = 0.93
+"""Decay of the table with each segment: half is forgotten in ten, so that it follows a judge that changes."""
+MOST_WEIGHT = 8.0 * SEGMENT
+"""A level's weight is capped, so that a long stay does not make its figure immovable."""
+FLAT_ELASTICITY = 0.2
+"""Below this gain (relative throughput per relative concurrency) more requests only wait in the judge's queue."""
+FLAT_MARGIN_SE = 0.5
+"""Standard errors added to the elasticity before it is compared: half the noise must agree."""
+FALLING_SE = 2.0
+"""A throughput this many standard errors under that of a lower level means that the judge is past its peak."""
+PLATEAU_PEAK = 1.1
+"""After a plateau the bound is this times the reference level..."""
+PLATEAU_CUT = 0.9
+"""...and the limit this share of the bound."""
+SLOW_LATENCY = 5.0
+"""Mean latency over the base latency at which the judge is overloaded whatever its throughput says."""
+BASE_DRIFT = 1.01
+"""The base latency drifts up by this each segment: a judge that became slower for good is believed in the end."""
+LATENCY_SPREAD = 0.5
+"""Assumed relative spread of latencies until it is measured."""
+SPREAD_WEIGHT = 0.25
+"""Weight of one segment in the measured spread: four segments, a hundred replies and more, make it."""
+LEAST_SPREAD = 0.2
+"""Throughput is never taken to be less noisy than this per reply."""
+
+REPLIES_WATCHED = 32
+"""Faults are judged over this many last replies..."""
+FAULT_SHARE = 0.1
+"""...and mean overload from this share on. Cutting on isolated ones took 11.5 s where 6.8 s were enough."""
+FAULT_CUT = 0.9
+"""Step back, for a moment, for 5xx that come at levels at which others succeed: a larger one costs a judge with random
+ones more than it spares it. Whether the level is too high for good, its throughput tells."""
+PROVEN_DECAY = 0.99
+"""The highest level that succeeded lately shrinks by this at each fault, half in 70, if no success renews it."""
+BREAK_SHARE = 0.5
+"""The same share for broken connections and time-outs, which have many causes besides overload."""
+REFUSALS_TOLERATED = 8
+"""Refusals in a row that are still a burst. After more, the judge is taken to refuse everything for a while."""
+PROBES = 2
+"""While at least this many are in flight, their ends pace the next tries; silence is for when nothing does."""
+RETREAT = 0.9
+"""Step back for each refusal in a row: down to half in seven, so a lockout meets a dozen requests and not a hundred."""
+RESUME = 0.5
+"""When a judge that refused everything accepts again, go on from this share of the level it had accepted before."""
+QUIET_FIRST_RTT = 0.1
+"""First silence when everything is refused; doubled at each further refusal..."""
+QUIET_MOST_RTT = 0.5
+"""...up to this, so that a judge that is back is found within half a round trip."""
+PROBE_RTT = 0.05
+"""A probe that is not refused for so long (a refusal needs no work), or for..."""
+PROBE_PATIENCE = 4.0
+"""...this many times what the last refusal took, is a good sign..."""
+PROBE_GROWTH = 2.0
+"""...and lets this many times as many follow, without waiting for its answer."""
+UNKNOWN_RTT_S = 1.0
+"""Round trip assumed until the first success: the usual order of a judge's latency."""
+
+SANE_S = (1e-6, 1e6)
+"""Latencies outside of a microsecond to eleven days are damage."""
+SANE_RATE_PER_S = (1e-9, 1e9)
+"""The same for throughputs."""
+
+_QUIET_DOUBLINGS = 1 + math.ceil(math.log2(QUIET_MOST_RTT / QUIET_FIRST_RTT))
+_WATCHED_MASK = (1 << REPLIES_WATCHED) - 1
+_FAULTS_TO_CUT = math.ceil(FAULT_SHARE * REPLIES_WATCHED)
+_BREAKS_TO_CUT = math.ceil(BREAK_SHARE * REPLIES_WATCHED)
+
+Ticket = tuple[float, int]
+"""What was known when a request was sent: the time, and how many were then in flight, it included."""
+
+
+class LimiterMemory(msgspec.Struct, frozen=True):
+    """What is worth keeping between steps and runs. It may be old or damaged: what makes no sense is left out."""
+
+    window: float = 0.0
+    bound: float = 0.0
+    """Where the judge last refused or stopped to gain; 0 if that was never met."""
+    rtt_s: float = 0.0
+    base_latency_s: float = 0.0
+    levels: dict[int, tuple[float, float]] = {}
+    """Throughput table: bin → (requests per second, weight)."""
+
+
+def _is_sane(value: float, least: float, most: float) -> bool:
+    return math.isfinite(value) and least <= value <= most
+
+
+class Limiter:
+    """Keeps as many requests in flight as the judge turns into throughput, and no more than it accepted.
+
+    Promises: `limit` ≥ 1 always; never over `ceiling`; `fixed` never moves; one cut an epoch; after a burst of
+    refusals at most what was accepted; from every state successes let it grow again.
+    """
+
+    __slots__ = (
+        "_base_latency_s", "_bound", "_ceiling", "_cut_at", "_is_fixed", "_levels", "_limit", "_proven", "_recent",
+        "_refusal_s", "_refusals", "_refused_since", "_return_rtt", "_rtt_s", "_segment_count", "_segment_latency_s",
+        "_segment_level", "_segment_size", "_segment_square", "_segment_start", "_spread", "_target", "_window",
+        "in_flight", "quiet_until",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, ceiling: int | None = None, fixed: int | None = None, memory: LimiterMemory | None = None
+    ) -> None:
+        for key, value in (("ceiling", ceiling), ("fixed", fixed)):
+            if value is not None and value < 1:
+                raise ValueError(f"{key} = {value!r}: at least one request must be allowed in flight")
+        self.in_flight = 0
+        self.quiet_until = -math.inf
+        """Sending before this time would only be refused: everything was, lately."""
+        self._is_fixed = fixed is not None
+        self._ceiling = float(fixed if fixed is not None else min(ceiling or MOST, MOST))
+        self._window = self._ceiling if fixed is not None else min(float(START), self._ceiling)
+        self._bound = 0.0  # 0: none met yet, slow start
+        self._target = math.inf  # slow start goes on to here
+        self._rtt_s = 0.0
+        self._base_latency_s = math.inf
+        self._spread = LATENCY_SPREAD
+        self._levels: dict[int, tuple[float, float]] = {}
+        self._cut_at = -math.inf
+        self._return_rtt = RETURN_RTT
+        self._recent = 0
+        self._proven = 0.0
+        self._refusals = 0
+        self._refused_since = math.inf
+        self._refusal_s = 0.0
+        if memory is not None and not self._is_fixed:
+            self._restore(memory)
+        self._limit = int(self._window)
+        self._segment_count = 0
+        self._segment_size: float = FIRST_SEGMENT
+        self._segment_start = self._segment_latency_s = self._segment_square = self._segment_level = 0.0
+
+    def _restore(self, memory: LimiterMemory) -> None:
+        if _is_sane(memory.window, 1.0, MOST):
+            self._window = min(memory.window, self._ceiling)
+        if _is_sane(memory.bound, 1.0, MOST):
+            self._bound = memory.bound
+            self._target = self._window
+        if _is_sane(memory.rtt_s, *SANE_S):
+            self._rtt_s = memory.rtt_s
+        if _is_sane(memory.base_latency_s, *SANE_S):
+            self._base_latency_s = memory.base_latency_s
+        most_bin = round(BINS_PER_OCTAVE * math.log2(MOST))
+        for level, (rate, weight) in memory.levels.items():
+            if 0 <= level <= most_bin and _is_sane(rate, *SANE_RATE_PER_S) and _is_sane(weight, 0.0, math.inf):
+                self._levels[level] = (rate, min(weight, MOST_WEIGHT))
+
+    def memory(self) -> LimiterMemory:
+        """What a later limiter for the same judge should start from."""
+        return LimiterMemory(
+            window=max(self._window, self._target) if self._target < math.inf else self._window,
+            bound=self._bound,
+            rtt_s=self._rtt_s,
+            base_latency_s=self._base_latency_s if self._base_latency_s < math.inf else 0.0,
+            levels=dict(self._levels),
+        )
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be in flight now."""
+        return self._limit
+
+    def has_room(self) -> bool:
+        return self.in_flight < self._limit
+
+    def sent(self, now: float) -> Ticket:
+        """A request leaves now."""
+        if not self.in_flight:  # after idleness the pause is no part of a throughput
+            self._start_segment(now)
+            if self._cut_at == -math.inf:  # the cubic's clock starts with the first request; what it meets may cut
+                self._cut_at = now - EPOCH_RTT * self._rtt_s
+        self.in_flight = in_flight = self.in_flight + 1
+        if self._refusals > REFUSALS_TOLERATED and in_flight >= self._limit:
+            self._probe(now)
+        return (now, in_flight)
+
+    def succeeded(self, ticket: Ticket, now: float) -> None:
+        """A reply came."""
+        in_flight = self.in_flight
+        self.in_flight = in_flight - 1
+        self._recent = self._recent << 1 & _WATCHED_MASK
+        sent_at = ticket[0]
+        latency_s = now - sent_at
+        if ticket[1] > self._proven:
+            self._proven = ticket[1]
+        rtt_s = self._rtt_s
+        self._rtt_s = rtt_s = rtt_s + (latency_s - rtt_s) * RTT_WEIGHT if rtt_s else latency_s
+        if self._refusals and sent_at >= self._refused_since:
+            self._accepted_again()
+        if self._is_fixed:
+            return
+        window = self._window
+        limit = self._limit
+        if in_flight < limit * IN_USE or in_flight > limit + 1:  # not in use, or still draining after a cut
+            self._start_segment(now)
+            return
+        self._segment_latency_s += latency_s
+        self._segment_square += latency_s * latency_s
+        self._segment_level += in_flight
+        self._segment_count = count = self._segment_count + 1
+        if window < self._target:
+            window += SLOW_START_GAIN
+        else:
+            returns = (now - self._cut_at) / (self._return_rtt * rtt_s) if rtt_s > 0.0 else QUIET_RETURNS
+            if returns < QUIET_RETURNS:
+                phase = returns - 1.0
+                window = max(window, self._bound * (1.0 + CUBIC_SCALE * phase * phase * phase))
+            else:
+                window += PROBE_GAIN
+        self._set_window(window)
+        if count >= self._segment_size:
+            self._close_segment(now)
+
+    def throttled(self, ticket: Ticket, now: float) -> None:
+        """429, unlabelled or for concurrency: what is in flight without it was accepted, one more was not."""
+        self._end_refused(ticket, now)
+        if self._is_fixed:
+            return
+        accepted = float(max(1, self.in_flight))
+        if ticket[0] < self._cut_at:
+            # The rest of the burst that was cut for: it only shows better where the bound is.
+            if accepted < self._window:
+                self._bound = self._target = min(self._bound, accepted)
+                self._set_window(accepted)
+        elif self._bound and (self._refusals > 1 or ticket[0] < self._cut_at + EPOCH_RTT * self._rtt_s):
+            # Refused again below the cut, before anything sent since was seen to be accepted: the judge went down, or
+            # is locked, or counts a rate. Follow it down; the bound stays, to return to when it accepts again.
+            self._retreat()
+        else:
+            self._cut(min(accepted, self._window), CUT, now)
+
+    def faulted(self, ticket: Ticket, now: float, *, overload: bool) -> None:
+        """503, 529 and other 5xx (`overload`), or a broken connection or time-out."""
+        self._end_refused(ticket, now)
+        self._recent |= 1
+        self._proven *= PROVEN_DECAY
+        if self._is_fixed:
+            return
+        if self._refusals > REFUSALS_TOLERATED:
+            self._retreat()
+        elif (
+            self._recent.bit_count() >= (_FAULTS_TO_CUT if overload else _BREAKS_TO_CUT)
+            and ticket[0] >= self._cut_at + EPOCH_RTT * self._rtt_s
+        ):
+            if ticket[1] > self._proven:  # nothing sent at this level succeeded lately: a refusal by another name
+                self._cut(min(float(self.in_flight), self._window), CUT, now)
+            else:
+                returns_to = max(self._window, self._bound)
+                self._cut(self._window * FAULT_CUT, 1.0, now)
+                self._target = self._bound = returns_to
+
+    def released(self, ticket: Ticket, now: float) -> None:
+        """Cancelled, refused for its rate, or a 4xx: nothing is learnt about concurrency."""
+        self.in_flight -= 1
+
+    def _end_refused(self, ticket: Ticket, now: float) -> None:
+        self.in_flight -= 1
+        self._recent = self._recent << 1 & _WATCHED_MASK
+        self._refusals += 1
+        if self._refused_since == math.inf:
+            self._refused_since = ticket[0]
+        self._refusal_s = now - ticket[0]
+        excess = self._refusals - REFUSALS_TOLERATED
+        if excess > 0 and self.in_flight < PROBES:
+            silence = QUIET_MOST_RTT if excess >= _QUIET_DOUBLINGS else QUIET_FIRST_RTT * 2.0 ** (excess - 1)
+            self.quiet_until = now + silence * (self._rtt_s or UNKNOWN_RTT_S)
+
+    def _probe(self, now: float) -> None:
+        """Lets twice as many go if these are not refused in the time that refusals take."""
+        self.quiet_until = now + max(PROBE_RTT * self._rtt_s, PROBE_PATIENCE * self._refusal_s)
+        if self._target < math.inf:
+            self._set_window(max(self._window, min(self._window * PROBE_GROWTH, self._target * RESUME)))
+
+    def _retreat(self) -> None:
+        if self._target == math.inf:
+            self._target = self._bound = self._window
+        self._set_window(min(self._window, max(PROBES, self.in_flight * RETREAT)))
+
+    def _accepted_again(self) -> None:
+        if self._refusals > 1 and self._target < math.inf:
+            self._set_window(max(self._window, self._target * RESUME))
+        self._refusals = 0
+        self._refused_since = math.inf
+
+    def _cut(self, bound: float, share: float, now: float, return_rtt: float = RETURN_RTT) -> None:
+        self._return_rtt = return_rtt
+        self._bound = self._target = max(1.0, bound)
+        self._cut_at = now
+        self._set_window(self._bound * share)
+        self._target = self._window
+        self._start_segment(now)
+
+    def _set_window(self, window: float) -> None:
+        self._window = window = min(self._ceiling, max(1.0, window))
+        self._limit = int(window)
+
+    def _start_segment(self, now: float) -> None:
+        self._segment_start = now
+        self._segment_size = max(SEGMENT, SEGMENT_SHARE * self._window) if self._bound else FIRST_SEGMENT
+        self._segment_count = 0
+        self._segment_latency_s = self._segment_square = self._segment_level = 0.0
+
+    def _close_segment(self, now: float) -> None:
+        """Files the segment's throughput under its level and looks whether the level still pays."""
+        count = self._segment_count
+        elapsed_s = now - self._segment_start
+        level = self._segment_level / count
+        latency_s = self._segment_latency_s / count
+        square = self._segment_square / count
+        self._start_segment(now)
+        if elapsed_s <= 0.0 or latency_s <= 0.0:
+            return
+        spread = math.sqrt(max(0.0, square / (latency_s * latency_s) - 1.0))
+        self._spread += SPREAD_WEIGHT * (max(LEAST_SPREAD, spread) - self._spread)
+        self._base_latency_s = min(latency_s, self._base_latency_s * BASE_DRIFT)
+        levels = self._levels
+        for key, (rate, weight) in levels.items():
+            levels[key] = (rate, weight * MEMORY_PER_SEGMENT)
+        here = round(BINS_PER_OCTAVE * math.log2(level))
+        rate, weight = levels.get(here, (0.0, 0.0))
+        # Two figures for the throughput: replies counted, and level / latency (Little's law). At rest they agree. While
+        # the level rises the count lags behind it, and the short replies that come first flatter the latency: between
+        # the two is about right. Where replies hardly differ they come in waves, and a count of them says nothing.
+        counted = (1.0 if self._bound else COUNT_SHARE_RISING) * min(1.0, spread / WAVES_SPREAD)
+        rate_here = (count / elapsed_s) ** counted * (level / latency_s) ** (1.0 - counted)
+        rate = (rate * weight + rate_here * count) / (weight + count)
+        weight = min(MOST_WEIGHT, weight + count)
+        levels[here] = (rate, weight)
+        if latency_s > SLOW_LATENCY * self._base_latency_s and now - self._cut_at > latency_s:
+            self._cut(min(level, self._window) * PLATEAU_CUT, PLATEAU_CUT, now, PLATEAU_RETURN_RTT)
+        else:
+            self._compare(here, level, now)
+
+    def _compare(self, here: int, level: float, now: float) -> None:
+        """Steps back if the level gives no more, or less, than the levels well below it."""
+        levels = self._levels
+        rate, weight = levels[here]
+        reference_rate = reference_weight = reference_bin = 0.0
+        for below in range(NEAREST_REFERENCE, FARTHEST_REFERENCE + 1):
+            if below > USUAL_REFERENCE and reference_weight >= LEAST_REFERENCE:
+                break
+            rate_below, weight_below = levels.get(here - below, (0.0, 0.0))
+            reference_rate += rate_below * weight_below
+            reference_bin += (here - below) * weight_below
+            reference_weight += weight_below
+        if reference_weight < LEAST_REFERENCE:
+            return
+        reference_rate /= reference_weight
+        reference_level = 2.0 ** (reference_bin / reference_weight / BINS_PER_OCTAVE)
+        span = math.log(level / reference_level)
+        noise = self._spread * math.sqrt(1.0 / weight + 1.0 / reference_weight)
+        gain = math.log(rate / reference_rate)
+        if gain + FLAT_MARGIN_SE * noise < FLAT_ELASTICITY * span or gain < -FALLING_SE * noise:
+            self._cut(min(self._window, reference_level * PLATEAU_PEAK), PLATEAU_CUT, now, PLATEAU_RETURN_RTT)

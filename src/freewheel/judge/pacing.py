@@ -1,0 +1,311 @@
+"""How fast requests may leave: budgets of requests and tokens per minute, configured or learnt from headers.
+
+A limit on concurrency says how many may be in flight; a judge may besides count requests or tokens per minute. Cutting
+concurrency for that would be wrong (the level is fine, the pace is not), so pace is a thing of its own.
+Called by the engine before a request is sent and after it ends; pure, the caller passes the time.
+
+    ready_at ──▶ sent ──▶ settled     corrects the token bucket by what was really used
+                    ├──▶ rejected     a 429 for the rate: a short pause, then the pace that was accepted, slowly rising
+                    └──▶ observed     x-ratelimit-* headers: a bucket that binds only when little is left
+
+With nothing configured and nothing learnt, each call is one or two attribute checks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import msgspec
+
+MINUTE_S = 60.0
+BURST_S = 1.0
+"""A bucket holds one second of its rate: in any minute at most 1/60 more than the budget leaves."""
+SCARCE_SHARE = 0.2
+"""A budget learnt from headers binds once less than this share is left; before, there is nothing to ration."""
+LEAST_RESET_S = 0.05
+"""A reset nearer than this is over before the next request arrives."""
+MOST_RESET_S = 60.0
+"""A learnt budget never makes a single request wait longer than this before it is tried: headers can be wrong."""
+PAUSE_S = 0.5
+"""Pause after a refusal for the rate that names no time: half of the shortest window that judges count in."""
+MOST_PAUSE_S = 2.0
+"""No pause is longer, whatever Retry-After says: it names the end of a window, the pace after it does the rest."""
+PACE_SHARE = 0.98
+"""Share of the accepted rate to go on with: a little under it, so that the judge's own bucket recovers."""
+PACE_GROWTH_PER_RTT = 0.05
+"""The pace rises by this each round trip, to find a rate limit that was lifted."""
+PACE_FORGOTTEN = 3.0
+"""A pace that grew to this many times what was once refused has outlived the rate limit and is forgotten."""
+RATE_WINDOW_S = 8.0
+"""The accepted rate is measured over between half of this and all of it."""
+LEAST_RATE_WINDOW_S = 1.0
+"""...and never over less: the burst that a judge accepts at first is not a rate."""
+LEAST_PACE_PER_S = 0.2
+"""The pace never falls below one request in five seconds: a judge that refuses everything must be asked again."""
+EPOCH_SECONDS_FROM = 1e9
+"""A plain number from here on is a date (seconds since 1970), not a duration of thirty years."""
+EPOCH_MILLISECONDS_FROM = 1e11
+"""From here on it is a date in milliseconds."""
+
+_UNIT_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|us|µs|ns|d|h|m|s)\s*")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?")
+
+
+def parse_duration_s(text: str, wall_now: float) -> float | None:
+    """Seconds from `wall_now` (seconds since 1970) that `text` means.
+
+    It may be "20ms", "6m0s", "12", an HTTP or ISO date, or seconds or milliseconds since 1970. A time that has passed
+    is 0.0; what cannot be read is None.
+    """
+    text = text.strip().lower()
+    if _NUMBER.fullmatch(text):
+        seconds = float(text)
+        if seconds >= EPOCH_MILLISECONDS_FROM:
+            seconds = seconds / 1000.0 - wall_now
+        elif seconds >= EPOCH_SECONDS_FROM:
+            seconds -= wall_now
+        return max(0.0, seconds) if math.isfinite(seconds) else None
+    total_s = 0.0
+    end = 0
+    while part := _PART.match(text, end):
+        total_s += float(part[1]) * _UNIT_S[part[2]]
+        end = part.end()
+    if end and end == len(text):
+        return total_s if math.isfinite(total_s) else None
+    moment = _parse_date(text)
+    return None if moment is None else max(0.0, moment.timestamp() - wall_now)
+
+
+def _parse_date(text: str) -> datetime | None:
+    moment: datetime | None
+    try:
+        moment = datetime.fromisoformat(text.upper())
+    except ValueError:
+        try:
+            moment = parsedate_to_datetime(text)
+        except (ValueError, TypeError, IndexError, OverflowError):
+            return None
+    try:
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):
+        return None
+
+
+def _amount(text: str | None) -> float | None:
+    if text is None or not _NUMBER.fullmatch(text := text.strip().lower()):
+        return None
+    value = float(text)
+    return value if math.isfinite(value) and value >= 0.0 else None
+
+
+class RateHeaders(msgspec.Struct, frozen=True):
+    """What a reply's `x-ratelimit-*` headers say; None where they say nothing."""
+
+    limit_requests: float | None = None
+    remaining_requests: float | None = None
+    reset_requests_s: float | None = None
+    limit_tokens: float | None = None
+    remaining_tokens: float | None = None
+    reset_tokens_s: float | None = None
+
+    @classmethod
+    def parse(cls, headers: Mapping[str, str], wall_now: float) -> RateHeaders | None:
+        """Reads a reply's headers (a case-insensitive mapping); None, quickly, where there are none of these."""
+        get = headers.get
+        limit_requests = get("x-ratelimit-limit-requests") or get("x-ratelimit-limit")
+        remaining_requests = get("x-ratelimit-remaining-requests") or get("x-ratelimit-remaining")
+        limit_tokens = get("x-ratelimit-limit-tokens")
+        remaining_tokens = get("x-ratelimit-remaining-tokens")
+        if limit_requests is remaining_requests is limit_tokens is remaining_tokens is None:
+            return None
+        reset_requests = get("x-ratelimit-reset-requests") or get("x-ratelimit-reset")
+        reset_tokens = get("x-ratelimit-reset-tokens")
+        return cls(
+            limit_requests=_amount(limit_requests),
+            remaining_requests=_amount(remaining_requests),
+            reset_requests_s=None if reset_requests is None else parse_duration_s(reset_requests, wall_now),
+            limit_tokens=_amount(limit_tokens),
+            remaining_tokens=_amount(remaining_tokens),
+            reset_tokens_s=None if reset_tokens is None else parse_duration_s(reset_tokens, wall_now),
+        )
+
+
+class _Bucket:
+    """Fills at `rate_per_s` up to `capacity`; what is larger than it may leave when it is full, and leaves a debt."""
+
+    __slots__ = ("at", "capacity", "level", "rate_per_s")
+
+    def __init__(self, rate_per_s: float, capacity: float, level: float, at: float) -> None:
+        self.rate_per_s = rate_per_s
+        self.capacity = capacity
+        self.level = level
+        self.at = at
+
+    def refill(self, now: float) -> None:
+        if now > self.at:
+            self.level = min(self.capacity, self.level + (now - self.at) * self.rate_per_s)
+            self.at = now
+
+    def ready_at(self, now: float, amount: float) -> float:
+        self.refill(now)
+        missing = min(amount, self.capacity) - self.level
+        return now if missing <= 0.0 else now + missing / self.rate_per_s
+
+
+def _configured(key: str, per_minute: float | None) -> _Bucket | None:
+    if per_minute is None:
+        return None
+    if not (math.isfinite(per_minute) and per_minute > 0.0):
+        raise ValueError(f"{key} = {per_minute!r}: give a number above zero, or leave it out")
+    rate_per_s = per_minute / MINUTE_S
+    capacity = max(1.0, rate_per_s * BURST_S)
+    return _Bucket(rate_per_s, capacity, capacity, -math.inf)
+
+
+def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> _Bucket | None:
+    """The bucket that a pair of limit and remaining describes, or None while plenty is left.
+
+    `reset_s` is when the budget is whole again, so what is used now over that time is the rate it refills at: right for
+    budgets a second, a minute or a day long, and fast at worst for a fixed window, where a refusal then pauses.
+    """
+    if limit is None or remaining is None or limit < 1.0 or remaining >= limit * SCARCE_SHARE:
+        return None
+    if reset_s is None:
+        reset_s = MINUTE_S
+    if reset_s < LEAST_RESET_S:
+        return None
+    rate_per_s = max((limit - remaining) / reset_s, 1.0 / MOST_RESET_S)
+    return _Bucket(rate_per_s, max(1.0, limit * SCARCE_SHARE), remaining, now)
+
+
+class Pacer:
+    """Never lets requests leave faster than the configured or the learnt budgets; never makes one wait for ever."""
+
+    __slots__ = (
+        "_header_rate_per_s", "_header_requests", "_header_tokens", "_is_free", "_next_at", "_pace_per_s",
+        "_paced_at", "_paused_until", "_refused_pace_per_s", "_requests", "_tokens", "_window_accepted",
+        "_window_before", "_window_before_s", "_window_start",
+    )  # fmt: skip
+
+    def __init__(self, *, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
+        self._requests = _configured("requests_per_minute", requests_per_minute)
+        self._tokens = _configured("tokens_per_minute", tokens_per_minute)
+        self._header_requests: _Bucket | None = None
+        self._header_tokens: _Bucket | None = None
+        self._header_rate_per_s = math.inf  # the pace's cap, from a limit header that comes without a remaining one
+        self._pace_per_s = 0.0  # 0: no pace
+        self._refused_pace_per_s = 0.0
+        self._paced_at = -math.inf
+        self._next_at = -math.inf
+        self._paused_until = -math.inf
+        self._window_accepted = 0
+        self._window_start = -math.inf
+        self._window_before = 0
+        self._window_before_s = 0.0
+        self._note_freedom()
+
+    def _note_freedom(self) -> None:
+        self._is_free = not (
+            self._requests or self._tokens or self._header_requests or self._header_tokens or self._pace_per_s
+        )
+
+    def ready_at(self, now: float, tokens: int) -> float:
+        """When a request of about `tokens` tokens may leave: `now` or earlier means at once; else ask again then."""
+        if self._is_free:
+            return now
+        at = max(now, self._paused_until, self._next_at if self._pace_per_s else now)
+        for bucket in (self._requests, self._header_requests):
+            if bucket is not None:
+                at = max(at, bucket.ready_at(now, 1.0))
+        for bucket in (self._tokens, self._header_tokens):
+            if bucket is not None:
+                at = max(at, bucket.ready_at(now, float(tokens)))
+        return at
+
+    def sent(self, now: float, tokens: int) -> None:
+        """A request of about `tokens` tokens leaves now."""
+        self._window_accepted += 1
+        if self._window_start == -math.inf:
+            self._window_start = now
+        if self._is_free:
+            return
+        if self._pace_per_s:
+            self._next_at = max(self._next_at, now) + 1.0 / self._pace_per_s
+        for bucket in (self._requests, self._header_requests):
+            if bucket is not None:
+                bucket.refill(now)
+                bucket.level -= 1.0
+        for bucket in (self._tokens, self._header_tokens):
+            if bucket is not None:
+                bucket.refill(now)
+                bucket.level -= tokens
+
+    def settled(self, now: float, estimated_tokens: int, used_tokens: int, rtt_s: float) -> None:
+        """A reply came that used `used_tokens` and took `rtt_s`."""
+        if now - self._window_start > RATE_WINDOW_S / 2.0:
+            self._roll_window(now)
+        if self._is_free:
+            return
+        if self._tokens is not None:
+            self._tokens.level += estimated_tokens - used_tokens
+        if self._pace_per_s:
+            self._raise_pace(now, rtt_s)
+
+    def rejected(self, now: float, retry_after_s: float | None) -> None:
+        """A 429 for the rate: pause, then go on at the pace that was accepted."""
+        self._window_accepted = max(0, self._window_accepted - 1)
+        if retry_after_s is None or not math.isfinite(retry_after_s):
+            retry_after_s = PAUSE_S
+        if now < self._paused_until:  # the rest of the same burst
+            return
+        self._paused_until = now + min(MOST_PAUSE_S, max(0.0, retry_after_s))
+        pace = min(max(LEAST_PACE_PER_S, self._accepted_per_s(now) * PACE_SHARE), self._header_rate_per_s)
+        self._pace_per_s = self._refused_pace_per_s = min(pace, self._pace_per_s) if self._pace_per_s else pace
+        self._paced_at = self._next_at = self._paused_until
+        self._is_free = False
+
+    def observed(self, now: float, headers: RateHeaders) -> None:
+        """A reply's headers."""
+        requests = _learnt(now, headers.limit_requests, headers.remaining_requests, headers.reset_requests_s)
+        tokens = _learnt(now, headers.limit_tokens, headers.remaining_tokens, headers.reset_tokens_s)
+        self._header_requests = _merge(now, self._header_requests, requests)
+        self._header_tokens = _merge(now, self._header_tokens, tokens)
+        if headers.limit_requests is not None and headers.remaining_requests is None and headers.limit_requests >= 1.0:
+            self._header_rate_per_s = headers.limit_requests / MINUTE_S
+        self._note_freedom()
+
+    def _accepted_per_s(self, now: float) -> float:
+        elapsed_s = now - self._window_start + self._window_before_s
+        accepted = self._window_accepted + self._window_before
+        return accepted / max(elapsed_s, LEAST_RATE_WINDOW_S)
+
+    def _roll_window(self, now: float) -> None:
+        elapsed_s = now - self._window_start
+        is_fresh = elapsed_s <= RATE_WINDOW_S
+        self._window_before = self._window_accepted if is_fresh else 0
+        self._window_before_s = elapsed_s if is_fresh else 0.0
+        self._window_accepted = 0
+        self._window_start = now
+
+    def _raise_pace(self, now: float, rtt_s: float) -> None:
+        if now <= self._paced_at or rtt_s <= 0.0 or self._next_at < now - rtt_s:
+            return  # nothing is learnt about a pace that is not used to the full
+        growth = PACE_GROWTH_PER_RTT * min(1.0, (now - self._paced_at) / rtt_s)
+        self._pace_per_s = min(self._pace_per_s * (1.0 + growth), self._header_rate_per_s)
+        self._paced_at = now
+        if self._pace_per_s > PACE_FORGOTTEN * self._refused_pace_per_s:
+            self._pace_per_s = 0.0
+            self._note_freedom()
+
+
+def _merge(now: float, known: _Bucket | None, told: _Bucket | None) -> _Bucket | None:
+    """What the judge tells replaces what was known, but a reply older than others does not give back a budget."""
+    if known is not None and told is not None:
+        known.refill(now)
+        told.level = min(told.level, known.level)
+    return told

@@ -1,0 +1,258 @@
+"""Budgets of requests and tokens: configured, read from headers, or learnt from a refusal for the rate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from multidict import CIMultiDict
+
+from freewheel.judge.pacing import MOST_PAUSE_S, Pacer, RateHeaders, parse_duration_s
+
+WALL_NOW = 1_800_000_000.0  # 2027-01-15 08:00:00 UTC
+
+
+def send_for(pacer: Pacer, seconds: float, tokens: int = 1, start: float = 0.0) -> list[float]:
+    """Sends as fast as the pacer allows; returns when each left."""
+    now = start
+    left_at = []
+    while True:
+        at = pacer.ready_at(now, tokens)
+        if at <= now:
+            pacer.sent(now, tokens)
+            left_at.append(now)
+        elif at >= start + seconds:
+            return left_at
+        else:
+            now = at
+        assert len(left_at) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1s", 1.0),
+        ("6m0s", 360.0),
+        ("20ms", 0.02),
+        ("1h2m3s", 3723.0),
+        ("7.66s", 7.66),
+        ("1d", 86400.0),
+        ("12", 12.0),
+        (" 0.5 ", 0.5),
+        ("0", 0.0),
+        ("-3", 0.0),
+        ("Fri, 15 Jan 2027 08:00:30 GMT", 30.0),
+        ("Fri, 15 Jan 2027 07:00:00 GMT", 0.0),
+        ("2027-01-15T08:01:00Z", 60.0),
+        ("1800000090", 90.0),
+        ("1800000090500", 90.5),
+    ],
+)
+def test_a_duration_is_read_in_every_form_that_judges_send(text: str, seconds: float) -> None:
+    assert parse_duration_s(text, WALL_NOW) == pytest.approx(seconds, abs=1e-3)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 parsecs", "1s later", "nan", "inf", "m", "1e999", "Fri, 99 Foo"])
+def test_what_is_no_duration_is_none(text: str) -> None:
+    assert parse_duration_s(text, WALL_NOW) is None
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(st.text(max_size=30))
+def test_no_text_breaks_the_duration_parser(text: str) -> None:
+    seconds = parse_duration_s(text, WALL_NOW)
+    assert seconds is None or (math.isfinite(seconds) and seconds >= 0.0)
+
+
+def test_headers_without_a_rate_limit_are_none() -> None:
+    assert RateHeaders.parse(CIMultiDict({"Content-Type": "application/json"}), WALL_NOW) is None
+
+
+def test_headers_are_read_whatever_their_case() -> None:
+    headers = CIMultiDict(
+        {
+            "X-RateLimit-Limit-Requests": "60",
+            "X-RateLimit-Remaining-Requests": "59",
+            "X-RateLimit-Reset-Requests": "1s",
+            "x-ratelimit-limit-tokens": "150000",
+            "x-ratelimit-remaining-tokens": "149984",
+            "x-ratelimit-reset-tokens": "6m0s",
+        }
+    )
+    assert RateHeaders.parse(headers, WALL_NOW) == RateHeaders(60.0, 59.0, 1.0, 150000.0, 149984.0, 360.0)
+
+
+def test_damaged_headers_say_nothing() -> None:
+    headers = CIMultiDict({"x-ratelimit-limit-requests": "many", "x-ratelimit-remaining-requests": "-1"})
+    assert RateHeaders.parse(headers, WALL_NOW) == RateHeaders()
+
+
+def test_without_budgets_everything_may_leave_at_once() -> None:
+    pacer = Pacer()
+    for _ in range(1000):
+        assert pacer.ready_at(5.0, 10**9) <= 5.0
+        pacer.sent(5.0, 10**9)
+
+
+def test_the_request_budget_holds_over_a_minute() -> None:
+    left_at = send_for(Pacer(requests_per_minute=600), 60.0)
+    assert 590 <= len(left_at) <= 600 * (1 + 1 / 60) + 1
+
+
+def test_the_token_budget_holds_over_a_minute() -> None:
+    left_at = send_for(Pacer(tokens_per_minute=60_000), 60.0, tokens=500)
+    assert 115 <= len(left_at) <= 124
+
+
+def test_a_request_larger_than_the_bucket_leaves_and_the_next_one_waits_for_it() -> None:
+    pacer = Pacer(tokens_per_minute=6_000)
+    assert pacer.ready_at(0.0, 1_000_000) <= 0.0
+    pacer.sent(0.0, 12_000)
+    assert pacer.ready_at(0.0, 100) == pytest.approx(120.0, rel=0.02)
+
+
+def test_tokens_that_were_not_used_are_given_back() -> None:
+    pacer = Pacer(tokens_per_minute=6_000)
+    pacer.sent(0.0, 1_000)
+    waiting_s = pacer.ready_at(0.0, 100)
+    pacer.settled(0.0, 1_000, 100, 1.0)
+    assert pacer.ready_at(0.0, 100) < waiting_s
+
+
+@pytest.mark.parametrize("key", ["requests_per_minute", "tokens_per_minute"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+def test_a_budget_that_cannot_work_is_rejected_with_its_name(key: str, value: float) -> None:
+    with pytest.raises(ValueError, match=key):
+        Pacer(**{key: value})
+
+
+def test_a_refusal_for_the_rate_pauses_briefly_whatever_it_asks_for() -> None:
+    pacer = Pacer()
+    pacer.sent(0.0, 0)
+    pacer.rejected(0.1, 3600.0)
+    assert 0.1 < pacer.ready_at(0.1, 0) <= 0.1 + MOST_PAUSE_S
+
+
+def test_after_a_refusal_the_pace_is_what_was_accepted_and_rises_slowly() -> None:
+    pacer = Pacer()
+    for index in range(100):  # 25 a second over four seconds, then one too many
+        pacer.sent(index * 0.04, 0)
+    pacer.sent(4.0, 0)
+    pacer.rejected(4.0, 1.0)
+    left_at = send_for(pacer, 10.0, start=5.0)
+    assert 240 <= len(left_at) <= 252
+    pace = len(left_at) / 10.0
+    now = 15.0
+    for _ in range(4):  # replies come while it is sent at the full pace
+        pacer.settled(now, 0, 0, 2.0)
+        now += 2.0
+        send_for(pacer, 2.0, start=now - 2.0)
+    assert len(send_for(pacer, 10.0, start=now)) / 10.0 == pytest.approx(pace * 1.05**4, rel=0.05)
+
+
+def test_a_pause_between_steps_does_not_forget_the_pace() -> None:
+    pacer = Pacer()
+    for index in range(100):
+        pacer.sent(index * 0.04, 0)
+    pacer.rejected(4.0, 1.0)
+    pacer.settled(100.0, 0, 0, 2.0)
+    pacer.settled(500.0, 0, 0, 2.0)
+    assert len(send_for(pacer, 10.0, start=500.0)) <= 252
+
+
+def test_a_burst_of_refusals_counts_once() -> None:
+    pacer = Pacer()
+    for index in range(50):
+        pacer.sent(index * 0.02, 0)
+    for _ in range(10):
+        pacer.rejected(1.0, 1.0)
+    assert len(send_for(pacer, 10.0, start=2.0)) > 300
+
+
+def test_a_pace_that_nothing_refuses_any_more_is_forgotten() -> None:
+    pacer = Pacer()
+    pacer.sent(0.0, 0)
+    pacer.rejected(0.1, None)
+    now = 1.0
+    for _ in range(200):
+        now = max(now + 1.0, pacer.ready_at(now, 0))
+        pacer.sent(now, 0)
+        pacer.settled(now, 0, 0, 1.0)
+    for _ in range(100):
+        assert pacer.ready_at(now, 0) <= now
+        pacer.sent(now, 0)
+
+
+def test_the_pace_stays_under_the_limit_header() -> None:
+    pacer = Pacer()
+    pacer.observed(0.0, RateHeaders(limit_requests=600.0))
+    for _ in range(500):
+        pacer.sent(0.5, 0)
+    pacer.rejected(1.0, 1.0)
+    now = 2.0
+    for _ in range(100):
+        pacer.settled(now, 0, 0, 0.1)
+        send_for(pacer, 0.1, start=now)
+        now += 0.1
+    assert len(send_for(pacer, 10.0, start=now)) <= 101
+
+
+def test_headers_bind_only_when_little_is_left() -> None:
+    pacer = Pacer()
+    pacer.observed(0.0, RateHeaders(limit_requests=600.0, remaining_requests=500.0, reset_requests_s=10.0))
+    assert pacer.ready_at(0.0, 0) <= 0.0
+    pacer.observed(0.0, RateHeaders(limit_requests=600.0, remaining_requests=0.0, reset_requests_s=60.0))
+    assert pacer.ready_at(0.0, 0) == pytest.approx(0.1)
+    assert len(send_for(pacer, 10.0)) == pytest.approx(100, abs=2)
+    pacer.observed(20.0, RateHeaders(limit_requests=600.0, remaining_requests=600.0, reset_requests_s=0.0))
+    assert pacer.ready_at(20.0, 0) <= 20.0
+
+
+def test_scarce_tokens_in_the_headers_hold_back_large_requests() -> None:
+    pacer = Pacer()
+    pacer.observed(0.0, RateHeaders(limit_tokens=60_000.0, remaining_tokens=1_000.0, reset_tokens_s=59.0))
+    assert pacer.ready_at(0.0, 500) <= 0.0
+    assert pacer.ready_at(0.0, 3_000) == pytest.approx(2.0)
+
+
+any_amount = st.none() | st.floats(0.0, 1e12)
+steps = st.one_of(
+    st.tuples(st.just("send"), st.integers(0, 10**7)),
+    st.tuples(st.just("settle"), st.integers(0, 10**7)),
+    st.tuples(st.just("reject"), st.none() | st.floats(allow_nan=True)),
+    st.tuples(
+        st.just("observe"),
+        st.builds(RateHeaders, any_amount, any_amount, any_amount, any_amount, any_amount, any_amount),
+    ),
+)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.none() | st.floats(0.01, 1e6),
+    st.none() | st.floats(0.01, 1e9),
+    st.lists(st.tuples(steps, st.floats(0.0, 100.0)), max_size=50),
+)
+def test_a_request_never_waits_for_ever(requests: float | None, tokens: float | None, script: list) -> None:  # type: ignore[type-arg]
+    pacer = Pacer(requests_per_minute=requests, tokens_per_minute=tokens)
+    now = 0.0
+    for (what, value), after_s in script:
+        now += after_s
+        if what == "send" and pacer.ready_at(now, value) <= now:
+            pacer.sent(now, value)
+        elif what == "settle":
+            pacer.settled(now, value // 2, value, 1.0)
+        elif what == "reject":
+            pacer.rejected(now, value)
+        elif what == "observe":
+            pacer.observed(now, value)
+        at = pacer.ready_at(now, 1000)
+        assert now <= at < math.inf
+    for _ in range(20):
+        at = pacer.ready_at(now, 1000)
+        if at <= now:
+            break
+        now = at
+    assert pacer.ready_at(now, 1000) <= now
