@@ -1,0 +1,247 @@
+"""From a judge's reply to a score. The engine makes one reader per rubric and calls it once per reply.
+
+What judges really send is taken; what is ambiguous or out of range is refused with `Unparseable`, never guessed at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .errors import ConfigError
+from .markup import Unparseable, plain, shorten, split_thinking
+from .rubric import PARSERS, Rubric
+from .scores import Quotes, ScoreFinder, reported_by_nobody
+from .wording import number_text
+
+__all__ = ["Reading", "Unparseable", "make_reader"]
+
+_FAST_INTEGERS = 1000
+"""An integer scale of at most this many steps is looked up in a table; a wider one takes the general way."""
+_BARE_DECIMAL = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
+_JSON_ATTEMPTS = 64
+"""How many opening braces of a reply are tried as the start of an object: the bound keeps the work linear."""
+
+
+class Reading(NamedTuple):
+    """A reply that was understood."""
+
+    value: float
+    parts: dict[str, float]
+    """Each criterion's score, for rubrics that have several."""
+
+
+Reader = Callable[[str], Reading]
+
+
+def make_reader(rubric: Rubric) -> Reader:
+    """The reader of `rubric`: a reply's text in, a `Reading` out. It raises `Unparseable` and nothing else."""
+    if rubric.parser == "yes_no":
+        return _yes_no_reader(rubric)
+    if rubric.parser == "json":
+        return _json_reader(rubric)
+    if rubric.parser == "criteria":
+        return _criteria_reader(rubric)
+    if rubric.parser not in PARSERS:
+        return _custom_reader(rubric)
+    return _number_reader(rubric)
+
+
+def _number_reader(rubric: Rubric) -> Reader:
+    decimals = rubric.parser == "number"
+    find = ScoreFinder(low=rubric.low, high=rubric.high, integer=not decimals, place=rubric.place)
+    first, last = math.ceil(rubric.low), math.floor(rubric.high)
+    bare = {str(value): float(value) for value in range(first, last + 1)} if last - first < _FAST_INTEGERS else {}
+
+    def read(reply: str) -> Reading:
+        value = bare.get(reply)
+        if value is None:
+            text = reply.strip()
+            value = bare.get(text)
+            if value is None:
+                if decimals and _BARE_DECIMAL.fullmatch(text) and rubric.low <= float(text) <= rubric.high:
+                    return Reading(float(text), {})
+                value = find(reply)
+        return Reading(value, {})
+
+    return read
+
+
+_YES = "yes|true|是|是的|对|正确|はい|예|네|oui|ja|sí|si|sim|да"
+_NO = "no|false|否|不是|不对|错误|いいえ|아니요|아니오|non|nein|não|нет"
+_WORDS = {word: word in _YES.split("|") for word in f"{_YES}|{_NO}".split("|")}
+_WORD = rf"({_YES}|{_NO})"
+_EDGE = r"[\s\"'_#>(){}\[\]-]{0,8}"
+_WORD_END = r"(?=[ \t\"'_)\]}]{0,4}(?:$|[\n.,;:!。，；：！(-]))"
+_OPENING_WORD = re.compile(rf"{_EDGE}{_WORD}{_WORD_END}", re.IGNORECASE)
+_LINE_WORD = re.compile(rf"(?m)^[ \t\"'_#>(){{}}\[\]-]{{0,8}}{_WORD}[ \t\"'_)\]}}.。!,]{{0,8}}$", re.IGNORECASE)
+_CLOSING_WORD = re.compile(rf"[.!?。！？][ \t\n\"']{{0,4}}{_WORD}[.。!\"']{{0,3}}\Z", re.IGNORECASE)
+_LABELLED_WORD = re.compile(
+    rf"(?<![A-Za-z/])(?:verdict|answer|result|decision|judge?ment|correct|conclusion|score|final|判定|结论|答案|回答|結論)"
+    rf"[\"'_ \t]{{0,4}}(?:[:=]|\bis\b|是|为)[\s\"'_]{{0,6}}{_WORD}{_WORD_END}",
+    re.IGNORECASE,
+)
+
+
+def _yes_no_reader(rubric: Rubric) -> Reader:
+    low, high, place = float(rubric.low), float(rubric.high), rubric.place
+
+    def readings(text: str) -> list[tuple[Reading, bool]]:
+        text = plain(text)
+        claims: dict[int, tuple[bool, bool]] = {}
+        opening = _OPENING_WORD.match(text)
+        if opening:
+            claims[opening.start(1)] = (_WORDS[opening[1].lower()], True)
+        quotes = Quotes(text)
+        for pattern in (_LINE_WORD, _LABELLED_WORD, _CLOSING_WORD):
+            for match in pattern.finditer(text):
+                own = reported_by_nobody(text, match.start()) and not quotes.around(*match.span())
+                claims.setdefault(match.start(1), (_WORDS[match[1].lower()], own))
+        return [(Reading(high if yes else low, {}), own) for _, (yes, own) in sorted(claims.items())]
+
+    return lambda reply: _declared(readings, place, "neither yes nor no", reply)
+
+
+def _json_reader(rubric: Rubric) -> Reader:
+    number, field = _json_number(rubric), rubric.json_field
+
+    def readings(text: str) -> list[tuple[Reading, bool]]:
+        return [(Reading(number(found[field], field), {}), own) for found, own in _objects(text) if field in found]
+
+    return lambda reply: _declared(readings, rubric.place, f"no JSON object with {field!r}", reply)
+
+
+def _criteria_reader(rubric: Rubric) -> Reader:
+    number, weights = _json_number(rubric), rubric.criteria
+    total = math.fsum(weights.values())
+
+    def readings(text: str) -> list[tuple[Reading, bool]]:
+        found_readings = []
+        for found, own in _objects(text):
+            if not any(name in found for name in weights):
+                continue
+            missing = [name for name in weights if name not in found]
+            if missing:
+                raise Unparseable(f"no score for {missing[0]!r} in {shorten(text)}")
+            parts = {name: number(found[name], name) for name in weights}
+            mean = math.fsum(weights[name] * score for name, score in parts.items()) / total
+            found_readings.append((Reading(min(max(mean, rubric.low), rubric.high), parts), own))
+        return found_readings
+
+    return lambda reply: _declared(readings, rubric.place, "no JSON object with the criteria", reply)
+
+
+def _declared(readings: Callable[[str], list[tuple[Reading, bool]]], place: str, absent: str, reply: str) -> Reading:
+    """The reading of `reply` at the declared place. `readings` finds those of a text, each with whether it is own."""
+    answer, unopened = split_thinking(reply)
+    found = readings(answer)
+    if not found:
+        raise Unparseable(f"{absent} in {shorten(reply)}")
+    if place == "only":
+        if any(reading != found[0][0] for reading, _ in found):
+            raise Unparseable(f"verdicts that contradict each other in {shorten(reply)}")
+        if not any(own for _, own in found):
+            raise Unparseable(f"the only verdict is quoted or reported in {shorten(reply)}")
+        if unopened and any(reading != found[0][0] for reading, _ in readings(unopened)):
+            raise Unparseable(f"another verdict before a closing think tag in {shorten(reply)}")
+    return found[-1 if place == "last" else 0][0]
+
+
+def _json_number(rubric: Rubric) -> Callable[[object, str], float]:
+    find = ScoreFinder(low=rubric.low, high=rubric.high, integer=False, place="only")
+
+    def number(value: object, name: str) -> float:
+        if isinstance(value, str):
+            return find(value)
+        return _checked(value, rubric, repr(name))
+
+    return number
+
+
+def _checked(value: object, rubric: Rubric, name: str) -> float:
+    """`value` as a score of `rubric`'s range."""
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        raise Unparseable(f"{name} is a {type(value).__name__}, not a number")
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise Unparseable(f"{name} is not a number: {error}") from error
+    if not rubric.low <= score <= rubric.high:  # NaN is refused here too
+        raise Unparseable(f"{name} is {score:g}, outside {number_text(rubric.low)} to {number_text(rubric.high)}")
+    return score
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if found[key] != value:
+                raise Unparseable(f"{key!r} stands twice in one object, with different values")
+    return found
+
+
+def _no_constant(name: str) -> float:
+    raise Unparseable(f"{name} is not a score")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_int=float, parse_constant=_no_constant, strict=False)
+
+
+def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
+    """The outermost JSON objects of a text, in order, each with whether the judge says it in its own name."""
+    found: list[tuple[dict[str, Any], bool]] = []
+    quotes = Quotes(text)
+    position = text.find("{")
+    attempts = 0
+    while position >= 0:
+        attempts += 1
+        if attempts > _JSON_ATTEMPTS:
+            raise Unparseable(f"too many braces to read as JSON in {shorten(text)}")
+        try:
+            value, end = _DECODER.raw_decode(text, position)
+        except Unparseable:
+            raise
+        except (ValueError, RecursionError):
+            end = position + 1
+        else:
+            found.append((value, reported_by_nobody(text, position) and not quotes.around(position, end)))
+        position = text.find("{", end)
+    return found
+
+
+def _custom_reader(rubric: Rubric) -> Reader:
+    function = _imported(rubric.parser)
+
+    def read(reply: str) -> Reading:
+        try:
+            result = function(reply)
+            value, parts = result if isinstance(result, tuple) else (result, {})
+            named = {str(name): float(part) for name, part in dict(parts).items()}
+            score = _checked(value, rubric, f"the result of {rubric.parser}")
+        except Unparseable:
+            raise
+        except Exception as error:  # the user's code: whatever it raises means that it could not read this reply
+            raise Unparseable(f"{rubric.parser}: {type(error).__name__}: {shorten(str(error))}") from error
+        if not all(map(math.isfinite, named.values())):
+            raise Unparseable(f"{rubric.parser} gave a part that is not finite")
+        return Reading(score, named)
+
+    return read
+
+
+def _imported(path: str) -> Callable[[str], Any]:
+    module_name, _, attribute = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+    except Exception as error:  # importing runs the user's module, which may raise anything
+        raise ConfigError("rubric.parser", path, f"it cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError("rubric.parser", path, "it is not callable")
+    function: Callable[[str], Any] = found
+    return function

@@ -1,0 +1,150 @@
+"""The two messages of a judge call, with what is judged fenced in as data.
+
+    rubric ──▶ system message: instructions, then the rule about data      (the same bytes for every request)
+    request ─▶ user message:   code · [BEGIN x code] text [END x code] · closing line
+
+The code is an HMAC of the content under a local secret: who writes the content cannot know it, so nothing in the
+content can close its block. Equal content has an equal code, and the code is no part of the request's hash.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import tempfile
+from pathlib import Path
+
+from . import wording
+from .request import JudgeRequest
+from .rubric import Rubric, template_parts
+
+logger = logging.getLogger("freewheel.judge")
+
+CODE_HEX_DIGITS = 32
+"""128 bits of the HMAC: beyond guessing, and short enough for a judge to compare."""
+SECRET_BYTES = 32
+"""The width of SHA-256, which HMAC can use whole."""
+SECRET_FILE = "delimiter.key"
+
+_LENGTH_BYTES = 8
+"""Each field's length goes before it into the HMAC, so that no two requests have the same bytes there."""
+
+_in_memory: dict[Path, bytes] = {}
+"""The secrets of directories that could not be used: one each for the life of the process, said once."""
+
+
+class PromptBuilder:
+    """Builds the messages of one rubric. The response is sent as it is, and cannot speak as anything else."""
+
+    __slots__ = ("_begin", "_end", "_parts", "_reminder", "_secret", "_tail", "system")
+
+    def __init__(self, rubric: Rubric, secret: bytes) -> None:
+        if len(secret) < SECRET_BYTES:
+            raise ValueError(f"the secret has {len(secret)} bytes; it needs at least {SECRET_BYTES}")
+        self.system = rubric.system_text()
+        self._secret = secret
+        self._begin = {field: f"{wording.BEGIN}{label} " for field, label in wording.LABELS.items()}
+        self._end = {
+            field: f"\n{wording.END}{label} " for field, label in wording.LABELS.items()
+        }  # a line of its own, whatever the text ends with
+        self._parts = _lines(template_parts(rubric.template))
+        self._tail = rubric.closing_text()
+        self._reminder = rubric.reminder_text()
+
+    def user(self, request: JudgeRequest) -> str:
+        """The user message of a first ask."""
+        try:
+            fields = (request.prompt.encode(), request.reference.encode(), request.response.encode())
+        except UnicodeEncodeError:
+            request = request.encodable()
+            fields = (request.prompt.encode(), request.reference.encode(), request.response.encode())
+        code = self._code(fields)
+        close = code + wording.MARKER_CLOSE
+        pieces = [wording.ANNOUNCE, code, ".\n\n"]
+        for text, field in self._parts:
+            if text:
+                pieces.append(text)
+            content = getattr(request, field) if field else ""
+            if content or field == "response":
+                pieces += (self._begin[field], close, "\n", content, self._end[field], close, "\n\n")
+        pieces.append(self._tail)
+        return "".join(pieces)
+
+    def reask(self, request: JudgeRequest) -> str:
+        """The user message after a reply that could not be read: the first one with the rubric's reminder."""
+        return f"{self.user(request)}\n\n{self._reminder}"
+
+    def _code(self, fields: tuple[bytes, bytes, bytes]) -> str:
+        framed = b"".join([part for data in fields for part in (len(data).to_bytes(_LENGTH_BYTES, "big"), data)])
+        return hmac.digest(self._secret, framed, "sha256").hex()[:CODE_HEX_DIGITS]
+
+
+def _lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Template parts in which each text ends its line before a block or the closing line follows."""
+    found: list[tuple[str, str]] = []
+    for text, field in parts:
+        line = text.lstrip("\n") if found else text
+        if line and not field:
+            line = line.rstrip("\n") + "\n\n"
+        elif line and not line.endswith("\n"):
+            line += "\n"
+        found.append((line, field))
+    return tuple(found)
+
+
+def local_secret(directory: Path | None) -> bytes:
+    """The secret of this machine's user, kept in a private file of `directory`; made on first use.
+
+    Processes that start together agree on one. Where there is no directory, or it cannot be used, the secret lives
+    in memory only: codes then differ from process to process, which changes no hash and no cached verdict.
+    """
+    if directory is None:
+        return secrets.token_bytes(SECRET_BYTES)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = directory / SECRET_FILE
+        found = _read_secret(path)
+        return found if found is not None else _make_secret(path)
+    except OSError as error:
+        if directory not in _in_memory:
+            logger.warning("The secret for delimiters cannot be kept in %s (%s); it stays in memory.", directory, error)
+        return _in_memory.setdefault(directory, secrets.token_bytes(SECRET_BYTES))
+
+
+def _read_secret(path: Path) -> bytes | None:
+    """The secret in `path`, or None where there is none yet. A file that others can read or write is not trusted."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        data = file.read(SECRET_BYTES + 1)
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):
+        raise PermissionError(f"{path} is not private to this user; remove it, and a new one is made")
+    if len(data) != SECRET_BYTES:
+        raise OSError(f"{path} does not hold {SECRET_BYTES} bytes; remove it, and a new one is made")
+    return data
+
+
+def _make_secret(path: Path) -> bytes:
+    """Write a new secret beside `path` and link it into place: the file appears whole, and the first process wins."""
+    made = secrets.token_bytes(SECRET_BYTES)
+    descriptor, scratch = tempfile.mkstemp(prefix=f".{SECRET_FILE}.", dir=path.parent)  # mkstemp makes it 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(made)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(scratch, path)
+        except FileExistsError:
+            found = _read_secret(path)
+            if found is None:
+                raise OSError(f"{path} vanished while it was read") from None
+            return found
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return made

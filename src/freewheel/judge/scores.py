@@ -1,0 +1,314 @@
+"""Finding the one score in a judge's prose, and refusing where there could be two.
+
+    plain text ──▶ tokens that hold digits ──▶ claims (numbers put forward as the score) ──▶ one value, or refused
+                                          └──▶ no claim: a lone number that stands by itself
+
+A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, over the top of the scale (`7/10`), alone
+on its line, or opening or closing the reply. Quoted claims and those that the judge merely reports ("the response
+says Score: 10") can contradict a reading but never make one: whoever wrote the response cannot speak for the judge.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .markup import Unparseable, plain, shorten, split_thinking
+from .wording import number_text
+
+_NUMBER_CHARS = 32
+"""Longer digit strings are no scores; the bound also keeps `float` away from megabytes of digits."""
+_MAX_TOKENS = 4096
+"""A reply with more numbers than this is no verdict; the bound keeps a hostile reply cheap."""
+_LEAD_CHARS = 80
+"""How far back from a label its sentence is looked at."""
+_LEAD_WORDS = 6
+"""A label with more words before it in its sentence is in prose, not the judge's verdict line."""
+
+_GLUE = r"0-9A-Za-z_\u00aa-\u024f\u0300-\u052f"
+_TOKEN = re.compile(rf"(?:[{_GLUE}.,/^%+~-]|(?<=\d):(?=\d))+")
+_EDGES = re.compile(r"^(?:\.{2,}|[,_])+|[_.,:]+$")
+_NUMBER = re.compile(r"([+-]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,4})?)(%?)")
+_RATIO = re.compile(r"([+-]?\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)")
+_HAS_DIGIT = re.compile(r"\d")
+
+_UNIT = r"(?:分(?![钟之])|点(?!钟)|점|points?\b|pts?\b|punkte\b|puntos\b|баллов|балла|stars?\b)"
+_SLASHED = re.compile(rf"(?<=\d)[ \t]{{0,3}}{_UNIT}?[ \t]{{0,3}}(?:/|\b(?:out of|von|sur|de|из)\b)[ \t]{{0,3}}(?=\d)")
+
+_STRONG = (
+    r"scor(?:e|ing)|ratings?|grade|评分|得分|分数|打分|总分|评级|評分|分數|スコア|評価|得点|点数|採点|점수|평점|평가|"
+    r"punktzahl|bewertung|wertung|calificaci[oó]n|puntuaci[oó]n|puntaje|pontua[cç][aã]o|punteggio|valutazione|"
+    r"оценка|балл|рейтинг|النتيجة|الدرجة|التقييم|स्कोर|अंक|puan|điểm|skor"
+)
+_WEAK = (
+    r"notes?|nota|voto|marks?|points?|punkte|overall|total|final|result|verdict|evaluation|assessment|judge?ment|"
+    r"decision|answer|quality|итог|结果|结论|評定|評点"
+)
+_LABEL = re.compile(rf"(?<![A-Za-z/\\])(?:(?P<strong>{_STRONG})|(?P<weak>{_WEAK}))(?![a-zA-Z])", re.IGNORECASE)
+_VERDICT_WORD = re.compile(r"overall|final|result|verdict|evaluation|assessment|judge?ment|decision", re.IGNORECASE)
+_MARKS = r"[\s:=|_\"'()\[\]{}<>→]|-(?![\d.])"
+_SEPARATOR = re.compile(
+    rf"(?:{_MARKS}){{0,12}}(?:\b(?:is|of|was|would be|should be|est(?: de)?|ist|es|è|é|это)\b|为|是|は|が|:)?"
+    rf"(?:{_MARKS}){{0,8}}(?:\ban?\b)?(?:{_MARKS}){{0,4}}",
+    re.IGNORECASE,
+)
+_FIRST_PERSON = re.compile(
+    r"\bI(?:'d|'ll| would| will| am going to)? (?:give|rate|assign|award|grade|score|say)"
+    r"(?: (?:it|this|that|the|response|answer|a|an|score|rating|of|as|at)){0,5} (?=[+-]?\.?\d)",
+    re.IGNORECASE,
+)
+_GIVEN = re.compile(r"(?:给出?|打|得|評価は)[^\d\n。，,.]{0,12}(?=\d)")
+_BOXED = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{\s{0,3}")
+_COLON = re.compile(r"[:=|>→]")
+_QUOTED = re.compile(r'"[^"\n]*"|“[^“”]*”|«[^«»]*»|「[^「」]*」|『[^『』]*』')
+_CLAUSE_END = re.compile(r"[.,;:!?()。，；：！？\n]")
+_REPORTING = re.compile(
+    r"\b(?:says?|saying|said|claim(?:s|ed|ing)?|ask(?:s|ed|ing)?|demand(?:s|ed|ing)?|tell(?:s|ing)?|told|contain(?:s|ed|ing)?|"
+    r"writ(?:es?|ing|ten)|wrote|end(?:s|ed|ing)|includ(?:es?|ed|ing)|instruct\w*|order(?:s|ed|ing)|request(?:s|ed|ing)?|"
+    r"stat(?:es|ed|ing)|quot(?:es?|ed|ing)|output(?:s|ting)?|print(?:s|ed|ing)?|repl(?:y|ies|ied)|respond(?:s|ed|ing)?|"
+    r"inject\w*|attempt(?:s|ed|ing)?|tr(?:y|ies|ied|ying)|insist(?:s|ed|ing)?|wants?|command(?:s|ed|ing)?|append(?:s|ed)?|"
+    r"embed\w*|fakes?|faked|using|via|like|such as)\b|说|要求|写|声称|命令|と書|という",
+    re.IGNORECASE,
+)
+_AFTER_END = re.compile(
+    rf"[ \t]{{0,3}}{_UNIT}?[ \t]{{0,3}}(?:[\"')\]}}|_]{{0,4}})[ \t]{{0,3}}(?:$|[\n.,;:!)\]}}。，；！(-])"
+)
+_AFTER_LINE = re.compile(rf"[ \t]{{0,3}}{_UNIT}?[ \t\"')\]}}|_.。!,;]{{0,8}}(?:$|\n)")
+_AND_ANOTHER = re.compile(
+    r"[ \t]{0,3}(?:->?|→|~|,|&|、|to\b|or\b|and\b|bis\b|oder\b|ou\b|o\b|или\b|до\b|至|到|或|から)?[ \t]{0,3}[+-]?\.?\d"
+)
+_LINE_START = re.compile(r"(?:^|\n)[ \t#>|:;=_\"'(\[{•-]{0,16}$")
+_SENTENCE_START = re.compile(r"[.!?。！？][ \t\"')\]]{0,4}$")
+_SHORT_LABEL = re.compile(
+    r"(?:^|\n)[ \t#>|;_\"'(\[{•-]{0,8}[^\W\d_][^\s:=]{0,24}(?:[ \t]{1,2}[^\s:=]{1,24}){0,2}[ \t]{0,2}[:=][ \t\"']{0,4}$"
+)
+_TRAILING = " \t\n\"')]};.。!分点"
+_TRAILING_CHARS = 8
+"""As much punctuation as a reply ends with."""
+_LIST_ITEM = re.compile(r"1[.)]\s")
+_SECOND_ITEM = re.compile(r"\n[ \t]{0,8}2[.)]\s")
+
+
+class Token(NamedTuple):
+    start: int
+    end: int
+    value: float | None
+    """None: it holds digits, and is no number that could be a score."""
+    over_top: bool
+    """Written over the top of the scale, as 7/10."""
+    plain_number: bool
+    """A number, a percentage or a ratio, whatever its value; not a date, a version or a word with digits in it."""
+
+
+class Claim(NamedTuple):
+    token: Token
+    own: bool
+    """The judge says it in its own name: neither quoted nor reported."""
+    loose: bool
+    """It only opens or closes a line of prose: any other number in the reply puts it in doubt."""
+
+
+class Quotes:
+    """The quoted stretches of a text."""
+
+    def __init__(self, text: str) -> None:
+        spans = [match.span() for match in _QUOTED.finditer(text)]
+        self._starts = [start for start, _ in spans]
+        self._ends = [end for _, end in spans]
+
+    def around(self, begin: int, end: int) -> bool:
+        """Whether text[begin:end] lies within one pair of quotation marks."""
+        index = bisect_left(self._starts, begin) - 1
+        return index >= 0 and end < self._ends[index]
+
+
+class ScoreFinder:
+    """Reads one number within [low, high] out of a reply, or raises `Unparseable`."""
+
+    def __init__(self, *, low: float, high: float, integer: bool, place: str) -> None:
+        self._low, self._high, self._integer, self._place = low, high, integer, place
+        top, bottom = re.escape(number_text(high)), re.escape(number_text(low))
+        span = rf"(?:{bottom}|0|1)\s{{0,2}}(?:-|~|to|bis|à|至|到)\s{{0,2}}{top}(?![\d.])"
+        self._scale = re.compile(
+            rf"满分\s{{0,2}}[为是:]?\s{{0,2}}{top}\s{{0,2}}分?|(?<!\d)\bout of {top}(?![\d.])|"
+            rf"(?:on|in|using)? ?\b(?:a|the)? ?scale (?:of|from)? ?{span}|[(\[]\s?(?:out of )?{span}\s?分?[)\]]|"
+            rf"[(\[]\s?(?:max(?:imum)?|out of|of|/)\s?{top}\s?[)\]]",
+            re.IGNORECASE,
+        )
+
+    def __call__(self, reply: str) -> float:
+        answer, unopened = split_thinking(reply)
+        text = self._prepared(answer)
+        if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
+            text = text[1:-1].strip()
+        tokens = self._tokens(text)
+        if not tokens:
+            raise Unparseable(f"no number in {shorten(reply)}")
+        quotes = Quotes(text)
+        claims = self._claims(text, tokens, quotes)
+        chosen = self._choose(claims, tokens, reply) if claims else self._lone(text, tokens, quotes, reply)
+        if chosen.value is None:
+            raise Unparseable(f"no score on this scale: {shorten(text[chosen.start : chosen.end])} in {shorten(reply)}")
+        if not self._low <= chosen.value <= self._high:
+            raise Unparseable(
+                f"{number_text(chosen.value)} is outside {number_text(self._low)} to {number_text(self._high)}"
+            )
+        if unopened and self._place == "only" and not self._claimed(unopened) <= {chosen.value}:
+            raise Unparseable(f"another score before a closing think tag in {shorten(reply)}")
+        return chosen.value
+
+    def _prepared(self, text: str) -> str:
+        return self._scale.sub(" ", _SLASHED.sub("/", plain(text)))
+
+    def _claimed(self, text: str) -> set[float | None]:
+        """The values that `text` puts forward as the score."""
+        text = self._prepared(text)
+        return {claim.token.value for claim in self._claims(text, self._tokens(text), Quotes(text))}
+
+    def _tokens(self, text: str) -> dict[int, Token]:
+        found: dict[int, Token] = {}
+        for match in _TOKEN.finditer(text):
+            if _HAS_DIGIT.search(match[0]):
+                token = self._token(match[0], match.start())
+                found[token.start] = token
+                if len(found) > _MAX_TOKENS:
+                    raise Unparseable(f"more than {_MAX_TOKENS} numbers in the reply")
+        return found
+
+    def _token(self, word: str, start: int) -> Token:
+        edge = _EDGES.match(word)
+        if edge:
+            start += edge.end()
+        word = _EDGES.sub("", word)
+        end = start + len(word)
+        if len(word) <= _NUMBER_CHARS:
+            number = _NUMBER.fullmatch(word)
+            if number:
+                return Token(start, end, self._value(number[1], number[2] == "%"), False, True)
+            ratio = _RATIO.fullmatch(word)
+            if ratio:
+                over_top = float(ratio[2]) == self._high
+                return Token(start, end, self._value(ratio[1], False) if over_top else None, over_top, True)
+        return Token(start, end, None, False, False)
+
+    def _value(self, digits: str, percent: bool) -> float | None:
+        value = float(digits)
+        if percent:
+            if self._low == 0 and self._high == 1:
+                return value / 100
+            return value if self._high == 100 and not self._integer else None
+        if self._integer and (not value.is_integer() or "e" in digits.lower()):
+            return None
+        return value
+
+    def _claims(self, text: str, tokens: dict[int, Token], quotes: Quotes) -> list[Claim]:
+        found: dict[int, Claim] = {}
+
+        def add(token: Token, begin: int, own: bool, loose: bool = False) -> None:
+            if _AND_ANOTHER.match(text, token.end):
+                token = token._replace(value=None)
+            own = own and not quotes.around(begin, token.end)
+            earlier = found.get(token.start)
+            if earlier is None or (own and not earlier.own) or (earlier.loose and not loose):
+                found[token.start] = Claim(token, own, loose)
+
+        for token, begin, firm in self._labelled(text, tokens):
+            add(token, begin, firm and reported_by_nobody(text, begin))
+        for token in tokens.values():
+            if token.over_top and token.start not in found:
+                add(token, token.start, reported_by_nobody(text, token.start))
+        for token, own, loose in _standing(text, tokens):
+            add(token, token.start, own, loose)
+        return [found[start] for start in sorted(found)]
+
+    def _labelled(self, text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, int, bool]]:
+        """Numbers with a label: each with where the label begins, and whether it can be the judge's score."""
+        for label in _LABEL.finditer(text):
+            gap = _SEPARATOR.match(text, label.end())
+            token = tokens.get(gap.end()) if gap else None
+            if token is None or gap is None:
+                continue
+            if "\n" in gap[0] and not _AFTER_LINE.match(text, token.end):
+                continue  # the first item of a list under a heading
+            if not _COLON.search(gap[0]):
+                if label["weak"] or not (_AFTER_END.match(text, token.end) or _AND_ANOTHER.match(text, token.end)):
+                    continue  # prose such as "a score of 10 is not warranted"
+            elif label["weak"] and not (token.over_top or _AFTER_END.match(text, token.end)):
+                if _VERDICT_WORD.match(label[0]):
+                    yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, and is no score
+                continue  # prose such as "Note: 3 steps are wrong"
+            yield token, label.start(), True
+        for pattern in (_FIRST_PERSON, _BOXED):
+            for match in pattern.finditer(text):
+                if match.end() in tokens:
+                    yield tokens[match.end()], match.start(), True
+        for match in _GIVEN.finditer(text):
+            token = tokens.get(match.end())
+            if token is not None and text.startswith("分", token.end):
+                yield token, match.start(), True
+
+    def _choose(self, claims: list[Claim], tokens: dict[int, Token], reply: str) -> Token:
+        if self._place != "only":
+            return claims[0 if self._place == "first" else -1].token
+        values = {claim.token.value for claim in claims}
+        if all(claim.loose for claim in claims):
+            values |= {token.value for token in tokens.values() if token.plain_number}
+        if len(values) > 1:
+            raise Unparseable(f"scores that contradict each other in {shorten(reply)}")
+        if not any(claim.own for claim in claims):
+            raise Unparseable(f"the only score is quoted or reported in {shorten(reply)}")
+        return claims[0].token
+
+    def _lone(self, text: str, tokens: dict[int, Token], quotes: Quotes, reply: str) -> Token:
+        numbers = [token for token in tokens.values() if token.plain_number]
+        if not numbers:
+            raise Unparseable(f"no plain number in {shorten(reply)}")
+        if self._place != "only":
+            return numbers[0 if self._place == "first" else -1]
+        if len({text[token.start : token.end] for token in numbers}) > 1:
+            raise Unparseable(f"several numbers and no label in {shorten(reply)}")
+        for token in numbers:
+            before = text[max(0, token.start - _LEAD_CHARS) : token.start]
+            label = _SHORT_LABEL.search(before)
+            if not label or _REPORTING.search(label[0]) or quotes.around(token.start, token.end):
+                continue
+            if _AFTER_END.match(text, token.end):
+                return token
+        raise Unparseable(f"the only number stands in prose without a label in {shorten(reply)}")
+
+
+def reported_by_nobody(text: str, begin: int) -> bool:
+    """Whether the clause that leads up to `begin` lets what follows be the judge's own word."""
+    clause = _CLAUSE_END.split(text[max(0, begin - _LEAD_CHARS) : begin])[-1]
+    return len(clause.split()) <= _LEAD_WORDS and not _REPORTING.search(clause)
+
+
+def _standing(text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, bool, bool]]:
+    """Numbers that stand by themselves, each with its `own` and `loose`.
+
+    Alone on a line counts as the judge's own on the first and the last line only: further in it may be a quotation.
+    """
+    first_line_end = text.find("\n") if "\n" in text else len(text)
+    last_line_start = text.rfind("\n") + 1
+    for token in tokens.values():
+        if not token.plain_number:
+            continue
+        before = text[max(0, token.start - _LEAD_CHARS) : token.start]
+        if _LINE_START.search(before):
+            if _AFTER_LINE.match(text, token.end):
+                yield token, token.end <= first_line_end or token.start >= last_line_start, False
+            elif "\n" not in before and _AFTER_END.match(text, token.end) and not _begins_list(text, token):
+                yield token, True, True
+        elif _SENTENCE_START.search(before) and _closes(text, token.end):
+            yield token, True, True
+
+
+def _begins_list(text: str, token: Token) -> bool:
+    return bool(_LIST_ITEM.match(text, token.start) and _SECOND_ITEM.search(text, token.end))
+
+
+def _closes(text: str, end: int) -> bool:
+    """Whether nothing but punctuation and a unit comes after `end`."""
+    return len(text) - end <= _TRAILING_CHARS and not text[end:].strip(_TRAILING)

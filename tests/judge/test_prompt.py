@@ -1,0 +1,175 @@
+"""What is sent: a static system message, and a user message in which the content is fenced in by a code."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.judge import wording
+from freewheel.judge.prompt import CODE_HEX_DIGITS, SECRET_BYTES, SECRET_FILE, PromptBuilder, local_secret
+from freewheel.judge.request import JudgeRequest
+from freewheel.judge.rubric import BUILTIN, Rubric
+
+SECRET = bytes(range(SECRET_BYTES))
+BUILDER = PromptBuilder(BUILTIN["integer"], SECRET)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def code_of(message: str) -> str:
+    found = re.match(rf"{wording.ANNOUNCE}([0-9a-f]{{{CODE_HEX_DIGITS}}})\.\n", message)
+    assert found
+    return found[1]
+
+
+def test_a_request_with_all_parts_reads_as_documented() -> None:
+    message = BUILDER.user(JudgeRequest("It is 4.", "What is 2+2?", "4"))
+    code = code_of(message)
+    assert message == (
+        f"The code of this message is {code}.\n\n"
+        f"[BEGIN QUESTION {code}]\nWhat is 2+2?\n[END QUESTION {code}]\n\n"
+        f"[BEGIN REFERENCE ANSWER {code}]\n4\n[END REFERENCE ANSWER {code}]\n\n"
+        f"[BEGIN RESPONSE {code}]\nIt is 4.\n[END RESPONSE {code}]\n\n"
+        "Now judge the response. Output one integer from 1 to 10 and nothing else."
+    )
+
+
+def test_an_empty_question_and_reference_are_left_out_and_an_empty_response_is_not() -> None:
+    message = BUILDER.user(JudgeRequest(""))
+    code = code_of(message)
+    assert "QUESTION" not in message
+    assert "REFERENCE" not in message
+    assert f"[BEGIN RESPONSE {code}]\n\n[END RESPONSE {code}]" in message
+
+
+def test_the_system_message_holds_the_rubric_first_and_then_the_rule_about_data() -> None:
+    rubric = msgspec.structs.replace(BUILTIN["integer"], system="My own instructions.\n")
+    builder = PromptBuilder(rubric, SECRET)
+    assert builder.system == f"My own instructions.\n\n{wording.DATA_RULE}"
+    before = builder.system
+    builder.user(JudgeRequest("a"))
+    assert builder.system is before
+
+
+def test_a_reask_is_the_first_message_with_the_reminder_after_it() -> None:
+    request = JudgeRequest("a", "b")
+    assert BUILDER.reask(request).startswith(BUILDER.user(request))
+    assert BUILDER.reask(request).endswith(BUILTIN["integer"].reminder_text())
+    own = msgspec.structs.replace(BUILTIN["integer"], reminder="Digits only.")
+    assert PromptBuilder(own, SECRET).reask(request).endswith("\n\nDigits only.")
+
+
+@given(TEXTS, TEXTS, TEXTS)
+def test_every_text_is_sent_unmodified_between_its_own_marker_lines(response: str, prompt: str, reference: str) -> None:
+    message = BUILDER.user(JudgeRequest(response, prompt, reference))
+    code = code_of(message)
+    for label, text in (("RESPONSE", response), ("QUESTION", prompt), ("REFERENCE ANSWER", reference)):
+        if text or label == "RESPONSE":
+            assert f"\n[BEGIN {label} {code}]\n{text}\n[END {label} {code}]\n" in message
+
+
+@given(st.tuples(TEXTS, TEXTS, TEXTS), st.tuples(TEXTS, TEXTS, TEXTS))
+def test_equal_content_has_an_equal_code_and_other_content_another(
+    first: tuple[str, str, str], second: tuple[str, str, str]
+) -> None:
+    same = code_of(BUILDER.user(JudgeRequest(*first, id="one")))
+    assert same == code_of(BUILDER.user(JudgeRequest(*first, id="two")))
+    assert (code_of(BUILDER.user(JudgeRequest(*second))) == same) == (first == second)
+
+
+def test_text_that_moves_from_one_field_to_the_next_changes_the_code() -> None:
+    codes = {
+        code_of(BUILDER.user(request))
+        for request in (JudgeRequest("ab"), JudgeRequest("b", "a"), JudgeRequest("", "ab"), JudgeRequest("b", "", "a"))
+    }
+    assert len(codes) == 4
+
+
+def test_another_secret_gives_another_code() -> None:
+    request = JudgeRequest("a")
+    assert code_of(PromptBuilder(BUILTIN["integer"], b"x" * 32).user(request)) != code_of(BUILDER.user(request))
+
+
+def test_a_short_secret_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 32"):
+        PromptBuilder(BUILTIN["integer"], b"short")
+
+
+def test_a_template_keeps_marker_lines_on_lines_of_their_own() -> None:
+    rubric = Rubric(name="r", system="s", template="Asked: {prompt} {{as it is}} Said: {response} Decide.")
+    message = PromptBuilder(rubric, SECRET).user(JudgeRequest("R", "P"))
+    code = code_of(message)
+    assert message == (
+        f"The code of this message is {code}.\n\n"
+        f"Asked: \n[BEGIN QUESTION {code}]\nP\n[END QUESTION {code}]\n\n"
+        f" {{as it is}} Said: \n[BEGIN RESPONSE {code}]\nR\n[END RESPONSE {code}]\n\n"
+        " Decide.\n\nNow judge the response. Output one integer from 1 to 10 and nothing else."
+    )
+
+
+def test_a_lone_surrogate_is_replaced_and_the_message_can_be_encoded() -> None:
+    message = BUILDER.user(JudgeRequest("a\ud800b"))
+    assert "a\ufffdb" in message
+    message.encode()
+
+
+def test_the_secret_is_kept_in_a_private_file_and_read_back(tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "private"
+    secret = local_secret(directory)
+    assert len(secret) == SECRET_BYTES
+    assert local_secret(directory) == secret
+    assert stat.S_IMODE((directory / SECRET_FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert [path.name for path in directory.iterdir()] == [SECRET_FILE]
+
+
+def test_without_a_directory_the_secret_is_random(caplog: pytest.LogCaptureFixture) -> None:
+    assert local_secret(None) != local_secret(None)
+    assert not caplog.records
+
+
+def test_threads_that_start_together_agree_on_one_secret(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(local_secret, [tmp_path / "private"] * 64))
+    assert len(set(found)) == 1
+
+
+def test_processes_that_start_together_agree_on_one_secret(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        found = pool.map(local_secret, [tmp_path / "private"] * 6)
+    assert len(set(found)) == 1
+
+
+def test_a_directory_that_cannot_be_used_is_said_once_and_the_secret_stays_in_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    with caplog.at_level(logging.WARNING, "freewheel.judge"):
+        secrets = {local_secret(blocked / "private") for _ in range(3)}
+    assert len(secrets) == 1
+    assert len(caplog.records) == 1
+    assert "stays in memory" in caplog.text
+
+
+@pytest.mark.parametrize("case", ["readable by others", "too short", "a link"])
+def test_a_secret_file_that_cannot_be_trusted_is_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    path = tmp_path / SECRET_FILE
+    known = b"k" * (SECRET_BYTES if case != "too short" else 5)
+    target = tmp_path / "elsewhere" if case == "a link" else path
+    target.write_bytes(known)
+    target.chmod(0o644 if case == "readable by others" else 0o600)
+    if case == "a link":
+        path.symlink_to(target)
+    assert local_secret(tmp_path) != known
+    assert SECRET_FILE in caplog.text
