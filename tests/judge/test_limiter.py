@@ -287,3 +287,17 @@ def test_only_the_ratio_to_the_round_trip_counts(name: str, scale: float, seed: 
     plain = run_batch(PROFILES[name], Limiter(), works, seed=seed)
     scaled = run_batch(replace(PROFILES[name], scale=scale), Limiter(), works, seed=seed)
     assert scaled.elapsed_s / scale == pytest.approx(plain.elapsed_s, rel=1e-6)
+
+
+def test_slow_failures_in_a_row_do_not_make_it_wait_as_long_as_they_took() -> None:
+    limiter = Limiter()
+    now = 0.0
+    for _ in range(100):
+        ticket = limiter.sent(now)
+        now += 0.2
+        limiter.succeeded(ticket, now)
+    for _ in range(60):
+        while limiter.has_room():
+            limiter.sent(now)
+        limiter.faulted((now - 30.0, limiter.in_flight), now, overload=False)
+        assert limiter.quiet_until <= now + 0.2

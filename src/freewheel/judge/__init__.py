@@ -1,1 +1,44 @@
-"""One request to an LLM judge, and a million of them."""
+"""One request to an LLM judge, and a million of them: scored at the judge's own speed limit, found by itself.
+
+    from freewheel.judge import Judge, JudgeConfig, JudgeRequest
+
+    with Judge(JudgeConfig(endpoint="http://127.0.0.1:8000/v1", model="my-judge")) as judge:
+        verdicts = judge.submit([JudgeRequest(response="Paris.", prompt="Capital of France?")]).result()
+
+Each verdict is `Scored`, `Failed` or `Skipped`. Importing this needs no torch, no ray and no transformers.
+"""
+
+from freewheel.judge.config import Endpoint, JudgeConfig, Price
+from freewheel.judge.errors import ConfigError, EngineDied, JudgeClosed, JudgeError
+from freewheel.judge.handle import Handle, Progress
+from freewheel.judge.judge import Judge
+from freewheel.judge.request import JudgeRequest
+from freewheel.judge.rubric import Rubric, load_rubric
+from freewheel.judge.secret import Secret
+from freewheel.judge.stats import EndpointStats, JudgeStats
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage, Verdict
+
+__all__ = [
+    "ConfigError",
+    "Endpoint",
+    "EndpointStats",
+    "EngineDied",
+    "Failed",
+    "Handle",
+    "Judge",
+    "JudgeClosed",
+    "JudgeConfig",
+    "JudgeError",
+    "JudgeRequest",
+    "JudgeStats",
+    "Price",
+    "Progress",
+    "Reason",
+    "Rubric",
+    "Scored",
+    "Secret",
+    "Skipped",
+    "Usage",
+    "Verdict",
+    "load_rubric",
+]

@@ -1,5 +1,8 @@
 """The exceptions of the judge. A judgement that fails is not one of them: that is a `Failed` verdict."""
 
+VALUE_CHARS = 200
+"""As much of a refused value as a message shows: it may be a whole batch, given in the wrong shape."""
+
 
 class JudgeError(Exception):
     """Anything that stops the engine itself."""
@@ -9,7 +12,10 @@ class ConfigError(JudgeError, ValueError):
     """A setting that cannot work. The message names the key, the value and the remedy."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
-        super().__init__(f"{key} = {value!r}: {remedy}")
+        shown = repr(value)
+        if len(shown) > VALUE_CHARS:
+            shown = shown[:VALUE_CHARS] + "…"
+        super().__init__(f"{key} = {shown}: {remedy}")
         self.key = key
 
 

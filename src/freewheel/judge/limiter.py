@@ -337,7 +337,9 @@ class Limiter:
 
     def _probe(self, now: float) -> None:
         """Lets twice as many go if these are not refused in the time that refusals take."""
-        self.quiet_until = now + max(PROBE_RTT * self._rtt_s, PROBE_PATIENCE * self._refusal_s)
+        # A time-out is a refusal that took long; it must not teach us to wait that long.
+        patience_s = min(PROBE_PATIENCE * self._refusal_s, QUIET_MOST_RTT * (self._rtt_s or UNKNOWN_RTT_S))
+        self.quiet_until = now + max(PROBE_RTT * self._rtt_s, patience_s)
         if self._target < math.inf:
             self._set_window(max(self._window, min(self._window * PROBE_GROWTH, self._target * RESUME)))
 

@@ -1,22 +1,62 @@
-"""What is judged: one response, with the question it answers and, where there is one, a reference answer."""
+"""What is judged, and the hash by which equal requests are known: the same content is sent once."""
 
 from __future__ import annotations
 
+import hashlib
+import re
+from typing import TYPE_CHECKING
+
 import msgspec
+
+if TYPE_CHECKING:
+    from freewheel.judge.config import JudgeConfig
+
+HASH_VERSION = b"freewheel-judge-1"
+"""Changes when the hash's recipe does, so that an older cache cannot answer for something else."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class JudgeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One response to judge. Equal content means an equal request, whatever `id` says: it is sent once."""
+    """One response to judge. Equal content means an equal request, whatever `id` says."""
 
     response: str
     prompt: str = ""
+    """The question that it answers."""
     reference: str = ""
+    """A reference answer, where there is one."""
     id: str = ""
-    """Yours; it is not sent and does not take part in the request's hash."""
+    """Yours; it is not sent and does not take part in the hash."""
     skip: str = ""
     """A reason not to judge this one: it ends as `Skipped(reason)`, in its place in the batch."""
 
+    def encodable(self) -> JudgeRequest:
+        """With each lone surrogate replaced by U+FFFD: UTF-8 cannot carry one, and no judge could read it."""
+        texts = (self.response, self.prompt, self.reference, self.id, self.skip)
+        return JudgeRequest(*(_LONE_SURROGATE.sub("\ufffd", text) for text in texts))
 
-def encodable(text: str) -> str:
-    """`text` with each lone surrogate replaced by U+FFFD: JSON over UTF-8 cannot carry one, and no judge could read it."""
-    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") if not text.isascii() else text
+
+class RequestHasher:
+    """SHA-256 over the canonical request: endpoint, model, rubric as sent, sampling parameters, content.
+
+    The first endpoint stands for all: they serve one judge, and a verdict from any of them will do.
+    """
+
+    def __init__(self, config: JudgeConfig) -> None:
+        sampling = {**config.sampling, "temperature": config.temperature, "max_tokens": config.max_tokens}
+        parts = (
+            HASH_VERSION,
+            config.endpoints[0].url.encode(),
+            (config.endpoints[0].model or config.model).encode(),
+            config.loaded_rubric.identity(),
+            msgspec.json.encode(sampling, order="sorted"),
+        )
+        self._base = hashlib.sha256()
+        for part in parts:
+            self._base.update(b"%d:" % len(part) + part)
+
+    def __call__(self, request: JudgeRequest) -> bytes:
+        prompt, reference, response = request.prompt.encode(), request.reference.encode(), request.response.encode()
+        digest = self._base.copy()
+        digest.update(b"%d:%d:%d:" % (len(prompt), len(reference), len(response)) + prompt + reference + response)
+        return digest.digest()

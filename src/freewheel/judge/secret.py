@@ -37,6 +37,10 @@ class Secret:
         """`text` without the key in it, for what servers echo back in their errors."""
         return text.replace(self._text, "[key]") if self._text else text
 
+    def __bool__(self) -> bool:
+        """False where pickling left the key out: it is then looked for elsewhere."""
+        return self._text is not None
+
     def __repr__(self) -> str:
         return f"<key from {self.source}>"
 
@@ -48,6 +52,12 @@ class Secret:
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_restore, (self.source,))
+
+    def __copy__(self) -> Secret:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Secret:
+        return self
 
     def __format__(self, spec: str) -> str:
         return repr(self)

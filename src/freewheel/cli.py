@@ -1,0 +1,45 @@
+"""The `freewheel` command. Each package registers its own; nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import freewheel
+from freewheel.judge import commands as judge_commands
+
+app = typer.Typer(
+    name="freewheel",
+    help=(freewheel.__doc__ or "").removeprefix("freewheel: ").capitalize(),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"freewheel {freewheel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+judge_commands.register(app)
+
+
+def main() -> None:
+    app(prog_name="freewheel")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""One call to a chat-completions endpoint: bytes out, a `Reply` or a `Failure` back, never an exception.
+
+One pool of connections serves all endpoints of an engine: the limiter bounds what is in flight, so the pool has no cap
+of its own and connections live as long as the servers keep them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import ssl
+import time
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from freewheel.judge.config import Endpoint, JudgeConfig
+from freewheel.judge.errors import ConfigError
+from freewheel.judge.outcome import DETAIL_CHARS, Failure, Kind, Reply, classify, shorten
+from freewheel.judge.pacing import RateHeaders
+from freewheel.judge.verdict import Usage
+
+log = logging.getLogger("freewheel.judge")
+
+KEEPALIVE_S = 300.0
+"""A TLS handshake costs 1.1 ms of CPU on either side: connections outlast the pause between two training steps."""
+CONNECT_TIMEOUT_S = 10.0
+"""A host that does not take a connection by then is down; waiting longer only delays the retry elsewhere."""
+MAX_REPLY_BYTES = 16 << 20
+"""No verdict is longer; a server that streams without end must not fill our memory."""
+USER_AGENT = "freewheel-judge"
+LEAST_KEY_CHARS = 12
+"""A shorter key is a local server's placeholder (`EMPTY`, `x`); cutting it out of replies would harm scores."""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Completion, strict=False)
+
+
+def open_connector(config: JudgeConfig) -> aiohttp.TCPConnector:
+    """The engine's one pool of connections; to be closed on the loop that opened it."""
+    context: ssl.SSLContext | bool = True
+    if config.ca_file is not None:
+        try:
+            context = ssl.create_default_context(cafile=config.ca_file)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError("ca_file", config.ca_file, f"it cannot be read as a CA bundle: {error}") from None
+    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60, ssl=context)
+
+
+class ChatClient:
+    """Asks one endpoint."""
+
+    def __init__(self, connector: aiohttp.TCPConnector, config: JudgeConfig, endpoint: Endpoint) -> None:
+        self._url = URL(endpoint.url)
+        self._proxy = proxy_for(endpoint.url)
+        self._key = config.key_for(endpoint)
+        headers = {"Content-Type": "application/json", "User-Agent": USER_AGENT}
+        if self._key is not None:
+            name = endpoint.api_key_header
+            prefix = "Bearer " if name.lower() == "authorization" else ""
+            headers[name] = prefix + self._key.reveal()
+            if self._url.scheme == "http" and not is_loopback(self._url.host or ""):
+                log.warning("the key goes to %s unencrypted; use https", self._url)
+        self._session = aiohttp.ClientSession(
+            connector=connector,
+            connector_owner=False,
+            headers=headers,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        )
+        key = self._key.reveal() if self._key is not None else ""
+        self._echo = key if len(key) >= LEAST_KEY_CHARS else ""
+        self._sent_with = (
+            f"sent with the key from {self._key.source}"
+            if self._key is not None
+            else f"no key was sent: set {endpoint.api_key_env or config.api_key_env}, or give api_key"
+        )
+
+    async def ask(self, body: bytes) -> Reply | Failure:
+        """One HTTP exchange. Time limits are the caller's (`asyncio.timeout`)."""
+        try:
+            response = await self._session.post(self._url, data=body, proxy=self._proxy, allow_redirects=False)
+            try:
+                content = await self._read(response)
+            except BaseException:
+                response.close()  # an unread body must not go back into the pool
+                raise
+        except TimeoutError as error:
+            return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
+        except (aiohttp.ClientError, OSError) as error:
+            return Failure(Kind.BROKEN, self._redact(f"{type(error).__name__}: {error}"))
+        if content is None:
+            return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes")
+        if response.status != 200:
+            return self._failed(response, content)
+        try:
+            completion = _decoder.decode(content)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
+            return Failure(Kind.GARBAGE, self._redact(f"200, but not a chat completion ({error}): {seen}"))
+        if not completion.choices:
+            return Failure(Kind.GARBAGE, "200, but `choices` is empty")
+        choice, used = completion.choices[0], completion.usage or _Usage()
+        text = choice.message.content or ""
+        if self._echo and self._echo in text:
+            text = self._redact_all(text)  # a reply is cached and shown
+        return Reply(
+            text,
+            Usage(used.prompt_tokens or 0, used.completion_tokens or 0),
+            choice.finish_reason == "length",
+            RateHeaders.parse(response.headers, time.time()),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes | None:
+        length = response.content_length
+        if length is not None and length <= MAX_REPLY_BYTES and "Content-Encoding" not in response.headers:
+            return await response.read()
+        chunks, size = [], 0
+        async for chunk in response.content.iter_any():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > MAX_REPLY_BYTES:
+                response.close()
+                return None
+        response.release()
+        return b"".join(chunks)
+
+    def _failed(self, response: aiohttp.ClientResponse, content: bytes) -> Failure:
+        # The key is taken out before the text is cut: half of it would not be found any more.
+        told = self._redact_all(content.decode("utf-8", "replace")).encode()
+        failure = classify(response.status, response.headers, told, wall_now=time.time())
+        detail = self._redact(failure.detail)
+        if failure.kind in (Kind.AUTH, Kind.FORBIDDEN):
+            detail = f"{detail} ({self._sent_with})"
+        return failure._replace(detail=f"{self._url}: {detail}")
+
+    def _redact(self, text: str) -> str:
+        return shorten(self._redact_all(text))
+
+    def _redact_all(self, text: str) -> str:
+        return self._key.redact(text) if self._key is not None else text
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment names for `url` (HTTPS_PROXY, NO_PROXY, …), looked up once and not per call.
+
+    A loopback address is asked directly: no proxy could reach it for us.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    proxies = getproxies_environment()
+    if is_loopback(host) or proxy_bypass(parts.netloc):
+        return None
+    return proxies.get(parts.scheme) or proxies.get("all")
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

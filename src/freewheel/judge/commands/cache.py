@@ -1,0 +1,160 @@
+"""`freewheel cache`: what is in the cache of replies, and what to do with it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from freewheel.judge.cache import Store, StoreStats
+
+cache_app = typer.Typer(help="The replies that were paid for once: show, clear or export them.", no_args_is_help=True)
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+CacheDir = Annotated[
+    str | None,
+    typer.Option("--cache-dir", metavar="DIR", help="Where it lies, if not in $FREEWHEEL_CACHE_DIR or ~/.cache."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.")]
+
+
+@cache_app.command("stats")
+def stats(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Show how many replies there are, and how much room they take."""
+    from freewheel.judge.commands.console import plain_errors, print_json, print_text
+
+    with plain_errors(), _store(cache_dir) as (store, path):
+        found = store.stats() if path.exists() else None
+        if as_json:
+            import msgspec
+
+            print_json(msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0})
+        else:
+            print_text(_describe(found) if found is not None else f"{path}: there is no cache yet")
+
+
+@cache_app.command("clear")
+def clear(
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="AGE", help="Only replies stored longer ago: 90s, 30m, 12h, 7d, 2w."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove replies. They will be asked for, and paid for, again."""
+    from freewheel.judge.commands.console import plain_errors, print_json, print_text
+    from freewheel.judge.errors import ConfigError
+
+    with plain_errors(), _store(cache_dir) as (store, path):
+        age_s = parse_age_s(older_than) if older_than is not None else None
+        removed = 0
+        if path.exists():
+            if not yes:
+                if not sys.stdin.isatty():
+                    raise ConfigError("--yes", False, "nobody can be asked here; add --yes to remove replies")
+                which = f"replies older than {older_than}" if older_than else f"all {store.stats().entries:,} replies"
+                typer.confirm(f"Remove {which} from {path}?", abort=True, err=True)
+            removed = store.clear(older_than_s=age_s)
+        if as_json:
+            print_json({"path": str(path), "removed": removed})
+        else:
+            print_text(f"{path}: {removed:,} replies removed")
+
+
+@cache_app.command("export")
+def export(
+    target: Annotated[str, typer.Argument(metavar="FILE", help="Where the JSON lines go; - is stdout.")],
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write every reply as a JSON line: key, text, tokens, times."""
+    import msgspec
+
+    from freewheel.judge.commands.console import plain_errors, print_json, quiet_pipe, say
+    from freewheel.judge.errors import ConfigError
+
+    encode, count = msgspec.json.Encoder().encode, 0
+    with plain_errors(), _store(cache_dir) as (store, path):
+        if as_json and target == "-":
+            raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
+        entries: Iterator[dict[str, object]] = store.export() if path.exists() else iter(())
+        if target == "-":
+            with quiet_pipe():
+                for entry in entries:
+                    sys.stdout.buffer.write(encode(_encodable(entry)) + b"\n")
+                sys.stdout.buffer.flush()
+            return
+        part = Path(target + ".part")
+        try:
+            with part.open("wb") as file:
+                for entry in entries:
+                    file.write(encode(_encodable(entry)) + b"\n")
+                    count += 1
+            part.replace(target)
+        except OSError as error:
+            part.unlink(missing_ok=True)
+            raise ConfigError("FILE", target, f"it cannot be written: {error.strerror}") from None
+    if as_json:
+        print_json({"path": str(path), "exported": count, "file": target})
+    else:
+        say(f"{count:,} replies written to {target}")
+
+
+def parse_age_s(text: str) -> float:
+    """`7d` as seconds."""
+    from freewheel.judge.errors import ConfigError
+
+    try:
+        age_s = float(text[:-1]) * _UNITS_S[text[-1:]]
+    except (ValueError, KeyError):
+        raise ConfigError("--older-than", text, "give a number and s, m, h, d or w, as in 7d") from None
+    if not 0 <= age_s < float("inf"):
+        raise ConfigError("--older-than", text, "give an age of 0 or more")
+    return age_s
+
+
+@contextlib.contextmanager
+def _store(configured: str | None) -> Iterator[tuple[Store, Path]]:
+    from freewheel.judge.cache import CACHE_FILE, Store, cache_dir
+    from freewheel.judge.config import JudgeConfig
+
+    path = cache_dir(configured) / CACHE_FILE
+    defaults = dict(zip(JudgeConfig.__struct_fields__[-len(JudgeConfig.__struct_defaults__) :],
+                        JudgeConfig.__struct_defaults__, strict=True))  # fmt: skip
+    store = Store(path, max_bytes=defaults["cache_max_bytes"], ttl_s=defaults["cache_ttl_s"])
+    try:
+        yield store, path
+    finally:
+        store.close()
+
+
+def _describe(found: StoreStats) -> str:
+    import datetime
+
+    def when(at: float | None) -> str:
+        return datetime.datetime.fromtimestamp(at).isoformat(" ", "seconds") if at is not None else "-"
+
+    lines = [
+        ("file", found.path),
+        ("replies", f"{found.entries:,}" + (f" ({found.expired:,} expired)" if found.expired else "")),
+        ("text", f"{found.payload_bytes / 1e6:,.1f} MB"),
+        ("on disk", f"{found.file_bytes / 1e6:,.1f} MB"),
+        ("stored", f"{when(found.oldest_at)} to {when(found.newest_at)}"),
+        *(("set aside", name) for name in found.set_aside),
+    ]
+    return "\n".join(f"{name:<10}{value}" for name, value in lines)
+
+
+def _encodable(entry: dict[str, object]) -> dict[str, object]:
+    """A judge may have sent a lone surrogate, which UTF-8 cannot carry."""
+    text = entry["text"]
+    assert isinstance(text, str)
+    return entry if text.isascii() else {**entry, "text": text.encode("utf-8", "replace").decode()}

@@ -1,0 +1,101 @@
+"""What the commands share: exit codes, messages on stderr, JSON on stdout."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+
+import msgspec
+import typer
+
+from freewheel.judge.errors import ConfigError, JudgeError
+
+
+class ExitCode(IntEnum):
+    OK = 0
+    INCOMPLETE = 1
+    """It ran to its end, and something in it failed."""
+    USAGE = 2
+    """A flag, a file or a setting that cannot work."""
+    STOPPED = 3
+    """It had to stop early and can be continued."""
+    BROKEN_PIPE = 141
+    """Nobody reads the output any more: 128 + SIGPIPE, as a shell says it."""
+
+
+def say(text: str) -> None:
+    """One line for a person. A stderr that is closed or full does not matter."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"freewheel: {text}\n")
+        sys.stderr.flush()
+
+
+def print_json(value: object) -> None:
+    """One JSON object on stdout, indented."""
+    print_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def print_text(text: str) -> None:
+    with quiet_pipe():
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """Ends the program in silence when the reader of stdout has gone."""
+    try:
+        yield
+    except BrokenPipeError:
+        mute_stdout()
+        raise typer.Exit(ExitCode.BROKEN_PIPE) from None
+
+
+def mute_stdout() -> None:
+    """So that the interpreter's last flush does not meet the broken pipe again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """A setting that cannot work ends the program with its message and no traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        say(f"error: {error}")
+        raise typer.Exit(ExitCode.USAGE) from None
+    except JudgeError as error:
+        say(f"error: {error}")
+        raise typer.Exit(ExitCode.STOPPED) from None
+
+
+class LogLines(logging.Handler):
+    """The library's warnings, each text once: a judge that refuses a key refuses every call in flight."""
+
+    def __init__(self, write: Callable[[str], None] = say) -> None:
+        super().__init__(logging.WARNING)
+        self._write = write
+        self._said: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self._said:
+            self._said.add(text)
+            self._write(f"{record.levelname.lower()}: {text}")
+
+
+@contextlib.contextmanager
+def log_to(write: Callable[[str], None]) -> Iterator[None]:
+    logger, handler = logging.getLogger("freewheel"), LogLines(write)
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)

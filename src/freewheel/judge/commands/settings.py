@@ -1,0 +1,51 @@
+"""A `JudgeConfig` from a file and flags. Flags that were not given are left out, so every default is the config's."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.errors import ConfigError
+
+
+def judge_config(
+    file: Path | None, flags: dict[str, Any], *, price_in: float | None = None, price_out: float | None = None
+) -> JudgeConfig:
+    """The file's settings with the given flags (those that are not None) over them."""
+    values = _read(file) if file is not None else {}
+    values.update({key: value for key, value in flags.items() if value is not None})
+    for key, example in (("endpoint", "--endpoint http://127.0.0.1:8000/v1"), ("model", "--model NAME")):
+        if key not in values:
+            raise ConfigError(key, None, f"not given; use {example}, or {key} in the --config file")
+    if "api_key_env" in flags and flags["api_key_env"] is not None and not os.environ.get(flags["api_key_env"]):
+        raise ConfigError("api_key_env", flags["api_key_env"], "that variable is not set in the environment")
+    if price_in is not None or price_out is not None:
+        if price_in is None or price_out is None:
+            raise ConfigError("prices", values["model"], "give both --price-in and --price-out")
+        values["prices"] = {**values.get("prices", {}), values["model"]: {"input": price_in, "output": price_out}}
+    try:
+        return JudgeConfig.from_dict(values)
+    except ConfigError:
+        raise
+    except (msgspec.ValidationError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError("config", str(file or "flags"), f"a value has the wrong type: {error}") from None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("config", str(file), f"the file cannot be read: {error.strerror}") from None
+    try:
+        values = msgspec.json.decode(content) if file.suffix == ".json" else tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise ConfigError("config", str(file), f"the file is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError("config", str(file), "the file must hold one object with the judge's settings")
+    return values

@@ -1,0 +1,449 @@
+"""The engine: every request that is submitted ends as exactly one verdict. It lives on one event loop.
+
+    submit ─▶ memory cache ─▶ single flight ─▶ disk cache ─▶ ready ─▶ pick a lane ─▶ call ─▶ parse ─▶ deliver
+                                                              ▲                       │
+                                                              └── back-off (no slot) ◀┘ failed, or unparseable
+
+Waits for: a free slot of the lanes' limiters. Unblocked by: a call that ends, a back-off or a pause that is over.
+Requests of equal content share one flight; a flight lives on while anyone waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import aiohttp
+import msgspec
+
+from freewheel.judge.body import BodyWriter
+from freewheel.judge.client import ChatClient, open_connector
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.flight import Batch, Flight
+from freewheel.judge.lane import NEVER, Lane, Permit, pick
+from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
+from freewheel.judge.parse import Unparseable, make_reader
+from freewheel.judge.prompt import PromptBuilder, local_secret
+from freewheel.judge.replies import Replies
+from freewheel.judge.request import JudgeRequest, RequestHasher
+from freewheel.judge.retry import RetryBudget, backoff_s
+from freewheel.judge.stats import JudgeStats
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
+
+log = logging.getLogger("freewheel.judge")
+
+SWEEP_S = 0.025
+"""How often time limits are looked at: deadlines are kept to within 100 ms, this leaves room for the way back."""
+
+Deliver = Callable[[int, int, Verdict], None]
+"""Takes (batch, index, verdict)."""
+
+
+class Engine:
+    """Judges requests on the running loop; `deliver` gets each verdict, in the order in which they are reached."""
+
+    def __init__(self, config: JudgeConfig, *, deliver: Deliver, spent: float = 0.0) -> None:
+        self._config = config
+        self._deliver = deliver
+        self._spent_before = spent
+        self._hash = RequestHasher(config)
+        self._read = make_reader(config.loaded_rubric)
+        self._stats = JudgeStats()
+        self._batches: dict[int, Batch] = {}
+        self._newest_batch = -1
+        self._flights: dict[bytes, Flight] = {}
+        self._ready: deque[Flight] = deque()
+        self._started: set[Flight] = set()
+        self._sweeping = False
+        self._backing_off = 0
+        self._calls_out = 0
+        self._wake_timer: asyncio.TimerHandle | None = None
+        self._wake_at = NEVER
+        self._down_since: float | None = None
+        self._retry_budget = RetryBudget()
+        self._replies = Replies(config, self._read)
+        self._lanes: list[Lane] = []
+        self._connector: aiohttp.TCPConnector | None = None
+        self._clients: dict[Lane, ChatClient] = {}
+        self._closing = False
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        config = self._config
+        self._loop = asyncio.get_running_loop()
+        self._replies.open()
+        prompts = PromptBuilder(config.loaded_rubric, local_secret(self._replies.directory))
+        self._static_size = len(prompts.system)
+        self._lanes = [Lane(config, endpoint, self._replies.recall(endpoint.url)) for endpoint in config.endpoints]
+        self._connector = open_connector(config)
+        pairs = list(zip(self._lanes, config.endpoints, strict=True))
+        self._clients = {lane: ChatClient(self._connector, config, endpoint) for lane, endpoint in pairs}
+        self._bodies = {lane: BodyWriter(config, lane.model, prompts) for lane in self._lanes}
+
+    async def close(self) -> None:
+        """Answers what is open with `Failed("cancelled")`, closes connections, writes the cache out."""
+        self._closing = True
+        tasks = [flight.task for flight in self._started if flight.task is not None]
+        for batch in list(self._batches.values()):
+            self.cancel(batch.id)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+        for client in self._clients.values():
+            await client.close()
+        if self._connector is not None:
+            await self._connector.close()
+        self.remember()
+        self._replies.close()
+
+    def remember(self) -> None:
+        """Writes down what the limiters learnt, for the next run."""
+        for lane in self._lanes:
+            self._replies.remember(lane.url, lane.limiter.memory())
+
+    # -- requests in --------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, batch_id: int, indexes: Sequence[int], requests: Sequence[JudgeRequest], deadline_at: float | None = None
+    ) -> None:
+        """Takes requests of a batch; `deadline_at` is in `time.monotonic()` seconds."""
+        batch = self._batches.get(batch_id)
+        if batch is None:
+            batch = self._open_batch(batch_id, deadline_at)
+        self._stats.submitted += len(requests)
+        fresh: list[Flight] = []
+        for index, request in zip(indexes, requests, strict=True):
+            flight = self._admit(batch, index, request)
+            if flight is not None:
+                fresh.append(flight)
+        if not batch.open:
+            self._close_batch(batch)
+        if not fresh:
+            return
+        found = self._replies.on_disk([flight.key for flight in fresh])
+        for flight in fresh:
+            verdict = found.get(flight.key)
+            if verdict is None:
+                self._ready.append(flight)
+            else:
+                self._stats.cache_hits_disk += 1
+                self._settle(flight, verdict)
+        self._pump()
+
+    def cancel(self, batch_id: int) -> None:
+        """Answers what is open of a batch with `Failed("cancelled")`. Calls that others wait for go on."""
+        batch = self._batches.get(batch_id)
+        if batch is not None:
+            self._abandon(batch, Reason.CANCELLED, "")
+
+    def stats(self) -> JudgeStats:
+        return msgspec.structs.replace(
+            self._stats,
+            failed=dict(self._stats.failed),
+            queued=len(self._ready) + self._backing_off,
+            cost_before=self._spent_before,
+            endpoints=[lane.snapshot() for lane in self._lanes],
+        )
+
+    @property
+    def spent(self) -> float:
+        return self._spent_before + sum(lane.stats.cost for lane in self._lanes)
+
+    def _open_batch(self, batch_id: int, deadline_at: float | None) -> Batch:
+        batch = self._batches[batch_id] = Batch(batch_id)
+        if deadline_at is not None:
+            left_s = max(0.0, deadline_at - time.monotonic())
+            batch.timer = self._loop.call_later(left_s, self._batch_expired, batch)
+        if batch_id > self._newest_batch:
+            self._newest_batch = batch_id
+            for lane in self._lanes:
+                lane.reconsider()
+        return batch
+
+    def _admit(self, batch: Batch, index: int, request: JudgeRequest) -> Flight | None:
+        """Answers from memory, joins a flight, or starts one (returned)."""
+        if request.skip:
+            self._stats.skipped += 1
+            self._deliver(batch.id, index, Skipped(request.skip))
+            return None
+        try:
+            key = self._hash(request)
+        except UnicodeEncodeError:
+            request = request.encodable()
+            key = self._hash(request)
+        if not self._config.cache:
+            key += batch.id.to_bytes(8, "big")  # equal requests of one batch still share a call
+        verdict = self._replies.in_memory(key)
+        if verdict is not None:
+            self._stats.cache_hits_memory += 1
+            self._stats.scored += 1
+            self._deliver(batch.id, index, verdict)
+            return None
+        flight = self._flights.get(key)
+        if flight is not None:
+            self._stats.shared += 1
+            flight.waiters.append((batch, index))
+            batch.open[index] = flight
+            return None
+        size = self._static_size + len(request.response) + len(request.prompt) + len(request.reference)
+        flight = Flight(key, request, size, batch, index)
+        self._flights[key] = batch.open[index] = flight
+        return flight
+
+    # -- calls out ----------------------------------------------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Sends what may be sent now, and arranges to be called when more may be."""
+        now = time.monotonic()
+        ready = self._ready
+        while ready:
+            flight = ready[0]
+            if flight.done:
+                ready.popleft()
+                continue
+            lane, wake_at = pick(self._lanes, now, flight.size, flight.avoid)
+            if lane is None:
+                troubled = self._calls_out == 0 or self._down_since is not None
+                if not (troubled and self._give_up_on_outage(now)) and wake_at < self._wake_at:
+                    self._wake_later(wake_at, now)
+                return
+            if self._config.max_cost is not None and self._over_budget(lane, flight.size, self._config.max_cost):
+                if self._calls_out:
+                    return  # those under way may turn out cheaper than was set aside for them
+                detail = f"max_cost = {self._config.max_cost:g} is reached ({self.spent:.6g} spent)"
+                self._fail(ready.popleft(), Reason.BUDGET, detail)
+                continue
+            self._send(ready.popleft(), lane, now)
+
+    def _send(self, flight: Flight, lane: Lane, now: float) -> None:
+        if flight.calls == 0:
+            flight.deadline_at = now + self._config.request_deadline_s
+            self._started.add(flight)
+            if not self._sweeping:
+                self._sweeping = True
+                self._loop.call_later(SWEEP_S, self._sweep)
+        flight.calls += 1
+        self._calls_out += 1
+        self._stats.max_in_flight = max(self._stats.max_in_flight, self._calls_out)
+        flight.task = self._loop.create_task(self._call(flight, lane.send(now, flight.size)))
+
+    async def _call(self, flight: Flight, permit: Permit) -> None:
+        lane = permit.lane
+        if flight.done:  # abandoned before its call began
+            self._dropped(permit)
+            return
+        flight.permit = permit
+        outcome: Reply | Failure
+        try:
+            body = self._bodies[lane].write(flight.request, reask=flight.asks > 0)
+            outcome = await self._clients[lane].ask(body)
+        except asyncio.CancelledError:
+            if flight.done or not flight.overdue:
+                self._dropped(permit)
+                raise
+            flight.overdue = False  # `_sweep` ended the call
+            waited_s = time.monotonic() - permit.sent_at
+            outcome = Failure(Kind.TIMEOUT, f"{lane.url}: no reply within {waited_s:.3g} s")
+        except Exception as error:
+            # A fault of ours: this request ends with it, the others go on.
+            log.exception("a call to the judge broke")
+            self._calls_out -= 1
+            lane.dropped(permit, time.monotonic())
+            self._fail(flight, Reason.ENGINE, f"{type(error).__name__}: {error}")
+            self._pump()
+            return
+        flight.task = None
+        flight.permit = None
+        self._calls_out -= 1
+        now = time.monotonic()
+        if isinstance(outcome, Reply):
+            lane.replied(permit, now, outcome, flight.size)
+            if self._down_since is not None:
+                self._watch_outage(now, "")
+            self._retry_budget.earn()
+            self._replied(flight, outcome)
+        else:
+            failure = lane.failed(permit, now, outcome)
+            self._watch_outage(now, failure.detail)
+            self._failed(flight, permit, failure, now)
+        self._pump()
+
+    def _dropped(self, permit: Permit) -> None:
+        """Nobody waits for this call any more."""
+        self._calls_out -= 1
+        permit.lane.dropped(permit, time.monotonic())
+        if not self._closing:
+            self._loop.call_soon(self._pump)
+
+    def _replied(self, flight: Flight, reply: Reply) -> None:
+        flight.usage += reply.usage
+        try:
+            if reply.cut_off:
+                raise Unparseable(f"the reply was cut off at max_tokens: {reply.text[:80]!r}")
+            value, parts = self._read(reply.text)
+        except Unparseable as error:
+            flight.asks += 1
+            if flight.asks <= self._config.reasks:
+                self._stats.reasks += 1
+                self._ready.appendleft(flight)
+            else:
+                self._fail(flight, Reason.UNPARSEABLE, str(error))
+            return
+        self._replies.keep(flight.key, reply)
+        self._settle(flight, Scored(value, reply.text, flight.usage, parts, attempts=flight.calls))
+
+    def _failed(self, flight: Flight, permit: Permit, failure: Failure, now: float) -> None:
+        """One call failed: try elsewhere, wait and try again, or give up, as the failure's kind says."""
+        kind, lane = failure.kind, permit.lane
+        flight.last = failure.detail
+        flight.avoid = lane
+        if kind in HALTS:
+            if lane.halted is failure:
+                log.error("nothing more is sent to the judge: %s", failure.detail)
+            if all(other.halted is not None for other in self._lanes):
+                self._fail(flight, REASONS[kind], failure.detail)
+            else:
+                self._ready.appendleft(flight)
+            return
+        if kind in FINAL:
+            self._fail(flight, REASONS[kind], failure.detail)
+            return
+        if kind in WAITS:
+            flight.throttles += 1
+            wait_s = backoff_s(flight.throttles, failure.retry_after_s, random.random)
+        else:
+            flight.faults += not permit.probe  # that the endpoint is down was known, and is not this request's fault
+            flight.timeouts += kind is Kind.TIMEOUT
+            if flight.faults >= self._config.max_attempts:
+                self._fail(flight, REASONS[kind], failure.detail)
+                return
+            wait_s = backoff_s(max(1, flight.faults), failure.retry_after_s, random.random)
+            wait_s = max(wait_s, self._retry_budget.take(now))
+        if now + wait_s >= flight.deadline_at:
+            left_s = flight.deadline_at - now
+            self._fail(
+                flight, REASONS[kind], f"{failure.detail} (next try in {wait_s:.3g} s, deadline in {left_s:.3g} s)"
+            )
+            return
+        self._stats.retries += 1
+        self._backing_off += 1
+        self._loop.call_later(wait_s, self._back_off_over, flight)
+
+    def _back_off_over(self, flight: Flight) -> None:
+        self._backing_off -= 1
+        if not flight.done:
+            self._ready.appendleft(flight)  # it has waited longest
+            self._pump()
+
+    def _wake_later(self, wake_at: float, now: float) -> None:
+        if self._wake_timer is not None:
+            self._wake_timer.cancel()
+        self._wake_at = wake_at
+        self._wake_timer = self._loop.call_later(max(0.0, wake_at - now), self._woken)
+
+    def _woken(self) -> None:
+        self._wake_timer, self._wake_at = None, NEVER
+        self._pump()
+
+    def _watch_outage(self, now: float, detail: str) -> None:
+        down = all(not lane.works for lane in self._lanes) and any(lane.halted is None for lane in self._lanes)
+        if down and self._down_since is None:
+            self._down_since = now
+            log.warning("the judge does not answer (%s); requests wait while one at a time probes it", detail)
+        elif not down and self._down_since is not None:
+            log.info("the judge answers again after %.1f s", now - self._down_since)
+            self._down_since = None
+
+    def _give_up_on_outage(self, now: float) -> bool:
+        """Fails what is queued when no endpoint will take it: all halted, or none answered for a whole deadline."""
+        halts = [lane.halted for lane in self._lanes if lane.halted is not None]
+        if len(halts) == len(self._lanes):
+            reason, detail = REASONS[halts[0].kind], halts[0].detail
+        elif self._down_since is not None and now - self._down_since > self._config.request_deadline_s:
+            last = next((flight.last for flight in self._ready if flight.last), "")
+            reason, detail = Reason.UNAVAILABLE, f"no endpoint answered for {now - self._down_since:.0f} s: {last}"
+        else:
+            return False
+        while self._ready:
+            flight = self._ready.popleft()
+            if not flight.done:
+                self._fail(flight, reason, detail)
+        return True
+
+    def _over_budget(self, lane: Lane, size: int, ceiling: float) -> bool:
+        reserved = sum(other.reserved_cost for other in self._lanes)
+        return self.spent + reserved + lane.estimate_cost(size) > ceiling
+
+    # -- verdicts out -------------------------------------------------------------------------------------------------
+
+    def _fail(self, flight: Flight, reason: Reason, detail: str) -> None:
+        self._settle(flight, Failed(reason.value, flight.calls, detail, flight.usage))
+
+    def _settle(self, flight: Flight, verdict: Scored | Failed) -> None:
+        """The flight ends; all who wait for it get its verdict."""
+        assert not flight.done
+        self._land(flight)
+        for batch, index in flight.waiters:
+            self._answer(batch, index, verdict)
+            if not batch.open:
+                self._close_batch(batch)
+
+    def _land(self, flight: Flight) -> None:
+        flight.done = True
+        del self._flights[flight.key]
+        self._started.discard(flight)
+        # A task that has not begun must begin: it holds a permit, and cancelled now it would never give it back.
+        begun = flight.permit is not None
+        if flight.task is not None and begun and flight.task is not asyncio.current_task(self._loop):
+            flight.task.cancel()
+
+    def _answer(self, batch: Batch, index: int, verdict: Scored | Failed) -> None:
+        del batch.open[index]
+        if isinstance(verdict, Scored):
+            self._stats.scored += 1
+        else:
+            self._stats.failed[verdict.reason] = self._stats.failed.get(verdict.reason, 0) + 1
+        self._deliver(batch.id, index, verdict)
+
+    def _close_batch(self, batch: Batch) -> None:
+        if batch.timer is not None:
+            batch.timer.cancel()
+        self._batches.pop(batch.id, None)
+
+    def _sweep(self) -> None:
+        """Ends the calls and the requests whose time is over: one timer for all of them, not one for each."""
+        now = time.monotonic()
+        for flight in [f for f in self._started if f.deadline_at <= now or f.is_overdue(now)]:
+            if flight.deadline_at <= now:
+                last = flight.last or "no reply so far"
+                self._fail(
+                    flight, Reason.DEADLINE, f"request_deadline_s = {self._config.request_deadline_s:g} is over; {last}"
+                )
+            elif flight.task is not None and not flight.overdue:
+                flight.overdue = True
+                flight.task.cancel()
+        self._sweeping = bool(self._started)
+        if self._sweeping:
+            self._loop.call_later(SWEEP_S, self._sweep)
+        self._pump()
+
+    def _batch_expired(self, batch: Batch) -> None:
+        self._abandon(batch, Reason.DEADLINE, "the batch's deadline is over; ")
+        self._pump()
+
+    def _abandon(self, batch: Batch, reason: Reason, detail: str) -> None:
+        """This batch's waiters get a failure; flights that nobody else waits for are dropped."""
+        flights = list(dict.fromkeys(batch.open.values()))
+        for index, flight in list(batch.open.items()):
+            last = flight.last or ("no reply so far" if flight.calls else "not sent yet")
+            self._answer(batch, index, Failed(reason.value, flight.calls, detail + last, flight.usage))
+        for flight in flights:
+            flight.waiters = [waiter for waiter in flight.waiters if waiter[0] is not batch]
+            if not flight.waiters:
+                self._land(flight)
+        self._close_batch(batch)

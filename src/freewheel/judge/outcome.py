@@ -1,0 +1,161 @@
+"""How one call ends: a `Reply`, or a `Failure` whose kind alone decides what the engine does next.
+
+kind         asked again            slows the limiter   trips the breaker   stops the endpoint
+THROTTLED    until the deadline     yes (429)           -                   -
+RATE         until the deadline     the pacer           -                   -
+OVERLOADED   max_attempts           if sustained        yes                 -
+TIMEOUT      max_attempts           -                   yes                 -
+BROKEN       max_attempts           -                   yes                 -
+GARBAGE      max_attempts           -                   -                   -
+REJECTED     no                     -                   -                   -
+FORBIDDEN    no                     -                   -                   as AUTH, if it never answered us
+AUTH, NOT_FOUND, QUOTA   elsewhere  -                   -                   yes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import Enum
+from http import HTTPStatus
+from typing import NamedTuple
+
+import msgspec
+
+from freewheel.judge.pacing import RateHeaders, parse_duration_s
+from freewheel.judge.verdict import Reason, Usage
+
+DETAIL_CHARS = 300
+"""As much of a server's error as helps; the rest is usually HTML."""
+
+
+class Kind(Enum):
+    THROTTLED = "throttled"
+    RATE = "rate"
+    OVERLOADED = "overloaded"
+    TIMEOUT = "timeout"
+    BROKEN = "broken"
+    GARBAGE = "garbage"
+    REJECTED = "rejected"
+    FORBIDDEN = "forbidden"
+    AUTH = "auth"
+    NOT_FOUND = "not_found"
+    QUOTA = "quota"
+
+
+WAITS = frozenset({Kind.THROTTLED, Kind.RATE})
+"""The judge is well and asks for patience: no attempt is counted."""
+INFRA = frozenset({Kind.OVERLOADED, Kind.TIMEOUT, Kind.BROKEN})
+"""The endpoint itself is unwell."""
+FINAL = frozenset({Kind.REJECTED, Kind.FORBIDDEN})
+"""The judge refuses this very request, and would again."""
+HALTS = frozenset({Kind.AUTH, Kind.NOT_FOUND, Kind.QUOTA})
+"""No request will fare better here: nothing more is sent to this endpoint."""
+
+REASONS: dict[Kind, Reason] = {
+    Kind.THROTTLED: Reason.THROTTLED,
+    Kind.RATE: Reason.THROTTLED,
+    Kind.OVERLOADED: Reason.UNAVAILABLE,
+    Kind.TIMEOUT: Reason.UNAVAILABLE,
+    Kind.BROKEN: Reason.UNAVAILABLE,
+    Kind.GARBAGE: Reason.UNAVAILABLE,
+    Kind.REJECTED: Reason.REJECTED,
+    Kind.FORBIDDEN: Reason.REJECTED,
+    Kind.AUTH: Reason.AUTH,
+    Kind.NOT_FOUND: Reason.NOT_FOUND,
+    Kind.QUOTA: Reason.QUOTA,
+}
+
+
+class Reply(NamedTuple):
+    """What the judge said."""
+
+    text: str
+    usage: Usage
+    cut_off: bool = False
+    """True if the reply ended at max_tokens: a `1` may be half of a `10`."""
+    rate: RateHeaders | None = None
+
+
+class Failure(NamedTuple):
+    """One call that brought no reply."""
+
+    kind: Kind
+    detail: str
+    retry_after_s: float | None = None
+
+
+_RATE_WORDS = re.compile(
+    r"(requests|tokens) per (min|hour|day|second)|\b[RT]P[MDS]\b|rate limit reached for (requests|tokens)",
+    re.IGNORECASE,
+)
+_QUOTA_WORDS = re.compile(
+    r"insufficient_quota|exceeded your current quota|insufficient (balance|credit)", re.IGNORECASE
+)
+
+
+def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> Failure:
+    """The failure that a reply other than 200 stands for."""
+    text = _error_text(body)
+    phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
+    detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")
+    if status == HTTPStatus.TOO_MANY_REQUESTS or status == HTTPStatus.PAYMENT_REQUIRED:
+        if status == HTTPStatus.PAYMENT_REQUIRED or _QUOTA_WORDS.search(text):
+            return Failure(Kind.QUOTA, detail)
+        exhausted = (
+            headers.get("x-ratelimit-remaining-requests") == "0" or headers.get("x-ratelimit-remaining-tokens") == "0"
+        )
+        kind = Kind.RATE if exhausted or _RATE_WORDS.search(text) else Kind.THROTTLED
+        return Failure(kind, detail, _retry_after_s(headers, wall_now))
+    if status >= 500:
+        return Failure(Kind.OVERLOADED, detail, _retry_after_s(headers, wall_now))
+    if status == HTTPStatus.REQUEST_TIMEOUT:
+        return Failure(Kind.TIMEOUT, detail)
+    if status == HTTPStatus.UNAUTHORIZED:
+        return Failure(Kind.AUTH, detail)
+    if status == HTTPStatus.FORBIDDEN:
+        return Failure(Kind.FORBIDDEN, detail)
+    if status == HTTPStatus.NOT_FOUND:
+        return Failure(Kind.NOT_FOUND, detail)
+    if 300 <= status < 400:
+        target = headers.get("Location", "elsewhere")
+        remedy = "a key goes only where its owner sent it; name that URL as the endpoint"
+        return Failure(
+            Kind.NOT_FOUND,
+            f"HTTP {status} {phrase}: it redirects to {shorten(target)}, which is not followed: {remedy}",
+        )
+    return Failure(Kind.REJECTED, detail)
+
+
+def _retry_after_s(headers: Mapping[str, str], wall_now: float) -> float | None:
+    """The wait that the server asks for: Retry-After (seconds or a date), else the exhausted limit's reset."""
+    milliseconds = headers.get("retry-after-ms")
+    if milliseconds is not None and (wait := parse_duration_s(milliseconds, wall_now)) is not None:
+        return wait / 1000
+    if (text := headers.get("Retry-After")) is not None:
+        return parse_duration_s(text, wall_now)
+    waits = [
+        parse_duration_s(headers.get(f"x-ratelimit-reset-{what}", ""), wall_now)
+        for what in ("requests", "tokens")
+        if headers.get(f"x-ratelimit-remaining-{what}") == "0"
+    ]
+    return max((wait for wait in waits if wait is not None), default=None)
+
+
+def _error_text(body: bytes) -> str:
+    """The server's own words, out of the JSON shapes in use, on one line."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return shorten(body.decode("utf-8", "replace"))
+    error = found.get("error", found) if isinstance(found, dict) else found
+    if isinstance(error, dict):
+        words = [str(error[key]) for key in ("code", "type", "message", "detail") if error.get(key)]
+        return shorten("; ".join(dict.fromkeys(words)) or str(error))
+    return shorten(str(error))
+
+
+def shorten(text: str) -> str:
+    """On one line, short, and fit to travel: aiohttp hands on header bytes that are not UTF-8 as lone surrogates."""
+    line = " ".join(text[: 4 * DETAIL_CHARS].encode("utf-8", "replace").decode().split())
+    return line if len(line) <= DETAIL_CHARS else line[: DETAIL_CHARS - 1] + "…"

@@ -1,0 +1,93 @@
+"""What the judge said before, as verdicts: memory first, then the shared file; and what the limiters learnt.
+
+Replies are kept as they came and read anew, so a rubric that reads better needs no new call. Only replies that the
+rubric could read are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from freewheel.judge.cache import CACHE_FILE, CachedReply, MemoryCache, Store, cache_dir
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.limiter import LimiterMemory
+from freewheel.judge.outcome import Reply
+from freewheel.judge.parse import Reading, Unparseable
+from freewheel.judge.verdict import Scored, Usage
+
+MEMORY_CACHE_ENTRIES = 1 << 16
+"""Bounds the memory cache's own overhead; `memory_cache_bytes` bounds the replies."""
+
+
+class Replies:
+    """The cache as the engine sees it. With `cache` off it is memory alone, and the engine's keys name the batch."""
+
+    def __init__(self, config: JudgeConfig, read: Callable[[str], Reading]) -> None:
+        self._read = read
+        self._model = config.model
+        # Only the file knows how old a reply is.
+        in_memory = config.cache_ttl_s is None or not config.cache
+        self._memory = MemoryCache(MEMORY_CACHE_ENTRIES, config.memory_cache_bytes if in_memory else 0)
+        self._store: Store | None = None
+        self.directory: Path | None = None
+        if config.cache:
+            self.directory = cache_dir(config.cache_dir)
+            path = self.directory / CACHE_FILE
+            self._store = Store(path, max_bytes=config.cache_max_bytes, ttl_s=config.cache_ttl_s)
+
+    def open(self) -> None:
+        if self._store is not None:
+            self._store.open()
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def in_memory(self, key: bytes) -> Scored | None:
+        cached = self._memory.get(key)
+        return self._scored(cached) if cached is not None else None
+
+    def on_disk(self, keys: Sequence[bytes]) -> dict[bytes, Scored]:
+        """On the calling thread: a miss costs under a microsecond a key, less than the way to another thread."""
+        if self._store is None:
+            return {}
+        found: dict[bytes, Scored] = {}
+        for key, cached in self._store.get_many(keys).items():
+            verdict = self._scored(cached)
+            if verdict is not None:
+                self._memory.put(key, cached)
+                found[key] = verdict
+        return found
+
+    def keep(self, key: bytes, reply: Reply) -> None:
+        cached = CachedReply(reply.text, reply.usage.prompt_tokens, reply.usage.completion_tokens)
+        self._memory.put(key, cached)
+        if self._store is not None:
+            self._store.put(key, cached)
+
+    def remember(self, url: str, memory: LimiterMemory) -> None:
+        if self._store is not None:
+            self._store.remember(self._limiter_name(url), msgspec.json.encode(memory))
+
+    def recall(self, url: str) -> LimiterMemory | None:
+        stored = self._store.recall(self._limiter_name(url)) if self._store is not None else None
+        if stored is None:
+            return None
+        try:
+            return msgspec.json.decode(stored, type=LimiterMemory)
+        except msgspec.DecodeError:
+            return None  # written by another version: start cold
+
+    def _limiter_name(self, url: str) -> str:
+        return f"limiter {url} {self._model}"
+
+    def _scored(self, cached: CachedReply) -> Scored | None:
+        try:
+            value, parts = self._read(cached.text)
+        except Unparseable:
+            return None  # the rubric reads more strictly now: ask again
+        usage = Usage(cached.prompt_tokens, cached.completion_tokens)
+        return Scored(value, cached.text, usage, parts, cached=True, attempts=0)

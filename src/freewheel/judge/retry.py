@@ -1,0 +1,101 @@
+"""When to ask again: back-off with full jitter, a budget that an outage cannot multiply, and patience for one call.
+
+Pure arithmetic; the engine brings the clock and the dice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from freewheel.judge.latency import LatencyHistogram
+
+BASE_BACKOFF_S = 0.25
+"""First back-off's upper end: short beside a judge's call, long enough for a blip to pass."""
+MAX_BACKOFF_S = 8.0
+"""Longest back-off without a word from the server: within a batch's deadline there is room for many."""
+RETRY_AFTER_SPREAD = 0.25
+"""Retry-After × U(1, 1.25): all who were told the same second do not come back at the same instant."""
+
+
+def backoff_s(failures: int, retry_after_s: float | None, random: Callable[[], float]) -> float:
+    """How long request number `failures`' next attempt waits; `random` gives U(0, 1)."""
+    if retry_after_s is not None and retry_after_s > 0:
+        return retry_after_s * (1 + RETRY_AFTER_SPREAD * random())
+    return min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(failures - 1, 16)) * random()
+
+
+class RetryBudget:
+    """Retries may be at most a share of the replies, plus a trickle: an outage does not multiply load.
+
+    A retry without budget waits, but no longer than any back-off may last; it is not refused.
+    """
+
+    SHARE = 0.5
+    """Tokens earned by each reply. A judge that fails a fifth of its calls needs 0.25, one that fails a third 0.5."""
+    TRICKLE_PER_S = 2.0
+    """Retries that are always allowed: enough to notice that a dead judge is back."""
+    CAPACITY = 100.0
+    """Tokens that may be saved up: one burst of a whole in-flight window failing at once."""
+
+    def __init__(self) -> None:
+        self._tokens = self.CAPACITY
+        self._at: float | None = None
+
+    def earn(self) -> None:
+        """A reply came."""
+        self._tokens = min(self.CAPACITY, self._tokens + self.SHARE)
+
+    def take(self, now: float) -> float:
+        """Takes one retry's token and returns how long that retry must wait for it (0: not at all)."""
+        elapsed = now - self._at if self._at is not None else 0.0
+        self._at = now
+        self._tokens = min(self.CAPACITY, self._tokens + max(0.0, elapsed) * self.TRICKLE_PER_S) - 1
+        return min(MAX_BACKOFF_S, max(0.0, -self._tokens / self.TRICKLE_PER_S))
+
+
+class AttemptPatience:
+    """How long one call may take: three times the 99th percentile of what was seen, within the configured bound.
+
+    A request that timed out gets twice as long the next time; when time-outs become common, all do: the judge has
+    become slower, and giving up early would only add to its load.
+    """
+
+    FACTOR = 3.0
+    """Times p99: with a lognormal latency about one call in a million is cut off in vain."""
+    FLOOR_S = 1.0
+    """Never less: below it, a garbage collection or a TLS handshake looks like a hang."""
+    SAMPLES_NEEDED = 64
+    """Before that many latencies a 99th percentile is a guess."""
+    COMMON_SHARE = 0.25
+    """Of recent calls timing out: no longer single hangs."""
+    SMOOTHING = 1 / 32
+    """Weight of one call in the recent share of time-outs: the last ~32 decide."""
+    MOST_DOUBLINGS = 2
+    """For one request: four times as long as usual, or else the last of many hangs holds up its whole batch."""
+    REFRESH_EVERY = 32
+    """Latencies between two looks at the percentile, which costs more than the rest."""
+
+    def __init__(self, bound_s: float, latencies: LatencyHistogram) -> None:
+        self._bound_s = bound_s
+        self._latencies = latencies
+        self._usual_s = bound_s
+        self._timeout_share = 0.0
+        self._stretch = 1.0
+        self._until_refresh = self.SAMPLES_NEEDED
+
+    def allow_s(self, timeouts_before: int) -> float:
+        return float(min(self._bound_s, self._usual_s * self._stretch * 2 ** min(timeouts_before, self.MOST_DOUBLINGS)))
+
+    def answered(self) -> None:
+        self._timeout_share *= 1 - self.SMOOTHING
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self._until_refresh = self.REFRESH_EVERY
+            self._usual_s = max(self.FLOOR_S, self.FACTOR * self._latencies.quantile(0.99))
+            self._stretch = 1.0
+
+    def timed_out(self) -> None:
+        self._timeout_share += self.SMOOTHING * (1 - self._timeout_share)
+        if self._timeout_share > self.COMMON_SHARE:
+            self._stretch = min(self._stretch * 2, 1024.0)
+            self._timeout_share = 0.0

@@ -1,0 +1,386 @@
+"""`ScoringJob`: a file of rows through a judge into a file of verdicts, in order and in constant memory.
+
+    feeder thread:  Lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ queue      waits for: room in the window
+    this thread:    queue ─▶ verdicts ─▶ StopRule ─▶ Output               waits for: the oldest batch
+    ticker thread:  Judge.stats ─▶ on_progress                           a few times a second
+
+Rows are written in the order of the input, so the last row of an output says where a later run goes on. What was
+answered beyond it lies in the judge's cache and is not paid for again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import msgspec
+
+from freewheel.judge.errors import ConfigError, JudgeError
+from freewheel.judge.handle import Handle
+from freewheel.judge.judge import Judge
+from freewheel.judge.request import JudgeRequest
+from freewheel.judge.scoring.accounts import Calls, CallsMeter, Tally
+from freewheel.judge.scoring.lines import Line, Lines
+from freewheel.judge.scoring.output import REMEDY, Found, Output
+from freewheel.judge.scoring.rows import MALFORMED, UTF8_BOM, MalformedRowError, RowFormat, WrittenEntry, is_blank
+from freewheel.judge.scoring.stopping import Ruling, StopRule, is_down
+from freewheel.judge.verdict import Failed, Verdict
+
+WINDOW_ROWS = 8192
+"""Rows in flight, as many as the engine takes: the judge's limit is never short of work."""
+WINDOW_BYTES = 64 << 20
+"""Text in flight, so that long rows take no more memory than short ones."""
+BATCH_ROWS = 64
+"""Rows per submit. A row is written when its batch is done: more would be lost time after a kill without a cache."""
+BATCH_BYTES = 1 << 20
+TICK_S = 0.1
+"""How late a stop may be noticed while nothing comes in."""
+PROGRESS_EVERY_S = 0.25
+"""How often progress is told: smooth to the eye, and nothing to the engine."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a job is."""
+
+    tally: Tally
+    """Rows written, an earlier run's included."""
+    decided: int
+    """Rows with a verdict, written or waiting for an earlier row."""
+    before: int
+    """Of these, the rows that an earlier run wrote."""
+    bytes_done: int
+    """Of the input, those of the decided rows; newlines and an open batch's share are estimates."""
+    bytes_total: int | None
+    elapsed_s: float
+    calls: Calls
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a job ended before its input did."""
+
+    reason: str
+    """A verdict's reason (`auth`, `budget`, `unavailable`, …), `interrupted` or `output`."""
+    detail: str
+    next_line: int
+    """The first input line without a row."""
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job came to."""
+
+    tally: Tally
+    before: int
+    blank: int
+    elapsed_s: float
+    calls: Calls
+    stopped: Stopped | None = None
+
+
+class _Slot(NamedTuple):
+    """One input line on its way to its row."""
+
+    line: Line
+    key: str = ""
+    row: bytes | None = None
+    """The row, where no judge is needed for it."""
+    kept: WrittenEntry | None = None
+    """Where `row` is an earlier run's: what it says."""
+
+
+class _Batch(NamedTuple):
+    slots: list[_Slot]
+    handle: Handle
+    size: int
+
+
+class ScoringJob:
+    """Runs once. `stop` may be called from anywhere, a signal handler included."""
+
+    def __init__(
+        self,
+        *,
+        judge: Judge,
+        rows: RowFormat,
+        source: int,
+        source_bytes: int | None,
+        output: Output,
+        output_name: str = "-",
+        found: Found | None = None,
+        retry_from: Iterator[Line] | None = None,
+        on_progress: Callable[[Progress], None] = lambda progress: None,
+        on_malformed: Callable[[int, str], None] = lambda line, detail: None,
+    ) -> None:
+        """`found` is what `output` holds already. `retry_from`: an earlier output's rows, to keep or to score again."""
+        self._judge = judge
+        self._rows = rows
+        self._lines = Lines(source)
+        self._source_bytes = source_bytes
+        self._output = output
+        self._output_name = output_name
+        self._found = found or Found(Tally(), 0, "")
+        self._retry_from = retry_from
+        self._on_progress = on_progress
+        self._on_malformed = on_malformed
+        self._tally = self._found.tally
+        self._before = self._tally.rows
+        self._blank = 0
+        self._next_line = self._found.last_line + 1
+        self._bytes_done = 0
+        self._meter = CallsMeter()
+        self._calls = Calls()
+        self._rule = StopRule(lambda: is_down(judge.stats()))
+        self._changed = threading.Condition()
+        self._queue: deque[_Batch] = deque()
+        self._rows_out = 0
+        self._bytes_out = 0
+        self._fed = False
+        self._feed_error: BaseException | None = None
+        self._current: _Batch | None = None
+        self._stop_reason = ""
+        self._ended = threading.Event()
+
+    def stop(self, reason: str = "interrupted") -> None:
+        """Ends the job soon: nothing more is submitted, and what is contiguous is written."""
+        self._stop_reason = self._stop_reason or reason
+
+    def run(self) -> Summary:
+        """To the end of the input, or to where it must stop. `ConfigError` if the output belongs to another input."""
+        started_at = time.monotonic()
+        feeder = threading.Thread(target=self._feed, name="freewheel-score-feeder", daemon=True)
+        ticker = threading.Thread(target=self._tick, args=(started_at,), name="freewheel-score-ticker", daemon=True)
+        feeder.start()
+        ticker.start()
+        stopped = None
+        try:
+            stopped = self._drain()
+            if self._feed_error is not None:
+                raise self._feed_error
+        except BaseException:
+            self._output.abandon()
+            raise
+        else:
+            if stopped is None:
+                self._output.finish()
+            else:
+                self._output.abandon()
+        finally:
+            self._cancel_all()
+            self._ended.set()
+            ticker.join()
+            self._judge.close()
+        self._calls = self._meter.update(self._judge.stats())
+        elapsed_s = time.monotonic() - started_at
+        return Summary(
+            tally=self._tally, before=self._before, blank=self._blank, elapsed_s=elapsed_s, calls=self._calls,
+            stopped=stopped,
+        )  # fmt: skip
+
+    # -- the feeder's thread ------------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        try:
+            self._read_all()
+        except (OSError, JudgeError) as error:
+            self._feed_error = error
+        finally:
+            with self._changed:
+                self._fed = True
+                self._changed.notify_all()
+
+    def _read_all(self) -> None:
+        last = self._found.last_line
+        found_last = not last
+        for block in self._lines.blocks(max(1, last)):
+            slots: list[_Slot] = []
+            requests: list[JudgeRequest] = []
+            size = 0
+            for line in block:
+                if line.number == 1 and line.text.startswith(UTF8_BOM):
+                    line = line._replace(text=line.text[len(UTF8_BOM) :])
+                if line.number == last:
+                    self._check_last(line)
+                    found_last = True
+                    continue
+                if not line.too_long and is_blank(line.text):
+                    self._blank += 1
+                    continue
+                slots.append(self._slot(line, requests))
+                size += len(line.text)
+                if len(slots) == BATCH_ROWS or size >= BATCH_BYTES:
+                    if not self._hand_over(slots, requests, size):
+                        return
+                    slots, requests, size = [], [], 0
+            if slots and not self._hand_over(slots, requests, size):
+                return
+        if not found_last:
+            raise self._short_input()
+        if self._retry_from is not None and next(self._retry_from, None) is not None:
+            raise self._short_input()
+
+    def _check_last(self, line: Line) -> None:
+        if self._key_of(line) != self._found.last_key:
+            raise self._other_input(line.number)
+        self._bytes_done = line.end  # nothing is submitted yet, so the writer does not touch it
+
+    def _other_input(self, line: int) -> ConfigError:
+        remedy = f"its row of line {line} belongs to another input, rubric or model than is given now; {REMEDY}"
+        return ConfigError("output", self._output_name, remedy)
+
+    def _short_input(self) -> ConfigError:
+        return ConfigError("output", self._output_name, f"the input ends before the line of its last row; {REMEDY}")
+
+    def _key_of(self, line: Line) -> str:
+        try:
+            return self._rows.key(self._rows.read(line))
+        except MalformedRowError:
+            return self._rows.malformed_key(line)
+
+    def _slot(self, line: Line, requests: list[JudgeRequest]) -> _Slot:
+        """What becomes of a line; where a judge is needed, its request joins `requests`."""
+        earlier = next(self._retry_from, None) if self._retry_from is not None else None
+        entry = self._rows.read_written(earlier.text) if earlier is not None else None
+        if entry is not None and entry.line != line.number:
+            raise self._other_input(line.number)
+        try:
+            request = self._rows.read(line)
+        except MalformedRowError as error:
+            self._on_malformed(line.number, str(error))
+            return _Slot(line, row=self._rows.write_malformed(line, str(error)))
+        key = self._rows.key(request)
+        if entry is not None and earlier is not None and entry.reason != MALFORMED:
+            if entry.key != key:
+                raise self._other_input(line.number)
+            if entry.status != "failed":
+                return _Slot(line, row=earlier.text + b"\n", kept=entry)
+        requests.append(request)
+        return _Slot(line, key)
+
+    def _hand_over(self, slots: list[_Slot], requests: list[JudgeRequest], size: int) -> bool:
+        """Submits a batch once the window has room. False: the job stops."""
+        with self._changed:
+            while self._rows_out and (
+                self._rows_out + len(slots) > WINDOW_ROWS or self._bytes_out + size > WINDOW_BYTES
+            ):
+                if self._ended.is_set() or self._stop_reason:
+                    return False
+                self._changed.wait(TICK_S)
+            if self._ended.is_set() or self._stop_reason:
+                return False
+            handle = self._judge.submit(requests, deadline_s=None)
+            self._queue.append(_Batch(slots, handle, size))
+            self._rows_out += len(slots)
+            self._bytes_out += size
+            self._changed.notify_all()
+        return True
+
+    # -- the writer: the caller's thread ------------------------------------------------------------------------------
+
+    def _drain(self) -> Stopped | None:
+        held: list[tuple[_Slot, Verdict, bytes]] = []
+        while (batch := self._next_batch()) is not None:
+            ready: list[tuple[_Slot, Verdict | None, bytes]] = []
+            verdicts = iter(self._verdicts(batch))
+            ruling = Ruling.WRITE
+            for slot in batch.slots:
+                if slot.row is not None:
+                    ready += [*held, (slot, None, slot.row)]
+                    held = []
+                    continue
+                verdict = next(verdicts)
+                ruling = self._rule.judge(verdict)
+                if ruling is Ruling.STOP:
+                    break
+                row = (slot, verdict, self._rows.write(slot.line, slot.key, verdict))
+                if ruling is Ruling.HOLD:
+                    held.append(row)
+                else:
+                    ready += [*held, row]
+                    held = []
+            if (problem := self._write(ready)) is not None:
+                return problem
+            if ruling is Ruling.STOP:
+                return self._stopped()
+            self._current = None
+            with self._changed:
+                self._rows_out -= len(batch.slots)
+                self._bytes_out -= batch.size
+                self._changed.notify_all()
+        if self._feed_error is None and self._rule.end() is Ruling.STOP:
+            return self._stopped()
+        if (problem := self._write([*held])) is not None:
+            return problem
+        if self._stop_reason:
+            return Stopped(reason=self._stop_reason, detail="", next_line=self._next_line)
+        return None
+
+    def _next_batch(self) -> _Batch | None:
+        """The oldest batch; None at the end of the input, or when the job is told to stop."""
+        with self._changed:
+            while not self._queue:
+                if self._fed or self._stop_reason:
+                    return None
+                self._changed.wait(TICK_S)
+            self._current = self._queue.popleft()
+            return self._current
+
+    def _verdicts(self, batch: _Batch) -> list[Verdict]:
+        while not batch.handle.wait(TICK_S):
+            if self._stop_reason:
+                self._cancel_all()
+        return batch.handle.result()
+
+    def _write(self, ready: list[tuple[_Slot, Verdict | None, bytes]]) -> Stopped | None:
+        if not ready:
+            return None
+        try:
+            self._output.append(b"".join(row for _, _, row in ready))
+        except OSError as error:
+            reason = "pipe" if isinstance(error, BrokenPipeError) else "output"
+            return Stopped(reason=reason, detail=str(error.strerror), next_line=self._next_line)
+        for slot, verdict, _ in ready:
+            if verdict is not None:
+                self._tally.count(verdict)
+            elif slot.kept is not None:
+                self._tally.count_written(slot.kept)
+            else:
+                self._tally.malformed += 1
+        last = ready[-1][0].line
+        self._next_line, self._bytes_done = last.number + 1, last.end
+        return None
+
+    def _stopped(self) -> Stopped:
+        why = self._rule.why or Failed("engine")
+        if self._stop_reason:
+            return Stopped(reason=self._stop_reason, detail="", next_line=self._next_line)
+        return Stopped(reason=why.reason, detail=why.detail, next_line=self._next_line)
+
+    def _cancel_all(self) -> None:
+        with self._changed:
+            batches = [*self._queue, *([self._current] if self._current is not None else [])]
+        for batch in batches:
+            batch.handle.cancel()
+
+    # -- the ticker's thread ------------------------------------------------------------------------------------------
+
+    def _tick(self, started_at: float) -> None:
+        while not self._ended.wait(PROGRESS_EVERY_S):
+            self._calls = self._meter.update(self._judge.stats())
+            with self._changed:
+                batches = [*self._queue, *([self._current] if self._current is not None else [])]
+            open_batches = [(batch, batch.handle.progress()) for batch in batches]
+            waiting = sum(progress.done for _, progress in open_batches)
+            waiting_bytes = sum(round(batch.size * progress.share) for batch, progress in open_batches)
+            self._on_progress(
+                Progress(
+                    tally=self._tally,
+                    decided=self._tally.rows + waiting,
+                    before=self._before,
+                    bytes_done=self._bytes_done + waiting_bytes,
+                    bytes_total=self._source_bytes,
+                    elapsed_s=time.monotonic() - started_at,
+                    calls=self._calls,
+                )
+            )

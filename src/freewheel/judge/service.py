@@ -1,0 +1,168 @@
+"""The engine's side of the wire: takes messages, runs the `Engine`, coalesces what goes back.
+
+The same for both placements: `child.py` runs it over a socket, `thread_link.py` over function calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.engine import Engine
+from freewheel.judge.errors import JudgeError
+from freewheel.judge.stats import JudgeStats
+from freewheel.judge.verdict import Verdict
+from freewheel.judge.wire import (
+    AskStats,
+    Cancel,
+    Close,
+    LogLine,
+    Results,
+    Started,
+    StatsReply,
+    Stopped,
+    Submit,
+    ToCaller,
+    ToEngine,
+)
+
+log = logging.getLogger("freewheel.judge")
+
+COALESCE_S = 0.020
+"""At most one results message in this time: the caller's process is woken 50 times a second at most."""
+LAG_CHECK_S = 0.05
+"""How often the loop's lateness is measured."""
+LAG_WARN_S = 0.05
+"""Mean lateness that is worth a warning: the engine then reacts later than most judges' network round trip."""
+LAG_SMOOTHING = 1 / 64
+"""Weight of one check: about three seconds of memory."""
+LAG_WARN_EVERY_S = 60.0
+REMEMBER_EVERY_S = 5.0
+"""How much of what the limiters learnt a kill -9 may cost."""
+
+
+class Service:
+    """Runs one engine until told to close. `send` takes messages for the caller."""
+
+    def __init__(self, config: JudgeConfig, spent: float, send: Callable[[ToCaller], None]) -> None:
+        self._config = config
+        self._send = send
+        self._spent = spent
+        self._engine: Engine
+        self._items: list[tuple[int, int, Verdict]] = []
+        self._flush_armed = False
+        self._flushed_at = 0.0
+        self._lag_s = 0.0
+        self._closed = asyncio.Event()
+
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Until `Close` comes. `ready` is called when messages may be handed in."""
+        try:
+            self._engine = Engine(self._config, deliver=self._collect, spent=self._spent)
+            try:
+                await self._engine.start()
+            except BaseException:
+                await self._engine.close()
+                raise
+        except Exception as error:
+            if not isinstance(error, JudgeError | OSError):
+                log.exception("the judge's engine could not start")
+            self._send(Stopped(f"{type(error).__name__}: {error}"))
+            return
+        self._loop = asyncio.get_running_loop()
+        self._send(Started())
+        ready()
+        watch = self._loop.create_task(self._watch())
+        try:
+            await self._closed.wait()
+        finally:
+            watch.cancel()
+            await self._engine.close()
+            self._flush()
+            self._send(StatsReply(0, self.stats()))
+            self._send(Stopped())
+
+    def take(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._engine.submit(message.batch, message.indexes, message.requests, message.deadline_at)
+        elif isinstance(message, Cancel):
+            self._engine.cancel(message.batch)
+        elif isinstance(message, AskStats):
+            self._flush()
+            self._send(StatsReply(message.ticket, self.stats()))
+        elif isinstance(message, Close):
+            self.stop()
+
+    def stop(self) -> None:
+        self._closed.set()
+
+    def stats(self) -> JudgeStats:
+        stats = self._engine.stats()
+        stats.loop_lag_s = round(self._lag_s, 4)
+        return stats
+
+    def _collect(self, batch: int, index: int, verdict: Verdict) -> None:
+        self._items.append((batch, index, verdict))
+        if not self._flush_armed:
+            self._flush_armed = True
+            wait_s = self._flushed_at + COALESCE_S - time.monotonic()
+            if wait_s > 0:
+                self._loop.call_later(wait_s, self._flush)
+            else:
+                self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flush_armed = False
+        if self._items:
+            items, self._items = self._items, []
+            self._flushed_at = time.monotonic()
+            self._send(Results(items, self._engine.spent))
+
+    async def _watch(self) -> None:
+        """Measures how late this loop runs, and keeps the limiters' memory on disk."""
+        warned_at, remembered_at = -LAG_WARN_EVERY_S, time.monotonic()
+        while True:
+            due = time.monotonic() + LAG_CHECK_S
+            await asyncio.sleep(LAG_CHECK_S)
+            now = time.monotonic()
+            self._lag_s += LAG_SMOOTHING * (max(0.0, now - due) - self._lag_s)
+            if self._lag_s > LAG_WARN_S and now - warned_at > LAG_WARN_EVERY_S:
+                warned_at = now
+                log.warning(
+                    "the judge's event loop runs %.0f ms late on average: %s", self._lag_s * 1e3, self._remedy()
+                )
+            if now - remembered_at > REMEMBER_EVERY_S:
+                remembered_at = now
+                self._engine.remember()
+
+    def _remedy(self) -> str:
+        if self._config.placement == "thread":
+            return "this process's Python code starves its thread; use placement='process'"
+        return "the machine has no core to spare for it"
+
+
+class ForwardingHandler(logging.Handler):
+    """Sends the engine's log records to the caller's process, where they are logged again."""
+
+    def __init__(self, send: Callable[[ToCaller], None]) -> None:
+        super().__init__()
+        self._forward = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._forward(LogLine(record.levelno, self.format(record)))
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run` on uvloop where there is one."""
+    factory = None
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(main)

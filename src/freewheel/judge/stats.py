@@ -1,0 +1,134 @@
+"""What the engine did and what it costs: one snapshot, as values, as a log line and as Prometheus text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class EndpointStats(msgspec.Struct, kw_only=True):
+    """One endpoint. Counters only grow; `in_flight`, `limit`, `breaker` and the latencies are of this moment."""
+
+    url: str
+    model: str
+    sent: int = 0
+    answered: int = 0
+    throttled: int = 0
+    """429s, concurrency and rate together."""
+    faults: dict[str, int] = {}
+    """Failed calls by kind (`overloaded`, `timeout`, `broken`, `garbage`, …)."""
+    in_flight: int = 0
+    limit: int = 0
+    breaker: str = "closed"
+    halted: str = ""
+    """Why nothing more is sent there; empty while all is well."""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    latency_p50_s: float = 0.0
+    latency_p90_s: float = 0.0
+    latency_p99_s: float = 0.0
+
+
+class JudgeStats(msgspec.Struct, kw_only=True):
+    """The whole engine since it started (a restarted engine process starts again from 0, see `restarts`)."""
+
+    submitted: int = 0
+    scored: int = 0
+    skipped: int = 0
+    failed: dict[str, int] = {}
+    """Failed verdicts by reason."""
+    cache_hits_memory: int = 0
+    cache_hits_disk: int = 0
+    shared: int = 0
+    """Requests that joined an identical one in flight."""
+    retries: int = 0
+    reasks: int = 0
+    queued: int = 0
+    """Requests that wait for a slot or for their back-off to end."""
+    max_in_flight: int = 0
+    restarts: int = 0
+    cost_before: float = 0.0
+    """What engines of this judge that died had spent; `cost` includes it."""
+    loop_lag_s: float = 0.0
+    """How late the engine's loop runs, smoothed: starvation in `placement="thread"` shows here."""
+    endpoints: list[EndpointStats] = []
+
+    @property
+    def sent(self) -> int:
+        return sum(e.sent for e in self.endpoints)
+
+    @property
+    def throttled(self) -> int:
+        return sum(e.throttled for e in self.endpoints)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(e.in_flight for e in self.endpoints)
+
+    @property
+    def limit(self) -> int:
+        return sum(e.limit for e in self.endpoints)
+
+    @property
+    def cost(self) -> float:
+        return self.cost_before + sum(e.cost for e in self.endpoints)
+
+    @property
+    def cache_hits(self) -> int:
+        return self.cache_hits_memory + self.cache_hits_disk
+
+    def to_dict(self) -> dict[str, object]:
+        plain: dict[str, object] = msgspec.to_builtins(self)
+        return plain
+
+    def line(self) -> str:
+        """One line for a log."""
+        failed = sum(self.failed.values())
+        return (
+            f"judge: {self.scored} scored, {failed} failed, {self.skipped} skipped of {self.submitted}; "
+            f"{self.sent} calls, {self.cache_hits} cache hits, {self.shared} shared, {self.retries} retries, "
+            f"{self.throttled} throttled; {self.in_flight} in flight of {self.limit}, {self.queued} queued; "
+            f"cost {self.cost:.4f}"
+        )
+
+    def prometheus(self) -> str:
+        """Prometheus text exposition, every name under `freewheel_judge_`."""
+        return "\n".join(self._prometheus_lines()) + "\n"
+
+    def _prometheus_lines(self) -> Iterator[str]:
+        prefix = "freewheel_judge_"
+
+        def family(name: str, kind: str, samples: list[tuple[dict[str, str], float]]) -> Iterator[str]:
+            yield f"# TYPE {prefix}{name} {kind}"
+            for labels, value in samples:
+                inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
+                yield f"{prefix}{name}{{{inside}}} {value:.15g}" if inside else f"{prefix}{name} {value:.15g}"
+
+        for name in ("submitted", "scored", "skipped", "shared", "retries", "reasks", "restarts"):
+            yield from family(f"{name}_total", "counter", [({}, getattr(self, name))])
+        yield from family("failed_total", "counter", [({"reason": r}, n) for r, n in sorted(self.failed.items())])
+        tiers = [({"tier": "memory"}, self.cache_hits_memory), ({"tier": "disk"}, self.cache_hits_disk)]
+        yield from family("cache_hits_total", "counter", [(labels, float(n)) for labels, n in tiers])
+        yield from family("queued", "gauge", [({}, self.queued)])
+        yield from family("loop_lag_seconds", "gauge", [({}, self.loop_lag_s)])
+        each = [({"endpoint": e.url, "model": e.model}, e) for e in self.endpoints]
+        for name in ("sent", "answered", "throttled", "prompt_tokens", "completion_tokens", "cost"):
+            yield from family(f"{name}_total", "counter", [(labels, getattr(e, name)) for labels, e in each])
+        for name in ("in_flight", "limit"):
+            yield from family(name, "gauge", [(labels, getattr(e, name)) for labels, e in each])
+        up = [(labels, float(e.breaker == "closed" and not e.halted)) for labels, e in each]
+        yield from family("endpoint_up", "gauge", up)
+        faults = [({**labels, "kind": kind}, float(n)) for labels, e in each for kind, n in sorted(e.faults.items())]
+        yield from family("faults_total", "counter", faults)
+        quantiles = [
+            ({**labels, "quantile": q}, value)
+            for labels, e in each
+            for q, value in (("0.5", e.latency_p50_s), ("0.9", e.latency_p90_s), ("0.99", e.latency_p99_s))
+        ]
+        yield from family("latency_seconds", "gauge", quantiles)
+
+
+def _escape(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

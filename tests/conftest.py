@@ -1,0 +1,17 @@
+"""What every test starts from: no keys, no proxies and no cache of the person who runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+FOREIGN = ("OPENAI_API_KEY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+"""Variables of the outside world that would change what a judge does."""
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in FOREIGN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("FREEWHEEL_CACHE_DIR", str(tmp_path / "cache"))

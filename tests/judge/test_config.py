@@ -1,0 +1,244 @@
+"""A setting that cannot work is refused when the config is made: by its key, with its value and the remedy."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+
+from freewheel.judge import ConfigError, Endpoint, JudgeConfig, Price, Rubric, Secret, load_rubric
+from freewheel.judge.config import parse_concurrency
+
+URL = "http://127.0.0.1:8000/v1"
+NONE, ANY_OBJECT = None, object()
+NUMBERS = [math.nan, math.inf, -math.inf, -1, -0.5, "1", True, [], ANY_OBJECT]
+WHOLE = [math.nan, math.inf, -1, 1.5, "1", True, [], ANY_OBJECT]
+TEXTS = [1, 1.5, True, [], ANY_OBJECT]
+ROADS = [1, True, [], ANY_OBJECT]
+
+BAD: dict[str, list[Any]] = {
+    "endpoint": [NONE, 1, "", [], {}, True, ANY_OBJECT, [1], {"url": 1}, {"nonsense": URL},
+                 {"url": URL, "weight": "x"}],
+    "model": [NONE, 1, "", "  ", True, [], "\ud800"],
+    "rubric": [NONE, 1, "no-such-rubric", "missing.toml", [], ANY_OBJECT],
+    "api_key": [1, True, ["k"], "tab\tin", "line\nin", "ключ", ANY_OBJECT],
+    "api_key_env": [NONE, 1, "", True, []],
+    "concurrency": [0, -1, 1.5, True, None, "", "many", "fixed:", "fixed:0", "fixed:-1", "fixed:1.5",
+                    "0", "٣", "fixed:fixed:3", []],
+    "temperature": NUMBERS,
+    "max_tokens": [0, *WHOLE],
+    "sampling": [NONE, 1, "x", [], {"top_p": math.nan}, {"a": {"b": [math.inf]}}, {"x": ANY_OBJECT}, {"n": 2},
+                 {"messages": []},
+                 {"stream": True}, {"model": "m"}, {"temperature": 1}, {"max_tokens": 1}, {1: 2, "x": {2: ANY_OBJECT}}],
+    "placement": [NONE, 1, "", "gpu", "Process", []],
+    "attempt_timeout_s": [NONE, 0, *NUMBERS],
+    "request_deadline_s": [NONE, 0, *NUMBERS],
+    "batch_deadline_s": [0, *NUMBERS],
+    "max_attempts": [NONE, 0, *WHOLE],
+    "reasks": [NONE, *WHOLE],
+    "requests_per_minute": [0, *NUMBERS],
+    "tokens_per_minute": [0, *NUMBERS],
+    "prices": [NONE, 1, "x", [], {"m": 1}, {"m": {}}, {"m": {"input": 1}}, {"m": {"input": math.nan, "output": 1}},
+               {"m": {"input": -1, "output": 1}}, {"m": {"input": "1", "output": 1}},
+               {"m": {"input": 1, "output": 1, "x": 1}}],
+    "max_cost": [0, 1.0, *NUMBERS],
+    "cache": [NONE, 0, 1, "yes", "false", []],
+    "cache_dir": [*ROADS, ""],
+    "cache_max_bytes": [NONE, 0, 1, *WHOLE],
+    "cache_ttl_s": [0, *NUMBERS],
+    "memory_cache_bytes": [NONE, *WHOLE],
+    "ca_file": [*ROADS, ""],
+}  # fmt: skip
+BAD_ENDPOINT: dict[str, list[Any]] = {
+    "url": [NONE, 1, "", "\ud800"],
+    "weight": [NONE, *NUMBERS],
+    "model": ["", " ", *TEXTS],
+    "api_key": [1, "line\nin"],
+    "api_key_env": ["", *TEXTS],
+    "api_key_header": [NONE, "", "with space", "line\r\nX: y", *TEXTS],
+    "requests_per_minute": [0, *NUMBERS],
+    "tokens_per_minute": [0, *NUMBERS],
+}
+
+
+def config(**settings: Any) -> JudgeConfig:
+    return JudgeConfig(**{"endpoint": URL, "model": "m", **settings})
+
+
+def test_every_setting_has_bad_values_here() -> None:
+    assert set(BAD) == set(JudgeConfig.__struct_fields__)
+    assert set(BAD_ENDPOINT) == set(Endpoint.__struct_fields__)
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_a_setting_that_cannot_work_is_refused_by_its_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key) as caught:
+        config(**{key: value})
+    assert str(caught.value).count(":") and len(str(caught.value)) > len(key) + 10
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_the_same_holds_for_plain_values(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=key):
+        JudgeConfig.from_dict({"endpoint": URL, "model": "m", key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD_ENDPOINT.items() for value in values])
+def test_an_endpoints_setting_that_cannot_work_is_refused_by_its_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match="endpoint" if key == "url" else key):
+        Endpoint(**{"url": URL, key: value})
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("ftp://host/v1", "scheme must be http or https"),
+        ("host:8000/v1", "scheme must be http or https"),
+        ("127.0.0.1:8000", "scheme must be http or https"),
+        ("http:///v1", "names no host"),
+        ("https://", "names no host"),
+        ("http://host:port/v1", "not a URL"),
+        ("http://host:99999/v1", "not a URL"),
+        ("http://[::1/v1", "not a URL"),
+        ("http://two hosts/v1", "not a URL"),
+        ("", "scheme must be http or https"),
+    ],
+)
+def test_an_address_that_is_none_is_refused(url: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy) as caught:
+        config(endpoint=url)
+    assert caught.value.key == "endpoint"
+
+
+def test_credentials_in_the_url_are_refused_without_being_repeated() -> None:
+    for url in ("https://me:hunter2@host/v1", "https://hunter2@host/v1", "https://:hunter2@host/v1"):
+        with pytest.raises(ConfigError, match="api_key") as caught:
+            config(endpoint=url)
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ("http://h", "http://h/v1/chat/completions"),
+        ("http://h/", "http://h/v1/chat/completions"),
+        (" http://h:8000/v1/ ", "http://h:8000/v1/chat/completions"),
+        ("https://H.Example/V1/", "https://h.example/V1"),
+        ("https://h/openai/v4", "https://h/openai/v4/chat/completions"),
+        ("https://h/v1beta", "https://h/v1beta/chat/completions"),
+        ("https://h/deep/chat/completions", "https://h/deep/chat/completions"),
+        ("https://h/d/chat/completions?api-version=2", "https://h/d/chat/completions?api-version=2"),
+        ("https://h/v1#part", "https://h/v1/chat/completions"),
+        ("http://[::1]:8000/v1", "http://[::1]:8000/v1/chat/completions"),
+    ],
+)
+def test_a_base_url_is_completed_as_openai_clients_do(given: str, asked: str) -> None:
+    assert config(endpoint=given).endpoints[0].url == asked
+
+
+def test_an_unknown_key_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"concurency = 3: unknown key; known are .*concurrency"):
+        JudgeConfig.from_dict({"endpoint": URL, "model": "m", "concurency": 3})
+    with pytest.raises(ConfigError, match=r"endpoint.*nonsense"):
+        config(endpoint=[{"url": URL, "nonsense": 1}])
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="model"):
+        JudgeConfig.from_dict({"endpoint": URL})
+
+
+def test_two_equal_urls_and_only_standbys_are_refused() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        config(endpoint=[Endpoint(url=URL), Endpoint(url=URL + "/")])
+    with pytest.raises(ConfigError, match="weight"):
+        config(endpoint=Endpoint(url=URL, weight=0))
+
+
+def test_max_cost_needs_a_price_for_every_model_in_use() -> None:
+    two = [Endpoint(url="http://a"), Endpoint(url="http://b", model="other")]
+    with pytest.raises(ConfigError, match="prices for m, other"):
+        config(endpoint=two, max_cost=1)
+    with pytest.raises(ConfigError, match="prices for other"):
+        config(endpoint=two, max_cost=1, prices={"m": Price(input=1, output=2)})
+    config(endpoint=two, max_cost=1, prices={"m": {"input": 1, "output": 2}, "other": {"input": 0, "output": 0}})
+
+
+@pytest.mark.parametrize(
+    ("value", "meaning"), [("auto", (None, None)), (7, (7, None)), ("7", (7, None)), ("fixed:7", (None, 7))]
+)
+def test_concurrency_is_auto_a_bound_or_fixed(value: int | str, meaning: tuple[int | None, int | None]) -> None:
+    assert parse_concurrency(value) == meaning
+
+
+def test_a_key_is_taken_from_the_nearest_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "from-env")
+    monkeypatch.setenv("OTHER", "from-other")
+    plain, own, named = (
+        Endpoint(url="http://a"),
+        Endpoint(url="http://b", api_key="own"),
+        Endpoint(url="http://c", api_key_env="OTHER"),
+    )
+
+    def keys(made: JudgeConfig) -> list[str]:
+        return [key.reveal() if (key := made.key_for(endpoint)) else "" for endpoint in made.endpoints]
+
+    assert keys(config(endpoint=[plain, own, named])) == ["from-env", "own", "from-other"]
+    assert keys(config(endpoint=[plain, own, named], api_key="given")) == ["given", "own", "from-other"]
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert keys(config(endpoint=[plain], api_key="  ")) == [""]
+    assert keys(config(endpoint=[{"url": "http://a", "api_key": "in-dict"}])) == ["in-dict"]
+
+
+def test_a_key_in_the_environment_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-one\nsk-two")
+    made = config()
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY") as caught:
+        made.key_for(made.endpoints[0])
+    assert "sk-" not in str(caught.value)
+
+
+def test_plain_values_go_out_and_come_back_without_the_key() -> None:
+    made = config(
+        endpoint=[Endpoint(url="http://a", api_key="sk-two"), Endpoint(url="http://b", weight=0)],
+        api_key="sk-one",
+        prices={"m": Price(input=1, output=2)},
+        sampling={"top_p": 0.5},
+    )
+    plain = made.to_dict()
+    assert "sk-one" not in str(plain) and "sk-two" not in str(plain)
+    assert plain["api_key"] == "<key from the api_key argument>"
+    plain["api_key"] = None
+    plain["endpoint"][0]["api_key"] = None
+    back = JudgeConfig.from_dict(plain)
+    assert back.endpoints[1] == made.endpoints[1] and back.prices == made.prices and back.rubric == made.rubric
+    msgspec.json.encode(plain)
+
+
+def test_a_dumped_key_is_not_taken_for_a_key() -> None:
+    with pytest.raises(ConfigError, match="api_key"):
+        JudgeConfig.from_dict(config(api_key="sk-one").to_dict())
+
+
+def test_a_config_is_copied_with_its_key_and_pickled_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = config(api_key="sk-one", rubric=load_rubric("yes_no"), endpoint=[Endpoint(url="http://a", weight=2)])
+    for twin in (copy.copy(made), copy.deepcopy(made), msgspec.structs.replace(made, model="m2")):
+        assert isinstance(twin.api_key, Secret) and twin.api_key.reveal() == "sk-one"
+    pickled = pickle.dumps(made)
+    assert b"sk-one" not in pickled
+    back = pickle.loads(pickled)
+    assert back.rubric == made.rubric and back.endpoints == made.endpoints
+    assert back.key_for(back.endpoints[0]) is None
+    monkeypatch.setenv("OPENAI_API_KEY", "from-env")
+    key = back.key_for(back.endpoints[0])
+    assert key is not None and key.reveal() == "from-env"
+
+
+def test_a_config_cannot_be_changed_after_its_checks() -> None:
+    with pytest.raises(AttributeError):
+        config().max_attempts = 0  # type: ignore[misc]
+    assert isinstance(config().loaded_rubric, Rubric)

@@ -1,0 +1,325 @@
+"""Programs that end in every way a program ends: the engine goes with them, quietly, and nothing hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freewheel.judge.testing import RunningJudge
+
+Mock = Callable[..., RunningJudge]
+WAIT_S = 30.0
+
+START = """
+    import os, signal, sys, threading, time
+    from freewheel.judge import Judge, JudgeConfig, JudgeClosed, JudgeRequest
+
+    url, placement = sys.argv[1], sys.argv[2]
+    config = JudgeConfig(endpoint=url, model="m", placement=placement)
+
+    def child_of(judge):
+        while judge._link.child_pid is None:
+            time.sleep(0.01)
+        return judge._link.child_pid
+
+    def say(*words):
+        print(*words, flush=True)
+"""
+
+
+def ends(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=WAIT_S)
+    return process.returncode, out, err
+
+
+def gone(pid: int, within_s: float) -> bool:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_an_interpreter_that_exits_without_closing_leaves_nothing(mock: Mock, script: Any, placement: str) -> None:
+    process = script(
+        START
+        + """
+    judge = Judge(config)
+    say(judge.submit(["a", "b"]).result(20)[0].status)
+    if placement == "process":
+        say(child_of(judge))
+    handle = judge.submit(["hang %d" % i for i in range(5)])
+    """,
+        mock(latency_s=0.05).url,
+        placement,
+    )
+    code, out, err = ends(process)
+    assert code == 0 and not err and out.startswith("scored"), err
+    if placement == "process":
+        assert gone(int(out.split()[1]), 3.0)
+
+
+def test_what_was_answered_before_an_unclosed_exit_is_in_the_cache(mock: Mock, script: Any, placement: str) -> None:
+    server = mock()
+    source = (
+        START
+        + """
+    judge = Judge(config)
+    say(judge.submit(["a", "b"]).result(20)[0].status)
+    """
+    )
+    for _ in range(2):
+        code, out, err = ends(script(source, server.url, placement))
+        assert (code, out, err) == (0, "scored\n", "")
+    assert server.counts().received == 2
+
+
+def test_an_exception_in_the_with_block_ends_the_engine(mock: Mock, script: Any, placement: str) -> None:
+    process = script(
+        START
+        + """
+    with Judge(config) as judge:
+        judge.submit(["a"] * 10)
+        raise ValueError("mine")
+    """,
+        mock(hang_share=1.0).url,
+        placement,
+    )
+    code, _, err = ends(process)
+    assert code == 1 and err.rstrip().endswith("ValueError: mine") and err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("moment", ["waiting", "starting"])
+def test_ctrl_c_raises_keyboard_interrupt_and_leaves_nothing(
+    mock: Mock, script: Any, placement: str, moment: str
+) -> None:
+    server = mock(hang_share=1.0)
+    process = script(
+        START
+        + """
+    with Judge(config) as judge:
+        handle = judge.submit(["a", "b"])
+        try:
+            say(child_of(judge) if placement == "process" else 0)
+            handle.result()
+        except KeyboardInterrupt:
+            say("interrupted")
+            judge.close()
+            say(handle.result(0)[0].reason)
+            sys.exit(130)
+    """,
+        server.url,
+        placement,
+    )
+    pid = int(process.stdout.readline())
+    if moment == "waiting":
+        end = time.monotonic() + WAIT_S
+        while server.counts().in_flight < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, err = ends(process)
+    assert (code, out, err) == (130, "interrupted\ncancelled\n", "")
+    assert pid == 0 or gone(pid, 3.0)
+
+
+def test_ctrl_c_without_a_handler_shows_one_traceback(mock: Mock, script: Any, placement: str) -> None:
+    server = mock(hang_share=1.0)
+    process = script(START + "    judge = Judge(config)\n    judge.submit(['a']).result()\n", server.url, placement)
+    end = time.monotonic() + WAIT_S
+    while server.counts().in_flight < 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    code, _, err = ends(process)
+    assert code == -signal.SIGINT and err.count("Traceback") == 1 and err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("grandchild", [False, True], ids=["alone", "with a fork that holds the socket"])
+def test_the_child_does_not_outlive_a_killed_parent(mock: Mock, script: Any, grandchild: bool) -> None:
+    source = (
+        START
+        + """
+    judge = Judge(config)
+    judge.submit(["a"]).result(20)
+    say(child_of(judge))
+    """
+    )
+    if grandchild:
+        source += """
+    import ctypes
+    fork = ctypes.CDLL(None).fork  # past Python's hooks, as a C library would: the socket stays open there
+    grandchild = fork()
+    if grandchild == 0:
+        ctypes.CDLL(None).sleep(8)
+        os._exit(0)
+    say(grandchild)
+    """
+    source += """
+    time.sleep(60)
+    """
+    process = script(source, mock().url, "process")
+    pid = int(process.stdout.readline())
+    other = int(process.stdout.readline()) if grandchild else 0
+    assert Path(f"/proc/{pid}").exists()
+    process.kill()
+    process.wait()
+    assert gone(pid, 3.0)
+    if grandchild:
+        os.kill(other, signal.SIGKILL)
+
+
+def test_a_fork_uses_the_same_judge_with_an_engine_of_its_own(mock: Mock, script: Any, placement: str) -> None:
+    server = mock(latency_s=0.1, scores={"parent": "3", "child": "8"})
+    process = script(
+        START
+        + """
+    import warnings
+    warnings.simplefilter("ignore")
+    judge = Judge(config)
+    judge.submit(["warm up"]).result(20)
+    handle = judge.submit(["parent %d" % i for i in range(30)])
+    done = judge.submit(["warm up"])
+    done.result(20)
+    ours = os.fstat(judge._link._socket.fileno()).st_ino if placement == "process" else None
+    pid = os.fork()
+    if pid == 0:
+        try:
+            assert ours not in [os.stat(f.path).st_ino for f in os.scandir("/proc/self/fd") if os.path.exists(f.path)]
+            assert done.result()[0].status == "scored"
+            done.cancel()
+            for use in (handle.result, handle.wait, handle.cancel):
+                try:
+                    use()
+                    os._exit(3)
+                except JudgeClosed as error:
+                    assert "belongs to process" in str(error)
+            values = {v.value for v in judge.submit(["child %d" % i for i in range(10)]).result(20)}
+            judge.close()
+            os._exit(0 if values == {8.0} else 4)
+        except BaseException as error:
+            say("child", repr(error))
+            os._exit(5)
+    values = {v.value for v in handle.result(20)}
+    _, status = os.waitpid(pid, 0)
+    say(values, os.waitstatus_to_exitcode(status))
+    more = {v.value for v in judge.submit(["parent again"]).result(20)}
+    say(more, judge.stats().restarts)
+    judge.close()
+    """,
+        server.url,
+        placement,
+    )
+    code, out, err = ends(process)
+    assert (code, out, err) == (0, "{3.0} 0\n{3.0} 0\n", "")
+
+
+def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: Any) -> None:
+    """The link is starting its process just then; the fork must hold neither end of its socket."""
+    process = script(
+        START
+        + """
+    import warnings
+    warnings.simplefilter("ignore")
+    import subprocess
+    start = subprocess.Popen
+
+    def slowly(*args, **settings):
+        starting.set()
+        time.sleep(0.3)
+        return start(*args, **settings)
+
+    starting, subprocess.Popen = threading.Event(), slowly
+    judge = Judge(config)
+    handle = judge.submit(["hang %d" % i for i in range(3)], deadline_s=6)
+    starting.wait()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(15)
+        os._exit(0)
+    subprocess.Popen = start
+    os.kill(child_of(judge), signal.SIGKILL)
+    while judge._desk.restarts == 0 and not handle.done():
+        time.sleep(0.01)
+    say(judge._desk.restarts)
+    judge.close()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    """,
+        mock(hang_share=1.0).url,
+        "process",
+    )
+    code, out, _ = ends(process)
+    assert (code, out) == (0, "1\n")
+
+
+def test_a_judge_goes_to_a_spawned_process(mock: Mock, script: Any, placement: str) -> None:
+    server = mock(api_key="sk-from-the-environment")
+    process = script(
+        START
+        + """
+    import multiprocessing
+
+    def work(judge, queue):
+        with judge:
+            queue.put([v.status for v in judge.submit(["there"]).result(20)])
+
+    if __name__ == "__main__":
+        context = multiprocessing.get_context("spawn")
+        with Judge(config) as judge:
+            say(judge.submit(["here"]).result(20)[0].status)
+            queue = context.Queue()
+            other = context.Process(target=work, args=(judge, queue), daemon=True)
+            other.start()
+            say(queue.get(timeout=20))
+            other.join(20)
+            say(other.exitcode)
+    """,
+        server.url,
+        placement,
+        env={"OPENAI_API_KEY": "sk-from-the-environment"},
+    )
+    code, out, err = ends(process)
+    assert (code, out, err) == (0, "scored\n['scored']\n0\n", "")
+
+
+def test_a_shells_small_limit_of_open_files_does_not_bound_the_concurrency(mock: Mock, script: Any) -> None:
+    server = mock(latency_s=0.3)
+    process = script(
+        START
+        + """
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with Judge(JudgeConfig(endpoint=url, model="m", concurrency="fixed:150")) as judge:
+        say({v.status for v in judge.submit(["a %d" % i for i in range(150)]).result(20)})
+    """,
+        server.url,
+        "process",
+    )
+    assert ends(process) == (0, "{'scored'}\n", "")
+    assert server.counts().max_in_flight > 100
+
+
+def test_a_parser_in_the_callers_own_module_is_found_by_the_child(mock: Mock, script: Any, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def read(reply):\n    return 2.0 * float(reply)\n")
+    process = script(
+        START
+        + """
+    from freewheel.judge import Rubric
+    rubric = Rubric(name="mine", system="s", parser="mine:read", low=0, high=100)
+    with Judge(JudgeConfig(endpoint=url, model="m", rubric=rubric)) as judge:
+        say(judge.submit(["a"]).result(20)[0].value)
+    """,
+        mock(scores={"a": "21"}).url,
+        "process",
+    )
+    assert ends(process) == (0, "42.0\n", "")

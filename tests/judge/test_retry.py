@@ -1,0 +1,122 @@
+"""When to ask again: the arithmetic of back-off, of the retry budget and of patience."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.judge.latency import LatencyHistogram
+from freewheel.judge.retry import (
+    BASE_BACKOFF_S,
+    MAX_BACKOFF_S,
+    RETRY_AFTER_SPREAD,
+    AttemptPatience,
+    RetryBudget,
+    backoff_s,
+)
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1, exclude_max=True))
+def test_back_off_without_a_word_from_the_server_is_full_jitter_under_a_cap(failures: int, luck: float) -> None:
+    wait_s = backoff_s(failures, None, lambda: luck)
+    assert 0 <= wait_s <= min(MAX_BACKOFF_S, BASE_BACKOFF_S * 2.0 ** min(failures - 1, 30))
+
+
+@given(st.integers(1, 100), st.floats(0.001, 1e6), st.floats(0, 1, exclude_max=True))
+def test_a_wait_that_the_server_asks_for_is_never_cut_short(failures: int, asked_s: float, luck: float) -> None:
+    wait_s = backoff_s(failures, asked_s, lambda: luck)
+    assert asked_s <= wait_s <= asked_s * (1 + RETRY_AFTER_SPREAD)
+
+
+def test_a_retry_after_of_zero_still_backs_off() -> None:
+    assert backoff_s(3, 0.0, lambda: 1.0) == BASE_BACKOFF_S * 4
+
+
+def test_the_budget_lets_a_burst_through_and_then_a_trickle() -> None:
+    budget = RetryBudget()
+    assert all(budget.take(0.0) == 0.0 for _ in range(int(RetryBudget.CAPACITY)))
+    waits = [budget.take(0.0) for _ in range(10)]
+    assert waits == sorted(waits) and waits[0] == 1 / RetryBudget.TRICKLE_PER_S
+    assert waits[-1] == 10 / RetryBudget.TRICKLE_PER_S
+
+
+def test_first_attempts_pay_for_retries() -> None:
+    budget = RetryBudget()
+    for _ in range(int(RetryBudget.CAPACITY)):
+        budget.take(0.0)
+    for _ in range(2):
+        budget.earn()
+    assert budget.take(0.0) == 0.0
+    assert budget.take(0.0) > 0.0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=300))
+def test_an_outage_never_gets_more_retries_than_share_trickle_and_capacity(events: list[tuple[bool, float]]) -> None:
+    budget, now, firsts, at_once = RetryBudget(), 0.0, 0, 0
+    for first, pause_s in events:
+        now += pause_s
+        if first:
+            budget.earn()
+            firsts += 1
+        elif budget.take(now) == 0.0:
+            at_once += 1
+    allowed = RetryBudget.CAPACITY + firsts * RetryBudget.SHARE + now * RetryBudget.TRICKLE_PER_S
+    assert at_once <= allowed + 1e-6
+
+
+def test_a_clock_that_stands_still_or_runs_back_gives_no_tokens() -> None:
+    budget = RetryBudget()
+    for _ in range(int(RetryBudget.CAPACITY)):
+        budget.take(10.0)
+    assert budget.take(5.0) > 0
+
+
+def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, LatencyHistogram]:
+    latencies = LatencyHistogram()
+    return AttemptPatience(bound_s, latencies), latencies
+
+
+def answer(one: AttemptPatience, latencies: LatencyHistogram, latency_s: float, times: int) -> None:
+    for _ in range(times):
+        latencies.add(latency_s)
+        one.answered()
+
+
+def test_patience_is_the_configured_bound_until_latencies_are_known() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, AttemptPatience.SAMPLES_NEEDED - 1)
+    assert one.allow_s(0) == 60.0
+    answer(one, latencies, 1.0, 1)
+    assert 2.8 < one.allow_s(0) < 3.3
+
+
+def test_patience_never_falls_under_its_floor_or_rises_over_its_bound() -> None:
+    one, latencies = patience(bound_s=2.0)
+    answer(one, latencies, 0.001, 200)
+    assert one.allow_s(0) == AttemptPatience.FLOOR_S
+    assert one.allow_s(1) == one.allow_s(10_000) == 2.0
+
+
+def test_a_request_that_timed_out_is_given_twice_as_long() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64)
+    assert one.allow_s(1) == 2 * one.allow_s(0)
+
+
+def test_a_judge_that_became_slower_is_waited_for() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64)
+    before_s = one.allow_s(0)
+    for _ in range(32):
+        one.timed_out()
+    assert one.allow_s(0) >= 4 * before_s
+
+
+def test_single_hangs_do_not_stretch_patience() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64)
+    before_s = one.allow_s(0)
+    for _ in range(50):
+        one.timed_out()
+        answer(one, latencies, 1.0, 19)
+    assert one.allow_s(0) <= before_s * 1.06

@@ -1,0 +1,306 @@
+"""The parts of a scoring job on their own: lines, rows, the rule that stops, the file, and the job over a judge."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.judge import Endpoint, EndpointStats, Failed, JudgeConfig, JudgeRequest, JudgeStats, Scored, Skipped
+from freewheel.judge.errors import ConfigError
+from freewheel.judge.scoring import Fields, Progress, Tally, open_job
+from freewheel.judge.scoring import lines as lines_module
+from freewheel.judge.scoring.accounts import CallsMeter
+from freewheel.judge.scoring.lines import Line, Lines
+from freewheel.judge.scoring.output import FileOutput, Replacement
+from freewheel.judge.scoring.rows import MalformedRowError, RowFormat
+from freewheel.judge.scoring.stopping import FIRST_FAILURES, OUTAGE_ROWS, Ruling, StopRule, is_down
+from freewheel.judge.testing import RunningJudge
+
+CONFIG = JudgeConfig(endpoint="http://127.0.0.1:1/v1", model="m")
+OK = Scored(5.0, "5")
+
+
+def line(text: bytes, number: int = 1) -> Line:
+    return Line(number, text, 0, len(text) + 1)
+
+
+def rows_of(config: JudgeConfig = CONFIG, **fields: str) -> RowFormat:
+    return RowFormat(config, Fields(**fields))
+
+
+@contextlib.contextmanager
+def descriptor(data: bytes) -> Iterator[int]:
+    read, write = os.pipe()
+    try:
+        os.write(write, data)
+        os.close(write)
+        yield read
+    finally:
+        os.close(read)
+
+
+# -- lines -------------------------------------------------------------------------------------------------------------
+
+
+@given(texts=st.lists(st.binary(max_size=12).filter(lambda text: b"\n" not in text), max_size=20), ends=st.booleans(),
+       block=st.integers(1, 16), first=st.integers(1, 12))  # fmt: skip
+def test_lines_are_the_same_however_the_reads_fall(texts: list[bytes], ends: bool, block: int, first: int) -> None:
+    data = b"\n".join(texts) + (b"\n" if ends and texts else b"")
+    expected = data.split(b"\n")
+    if not expected[-1]:
+        expected.pop()
+    with pytest.MonkeyPatch.context() as patch, descriptor(data) as fd:
+        patch.setattr(lines_module, "READ_BYTES", block)
+        found = [each for block in Lines(fd).blocks(first) for each in block]
+    assert [each.text for each in found] == expected[first - 1 :]
+    assert [each.number for each in found] == list(range(first, len(expected) + 1))
+    for each in found:
+        assert data[each.start : each.end].removesuffix(b"\n") == each.text
+        assert each.complete == data[: each.end].endswith(b"\n")
+
+
+def test_a_line_that_is_too_long_is_marked_and_the_next_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines_module, "READ_BYTES", 7)
+    with descriptor(b"short\n" + b"x" * 100 + b"\nnext\n") as fd:
+        found = [each for block in Lines(fd, max_line_bytes=20).blocks() for each in block]
+    assert [(each.text, each.too_long) for each in found] == [(b"short", False), (b"", True), (b"next", False)]
+    with pytest.raises(MalformedRowError, match="longer than"):
+        rows_of().read(found[1])
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_is_read_by_the_names_of_its_fields() -> None:
+    rows = rows_of(response="a", prompt="q", reference="gold", skip="why_not")
+    assert rows.read(line(b'{"q": "Q", "a": "A", "gold": null, "response": 3}')) == JudgeRequest("A", "Q")
+    assert rows.read(line(b'{"why_not": true}')).skip == "skip"
+    assert rows.read(line(b'{"a": "A", "why_not": false}')).skip == ""
+
+
+def test_what_is_passed_through_keeps_its_bytes() -> None:
+    text = b' {"response":"a" , "n": 1.50, "big": 98765432109876543210, "e": "\\u00e9" }\r'
+    row = rows_of().write(line(text), "k", OK)
+    assert row.startswith(text.rstrip()[:-1])
+    assert json.loads(row)["verdict"]["score"] == 5.0
+
+
+TEXTS = st.text(st.characters(codec=None))  # lone surrogates too
+VALUES = TEXTS | st.none() | st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.dictionaries(TEXTS, VALUES))
+def test_any_row_comes_out_as_it_went_in(fields: dict[str, Any]) -> None:
+    fields = {key: value for key, value in fields.items() if key not in ("prompt", "reference", "skip", "verdict")}
+    given_row = {**fields, "response": "r"}
+    text = json.dumps(given_row).encode()
+    rows = rows_of()
+    request = rows.read(line(text))
+    written = rows.write(line(text), rows.key(request), OK)
+    verdict = json.loads(written).pop("verdict")
+    assert {**json.loads(written), "verdict": None} == {**given_row, "verdict": None}
+    assert rows.read_written(written).key == verdict["key"] == rows.key(request)
+
+
+def test_a_failed_row_has_no_score() -> None:
+    row = json.loads(rows_of().write(line(b'{"response":"a"}'), "k", Failed("deadline", 3, "why")))["verdict"]
+    says = {"reason": "deadline", "detail": "why", "attempts": 3}
+    assert row == {"line": 1, "status": "failed", "score": None, "key": "k", **says}
+
+
+def test_the_key_tells_judges_and_contents_apart_but_not_places() -> None:
+    request = JudgeRequest("a", "b")
+    key = rows_of().key(request)
+    elsewhere = JudgeConfig(endpoint=Endpoint(url="http://127.0.0.1:2/v1"), model="m")
+    assert rows_of(elsewhere).key(request) == key
+    others = [{"model": "n"}, {"rubric": "number"}, {"temperature": 1.0}, {"max_tokens": 5}, {"sampling": {"seed": 1}}]
+    keys = [rows_of(JudgeConfig(**{"endpoint": "http://h", "model": "m", **other})).key(request) for other in others]
+    contents = [JudgeRequest("ab"), JudgeRequest("", "ab"), JudgeRequest("a", "", "b"), JudgeRequest("a\ud800", "b")]
+    keys += [rows_of().key(content) for content in contents]
+    assert len({key, *keys}) == 1 + len(keys)
+
+
+# -- when to stop ------------------------------------------------------------------------------------------------------
+
+
+def rule(*, down: bool = False) -> StopRule:
+    return StopRule(lambda: down)
+
+
+@pytest.mark.parametrize("reason", ["auth", "not_found", "quota", "budget", "engine", "cancelled"])
+def test_what_no_row_can_survive_stops_at_once(reason: str) -> None:
+    assert rule().judge(Failed(reason)) is Ruling.STOP
+
+
+@pytest.mark.parametrize("reason", ["unavailable", "deadline", "throttled"])
+def test_an_outage_is_not_held_against_the_rows(reason: str) -> None:
+    assert rule(down=True).judge(Failed(reason)) is Ruling.STOP
+    up = rule()
+    rulings = [up.judge(Failed(reason)) for _ in range(OUTAGE_ROWS)]
+    assert rulings == [Ruling.HOLD] * (OUTAGE_ROWS - 1) + [Ruling.STOP]
+
+
+def test_a_row_that_fails_alone_is_a_failed_row() -> None:
+    alone = rule()
+    for _ in range(1000):
+        assert alone.judge(Failed("unavailable")) is Ruling.HOLD
+        assert alone.judge(OK) is Ruling.WRITE
+    assert alone.end() is Ruling.WRITE
+
+
+def test_rows_held_at_the_end_are_failed_only_if_the_judge_lives() -> None:
+    state = {"down": False}
+    last = StopRule(lambda: state["down"])
+    assert last.judge(Failed("unavailable")) is Ruling.HOLD
+    assert last.end() is Ruling.WRITE
+    state["down"] = True
+    assert last.end() is Ruling.STOP
+
+
+def test_failures_without_any_score_stop_it_and_later_ones_do_not() -> None:
+    never, once = rule(), rule()
+    assert [never.judge(Failed("rejected")) for _ in range(FIRST_FAILURES)][-1] is Ruling.STOP
+    assert never.why is not None and "none was scored" in never.why.detail
+    once.judge(OK)
+    assert {once.judge(Failed("rejected")) for _ in range(FIRST_FAILURES * 2)} == {Ruling.WRITE}
+
+
+def test_a_judge_is_down_when_no_endpoint_works() -> None:
+    up, halted = EndpointStats(url="a", model="m"), EndpointStats(url="b", model="m", halted="401")
+    opened = EndpointStats(url="c", model="m", breaker="open")
+    assert not is_down(JudgeStats())
+    assert not is_down(JudgeStats(endpoints=[up, halted]))
+    assert is_down(JudgeStats(endpoints=[halted, opened]))
+
+
+# -- accounts ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_counts_of_a_tally_add_up() -> None:
+    tally = Tally()
+    for verdict in (OK, Scored(1.0, cached=True), Failed("deadline"), Skipped("why")):
+        tally.count(verdict)
+    assert (tally.rows, tally.scored, tally.cached, tally.failed, tally.skipped) == (4, 2, 1, 1, 1)
+    assert tally.reasons == {"deadline": 1}
+
+
+def test_figures_add_up_over_the_restarts_of_an_engine() -> None:
+    meter = CallsMeter()
+    for sent, restarts, cost_before in ((10, 0, 0.0), (50, 0, 0.0), (50, 1, 0.0), (5, 1, 5.0), (7, 1, 5.0)):
+        endpoint = EndpointStats(url="a", model="m", sent=sent, cost=sent / 10)
+        calls = meter.update(JudgeStats(restarts=restarts, cost_before=cost_before, endpoints=[endpoint]))
+    assert calls.sent == 57
+    assert calls.cost == pytest.approx(5.7)
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_write_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = FileOutput(tmp_path / "out")
+    output.append(b"whole\n")
+    real, calls = os.write, iter([3])
+
+    def full(fd: int, data: Any) -> int:
+        room = next(calls, 0)
+        if not room:
+            raise OSError(28, "No space left on device")
+        return real(fd, data[:room])
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        output.append(b"half of it\n")
+    monkeypatch.undo()
+    assert (tmp_path / "out").read_bytes() == b"whole\n"
+    output.append(b"next\n")
+    output.close()
+    assert (tmp_path / "out").read_bytes() == b"whole\nnext\n"
+
+
+def test_an_output_is_locked_until_it_is_closed(tmp_path: Path) -> None:
+    first = FileOutput(tmp_path / "out")
+    with pytest.raises(ConfigError, match="another run"):
+        FileOutput(tmp_path / "out")
+    first.close()
+    FileOutput(tmp_path / "out").close()
+
+
+def test_a_replacement_takes_its_place_only_when_it_is_finished(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"old\n")
+    output = FileOutput(tmp_path / "out")
+    abandoned = Replacement(output)
+    abandoned.append(b"new\n")
+    abandoned.abandon()
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"old\n")]
+    finished = Replacement(output)
+    finished.append(b"new\n")
+    finished.finish()
+    output.close()
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"new\n")]
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"resp', b"\x00\x00\x00"])
+def test_a_scan_finds_where_to_go_on(tmp_path: Path, tail: bytes) -> None:
+    rows = rows_of()
+    written = [rows.write(line(b'{"response":"a"}', n), f"k{n}", OK) for n in (1, 2, 4)]
+    (tmp_path / "out").write_bytes(b"".join(written) + tail)
+    output = FileOutput(tmp_path / "out")
+    found = output.scan(rows)
+    output.close()
+    assert (found.last_line, found.last_key, found.tally.scored) == (4, "k4", 3)
+    assert (tmp_path / "out").read_bytes() == b"".join(written)
+
+
+# -- the job -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_tells_how_far_it_is(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
+    source, told = tmp_path / "in", list[Progress]()
+    source.write_text("".join(json.dumps({"response": str(n)}) + "\n" for n in range(200)))
+    config = JudgeConfig(
+        endpoint=mock(latency_s=0.05).base_url, model="m", placement="thread", concurrency="fixed:8"
+    )  # fmt: skip
+    with open_job(str(source), str(tmp_path / "out"), config, on_progress=told.append) as job:
+        summary = job.run()
+    assert summary.tally.scored == 200 and summary.stopped is None
+    assert told and told[-1].bytes_total == source.stat().st_size
+    decided = [progress.decided for progress in told]
+    assert decided == sorted(decided) and decided[-1] > 0
+    assert any(progress.calls.in_flight for progress in told)
+
+
+def test_a_retry_that_must_stop_leaves_the_output_as_it_was(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text("".join(json.dumps({"response": f"row {n}"}) + "\n" for n in range(5)))
+    judge = mock(scores={"row 2": "no idea"}, api_key="right")
+    config = {"endpoint": judge.base_url, "model": "m", "placement": "thread"}
+    with open_job(str(source), str(target), JudgeConfig(**config, api_key="right")) as job:
+        assert job.run().tally.failed == 1
+    before = target.read_bytes()
+    with open_job(str(source), str(target), JudgeConfig(**config, api_key="wrong"), retry_failed=True) as job:
+        stopped = job.run().stopped
+    assert stopped is not None and stopped.reason == "auth"
+    assert target.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in", "out"]
+
+
+def test_a_retry_reads_a_malformed_line_again_after_it_was_mended(
+    tmp_path: Path, mock: Callable[..., RunningJudge]
+) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_text('{"response": "a"}\noops\n{"response": "c"}\n')
+    config = JudgeConfig(endpoint=mock().base_url, model="m", placement="thread")
+    with open_job(str(source), str(target), config) as job:
+        assert job.run().tally.malformed == 1
+    source.write_text('{"response": "a"}\n{"response": "b"}\n{"response": "c"}\n{"response": "d"}\n')
+    with open_job(str(source), str(target), config, retry_failed=True) as job:
+        assert job.run().tally.scored == 4
+    assert [json.loads(row)["response"] for row in target.read_text().splitlines()] == ["a", "b", "c", "d"]
