@@ -26,7 +26,7 @@ from common import machine_facts, markdown_table, write_json
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest
 from freewheel.judge.prompt import PromptBuilder
 from freewheel.judge.rubric import load_rubric
-from freewheel.judge.testing import JudgeProfile, MockJudge
+from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 MODEL = "judge"
 WARM_UP = 512
@@ -187,15 +187,16 @@ def main_thread_share(url: str, seconds: float, rounds: int, placement: str) -> 
     return statistics.median(shares), statistics.median(rates)
 
 
-def memory_growth_mb(url: str, count: int, in_flight: int) -> tuple[float, float]:
-    """(MB of all processes after a tenth of `count`, MB that came on top by the end)."""
+def memory_growth_mb(mock: RunningJudge, count: int, in_flight: int) -> tuple[float, float]:
+    """(MB of caller and engine after half of `count`, MB that came on top by the end)."""
     step = 2000
     with (
         tempfile.TemporaryDirectory() as cache,
-        Judge(JudgeConfig(endpoint=url, model=MODEL, concurrency=f"fixed:{in_flight}", cache_dir=cache)) as judge,
+        Judge(JudgeConfig(endpoint=mock.url, model=MODEL, concurrency=f"fixed:{in_flight}", cache_dir=cache)) as judge,
     ):
         judge.submit(requests(1, "warm")).result()
-        processes = [psutil.Process(), *psutil.Process().children()]
+        engine = [child for child in psutil.Process().children() if "freewheel.judge.child" in child.cmdline()]
+        processes = [psutil.Process(), *engine]
         early = 0.0
         for number in range(count // step):
             verdicts = judge.submit(requests(step, f"memory {number}")).result()
@@ -230,7 +231,7 @@ def main() -> None:
         engine_us, bare_us, openai_us = (statistics.median(figures[side]) for side in ("engine", "bare", "openai"))
         share, rate = main_thread_share(mock.url, 4 / scale, args.rounds, "process")
         thread_share, thread_rate = main_thread_share(mock.url, 4 / scale, args.rounds, "thread")
-        early, growth = memory_growth_mb(mock.url, args.memory_requests // scale, args.in_flight)
+        early, growth = memory_growth_mb(mock, args.memory_requests // scale, args.in_flight)
     result = {
         "engine_us": engine_us,
         "bare_us": bare_us,

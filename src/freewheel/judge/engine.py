@@ -46,9 +46,17 @@ Deliver = Callable[[int, int, Verdict], None]
 class Engine:
     """Judges requests on the running loop; `deliver` gets each verdict, in the order in which they are reached."""
 
-    def __init__(self, config: JudgeConfig, *, deliver: Deliver, spent: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: JudgeConfig,
+        *,
+        deliver: Deliver,
+        answered_all: Callable[[], None] = lambda: None,
+        spent: float = 0.0,
+    ) -> None:
         self._config = config
         self._deliver = deliver
+        self._answered_all = answered_all
         self._spent_before = spent
         self._hash = RequestHasher(config)
         self._read = make_reader(config.loaded_rubric)
@@ -414,6 +422,8 @@ class Engine:
         if batch.timer is not None:
             batch.timer.cancel()
         self._batches.pop(batch.id, None)
+        if not self._batches:
+            self._answered_all()
 
     def _sweep(self) -> None:
         """Ends the calls and the requests whose time is over: one timer for all of them, not one for each."""

@@ -44,6 +44,7 @@ class Link(Protocol):
 
     def start(self) -> None: ...
     def join(self, timeout_s: float) -> None: ...
+    def abandon(self) -> None: ...
     def forget(self) -> None: ...
 
 
@@ -74,7 +75,7 @@ class Judge:
             if self._link is None:
                 self._link = self._make_link()
                 self._link.start()
-                self._finalizer = weakref.finalize(self, _close, self._desk, self._link, os.getpid())
+                self._finalizer = weakref.finalize(self, _abandon, self._link, os.getpid())
                 self._finalizer.atexit = False  # _close_all does it, for all at once
         return self
 
@@ -146,7 +147,8 @@ class Judge:
         self._closed = True
         if self._finalizer is not None:
             self._finalizer.detach()
-        _close(self._desk, link, os.getpid(), timeout_s)
+        self._desk.close("the judge was closed")
+        link.join(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -214,10 +216,9 @@ def _request(index: int, given: object) -> JudgeRequest:
     )
 
 
-def _close(desk: Desk, link: Link, pid: int, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+def _abandon(link: Link, pid: int) -> None:
     if pid == os.getpid():
-        desk.close("the judge was closed")
-        link.join(timeout_s)
+        link.abandon()
 
 
 def _close_all() -> None:

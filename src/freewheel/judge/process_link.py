@@ -2,7 +2,7 @@
 
     desk ◀─▶ this thread ◀─ socket pair ─▶ `python -m freewheel.judge.child`
 
-The thread sleeps in select; it is woken by the child (50 times a second at most), by a submit, and by deadlines.
+The thread sleeps in select; it is woken by the child (20 times a second), by a submit, and by deadlines.
 A child that dies is replaced and gets what the dead one had not answered.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import selectors
+import select
 import signal
 import socket
 import subprocess
@@ -26,7 +26,8 @@ from freewheel.judge.wire import Close, Configure, FrameReader, Started, Stopped
 
 log = logging.getLogger("freewheel.judge")
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16
+"""Below the size from which the allocator would map and unmap fresh pages for each read."""
 WRITE_AHEAD_BYTES = 1 << 18
 """Bytes packed ahead of the socket: enough to keep it full, little to hold twice."""
 RESTARTS_ALLOWED = 5
@@ -34,8 +35,8 @@ RESTARTS_ALLOWED = 5
 RESTART_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
 """Before the first restart; doubles with each."""
-LONGEST_WAIT_S = 3600.0
-"""For one sleep in select, which refuses waits of more than some weeks."""
+LONGEST_WAIT_S = 0.5
+"""For one sleep: a batch whose deadline is further away need not wake the thread when it comes."""
 
 _spawning = threading.Lock()
 """Held while a child is started, and by forks: a fork in between would hold both ends of the child's socket, and
@@ -53,6 +54,11 @@ class ProcessLink:
         self._wake_out.setblocking(False)
         self._woken = False
         self._ending = False
+        self._abandoned = False
+        self._sending = threading.Lock()
+        """Held while something is taken from the desk and put on the socket: both must be in one order."""
+        self._started = False
+        self._pending = bytearray()
         self._deaths: list[float] = []
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -67,7 +73,20 @@ class ProcessLink:
         self._thread.start()
 
     def wake(self) -> None:
-        """From any thread, after the desk has something new. Never blocks."""
+        """From any thread, after the desk has something new. Never blocks.
+
+        What the socket takes at once is sent right here; a small batch then costs no change of threads.
+        """
+        if self._sending.acquire(blocking=False):
+            try:
+                sent = self._started and self._push() and not self._pending
+            finally:
+                self._sending.release()
+            if sent and self._desk.next_deadline() > time.monotonic() + LONGEST_WAIT_S:
+                return
+        self._rouse()
+
+    def _rouse(self) -> None:
         if not self._woken:
             self._woken = True
             with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has gone
@@ -76,14 +95,17 @@ class ProcessLink:
     def join(self, timeout_s: float) -> None:
         """After `Desk.close`: waits for the child to close, ends it if it does not."""
         self._ending = True
-        self.wake()
-        if self._thread is threading.current_thread():
-            return  # the judge was collected here; the thread ends by itself
+        self._rouse()
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._child is not None:
             log.warning("the judge's process did not close within %.3g s; it is killed", timeout_s)
             self._child.kill()
             self._thread.join(1.0)
+
+    def abandon(self) -> None:
+        """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock."""
+        self._abandoned = True
+        self._rouse()
 
     def forget(self) -> None:
         """In a forked process: lets go of the parent's descriptors, so that its child sees the end of file."""
@@ -97,9 +119,9 @@ class ProcessLink:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        # Ctrl-C is the main thread's affair. The child inherits the mask: not even its imports are interrupted.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
+            # Ctrl-C is the main thread's affair. The child inherits the mask: not even its imports are interrupted.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             while self._live_with_one_child():
                 pass
         except Exception as error:
@@ -118,8 +140,11 @@ class ProcessLink:
             self._desk.break_down(f"the judge's process could not be started: {error}")
             return False
         try:
-            self._talk(ours)
+            with ours:
+                self._talk(ours)
         finally:
+            with self._sending:
+                self._started, self._socket = False, None
             code = self._reap()
         if self._close_sent or self._ending:
             return False
@@ -137,13 +162,13 @@ class ProcessLink:
 
     def _pause(self, until: float) -> bool:
         """Waits without an engine; deadlines are kept meanwhile. False if the judge was closed."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            while not self._ending and (now := time.monotonic()) < until:
-                if selector.select(max(0.0, min(until, self._desk.next_deadline()) - now)):
-                    self._heard()
-                self._desk.expire()
-        return not self._ending
+        poll = select.poll()
+        poll.register(self._wake_in, select.POLLIN)
+        while not (self._ending or self._abandoned) and (now := time.monotonic()) < until:
+            if poll.poll(max(0.0, min(until, self._desk.next_deadline()) - now) * 1000):
+                self._heard()
+            self._desk.expire()
+        return not (self._ending or self._abandoned)
 
     def _heard(self) -> None:
         """Takes a wake.
@@ -182,50 +207,65 @@ class ProcessLink:
         return ours
 
     def _talk(self, ours: socket.socket) -> None:
-        reader, started = FrameReader.for_caller(), False
-        pending = bytearray(pack(Configure(self._config, os.getpid(), self._desk.spent)))
-        with ours, selectors.DefaultSelector() as selector:
-            selector.register(ours, selectors.EVENT_READ)
-            selector.register(self._wake_in, selectors.EVENT_READ)
-            while True:
-                if started:
-                    self._fill(pending)
-                try:
-                    if pending:
-                        del pending[: ours.send(pending)]
-                except BlockingIOError:
-                    pass
-                except OSError:
+        """Until the socket ends. A round is kept short: it takes the interpreter from the caller's threads."""
+        reader, writing = FrameReader.for_caller(), False
+        self._pending = bytearray(pack(Configure(self._config, os.getpid(), self._desk.spent)))
+        poll, woken_by = select.poll(), self._wake_in.fileno()
+        poll.register(woken_by, select.POLLIN)
+        poll.register(ours, select.POLLIN)
+        while True:
+            if self._abandoned:
+                self._abandoned, self._ending = False, True
+                self._desk.close("the judge was let go of")
+            with self._sending:
+                if not self._push():
                     return
-                selector.modify(ours, selectors.EVENT_READ | (selectors.EVENT_WRITE if pending else 0))
-                wait_s = min(self._desk.next_deadline() - time.monotonic(), LONGEST_WAIT_S)
-                for key, _ in selector.select(max(0.0, wait_s)):
-                    if key.fileobj is self._wake_in:
-                        self._heard()
+                if writing != bool(self._pending):
+                    writing = bool(self._pending)
+                    poll.modify(ours, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
+            deadline = self._desk.next_deadline()
+            wait_s = min(deadline - time.monotonic(), LONGEST_WAIT_S)
+            events = dict(poll.poll(max(0.0, wait_s) * 1000))
+            if woken_by in events:
+                self._heard()
+            if time.monotonic() >= deadline:
                 self._desk.expire()
-                try:
-                    data = ours.recv(READ_BYTES)
-                except BlockingIOError:
-                    continue
-                except OSError:
-                    return
-                if not data:
-                    return
-                for message in reader.feed(data):
-                    if isinstance(message, Started):
-                        started = True
-                    elif isinstance(message, Stopped):
-                        if message.error:
-                            self._close_sent = True
-                            self._desk.break_down(message.error)
-                    else:
-                        self._desk.take(message)
+            if not events.get(ours.fileno(), 0) & ~select.POLLOUT:
+                continue
+            try:
+                data = ours.recv(READ_BYTES)
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+            if not data:
+                return
+            for message in reader.feed(data):
+                if isinstance(message, Started):
+                    self._started = True
+                elif isinstance(message, Stopped):
+                    if message.error:
+                        self._close_sent = True
+                        self._desk.break_down(message.error)
+                else:
+                    self._desk.take(message)
 
-    def _fill(self, pending: bytearray) -> None:
-        while len(pending) < WRITE_AHEAD_BYTES and (message := self._desk.next()) is not None:
+    def _push(self) -> bool:
+        """Under `_sending`: hands the socket what it takes. False if the child has gone."""
+        pending, ours = self._pending, self._socket
+        assert ours is not None
+        while self._started and len(pending) < WRITE_AHEAD_BYTES and (message := self._desk.next()) is not None:
             if isinstance(message, Close):
                 self._close_sent = True
             pending += _pack(message)
+        try:
+            if pending:
+                del pending[: ours.send(pending)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
 
     def _reap(self) -> int | None:
         """The child's exit code; it has closed its socket, so it is about to go or is killed."""

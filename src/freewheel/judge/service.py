@@ -34,7 +34,9 @@ from freewheel.judge.wire import (
 log = logging.getLogger("freewheel.judge")
 
 COALESCE_S = 0.020
-"""At most one results message in this time: the caller's process is woken 50 times a second at most."""
+"""At most one results message in this time, however quickly batches end."""
+LINGER_S = 0.050
+"""While more is to come, results wait this long for company: each message takes the interpreter from a busy caller."""
 LAG_CHECK_S = 0.05
 """How often the loop's lateness is measured."""
 LAG_WARN_S = 0.05
@@ -63,7 +65,9 @@ class Service:
     async def run(self, ready: Callable[[], None]) -> None:
         """Until `Close` comes. `ready` is called when messages may be handed in."""
         try:
-            self._engine = Engine(self._config, deliver=self._collect, spent=self._spent)
+            self._engine = Engine(
+                self._config, deliver=self._collect, answered_all=self._answered_all, spent=self._spent
+            )
             try:
                 await self._engine.start()
             except BaseException:
@@ -110,11 +114,11 @@ class Service:
         self._items.append((batch, index, verdict))
         if not self._flush_armed:
             self._flush_armed = True
-            wait_s = self._flushed_at + COALESCE_S - time.monotonic()
-            if wait_s > 0:
-                self._loop.call_later(wait_s, self._flush)
-            else:
-                self._loop.call_soon(self._flush)
+            self._loop.call_later(LINGER_S, self._flush)
+
+    def _answered_all(self) -> None:
+        """Nothing more is to come: what waits goes out now."""
+        self._loop.call_later(max(0.0, self._flushed_at + COALESCE_S - time.monotonic()), self._flush)
 
     def _flush(self) -> None:
         self._flush_armed = False

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.desk import Desk
@@ -42,11 +43,16 @@ class ThreadLink:
 
     def join(self, timeout_s: float) -> None:
         """After `Desk.close`."""
-        if self._thread is threading.current_thread():
-            return  # the judge was collected here; the loop ends by itself
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             log.warning("the judge's thread did not close within %.3g s", timeout_s)
+
+    def abandon(self) -> None:
+        """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock of ours."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._desk.close, "the judge was let go of")
 
     def forget(self) -> None:
         """In a forked process: the thread is not here; there is nothing to close."""
@@ -77,7 +83,7 @@ class ThreadLink:
             self._expiry.cancel()
         deadline = self._desk.next_deadline()
         if deadline < float("inf"):
-            left_s = max(0.0, deadline - self._loop.time())
+            left_s = max(0.0, deadline - time.monotonic())
             self._expiry = self._loop.call_later(left_s, self._expire)
 
     def _expire(self) -> None:
