@@ -229,8 +229,8 @@ def main() -> None:
             for side, taken in figures.items():
                 taken.append(side_us(side, mock.url, count // 5 if side == "openai" else count, args.in_flight))
         engine_us, bare_us, openai_us = (statistics.median(figures[side]) for side in ("engine", "bare", "openai"))
-        share, rate = main_thread_share(mock.url, 4 / scale, args.rounds, "process")
-        thread_share, thread_rate = main_thread_share(mock.url, 4 / scale, args.rounds, "thread")
+        share, rate = main_thread_share(mock.url, 2 / scale, 4 * args.rounds, "process")
+        thread_share, thread_rate = main_thread_share(mock.url, 2 / scale, args.rounds, "thread")
         early, growth = memory_growth_mb(mock, args.memory_requests // scale, args.in_flight)
     result = {
         "engine_us": engine_us,

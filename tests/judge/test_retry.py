@@ -76,10 +76,12 @@ def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, LatencyHistogram]:
     return AttemptPatience(bound_s, latencies), latencies
 
 
-def answer(one: AttemptPatience, latencies: LatencyHistogram, latency_s: float, times: int) -> None:
+def answer(
+    one: AttemptPatience, latencies: LatencyHistogram, latency_s: float, times: int, sent_at: float = 0.0
+) -> None:
     for _ in range(times):
         latencies.add(latency_s)
-        one.answered()
+        one.answered(sent_at)
 
 
 def test_patience_is_the_configured_bound_until_latencies_are_known() -> None:
@@ -103,20 +105,33 @@ def test_a_request_that_timed_out_is_given_twice_as_long() -> None:
     assert one.allow_s(1) == 2 * one.allow_s(0)
 
 
+def test_one_request_is_never_given_more_than_four_times_as_long() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64)
+    assert one.allow_s(7) == 4 * one.allow_s(0)
+
+
 def test_a_judge_that_became_slower_is_waited_for() -> None:
     one, latencies = patience()
-    answer(one, latencies, 1.0, 64)
+    answer(one, latencies, 1.0, 64, sent_at=10.0)
     before_s = one.allow_s(0)
-    for _ in range(32):
-        one.timed_out()
-    assert one.allow_s(0) >= 4 * before_s
+    for number in range(2 * AttemptPatience.IN_A_ROW):
+        one.timed_out(sent_at=11.0 + number)
+    assert one.allow_s(0) == 4 * before_s
+    for number in range(1000):
+        one.timed_out(sent_at=100.0 + number)
+    assert one.allow_s(0) == 60.0
 
 
-def test_single_hangs_do_not_stretch_patience() -> None:
+def test_hangs_do_not_stretch_patience_while_later_calls_are_answered() -> None:
     one, latencies = patience()
-    answer(one, latencies, 1.0, 64)
+    answer(one, latencies, 1.0, 64, sent_at=100.0)
     before_s = one.allow_s(0)
-    for _ in range(50):
-        one.timed_out()
-        answer(one, latencies, 1.0, 19)
+    for _ in range(500):
+        one.timed_out(sent_at=99.0)
+    assert one.allow_s(0) == before_s
+    for number in range(50):
+        for _ in range(AttemptPatience.IN_A_ROW - 1):
+            one.timed_out(sent_at=101.0 + 2 * number)
+        answer(one, latencies, 1.0, 1, sent_at=102.0 + 2 * number)
     assert one.allow_s(0) <= before_s * 1.06

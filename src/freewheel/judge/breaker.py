@@ -9,6 +9,7 @@ Requests wait meanwhile; a wait costs them no attempt.
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 
@@ -31,7 +32,8 @@ class Breaker:
     def __init__(self) -> None:
         self.state = State.CLOSED
         self.opened = 0
-        self.failures = 0
+        self._failures = 0
+        self._alive_at = -math.inf
         self._pause_s = self.FIRST_PAUSE_S
         self._until = 0.0
         self._probe_out = False
@@ -43,7 +45,7 @@ class Breaker:
         if self.state is State.OPEN and now >= self._until:
             self.state, self._probe_out = State.PROBING, False
         if self.state is State.PROBING:
-            return float("inf") if self._probe_out else now
+            return math.inf if self._probe_out else now
         return self._until
 
     def sent(self) -> bool:
@@ -53,18 +55,19 @@ class Breaker:
             return True
         return False
 
-    def answered(self) -> None:
+    def answered(self, now: float) -> None:
         """The endpoint gave a sign of life: any reply of its own, a 429 included."""
-        self.state, self.failures, self._pause_s = State.CLOSED, 0, self.FIRST_PAUSE_S
+        self.state, self._failures, self._alive_at, self._pause_s = State.CLOSED, 0, now, self.FIRST_PAUSE_S
 
-    def failed(self, now: float, *, probe: bool) -> None:
-        """A call ended without a sign of life. One sent before the breaker opened says nothing about now."""
-        self.failures += 1
+    def failed(self, now: float, *, sent_at: float, probe: bool) -> None:
+        """A call ended without a sign of life. One sent before the last sign of life says nothing: it hung alone."""
         if probe:
             self._pause_s = min(self.LONGEST_PAUSE_S, self._pause_s * self.GROWTH)
             self._open(now)
-        elif self.state is State.CLOSED and self.failures >= self.CONSECUTIVE:
-            self._open(now)
+        elif self.state is State.CLOSED and sent_at >= self._alive_at:
+            self._failures += 1
+            if self._failures >= self.CONSECUTIVE:
+                self._open(now)
 
     def dropped(self, *, probe: bool) -> None:
         """A call ended without saying anything about the endpoint (it was cancelled)."""

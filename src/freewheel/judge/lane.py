@@ -95,10 +95,9 @@ class Lane:
         """The judge answered; whether the answer parses is not the endpoint's affair."""
         latency_s, usage, stats = now - permit.sent_at, reply.usage, self.stats
         self.limiter.succeeded(permit.ticket, now)
-        if self.breaker.state is not State.CLOSED or self.breaker.failures:
-            self.breaker.answered()
+        self.breaker.answered(now)
         self.latencies.add(latency_s)
-        self.patience.answered()
+        self.patience.answered(permit.sent_at)
         self.reserved_cost -= permit.reserved_cost
         stats.answered += 1
         used = usage.prompt_tokens + usage.completion_tokens
@@ -132,11 +131,11 @@ class Lane:
         if kind is Kind.RATE:
             self.pacer.rejected(now, failure.retry_after_s)
         if kind is Kind.TIMEOUT:
-            self.patience.timed_out()
+            self.patience.timed_out(permit.sent_at)
         if kind in INFRA:
-            self.breaker.failed(now, probe=permit.probe)
+            self.breaker.failed(now, sent_at=permit.sent_at, probe=permit.probe)
         else:
-            self.breaker.answered()
+            self.breaker.answered(now)
         if kind in HALTS and self.halted is None:
             self.halted = failure
         if kind in WAITS:

@@ -5,6 +5,7 @@ Pure arithmetic; the engine brings the clock and the dice.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from freewheel.judge.latency import LatencyHistogram
@@ -56,8 +57,8 @@ class RetryBudget:
 class AttemptPatience:
     """How long one call may take: three times the 99th percentile of what was seen, within the configured bound.
 
-    A request that timed out gets twice as long the next time; when time-outs become common, all do: the judge has
-    become slower, and giving up early would only add to its load.
+    A request that timed out gets twice as long the next time. When nothing but time-outs comes back, all calls do: the
+    judge has become slower, and giving up early would only add to its load.
     """
 
     FACTOR = 3.0
@@ -66,10 +67,9 @@ class AttemptPatience:
     """Never less: below it, a garbage collection or a TLS handshake looks like a hang."""
     SAMPLES_NEEDED = 64
     """Before that many latencies a 99th percentile is a guess."""
-    COMMON_SHARE = 0.25
-    """Of recent calls timing out: no longer single hangs."""
-    SMOOTHING = 1 / 32
-    """Weight of one call in the recent share of time-outs: the last ~32 decide."""
+    IN_A_ROW = 8
+    """Time-outs of calls that were sent after the last one that was answered: hangs of 5% of the calls do that once in
+    10^10, a judge that became slower does it at once."""
     MOST_DOUBLINGS = 2
     """For one request: four times as long as usual, or else the last of many hangs holds up its whole batch."""
     REFRESH_EVERY = 32
@@ -79,23 +79,28 @@ class AttemptPatience:
         self._bound_s = bound_s
         self._latencies = latencies
         self._usual_s = bound_s
-        self._timeout_share = 0.0
         self._stretch = 1.0
+        self._in_a_row = 0
+        self._answered_sent_at = -math.inf
         self._until_refresh = self.SAMPLES_NEEDED
 
     def allow_s(self, timeouts_before: int) -> float:
         return float(min(self._bound_s, self._usual_s * self._stretch * 2 ** min(timeouts_before, self.MOST_DOUBLINGS)))
 
-    def answered(self) -> None:
-        self._timeout_share *= 1 - self.SMOOTHING
+    def answered(self, sent_at: float) -> None:
+        if sent_at > self._answered_sent_at:
+            self._answered_sent_at = sent_at
+            self._in_a_row = 0
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._until_refresh = self.REFRESH_EVERY
             self._usual_s = max(self.FLOOR_S, self.FACTOR * self._latencies.quantile(0.99))
             self._stretch = 1.0
 
-    def timed_out(self) -> None:
-        self._timeout_share += self.SMOOTHING * (1 - self._timeout_share)
-        if self._timeout_share > self.COMMON_SHARE:
-            self._stretch = min(self._stretch * 2, 1024.0)
-            self._timeout_share = 0.0
+    def timed_out(self, sent_at: float) -> None:
+        if sent_at <= self._answered_sent_at:
+            return  # later calls were answered: this one hung
+        self._in_a_row += 1
+        if self._in_a_row >= self.IN_A_ROW:
+            self._in_a_row = 0
+            self._stretch = min(self._stretch * 2, self._bound_s / self._usual_s)

@@ -44,6 +44,8 @@ LAG_WARN_S = 0.05
 LAG_SMOOTHING = 1 / 64
 """Weight of one check: about three seconds of memory."""
 LAG_WARN_EVERY_S = 60.0
+STATS_EVERY_S = 60.0
+"""How often a working engine says in the log how far it is."""
 REMEMBER_EVERY_S = 5.0
 """How much of what the limiters learnt a kill -9 may cost."""
 
@@ -88,7 +90,10 @@ class Service:
             watch.cancel()
             await self._engine.close()
             self._flush()
-            self._send(StatsReply(0, self.stats()))
+            stats = self.stats()
+            if stats.submitted:
+                log.info(stats.line())
+            self._send(StatsReply(0, stats))
             self._send(Stopped())
 
     def take(self, message: ToEngine) -> None:
@@ -129,7 +134,8 @@ class Service:
 
     async def _watch(self) -> None:
         """Measures how late this loop runs, and keeps the limiters' memory on disk."""
-        warned_at, remembered_at = -LAG_WARN_EVERY_S, time.monotonic()
+        warned_at, said, remembered_at = -LAG_WARN_EVERY_S, 0, time.monotonic()
+        say_at = remembered_at + STATS_EVERY_S
         while True:
             due = time.monotonic() + LAG_CHECK_S
             await asyncio.sleep(LAG_CHECK_S)
@@ -140,6 +146,11 @@ class Service:
                 log.warning(
                     "the judge's event loop runs %.0f ms late on average: %s", self._lag_s * 1e3, self._remedy()
                 )
+            if now >= say_at:
+                stats, say_at = self.stats(), now + STATS_EVERY_S
+                if stats.submitted > said:
+                    said = stats.submitted
+                    log.info(stats.line())
             if now - remembered_at > REMEMBER_EVERY_S:
                 remembered_at = now
                 self._engine.remember()
