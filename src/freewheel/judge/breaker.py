@@ -59,12 +59,13 @@ class Breaker:
         """The endpoint gave a sign of life: any reply of its own, a 429 included."""
         self.state, self._failures, self._alive_at, self._pause_s = State.CLOSED, 0, now, self.FIRST_PAUSE_S
 
-    def failed(self, now: float, *, sent_at: float, probe: bool) -> None:
-        """A call ended without a sign of life. One sent before the last sign of life says nothing: it hung alone."""
+    def failed(self, now: float, *, tells_of: float, probe: bool) -> None:
+        """A call ended without a sign of life. An error tells of now, a hang of when the call was sent: one from before
+        the last sign of life hung alone."""
         if probe:
             self._pause_s = min(self.LONGEST_PAUSE_S, self._pause_s * self.GROWTH)
             self._open(now)
-        elif self.state is State.CLOSED and sent_at >= self._alive_at:
+        elif self.state is State.CLOSED and tells_of >= self._alive_at:
             self._failures += 1
             if self._failures >= self.CONSECUTIVE:
                 self._open(now)

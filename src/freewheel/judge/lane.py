@@ -133,7 +133,8 @@ class Lane:
         if kind is Kind.TIMEOUT:
             self.patience.timed_out(permit.sent_at)
         if kind in INFRA:
-            self.breaker.failed(now, sent_at=permit.sent_at, probe=permit.probe)
+            tells_of = permit.sent_at if kind is Kind.TIMEOUT else now
+            self.breaker.failed(now, tells_of=tells_of, probe=permit.probe)
         else:
             self.breaker.answered(now)
         if kind in HALTS and self.halted is None:
