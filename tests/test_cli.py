@@ -10,8 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ import pytest
 
 import freewheel
 from freewheel.judge.commands import mock_judge
+from freewheel.judge.commands.settings import judge_config, parse_sampling, parse_temperature
+from freewheel.judge.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 WAIT_S = 60.0
@@ -123,6 +127,13 @@ def test_help_loads_neither_the_http_client_nor_the_engine() -> None:
         (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--rubric", "nope"], ["rubric", "nope", "integer"]),
         (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--concurrency", "0"], ["concurrency", "auto"]),
         (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--max-cost", "1"], ["max_cost", "prices"]),
+        (
+            ["--endpoint", "http://127.0.0.1:1", "--model", "m", "--temperature", "hot"],
+            ["--temperature", "hot", "none"],
+        ),
+        (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--temperature", "-1"], ["temperature", "at least 0"]),
+        (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--sampling", "seed"], ["--sampling", "KEY=VALUE"]),
+        (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--sampling", "n=2"], ["sampling.n", "leave n out"]),
         (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--price-in", "1"], ["--price-out"]),
         (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--api-key-env", "NO_SUCH"], ["NO_SUCH", "not set"]),
         (["--endpoint", "http://127.0.0.1:1", "--model", "m", "--config", "no.toml"], ["config", "no.toml"]),
@@ -165,6 +176,63 @@ def test_settings_come_from_a_file_and_flags_come_before_it(tmp_path: Path, mock
     config.write_text('endpont = "typo"\n')
     done = run("score", tmp_path / "in", target, "--config", config, "--model", "m", "--endpoint", "http://127.0.0.1:1")
     assert done.returncode == 2 and b"endpont" in done.stderr
+
+
+def test_a_reasoning_model_can_be_asked_without_a_temperature(tmp_path: Path) -> None:
+    config = tmp_path / "judge.toml"
+    config.write_text('endpoint = "http://127.0.0.1:1"\nmodel = "m"\ntemperature = "none"\n[sampling]\nseed = 1\n')
+    pairs = ["max_completion_tokens=64", "reasoning_effort=low", 'stop=["a", "b=c"]', "seed=2", 'user="7"']
+    made = judge_config(config, {"temperature": None, "sampling": parse_sampling(pairs)})
+    assert made.temperature is None
+    assert made.sampling == {
+        "max_completion_tokens": 64,
+        "reasoning_effort": "low",
+        "stop": ["a", "b=c"],
+        "seed": 2,
+        "user": "7",
+    }
+    assert judge_config(config, {"temperature": parse_temperature("0.5")}).temperature == 0.5
+    config.write_text('endpoint = "http://127.0.0.1:1"\nmodel = "m"\n')
+    assert judge_config(config, {"temperature": parse_temperature("none")}).temperature is None
+    assert judge_config(config, {"temperature": parse_temperature(None)}).temperature == 0.0
+    config.write_text('endpoint = "http://127.0.0.1:1"\nmodel = "m"\ntemperature = "hot"\n')
+    with pytest.raises(ConfigError, match="temperature = 'hot'"):
+        judge_config(config, {})
+
+
+def test_what_sampling_flags_name_is_in_the_request(tmp_path: Path) -> None:
+    bodies: list[dict[str, Any]] = []
+
+    class Judge(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            reply = json.dumps({"choices": [{"message": {"content": "7"}, "finish_reason": "stop"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        flags = [
+            "--temperature",
+            "none",
+            "--sampling",
+            "max_completion_tokens=64",
+            "--sampling",
+            "reasoning_effort=low",
+        ]
+        at = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        done = run("score", write_rows(tmp_path / "in", 1), tmp_path / "out", "--endpoint", at, "--model", "m", *flags)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    (body,) = bodies
+    assert "temperature" not in body
+    assert (body["max_completion_tokens"], body["reasoning_effort"]) == (64, "low")
 
 
 def test_fields_can_have_other_names_and_two_verdicts_stand_side_by_side(tmp_path: Path, mock: Any) -> None:
@@ -489,6 +557,8 @@ def test_the_cache_is_shown_exported_and_cleared(tmp_path: Path, mock: Any) -> N
     assert run("score", write_rows(tmp_path / "in", 30), tmp_path / "out", *judge_flags(mock())).returncode == 0
     assert json.loads(run("cache", "stats", "--json").stdout)["entries"] == 30
     assert b"replies   30" in run("cache", "stats").stdout
+    of_a_judge = {"expired", "max_bytes", "ttl_s"}
+    assert not of_a_judge & json.loads(run("cache", "stats", "--json").stdout).keys(), "the file does not know them"
     done = run("cache", "export", tmp_path / "dump", "--json")
     assert json.loads(done.stdout)["exported"] == 30
     assert len(read_rows(tmp_path / "dump")) == 30

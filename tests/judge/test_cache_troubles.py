@@ -379,6 +379,48 @@ def test_closing_on_a_full_disk_ends_at_once_and_says_what_was_lost(
     assert any("not written" in message for message in warnings_in(caplog))
 
 
+def test_the_writers_thread_runs_from_the_opening_on(opened: OpenStore) -> None:
+    """At the interpreter's exit, when an unclosed judge is closed, none can be started any more."""
+    before = set(threading.enumerate())
+    opened()
+    (new,) = set(threading.enumerate()) - before
+    assert new.name == "freewheel-judge-cache" and new.daemon
+
+
+def test_where_no_thread_can_be_started_that_is_said_once_and_replies_are_written_at_the_close(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        store = opened()
+        for name in range(3):
+            store.put(key(name), reply(name))
+            store.remember(str(name), b"note")
+        assert present(store, range(3)) == {0, 1, 2}
+        assert not store.flush(timeout_s=60.0), "nothing writes, so there is nothing to wait for"
+        store.close()
+    assert len([message for message in warnings_in(caplog) if "no thread can be started" in message]) == 1
+    assert not any("not written" in message for message in warnings_in(caplog))
+    again = opened()
+    assert present(again, range(3)) == {0, 1, 2} and again.recall("2") == b"note"
+
+
+def test_a_store_that_could_start_no_thread_starts_one_when_it_can(
+    opened: OpenStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        store = opened()
+    store.put(key("late"), reply("late"))
+    assert store.flush()
+
+
 @contextlib.contextmanager
 def mounted_tmpfs(folder: Path, options: str) -> Iterator[None]:
     folder.mkdir(exist_ok=True)

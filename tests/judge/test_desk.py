@@ -106,7 +106,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule()
     def expire(self) -> None:
         time.sleep(0.0)
-        self.desk.expire()
+        self.desk.expire(time.monotonic())
         overdue = time.monotonic() - GRACE_S
         assert all(h.done() for h in self.handles if h.deadline_at is not None and h.deadline_at < overdue)
 
@@ -194,10 +194,10 @@ def test_expired_batches_end_only_after_the_engines_grace() -> None:
     desk = Desk()
     handle = desk.submit(requests(2), time.monotonic() + 0.05)
     assert desk.next_deadline() == pytest.approx(handle.deadline_at + GRACE_S)
-    desk.expire()
+    desk.expire(time.monotonic())
     assert not handle.done()
     time.sleep(0.05 + GRACE_S + 0.01)
-    desk.expire()
+    desk.expire(time.monotonic())
     assert {v.reason for v in handle.result(0)} == {"deadline"}
     assert desk.next_deadline() == float("inf")
 

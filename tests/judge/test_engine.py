@@ -156,10 +156,11 @@ async def test_a_new_engine_answers_from_the_file(mock: Mock, bench: Any) -> Non
 
 async def test_an_expired_reply_is_asked_for_again(mock: Mock, bench: Any) -> None:
     judge = mock()
+    async with bench(judge.url, cache_ttl_s=60.0) as engine:
+        await engine.score(["one"])
+        await engine.score(["one"])
+    assert judge.counts().received == 1
     async with bench(judge.url, cache_ttl_s=0.2) as engine:
-        await engine.score(["one"])
-        await engine.score(["one"])
-        assert judge.counts().received == 1
         await asyncio.sleep(0.3)
         await engine.score(["one"])
     assert judge.counts().received == 2
@@ -508,7 +509,8 @@ async def test_an_outage_meets_few_calls_and_costs_no_verdict(mock: Mock, bench:
     assert reasons(verdicts) == {"scored"}
     counts = judge.counts()
     wasted = counts.received + counts.connections_refused - counts.answered
-    assert wasted <= 20 + Breaker.CONSECUTIVE + 20, "those in flight, those that opened the breaker, and a few probes"
+    in_flight = 20
+    assert wasted <= 2 * in_flight + Breaker.CONSECUTIVE + 10, "those in flight, twice; the breaker's; a few probes"
 
 
 async def test_an_endpoint_that_is_dead_for_good_fails_everything_within_the_requests_deadline(bench: Any) -> None:
@@ -593,14 +595,14 @@ async def test_requests_per_minute_are_kept(mock: Mock, bench: Any) -> None:
         await asyncio.sleep(1.5)
         received = judge.counts().received
         engine.engine.cancel(batch)
-    assert 12 <= received <= 10 + 15 + 3, "a second's burst and 10 a second"
+    assert 5 <= received <= 10 + 15 + 3, "a second's burst and 10 a second"
 
 
 async def test_a_judge_with_a_rate_limit_is_not_stormed(mock: Mock, bench: Any) -> None:
     judge = mock(requests_per_minute=3000.0, rate_window_s=0.5, latency_s=0.05)
     async with bench(judge.url) as engine:
         verdicts = await engine.score(texts(120))
-    assert reasons(verdicts) == {"scored"} and judge.counts().rejected <= 120
+    assert reasons(verdicts) == {"scored"} and judge.counts().rejected <= 60
 
 
 # -- life ------------------------------------------------------------------------------------------------------------

@@ -68,10 +68,19 @@ def test_an_unclear_reply_is_refused(reply: str) -> None:
         ("first", "6, for it has 3 parts", 6.0),
         ("last", 'It says "Score: 10". Score: 3', 3.0),
         ("last", "It has 12 parts. Score: 3. It was published in 2024.", 3.0),
+        ("last", "Score: 3\nReference answer: 10", 3.0),
+        ("first", "Reference answer: 10\nScore: 3", 3.0),
     ],
 )
 def test_the_declared_place_chooses_among_several_scores(place: str, reply: str, value: float) -> None:
     assert read(rubric("integer", place=place), reply) == value
+
+
+@pytest.mark.parametrize("reply", ["Answer: 10", "Correct answer: 7\nResponse answer: 7", "The answer is \\boxed{7}"])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_restated_answer_is_no_score_at_the_declared_place_either(place: str, reply: str) -> None:
+    with pytest.raises(Unparseable):
+        read(rubric("integer", place=place), reply)
 
 
 @pytest.mark.parametrize("reply", ["Score: 7\nScore: 11", "Score: 7\nScore: 7.5", "7, 8, 12"])

@@ -32,43 +32,55 @@ def test_a_retry_after_of_zero_still_backs_off() -> None:
     assert backoff_s(3, 0.0, lambda: 1.0) == BASE_BACKOFF_S * 4
 
 
+def spent_budget(now: float = 0.0) -> RetryBudget:
+    budget = RetryBudget()
+    for _ in range(int(RetryBudget.LEAST_CAPACITY)):
+        assert budget.take(now)
+    return budget
+
+
 def test_the_budget_lets_a_burst_through_and_then_a_trickle() -> None:
-    budget = RetryBudget()
-    assert all(budget.take(0.0) == 0.0 for _ in range(int(RetryBudget.CAPACITY)))
-    waits = [budget.take(0.0) for _ in range(10)]
-    assert waits == sorted(waits) and waits[0] == 1 / RetryBudget.TRICKLE_PER_S
-    assert waits[-1] == 10 / RetryBudget.TRICKLE_PER_S
+    budget = spent_budget()
+    assert not budget.take(0.0)
+    assert not budget.take(0.5 / RetryBudget.TRICKLE_PER_S)
+    assert budget.take(1.01 / RetryBudget.TRICKLE_PER_S)
+    assert not budget.take(1.02 / RetryBudget.TRICKLE_PER_S)
 
 
-def test_first_attempts_pay_for_retries() -> None:
-    budget = RetryBudget()
-    for _ in range(int(RetryBudget.CAPACITY)):
-        budget.take(0.0)
+def test_replies_pay_for_retries() -> None:
+    budget = spent_budget()
     for _ in range(2):
         budget.earn()
-    assert budget.take(0.0) == 0.0
-    assert budget.take(0.0) > 0.0
+    assert budget.take(0.0)
+    assert not budget.take(0.0)
+
+
+def test_a_burst_of_a_whole_window_can_be_paid_for() -> None:
+    budget = RetryBudget()
+    budget.allow(400)
+    assert all(budget.take(0.0) for _ in range(400))
+    assert not budget.take(0.0)
+    budget.allow(400)
+    assert not budget.take(0.0), "a limit that stays gives nothing"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.floats(0, 100)), max_size=300))
 def test_an_outage_never_gets_more_retries_than_share_trickle_and_capacity(events: list[tuple[bool, float]]) -> None:
-    budget, now, firsts, at_once = RetryBudget(), 0.0, 0, 0
-    for first, pause_s in events:
+    budget, now, replies, taken = RetryBudget(), 0.0, 0, 0
+    for reply, pause_s in events:
         now += pause_s
-        if first:
+        if reply:
             budget.earn()
-            firsts += 1
-        elif budget.take(now) == 0.0:
-            at_once += 1
-    allowed = RetryBudget.CAPACITY + firsts * RetryBudget.SHARE + now * RetryBudget.TRICKLE_PER_S
-    assert at_once <= allowed + 1e-6
+            replies += 1
+        else:
+            taken += budget.take(now)
+    allowed = RetryBudget.LEAST_CAPACITY + replies * RetryBudget.SHARE + now * RetryBudget.TRICKLE_PER_S
+    assert taken <= allowed + 1e-6
 
 
 def test_a_clock_that_stands_still_or_runs_back_gives_no_tokens() -> None:
-    budget = RetryBudget()
-    for _ in range(int(RetryBudget.CAPACITY)):
-        budget.take(10.0)
-    assert budget.take(5.0) > 0
+    budget = spent_budget(now=10.0)
+    assert not budget.take(10.0) and not budget.take(5.0)
 
 
 def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, LatencyHistogram]:

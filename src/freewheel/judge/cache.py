@@ -1,6 +1,6 @@
 """Replies that were paid for once: an LRU in memory, in front of a file that all processes of a user share.
 
-    engine -- get --> MemoryCache -- miss --> Store.get_many (a thread) -- miss --> the judge
+    engine -- get --> MemoryCache -- miss --> Store.get_many (the disk) -- miss --> the judge
     engine <-- reply that parsed: MemoryCache.put and Store.put, neither of which waits
 
 What is kept is the reply as it came; it is parsed anew each time, so that a better parser needs no new call. Only

@@ -18,7 +18,7 @@ import sys
 from typing import Any, cast
 
 from freewheel.judge.service import ForwardingHandler, Service, run_loop
-from freewheel.judge.wire import Close, Configure, FrameReader, ToCaller, pack
+from freewheel.judge.wire import Close, Configure, FrameReader, Results, ToCaller, pack, pack_results
 
 PARENT_CHECK_S = 1.0
 GC_THRESHOLD = 50_000
@@ -53,7 +53,7 @@ class _Pipe(asyncio.Protocol):
 
     def send(self, message: ToCaller) -> None:
         if self._transport is not None:
-            self._transport.write(pack(message))
+            self._transport.write(pack_results(message) if isinstance(message, Results) else pack(message))
 
 
 async def serve(fd: int) -> None:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import socket
 import ssl
 import time
+from contextvars import ContextVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
 
 import aiohttp
-import msgspec
 from yarl import URL
 
+from freewheel.judge.completion import read_completion
 from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.errors import ConfigError
-from freewheel.judge.outcome import DETAIL_CHARS, Failure, Kind, Reply, classify, shorten
+from freewheel.judge.outcome import Failure, Kind, Reply, classify, shorten
 from freewheel.judge.pacing import RateHeaders
-from freewheel.judge.verdict import Usage
 
 log = logging.getLogger("freewheel.judge")
 
+KEEPIDLE_S = 30
+"""Idle connections are probed this often: load balancers forget them silently after a few minutes."""
 KEEPALIVE_S = 300.0
 """A TLS handshake costs 1.1 ms of CPU on either side: connections outlast the pause between two training steps."""
 CONNECT_TIMEOUT_S = 10.0
@@ -36,26 +39,27 @@ LEAST_KEY_CHARS = 12
 """A shorter key is a local server's placeholder (`EMPTY`, `x`); cutting it out of replies would harm scores."""
 
 
-class _Message(msgspec.Struct):
-    content: str | None = None
+class _Opened:
+    """Whether a call had to open a connection of its own."""
+
+    __slots__ = ("fresh",)
+
+    def __init__(self) -> None:
+        self.fresh = False
 
 
-class _Choice(msgspec.Struct):
-    message: _Message
-    finish_reason: str | None = None
+_opened: ContextVar[_Opened] = ContextVar("_opened")
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _Completion(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage | None = None
-
-
-_decoder = msgspec.json.Decoder(_Completion, strict=False)
+def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """For the connector: notes that the call at hand opens a connection, and has idle ones probed by the system."""
+    family, kind, protocol, _, _ = address
+    opened = socket.socket(family, kind, protocol)
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPIDLE_S)
+    _opened.get(_Opened()).fresh = True
+    return opened
 
 
 def open_connector(config: JudgeConfig) -> aiohttp.TCPConnector:
@@ -66,7 +70,9 @@ def open_connector(config: JudgeConfig) -> aiohttp.TCPConnector:
             context = ssl.create_default_context(cafile=config.ca_file)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError("ca_file", config.ca_file, f"it cannot be read as a CA bundle: {error}") from None
-    return aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60, ssl=context)
+    return aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=KEEPALIVE_S, ttl_dns_cache=60, ssl=context, socket_factory=_open_socket
+    )
 
 
 class ChatClient:
@@ -99,39 +105,36 @@ class ChatClient:
         )
 
     async def ask(self, body: bytes) -> Reply | Failure:
-        """One HTTP exchange. Time limits are the caller's (`asyncio.timeout`)."""
+        """One HTTP exchange. Time limits are the caller's."""
+        opened = _Opened()
+        _opened.set(opened)
         try:
             response = await self._session.post(self._url, data=body, proxy=self._proxy, allow_redirects=False)
-            try:
-                content = await self._read(response)
-            except BaseException:
-                response.close()  # an unread body must not go back into the pool
-                raise
         except TimeoutError as error:
             return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            return Failure(Kind.BROKEN if opened.fresh else Kind.STALE, self._describe(error))
         except (aiohttp.ClientError, OSError) as error:
-            return Failure(Kind.BROKEN, self._redact(f"{type(error).__name__}: {error}"))
+            return Failure(Kind.BROKEN, self._describe(error))
+        try:
+            content = await self._read(response)
+        except (aiohttp.ClientError, OSError) as error:
+            response.close()
+            return Failure(Kind.BROKEN, self._describe(error))
+        except BaseException:
+            response.close()  # an unread body must not go back into the pool
+            raise
         if content is None:
             return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes")
         if response.status != 200:
             return self._failed(response, content)
-        try:
-            completion = _decoder.decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
-            return Failure(Kind.GARBAGE, self._redact(f"200, but not a chat completion ({error}): {seen}"))
-        if not completion.choices:
-            return Failure(Kind.GARBAGE, "200, but `choices` is empty")
-        choice, used = completion.choices[0], completion.usage or _Usage()
-        text = choice.message.content or ""
-        if self._echo and self._echo in text:
-            text = self._redact_all(text)  # a reply is cached and shown
-        return Reply(
-            text,
-            Usage(used.prompt_tokens or 0, used.completion_tokens or 0),
-            choice.finish_reason == "length",
-            RateHeaders.parse(response.headers, time.time()),
-        )
+        reply = read_completion(content)
+        if isinstance(reply, Failure):
+            return reply._replace(detail=self._redact(reply.detail))
+        if self._echo and self._echo in reply.text:
+            reply = reply._replace(text=self._redact_all(reply.text))  # a reply is cached and shown
+        rate = RateHeaders.parse(response.headers, time.time())
+        return reply._replace(rate=rate) if rate is not None else reply
 
     async def close(self) -> None:
         await self._session.close()
@@ -158,6 +161,9 @@ class ChatClient:
         if failure.kind in (Kind.AUTH, Kind.FORBIDDEN):
             detail = f"{detail} ({self._sent_with})"
         return failure._replace(detail=f"{self._url}: {detail}")
+
+    def _describe(self, error: Exception) -> str:
+        return self._redact(f"{type(error).__name__}: {error}")
 
     def _redact(self, text: str) -> str:
         return shorten(self._redact_all(text))

@@ -44,9 +44,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One of several places that serve the judge."""
 
     url: str
-    """A chat-completions URL, or a base URL as the OpenAI clients take it (`…/v1`)."""
+    """A base URL as the OpenAI clients take it, or a chat-completions URL. `/chat/completions` is appended to a path
+    that does not end so, and `/v1` stands for no path."""
     weight: float = 1.0
-    """Its share of the requests. 0 = a standby, used while no other endpoint works."""
+    """Its share of the requests while all have room. 0 = a standby, used while no other endpoint works."""
     model: str | None = None
     """The model's name there, where it differs from the judge's `model`."""
     api_key: Secret | None = None
@@ -266,11 +267,8 @@ def _normal_url(key: str, url: Any) -> str:
     if parts.username or parts.password:
         shown = f"{parts.scheme}://[credentials]@{host}"
         raise ConfigError(key, shown, "leave user and password out of the URL; use api_key or api_key_env")
-    path = parts.path.rstrip("/")
-    last = path.rpartition("/")[2]
-    if not path:
-        path = "/v1" + COMPLETIONS_PATH
-    elif last[:1] == "v" and last[1:2].isdigit():
+    path = parts.path.rstrip("/") or "/v1"
+    if not path.endswith(COMPLETIONS_PATH):
         path += COMPLETIONS_PATH
     return urlunsplit((parts.scheme, parts.netloc.lower(), path, parts.query, ""))
 

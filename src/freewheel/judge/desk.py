@@ -9,9 +9,10 @@ answered is sent to the next one.
 
 from __future__ import annotations
 
+import heapq
 import logging
+import math
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -47,8 +48,9 @@ class _Open:
 
 class Desk:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may cancel or close while its thread is in here
         self._open: dict[int, _Open] = {}
+        self._deadlines: list[tuple[float, int]] = []
         self._to_send: deque[_Open] = deque()
         self._control: deque[ToEngine] = deque()
         self._queries: dict[int, Future[JudgeStats]] = {}
@@ -75,6 +77,8 @@ class Desk:
             if requests:
                 batch = self._open[handle.batch] = _Open(handle)
                 self._to_send.append(batch)
+                if deadline_at is not None:
+                    heapq.heappush(self._deadlines, (deadline_at, handle.batch))
         self._wake()
         return handle
 
@@ -120,10 +124,15 @@ class Desk:
             if self._control:
                 return self._control.popleft()
             while self._to_send and self._out < WINDOW:
-                batch = self._to_send[0]
+                batch = self._to_send.popleft()
+                if batch.handle.batch not in self._open:
+                    continue  # it was ended meanwhile
                 indexes = self._cut(batch)
-                if not batch.again and batch.cursor >= len(batch.handle):
-                    self._to_send.popleft()
+                if batch.again or batch.cursor < len(batch.handle):
+                    # The first goes on, so that an older batch is done first; one that the engine cannot hold as a
+                    # whole gives way to the others, chunk by chunk.
+                    put_back = self._to_send.append if len(batch.handle) > WINDOW else self._to_send.appendleft
+                    put_back(batch)
                 if indexes:
                     batch.out.update(indexes)
                     self._out += len(indexes)
@@ -196,15 +205,19 @@ class Desk:
     def next_deadline(self) -> float:
         """When `expire` has something to do, in monotonic seconds; infinity if never."""
         with self._lock:
-            deadlines = [b.handle.deadline_at for b in self._open.values() if b.handle.deadline_at is not None]
-        return min(deadlines, default=float("inf")) + GRACE_S
+            deadlines = self._deadlines
+            while deadlines and deadlines[0][1] not in self._open:
+                heapq.heappop(deadlines)
+            return deadlines[0][0] + GRACE_S if deadlines else math.inf
 
-    def expire(self) -> None:
+    def expire(self, now: float) -> None:
         """Marks what is missing of batches that are over, whatever the engine is doing."""
-        now = time.monotonic()
-        for handle in self.open_handles():
-            if handle.deadline_at is not None and handle.deadline_at + GRACE_S <= now:
-                self._end(handle, Reason.DEADLINE, "the batch's deadline is over")
+        while self.next_deadline() <= now:
+            with self._lock:
+                _, number = heapq.heappop(self._deadlines)
+                batch = self._open.get(number)
+            if batch is not None:
+                self._end(batch.handle, Reason.DEADLINE, "the batch's deadline is over")
 
     def break_down(self, why: str) -> None:
         """The engine will not come back: everything open fails, and later submits raise."""
@@ -223,8 +236,6 @@ class Desk:
             if batch is None:
                 return
             self._out -= len(batch.out)
-            if batch in self._to_send:
-                self._to_send.remove(batch)
             if batch.out:
                 self._control.append(Cancel(handle.batch))
             handle.put_missing(reason, detail)

@@ -30,14 +30,20 @@ from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder, local_secret
 from freewheel.judge.replies import Replies
 from freewheel.judge.request import JudgeRequest, RequestHasher
-from freewheel.judge.retry import RetryBudget, backoff_s
+from freewheel.judge.retry import backoff_s
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
+from freewheel.judge.waiting import OutageWatch, RetryLine
 
 log = logging.getLogger("freewheel.judge")
 
 SWEEP_S = 0.025
 """How often time limits are looked at: deadlines are kept to within 100 ms, this leaves room for the way back."""
+
+MOST_STALE = 2
+"""How often one request may meet a connection that the server had closed: the pool may hold more than one of them."""
+ELSEWHERE_S = 0.1
+"""Pause of a request that another endpoint may take: that one may be full for a moment."""
 
 Deliver = Callable[[int, int, Verdict], None]
 """Takes (batch, index, verdict)."""
@@ -67,12 +73,9 @@ class Engine:
         self._ready: deque[Flight] = deque()
         self._started: set[Flight] = set()
         self._sweeping = False
-        self._backing_off = 0
         self._calls_out = 0
         self._wake_timer: asyncio.TimerHandle | None = None
         self._wake_at = NEVER
-        self._down_since: float | None = None
-        self._retry_budget = RetryBudget()
         self._replies = Replies(config, self._read)
         self._lanes: list[Lane] = []
         self._connector: aiohttp.TCPConnector | None = None
@@ -88,6 +91,8 @@ class Engine:
         prompts = PromptBuilder(config.loaded_rubric, local_secret(self._replies.directory))
         self._static_size = len(prompts.system)
         self._lanes = [Lane(config, endpoint, self._replies.recall(endpoint.url)) for endpoint in config.endpoints]
+        self._again = RetryLine(self._loop, self._send_again)
+        self._outage = OutageWatch(self._lanes, config.request_deadline_s)
         self._connector = open_connector(config)
         pairs = list(zip(self._lanes, config.endpoints, strict=True))
         self._clients = {lane: ChatClient(self._connector, config, endpoint) for lane, endpoint in pairs}
@@ -125,8 +130,9 @@ class Engine:
             batch = self._open_batch(batch_id, deadline_at)
         self._stats.submitted += len(requests)
         fresh: list[Flight] = []
+        now = time.monotonic()
         for index, request in zip(indexes, requests, strict=True):
-            flight = self._admit(batch, index, request)
+            flight = self._admit(batch, index, request, now)
             if flight is not None:
                 fresh.append(flight)
         if not batch.open:
@@ -153,10 +159,14 @@ class Engine:
         return msgspec.structs.replace(
             self._stats,
             failed=dict(self._stats.failed),
-            queued=len(self._ready) + self._backing_off,
+            queued=len(self._ready) + len(self._again),
             cost_before=self._spent_before,
             endpoints=[lane.snapshot() for lane in self._lanes],
         )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._batches)
 
     @property
     def spent(self) -> float:
@@ -173,7 +183,7 @@ class Engine:
                 lane.reconsider()
         return batch
 
-    def _admit(self, batch: Batch, index: int, request: JudgeRequest) -> Flight | None:
+    def _admit(self, batch: Batch, index: int, request: JudgeRequest, now: float) -> Flight | None:
         """Answers from memory, joins a flight, or starts one (returned)."""
         if request.skip:
             self._stats.skipped += 1
@@ -192,32 +202,36 @@ class Engine:
             self._stats.scored += 1
             self._deliver(batch.id, index, verdict)
             return None
-        flight = self._flights.get(key)
-        if flight is not None:
+        joined = self._flights.get(key)
+        if joined is not None:
             self._stats.shared += 1
-            flight.waiters.append((batch, index))
-            batch.open[index] = flight
-            return None
-        size = self._static_size + len(request.response) + len(request.prompt) + len(request.reference)
-        flight = Flight(key, request, size, batch, index)
-        self._flights[key] = batch.open[index] = flight
-        return flight
+            flight = joined
+        else:
+            size = self._static_size + sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
+            flight = self._flights[key] = Flight(key, request, size, now)
+        flight.waiters.append((batch, index, now))
+        batch.open[index] = flight
+        return flight if joined is None else None
 
     # -- calls out ----------------------------------------------------------------------------------------------------
 
     def _pump(self) -> None:
         """Sends what may be sent now, and arranges to be called when more may be."""
         now = time.monotonic()
-        ready = self._ready
-        while ready:
+        while self._ready:
+            ready = self._ready
             flight = ready[0]
             if flight.done:
                 ready.popleft()
                 continue
-            lane, wake_at = pick(self._lanes, now, flight.size, flight.avoid)
+            lane, wake_at = pick(self._lanes, now, flight.size, flight.avoid, flight.avoid_until)
+            if lane is None and flight.avoid_until > now and len(self._lanes) > 1:
+                self._again.add(ready.popleft(), ELSEWHERE_S)  # it may not go where others may: let them pass
+                continue
             if lane is None:
-                troubled = self._calls_out == 0 or self._down_since is not None
-                if not (troubled and self._give_up_on_outage(now)) and wake_at < self._wake_at:
+                if self._calls_out == 0 or self._outage.down_since is not None:
+                    self._give_up(now)
+                if self._ready and wake_at < self._wake_at:
                     self._wake_later(wake_at, now)
                 return
             if self._config.max_cost is not None and self._over_budget(lane, flight.size, self._config.max_cost):
@@ -271,13 +285,15 @@ class Engine:
         now = time.monotonic()
         if isinstance(outcome, Reply):
             lane.replied(permit, now, outcome, flight.size)
-            if self._down_since is not None:
-                self._watch_outage(now, "")
-            self._retry_budget.earn()
+            if self._outage.down_since is not None:
+                self._outage.look(now, "")
+            self._again.replied(now)
             self._replied(flight, outcome)
         else:
+            if outcome.kind is Kind.STALE and flight.stales >= MOST_STALE:
+                outcome = outcome._replace(kind=Kind.BROKEN)
             failure = lane.failed(permit, now, outcome)
-            self._watch_outage(now, failure.detail)
+            self._outage.look(now, failure.detail)
             self._failed(flight, permit, failure, now)
         self._pump()
 
@@ -321,6 +337,11 @@ class Engine:
         if kind in FINAL:
             self._fail(flight, REASONS[kind], failure.detail)
             return
+        if kind is Kind.STALE:
+            flight.stales += 1
+            self._stats.retries += 1
+            self._ready.appendleft(flight)
+            return
         if kind in WAITS:
             flight.throttles += 1
             wait_s = backoff_s(flight.throttles, failure.retry_after_s, random.random)
@@ -331,7 +352,10 @@ class Engine:
                 self._fail(flight, REASONS[kind], failure.detail)
                 return
             wait_s = backoff_s(max(1, flight.faults), failure.retry_after_s, random.random)
-            wait_s = max(wait_s, self._retry_budget.take(now))
+            flight.is_retry = True
+        if any(other.works for other in self._lanes if other is not lane):
+            flight.avoid_until = now + wait_s
+            wait_s = min(wait_s, ELSEWHERE_S)
         if now + wait_s >= flight.deadline_at:
             left_s = flight.deadline_at - now
             self._fail(
@@ -339,14 +363,11 @@ class Engine:
             )
             return
         self._stats.retries += 1
-        self._backing_off += 1
-        self._loop.call_later(wait_s, self._back_off_over, flight)
+        self._again.add(flight, wait_s)
 
-    def _back_off_over(self, flight: Flight) -> None:
-        self._backing_off -= 1
-        if not flight.done:
-            self._ready.appendleft(flight)  # it has waited longest
-            self._pump()
+    def _send_again(self, flight: Flight) -> None:
+        self._ready.appendleft(flight)  # it has waited longest
+        self._pump()
 
     def _wake_later(self, wake_at: float, now: float) -> None:
         if self._wake_timer is not None:
@@ -358,34 +379,16 @@ class Engine:
         self._wake_timer, self._wake_at = None, NEVER
         self._pump()
 
-    def _watch_outage(self, now: float, detail: str) -> None:
-        down = all(not lane.works for lane in self._lanes) and any(lane.halted is None for lane in self._lanes)
-        if down and self._down_since is None:
-            self._down_since = now
-            log.warning("the judge does not answer (%s); requests wait while one at a time probes it", detail)
-        elif not down and self._down_since is not None:
-            log.info("the judge answers again after %.1f s", now - self._down_since)
-            self._down_since = None
-
-    def _give_up_on_outage(self, now: float) -> bool:
-        """Fails what is queued when no endpoint will take it: all halted, or none answered for a whole deadline."""
-        halts = [lane.halted for lane in self._lanes if lane.halted is not None]
-        if len(halts) == len(self._lanes):
-            reason, detail = REASONS[halts[0].kind], halts[0].detail
-        elif self._down_since is not None and now - self._down_since > self._config.request_deadline_s:
-            last = next((flight.last for flight in self._ready if flight.last), "")
-            reason, detail = Reason.UNAVAILABLE, f"no endpoint answered for {now - self._down_since:.0f} s: {last}"
-        else:
-            return False
-        while self._ready:
-            flight = self._ready.popleft()
-            if not flight.done:
-                self._fail(flight, reason, detail)
-        return True
+    def _give_up(self, now: float) -> None:
+        self._ready = deque(flight for flight in self._ready if not flight.done)
+        for flight, reason, detail in list(self._outage.given_up(now, self._ready)):
+            self._fail(flight, reason, detail)
 
     def _over_budget(self, lane: Lane, size: int, ceiling: float) -> bool:
+        if self._calls_out and not lane.knows_cost:
+            return True
         reserved = sum(other.reserved_cost for other in self._lanes)
-        return self.spent + reserved + lane.estimate_cost(size) > ceiling
+        return self.spent + reserved + lane.most_cost(size) > ceiling
 
     # -- verdicts out -------------------------------------------------------------------------------------------------
 
@@ -396,7 +399,10 @@ class Engine:
         """The flight ends; all who wait for it get its verdict."""
         assert not flight.done
         self._land(flight)
-        for batch, index in flight.waiters:
+        self._answer_all(flight.waiters, verdict)
+
+    def _answer_all(self, waiters: list[tuple[Batch, int, float]], verdict: Scored | Failed) -> None:
+        for batch, index, _ in waiters:
             self._answer(batch, index, verdict)
             if not batch.open:
                 self._close_batch(batch)
@@ -430,17 +436,28 @@ class Engine:
         now = time.monotonic()
         for flight in [f for f in self._started if f.deadline_at <= now or f.is_overdue(now)]:
             if flight.deadline_at <= now:
-                last = flight.last or "no reply so far"
-                self._fail(
-                    flight, Reason.DEADLINE, f"request_deadline_s = {self._config.request_deadline_s:g} is over; {last}"
-                )
+                self._expire(flight, now)
             elif flight.task is not None and not flight.overdue:
                 flight.overdue = True
                 flight.task.cancel()
+        self._again.passed(now, sum(lane.limiter.limit for lane in self._lanes))
         self._sweeping = bool(self._started)
         if self._sweeping:
             self._loop.call_later(SWEEP_S, self._sweep)
         self._pump()
+
+    def _expire(self, flight: Flight, now: float) -> None:
+        """Who has waited for a whole `request_deadline_s` gets a failure; who joined later waits on."""
+        limit_s = self._config.request_deadline_s
+        detail = f"request_deadline_s = {limit_s:g} is over; {flight.last or 'no reply so far'}"
+        later = [waiter for waiter in flight.waiters if waiter[2] + limit_s > now]
+        if not later:
+            self._fail(flight, Reason.DEADLINE, detail)
+            return
+        over = [waiter for waiter in flight.waiters if waiter[2] + limit_s <= now]
+        flight.waiters = later
+        flight.deadline_at = min(since for _, _, since in later) + limit_s
+        self._answer_all(over, Failed(Reason.DEADLINE.value, flight.calls, detail, flight.usage))
 
     def _batch_expired(self, batch: Batch) -> None:
         self._abandon(batch, Reason.DEADLINE, "the batch's deadline is over; ")
@@ -457,3 +474,7 @@ class Engine:
             if not flight.waiters:
                 self._land(flight)
         self._close_batch(batch)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

@@ -24,4 +24,4 @@ class JudgeClosed(JudgeError, RuntimeError):
 
 
 class EngineDied(JudgeError, RuntimeError):
-    """The engine's process kept dying; the message says how it ended and what it last wrote."""
+    """The engine's process kept dying; the message says how it ended, and its last words are on stderr."""

@@ -23,22 +23,29 @@ class Batch:
 class Flight:
     """Requests of equal content share one; it lives on while anyone waits for it, and ends once."""
 
-    __slots__ = ("asks", "avoid", "calls", "deadline_at", "done", "faults", "key", "last", "overdue", "permit",
-                 "request", "size", "task", "throttles", "timeouts", "usage", "waiters")  # fmt: skip
+    __slots__ = ("asks", "avoid", "avoid_until", "calls", "deadline_at", "done", "faults", "is_retry", "key", "last",
+                 "overdue", "permit", "queued_at", "request", "size", "stales", "task", "throttles", "timeouts",
+                 "usage", "waiters")  # fmt: skip
 
-    def __init__(self, key: bytes, request: JudgeRequest, size: int, batch: Batch, index: int) -> None:
+    def __init__(self, key: bytes, request: JudgeRequest, size: int, now: float) -> None:
         self.key = key
         self.request = request
         self.size = size
-        """Characters to be sent: what its tokens are estimated from."""
-        self.waiters: list[tuple[Batch, int]] = [(batch, index)]
-        self.calls = self.faults = self.throttles = self.timeouts = self.asks = 0
+        """Bytes to be sent: what its tokens are estimated from."""
+        self.queued_at = now
+        self.waiters: list[tuple[Batch, int, float]] = []
+        """(batch, index, since when)."""
+        self.calls = self.faults = self.throttles = self.timeouts = self.stales = self.asks = 0
+        self.is_retry = False
+        """It waits for the retry budget."""
         self.deadline_at = NEVER
         self.permit: Permit | None = None
         """Of the call that is under way."""
         self.overdue = False
         self.task: asyncio.Task[None] | None = None
         self.avoid: Lane | None = None
+        """Where it just failed, and until when it must not be sent there again."""
+        self.avoid_until = -NEVER
         self.last = ""
         """What went wrong last, for the verdict's detail."""
         self.usage = Usage()

@@ -61,7 +61,7 @@ class Judge:
         _judges.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close while its thread is in here
         self._desk = Desk()
         self._link: Link | None = None
         self._closed = False
@@ -73,9 +73,10 @@ class Judge:
             if self._closed:
                 raise JudgeClosed("the judge is closed; make another one")
             if self._link is None:
-                self._link = self._make_link()
-                self._link.start()
-                self._finalizer = weakref.finalize(self, _abandon, self._link, os.getpid())
+                link = self._make_link()
+                link.start()
+                self._link = link
+                self._finalizer = weakref.finalize(self, _abandon, link, os.getpid())
                 self._finalizer.atexit = False  # _close_all does it, for all at once
         return self
 

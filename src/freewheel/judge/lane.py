@@ -61,7 +61,10 @@ class Lane:
         self.stats = EndpointStats(url=self.url, model=self.model)
         self._price = config.prices.get(self.model)
         self._bytes_per_token = BYTES_PER_TOKEN
-        self._completion_tokens = float(config.max_tokens or FIRST_COMPLETION_TOKENS)
+        longest = config.max_tokens or config.sampling.get("max_completion_tokens")
+        self._completion_tokens = float(longest or FIRST_COMPLETION_TOKENS)
+        self._longest_completion = float(longest or 0)
+        self._longest_is_bound = longest is not None
 
     def ready_at(self, now: float, body_bytes: int) -> float:
         """`now` or before: send. Later: ask again then. `NEVER`: ask again when a call ends."""
@@ -78,15 +81,22 @@ class Lane:
         """False while the endpoint is known to be down or to refuse us."""
         return self.halted is None and self.breaker.state is State.CLOSED
 
-    def estimate_cost(self, body_bytes: int) -> float:
+    @property
+    def knows_cost(self) -> bool:
+        """False while the longest reply is neither bounded nor seen: then one call at a time finds out."""
+        return self._longest_is_bound or self.stats.answered > 0
+
+    def most_cost(self, body_bytes: int) -> float:
+        """What a call may cost: by `max_tokens`, or by the longest reply so far where there is none."""
         if self._price is None:
             return 0.0
-        return self._price.of(body_bytes / self._bytes_per_token, self._completion_tokens)
+        prompt_tokens = body_bytes / min(self._bytes_per_token, BYTES_PER_TOKEN)
+        return self._price.of(prompt_tokens, self._longest_completion or FIRST_COMPLETION_TOKENS)
 
     def send(self, now: float, body_bytes: int) -> Permit:
         tokens = self._tokens(body_bytes)
         self.pacer.sent(now, tokens)
-        reserved = self.estimate_cost(body_bytes)
+        reserved = self.most_cost(body_bytes)
         self.reserved_cost += reserved
         self.stats.sent += 1
         return Permit(self, self.limiter.sent(now), now, tokens, reserved, self.breaker.sent())
@@ -107,6 +117,7 @@ class Lane:
             if usage.prompt_tokens:
                 self._bytes_per_token += LEARNING * (body_bytes / usage.prompt_tokens - self._bytes_per_token)
             self._completion_tokens += LEARNING * (usage.completion_tokens - self._completion_tokens)
+            self._longest_completion = max(self._longest_completion, usage.completion_tokens)
             if self._price is not None:
                 stats.cost += self._price.of(usage.prompt_tokens, usage.completion_tokens)
         elif self._price is not None:
@@ -135,6 +146,8 @@ class Lane:
         if kind in INFRA:
             tells_of = permit.sent_at if kind is Kind.TIMEOUT else now
             self.breaker.failed(now, tells_of=tells_of, probe=permit.probe)
+        elif kind is Kind.STALE:
+            self.breaker.dropped(probe=permit.probe)
         else:
             self.breaker.answered(now)
         if kind in HALTS and self.halted is None:
@@ -174,28 +187,30 @@ class Lane:
         return int(body_bytes / self._bytes_per_token + self._completion_tokens)
 
 
-def pick(lanes: Sequence[Lane], now: float, body_bytes: int, avoid: Lane | None = None) -> tuple[Lane | None, float]:
+def pick(
+    lanes: Sequence[Lane], now: float, body_bytes: int, avoid: Lane | None = None, avoid_until: float = -NEVER
+) -> tuple[Lane | None, float]:
     """The lane to send on now, or None and the time to ask again.
 
     The lane furthest below its weight's share goes first; a standby (weight 0) only while no other works; `avoid`, the
-    lane on which the request just failed, only if there is no other.
+    lane on which the request just failed, not before `avoid_until`, and then only if there is no other.
     """
     if len(lanes) == 1:
         at = lanes[0].ready_at(now, body_bytes)
         return (lanes[0], now) if at <= now else (None, at)
     standby = not any(lane.works for lane in lanes if lane.weight > 0)
     best: Lane | None = None
-    best_load, wake_at = math.inf, NEVER
+    best_rank, wake_at = (True, math.inf), NEVER
     for lane in lanes:
         if lane.weight == 0 and not standby:
             continue
         at = lane.ready_at(now, body_bytes)
+        if lane is avoid:
+            at = max(at, avoid_until)
         if at > now:
             wake_at = min(wake_at, at)
             continue
-        load = (lane.limiter.in_flight + 1) / (lane.weight or 1.0)
-        if lane is avoid:
-            load += 1e9
-        if load < best_load:
-            best, best_load = lane, load
+        rank = (lane is avoid, (lane.limiter.in_flight + 1) / (lane.weight or 1.0))
+        if rank < best_rank:
+            best, best_rank = lane, rank
     return (best, now) if best is not None else (None, wake_at)

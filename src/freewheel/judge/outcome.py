@@ -6,6 +6,7 @@ RATE         until the deadline     the pacer           -                   -
 OVERLOADED   max_attempts           if sustained        yes                 -
 TIMEOUT      max_attempts           -                   yes                 -
 BROKEN       max_attempts           -                   yes                 -
+STALE        at once, twice         -                   -                   -
 GARBAGE      max_attempts           -                   -                   -
 REJECTED     no                     -                   -                   -
 FORBIDDEN    no                     -                   -                   as AUTH, if it never answered us
@@ -35,6 +36,7 @@ class Kind(Enum):
     OVERLOADED = "overloaded"
     TIMEOUT = "timeout"
     BROKEN = "broken"
+    STALE = "stale"
     GARBAGE = "garbage"
     REJECTED = "rejected"
     FORBIDDEN = "forbidden"
@@ -58,6 +60,7 @@ REASONS: dict[Kind, Reason] = {
     Kind.OVERLOADED: Reason.UNAVAILABLE,
     Kind.TIMEOUT: Reason.UNAVAILABLE,
     Kind.BROKEN: Reason.UNAVAILABLE,
+    Kind.STALE: Reason.UNAVAILABLE,
     Kind.GARBAGE: Reason.UNAVAILABLE,
     Kind.REJECTED: Reason.REJECTED,
     Kind.FORBIDDEN: Reason.REJECTED,

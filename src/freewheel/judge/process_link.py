@@ -35,8 +35,8 @@ RESTARTS_ALLOWED = 5
 RESTART_WINDOW_S = 60.0
 FIRST_PAUSE_S = 0.1
 """Before the first restart; doubles with each."""
-LONGEST_WAIT_S = 0.5
-"""For one sleep: a batch whose deadline is further away need not wake the thread when it comes."""
+LONGEST_WAIT_S = 3600.0
+"""For one sleep, which the system bounds at some weeks."""
 
 _spawning = threading.Lock()
 """Held while a child is started, and by forks: a fork in between would hold both ends of the child's socket, and
@@ -52,13 +52,8 @@ class ProcessLink:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
-        self._woken = False
         self._ending = False
         self._abandoned = False
-        self._sending = threading.Lock()
-        """Held while something is taken from the desk and put on the socket: both must be in one order."""
-        self._started = False
-        self._pending = bytearray()
         self._deaths: list[float] = []
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -70,32 +65,23 @@ class ProcessLink:
 
     def start(self) -> None:
         self._desk.attach(self.wake)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._wake_in.close()
+            self._wake_out.close()
+            raise
 
     def wake(self) -> None:
-        """From any thread, after the desk has something new. Never blocks.
-
-        What the socket takes at once is sent right here; a small batch then costs no change of threads.
-        """
-        if self._sending.acquire(blocking=False):
-            try:
-                sent = self._started and self._push() and not self._pending
-            finally:
-                self._sending.release()
-            if sent and self._desk.next_deadline() > time.monotonic() + LONGEST_WAIT_S:
-                return
-        self._rouse()
-
-    def _rouse(self) -> None:
-        if not self._woken:
-            self._woken = True
-            with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has gone
-                self._wake_out.send(b"w")
+        """From any thread, after the desk has something new. Never blocks, and keeps no state that an exception from a
+        signal handler could tear."""
+        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has gone
+            self._wake_out.send(b"w")
 
     def join(self, timeout_s: float) -> None:
         """After `Desk.close`: waits for the child to close, ends it if it does not."""
         self._ending = True
-        self._rouse()
+        self.wake()
         self._thread.join(timeout_s)
         if self._thread.is_alive() and self._child is not None:
             log.warning("the judge's process did not close within %.3g s; it is killed", timeout_s)
@@ -105,7 +91,7 @@ class ProcessLink:
     def abandon(self) -> None:
         """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock."""
         self._abandoned = True
-        self._rouse()
+        self.wake()
 
     def forget(self) -> None:
         """In a forked process: lets go of the parent's descriptors, so that its child sees the end of file."""
@@ -143,8 +129,7 @@ class ProcessLink:
             with ours:
                 self._talk(ours)
         finally:
-            with self._sending:
-                self._started, self._socket = False, None
+            self._socket = None
             code = self._reap()
         if self._close_sent or self._ending:
             return False
@@ -167,18 +152,13 @@ class ProcessLink:
         while not (self._ending or self._abandoned) and (now := time.monotonic()) < until:
             if poll.poll(max(0.0, min(until, self._desk.next_deadline()) - now) * 1000):
                 self._heard()
-            self._desk.expire()
+            self._desk.expire(time.monotonic())
         return not (self._ending or self._abandoned)
 
     def _heard(self) -> None:
-        """Takes a wake.
-
-        The flag falls after the read. A wake that comes between the two is not lost, as the desk is looked at next;
-        the other way round it would be read away, and the flag would keep all later ones from coming.
-        """
+        """Takes the wakes; the desk is looked at next."""
         with contextlib.suppress(BlockingIOError):
-            self._wake_in.recv(64)
-        self._woken = False
+            self._wake_in.recv(4096)
 
     def _spawn(self) -> socket.socket:
         if not sys.executable:
@@ -208,8 +188,8 @@ class ProcessLink:
 
     def _talk(self, ours: socket.socket) -> None:
         """Until the socket ends. A round is kept short: it takes the interpreter from the caller's threads."""
-        reader, writing = FrameReader.for_caller(), False
-        self._pending = bytearray(pack(Configure(self._config, os.getpid(), self._desk.spent)))
+        reader, started, writing = FrameReader.for_caller(), False, False
+        pending = bytearray(pack(Configure(self._config, os.getpid(), self._desk.spent)))
         poll, woken_by = select.poll(), self._wake_in.fileno()
         poll.register(woken_by, select.POLLIN)
         poll.register(ours, select.POLLIN)
@@ -217,19 +197,25 @@ class ProcessLink:
             if self._abandoned:
                 self._abandoned, self._ending = False, True
                 self._desk.close("the judge was let go of")
-            with self._sending:
-                if not self._push():
-                    return
-                if writing != bool(self._pending):
-                    writing = bool(self._pending)
-                    poll.modify(ours, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
+            if started:
+                self._fill(pending)
+            try:
+                if pending:
+                    del pending[: ours.send(pending)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+            if writing != bool(pending):
+                writing = bool(pending)
+                poll.modify(ours, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
             deadline = self._desk.next_deadline()
             wait_s = min(deadline - time.monotonic(), LONGEST_WAIT_S)
             events = dict(poll.poll(max(0.0, wait_s) * 1000))
             if woken_by in events:
                 self._heard()
-            if time.monotonic() >= deadline:
-                self._desk.expire()
+            if (now := time.monotonic()) >= deadline:
+                self._desk.expire(now)
             if not events.get(ours.fileno(), 0) & ~select.POLLOUT:
                 continue
             try:
@@ -242,7 +228,7 @@ class ProcessLink:
                 return
             for message in reader.feed(data):
                 if isinstance(message, Started):
-                    self._started = True
+                    started = True
                 elif isinstance(message, Stopped):
                     if message.error:
                         self._close_sent = True
@@ -250,22 +236,11 @@ class ProcessLink:
                 else:
                     self._desk.take(message)
 
-    def _push(self) -> bool:
-        """Under `_sending`: hands the socket what it takes. False if the child has gone."""
-        pending, ours = self._pending, self._socket
-        assert ours is not None
-        while self._started and len(pending) < WRITE_AHEAD_BYTES and (message := self._desk.next()) is not None:
+    def _fill(self, pending: bytearray) -> None:
+        while len(pending) < WRITE_AHEAD_BYTES and (message := self._desk.next()) is not None:
             if isinstance(message, Close):
                 self._close_sent = True
             pending += _pack(message)
-        try:
-            if pending:
-                del pending[: ours.send(pending)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            return False
-        return True
 
     def _reap(self) -> int | None:
         """The child's exit code; it has closed its socket, so it is about to go or is killed."""

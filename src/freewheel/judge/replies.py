@@ -32,6 +32,7 @@ class Replies:
         in_memory = config.cache_ttl_s is None or not config.cache
         self._memory = MemoryCache(MEMORY_CACHE_ENTRIES, config.memory_cache_bytes if in_memory else 0)
         self._store: Store | None = None
+        self._noted: dict[str, bytes] = {}
         self.directory: Path | None = None
         if config.cache:
             self.directory = cache_dir(config.cache_dir)
@@ -69,8 +70,10 @@ class Replies:
             self._store.put(key, cached)
 
     def remember(self, url: str, memory: LimiterMemory) -> None:
-        if self._store is not None:
-            self._store.remember(self._limiter_name(url), msgspec.json.encode(memory))
+        noted = msgspec.json.encode(memory)
+        if self._store is not None and self._noted.get(url) != noted:
+            self._noted[url] = noted
+            self._store.remember(self._limiter_name(url), noted)
 
     def recall(self, url: str) -> LimiterMemory | None:
         stored = self._store.recall(self._limiter_name(url)) if self._store is not None else None

@@ -33,7 +33,11 @@ class JudgeRequest(msgspec.Struct, frozen=True, array_like=True):
     def encodable(self) -> JudgeRequest:
         """With each lone surrogate replaced by U+FFFD: UTF-8 cannot carry one, and no judge could read it."""
         texts = (self.response, self.prompt, self.reference, self.id, self.skip)
-        return JudgeRequest(*(_LONE_SURROGATE.sub("\ufffd", text) for text in texts))
+        return JudgeRequest(*map(without_surrogates, texts))
+
+
+def without_surrogates(text: str) -> str:
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
 class RequestHasher:

@@ -28,30 +28,39 @@ def backoff_s(failures: int, retry_after_s: float | None, random: Callable[[], f
 class RetryBudget:
     """Retries may be at most a share of the replies, plus a trickle: an outage does not multiply load.
 
-    A retry without budget waits, but no longer than any back-off may last; it is not refused.
+    A retry without budget waits for the next reply to pay for it; it is not refused.
     """
 
     SHARE = 0.5
     """Tokens earned by each reply. A judge that fails a fifth of its calls needs 0.25, one that fails a third 0.5."""
     TRICKLE_PER_S = 2.0
     """Retries that are always allowed: enough to notice that a dead judge is back."""
-    CAPACITY = 100.0
-    """Tokens that may be saved up: one burst of a whole in-flight window failing at once."""
+    LEAST_CAPACITY = 100.0
+    """Tokens that may be saved up, at least. A whole window in flight may fail at once, so it grows with the limit."""
 
     def __init__(self) -> None:
-        self._tokens = self.CAPACITY
+        self._capacity = self._tokens = self.LEAST_CAPACITY
         self._at: float | None = None
+
+    def allow(self, limit: int) -> None:
+        """The limit moved: one burst of as many failures can be paid for."""
+        if limit > self._capacity:
+            self._tokens += limit - self._capacity
+            self._capacity = float(limit)
 
     def earn(self) -> None:
         """A reply came."""
-        self._tokens = min(self.CAPACITY, self._tokens + self.SHARE)
+        self._tokens = min(self._capacity, self._tokens + self.SHARE)
 
-    def take(self, now: float) -> float:
-        """Takes one retry's token and returns how long that retry must wait for it (0: not at all)."""
-        elapsed = now - self._at if self._at is not None else 0.0
+    def take(self, now: float) -> bool:
+        """Takes one retry's token; False if there is none."""
+        if self._at is not None:
+            self._tokens = min(self._capacity, self._tokens + max(0.0, now - self._at) * self.TRICKLE_PER_S)
         self._at = now
-        self._tokens = min(self.CAPACITY, self._tokens + max(0.0, elapsed) * self.TRICKLE_PER_S) - 1
-        return min(MAX_BACKOFF_S, max(0.0, -self._tokens / self.TRICKLE_PER_S))
+        if self._tokens < 1:
+            return False
+        self._tokens -= 1
+        return True
 
 
 class AttemptPatience:

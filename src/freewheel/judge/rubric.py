@@ -43,17 +43,20 @@ class Rubric(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     high: float = 10.0
     """The highest score; what "yes" is worth under `yes_no`."""
     place: Literal["only", "first", "last"] = "only"
-    """Which score counts where a reply holds several that differ: `only` refuses such a reply."""
+    """Which score counts where a reply holds several that differ: `only` refuses such a reply, `first`
+    and `last` choose."""
     criteria: dict[str, float] = {}
     """Weight by criterion, for `parser="criteria"`; the value is the weighted mean of the criteria's scores."""
     json_schema: dict[str, Any] | None = None
-    """The schema of the reply, for `response_format`; made from the fields where it is None."""
+    """The schema of the reply, for `response_format`; made from the fields where it is None. The reader checks the
+    scores themselves, not the whole schema."""
     json_field: str = "score"
     """The key that holds the score, for `parser="json"`."""
     use_response_format: bool = False
     """Send the schema as `response_format`. Only for judges that know it: others answer 400."""
     template: str = wording.DEFAULT_TEMPLATE
-    """The user message around `{prompt}`, `{reference}` and `{response}`; each becomes a delimited block of lines."""
+    """The user message around `{prompt}`, `{reference}` and `{response}`; each becomes a delimited block of lines.
+    Write `{{` and `}}` for plain braces."""
     closing: str = ""
     """The last line of the user message, after the data; made from parser and range where it is empty."""
     reminder: str = ""

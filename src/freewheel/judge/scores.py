@@ -6,6 +6,8 @@
 A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, over the top of the scale (`7/10`), alone
 on its line, or opening or closing the reply. Quoted claims and those that the judge merely reports ("the response
 says Score: 10") can contradict a reading but never make one: whoever wrote the response cannot speak for the judge.
+Nor can a label that names something else (`Answer: 7`): a judge that restates an answer and forgets the score gives
+none.
 """
 
 from __future__ import annotations
@@ -15,15 +17,23 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .markup import Unparseable, plain, shorten, split_thinking
-from .wording import number_text
+from freewheel.judge.labels import (
+    LABEL,
+    LEAD_CHARS,
+    SHORT_LABEL,
+    VERDICT_WORD,
+    claims_a_score,
+    is_lone_verdict,
+    restates,
+    stands_under_another_label,
+)
+from freewheel.judge.markup import Unparseable, plain, shorten, split_thinking
+from freewheel.judge.wording import number_text
 
 _NUMBER_CHARS = 32
 """Longer digit strings are no scores; the bound also keeps `float` away from megabytes of digits."""
 _MAX_TOKENS = 4096
 """A reply with more numbers than this is no verdict; the bound keeps a hostile reply cheap."""
-_LEAD_CHARS = 80
-"""How far back from a label its sentence is looked at."""
 _LEAD_WORDS = 6
 """A label with more words before it in its sentence is in prose, not the judge's verdict line."""
 
@@ -37,17 +47,10 @@ _HAS_DIGIT = re.compile(r"\d")
 _UNIT = r"(?:分(?![钟之])|点(?!钟)|점|points?\b|pts?\b|punkte\b|puntos\b|баллов|балла|stars?\b)"
 _SLASHED = re.compile(rf"(?<=\d)[ \t]{{0,3}}{_UNIT}?[ \t]{{0,3}}(?:/|\b(?:out of|von|sur|de|из)\b)[ \t]{{0,3}}(?=\d)")
 
-_STRONG = (
-    r"scor(?:e|ing)|ratings?|grade|评分|得分|分数|打分|总分|评级|評分|分數|スコア|評価|得点|点数|採点|점수|평점|평가|"
-    r"punktzahl|bewertung|wertung|calificaci[oó]n|puntuaci[oó]n|puntaje|pontua[cç][aã]o|punteggio|valutazione|"
-    r"оценка|балл|рейтинг|النتيجة|الدرجة|التقييم|स्कोर|अंक|puan|điểm|skor"
+_ENVELOPE = re.compile(
+    r"\s*((?:<(reasoning|analysis|explanation|rationale)>[^<>]*</\2>\s*)?)<answer>([^<>]*)</answer>\s*", re.IGNORECASE
 )
-_WEAK = (
-    r"notes?|nota|voto|marks?|points?|punkte|overall|total|final|result|verdict|evaluation|assessment|judge?ment|"
-    r"decision|answer|quality|итог|结果|结论|評定|評点"
-)
-_LABEL = re.compile(rf"(?<![A-Za-z/\\])(?:(?P<strong>{_STRONG})|(?P<weak>{_WEAK}))(?![a-zA-Z])", re.IGNORECASE)
-_VERDICT_WORD = re.compile(r"overall|final|result|verdict|evaluation|assessment|judge?ment|decision", re.IGNORECASE)
+"""A reply of just this form is how some models mark their own last word; elsewhere it is an answer that was judged."""
 _MARKS = r"[\s:=|_\"'()\[\]{}<>→]|-(?![\d.])"
 _SEPARATOR = re.compile(
     rf"(?:{_MARKS}){{0,12}}(?:\b(?:is|of|was|would be|should be|est(?: de)?|ist|es|è|é|это)\b|为|是|は|が|:)?"
@@ -81,9 +84,6 @@ _AND_ANOTHER = re.compile(
 )
 _LINE_START = re.compile(r"(?:^|\n)[ \t#>|:;=_\"'(\[{•-]{0,16}$")
 _SENTENCE_START = re.compile(r"[.!?。！？][ \t\"')\]]{0,4}$")
-_SHORT_LABEL = re.compile(
-    r"(?:^|\n)[ \t#>|;_\"'(\[{•-]{0,8}[^\W\d_][^\s:=]{0,24}(?:[ \t]{1,2}[^\s:=]{1,24}){0,2}[ \t]{0,2}[:=][ \t\"']{0,4}$"
-)
 _TRAILING = " \t\n\"')]};.。!分点"
 _TRAILING_CHARS = 8
 """As much punctuation as a reply ends with."""
@@ -108,6 +108,8 @@ class Claim(NamedTuple):
     """The judge says it in its own name: neither quoted nor reported."""
     loose: bool
     """It only opens or closes a line of prose: any other number in the reply puts it in doubt."""
+    firm: bool
+    """It is put forward as the score, and not as an answer or a part of the verdict."""
 
 
 class Quotes:
@@ -140,7 +142,8 @@ class ScoreFinder:
 
     def __call__(self, reply: str) -> float:
         answer, unopened = split_thinking(reply)
-        text = self._prepared(answer)
+        envelope = _ENVELOPE.fullmatch(answer)
+        text = self._prepared(f"{envelope[1]}\n{envelope[3]}" if envelope else answer)
         if len(text) > 1 and text[0] == text[-1] == '"' and text.count('"') == 2:
             text = text[1:-1].strip()
         tokens = self._tokens(text)
@@ -206,44 +209,48 @@ class ScoreFinder:
     def _claims(self, text: str, tokens: dict[int, Token], quotes: Quotes) -> list[Claim]:
         found: dict[int, Claim] = {}
 
-        def add(token: Token, begin: int, own: bool, loose: bool = False) -> None:
+        def add(token: Token, begin: int, own: bool, *, loose: bool = False, firm: bool = True) -> None:
             if _AND_ANOTHER.match(text, token.end):
                 token = token._replace(value=None)
-            own = own and not quotes.around(begin, token.end)
+            own = own and firm and not quotes.around(begin, token.end)
             earlier = found.get(token.start)
             if earlier is None or (own and not earlier.own) or (earlier.loose and not loose):
-                found[token.start] = Claim(token, own, loose)
+                found[token.start] = Claim(token, own, loose, firm)
 
         for token, begin, firm in self._labelled(text, tokens):
-            add(token, begin, firm and reported_by_nobody(text, begin))
+            add(token, begin, reported_by_nobody(text, begin), firm=firm)
         for token in tokens.values():
             if token.over_top and token.start not in found:
-                add(token, token.start, reported_by_nobody(text, token.start))
+                own, firm = reported_by_nobody(text, token.start), not restates(text, token.start)
+                add(token, token.start, own, firm=firm)
         for token, own, loose in _standing(text, tokens):
-            add(token, token.start, own, loose)
+            if token.start not in found:
+                add(token, token.start, own, loose=loose, firm=not stands_under_another_label(text, token.start))
         return [found[start] for start in sorted(found)]
 
     def _labelled(self, text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, int, bool]]:
         """Numbers with a label: each with where the label begins, and whether it can be the judge's score."""
-        for label in _LABEL.finditer(text):
+        for label in LABEL.finditer(text):
             gap = _SEPARATOR.match(text, label.end())
             token = tokens.get(gap.end()) if gap else None
             if token is None or gap is None:
                 continue
             if "\n" in gap[0] and not _AFTER_LINE.match(text, token.end):
                 continue  # the first item of a list under a heading
+            strong, ends = label["strong"] is not None, _AFTER_END.match(text, token.end) is not None
             if not _COLON.search(gap[0]):
-                if label["weak"] or not (_AFTER_END.match(text, token.end) or _AND_ANOTHER.match(text, token.end)):
+                if not strong or not (ends or _AND_ANOTHER.match(text, token.end)):
                     continue  # prose such as "a score of 10 is not warranted"
-            elif label["weak"] and not (token.over_top or _AFTER_END.match(text, token.end)):
-                if _VERDICT_WORD.match(label[0]):
+            elif not strong and not (token.over_top or ends):
+                if VERDICT_WORD.match(label[0]):
                     yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, and is no score
                 continue  # prose such as "Note: 3 steps are wrong"
-            yield token, label.start(), True
+            yield token, label.start(), claims_a_score(text, label, over_top=token.over_top, ends=ends)
         for pattern in (_FIRST_PERSON, _BOXED):
             for match in pattern.finditer(text):
                 if match.end() in tokens:
-                    yield tokens[match.end()], match.start(), True
+                    firm = pattern is _FIRST_PERSON or not restates(text, match.start())
+                    yield tokens[match.end()], match.start(), firm
         for match in _GIVEN.finditer(text):
             token = tokens.get(match.end())
             if token is not None and text.startswith("分", token.end):
@@ -251,14 +258,17 @@ class ScoreFinder:
 
     def _choose(self, claims: list[Claim], tokens: dict[int, Token], reply: str) -> Token:
         if self._place != "only":
-            return claims[0 if self._place == "first" else -1].token
+            firm = [claim.token for claim in claims if claim.firm]
+            if not firm:
+                raise Unparseable(f"every number has a label that is no score's in {shorten(reply)}")
+            return firm[0 if self._place == "first" else -1]
         values = {claim.token.value for claim in claims}
         if all(claim.loose for claim in claims):
             values |= {token.value for token in tokens.values() if token.plain_number}
         if len(values) > 1:
             raise Unparseable(f"scores that contradict each other in {shorten(reply)}")
         if not any(claim.own for claim in claims):
-            raise Unparseable(f"the only score is quoted or reported in {shorten(reply)}")
+            raise Unparseable(f"the only score is quoted, reported or something else's in {shorten(reply)}")
         return claims[0].token
 
     def _lone(self, text: str, tokens: dict[int, Token], quotes: Quotes, reply: str) -> Token:
@@ -270,9 +280,11 @@ class ScoreFinder:
         if len({text[token.start : token.end] for token in numbers}) > 1:
             raise Unparseable(f"several numbers and no label in {shorten(reply)}")
         for token in numbers:
-            before = text[max(0, token.start - _LEAD_CHARS) : token.start]
-            label = _SHORT_LABEL.search(before)
+            before = text[max(0, token.start - LEAD_CHARS) : token.start]
+            label = SHORT_LABEL.search(before)
             if not label or _REPORTING.search(label[0]) or quotes.around(token.start, token.end):
+                continue
+            if not is_lone_verdict(label[0]):
                 continue
             if _AFTER_END.match(text, token.end):
                 return token
@@ -281,7 +293,7 @@ class ScoreFinder:
 
 def reported_by_nobody(text: str, begin: int) -> bool:
     """Whether the clause that leads up to `begin` lets what follows be the judge's own word."""
-    clause = _CLAUSE_END.split(text[max(0, begin - _LEAD_CHARS) : begin])[-1]
+    clause = _CLAUSE_END.split(text[max(0, begin - LEAD_CHARS) : begin])[-1]
     return len(clause.split()) <= _LEAD_WORDS and not _REPORTING.search(clause)
 
 
@@ -295,7 +307,7 @@ def _standing(text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, bool
     for token in tokens.values():
         if not token.plain_number:
             continue
-        before = text[max(0, token.start - _LEAD_CHARS) : token.start]
+        before = text[max(0, token.start - LEAD_CHARS) : token.start]
         if _LINE_START.search(before):
             if _AFTER_LINE.match(text, token.end):
                 yield token, token.end <= first_line_end or token.start >= last_line_start, False

@@ -39,6 +39,8 @@ LINGER_S = 0.050
 """While more is to come, results wait this long for company: each message takes the interpreter from a busy caller."""
 LAG_CHECK_S = 0.05
 """How often the loop's lateness is measured."""
+IDLE_CHECK_S = 1.0
+"""The same while there is nothing to do."""
 LAG_WARN_S = 0.05
 """Mean lateness that is worth a warning: the engine then reacts later than most judges' network round trip."""
 LAG_SMOOTHING = 1 / 64
@@ -137,8 +139,9 @@ class Service:
         warned_at, said, remembered_at = -LAG_WARN_EVERY_S, 0, time.monotonic()
         say_at = remembered_at + STATS_EVERY_S
         while True:
-            due = time.monotonic() + LAG_CHECK_S
-            await asyncio.sleep(LAG_CHECK_S)
+            pause_s = LAG_CHECK_S if self._engine.busy else IDLE_CHECK_S
+            due = time.monotonic() + pause_s
+            await asyncio.sleep(pause_s)
             now = time.monotonic()
             self._lag_s += LAG_SMOOTHING * (max(0.0, now - due) - self._lag_s)
             if self._lag_s > LAG_WARN_S and now - warned_at > LAG_WARN_EVERY_S:

@@ -26,7 +26,7 @@ class ThreadLink:
         self._thread = threading.Thread(target=self._run, name="freewheel-judge", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._service: Service | None = None
-        self._drain_armed = False
+        self._abandoned = False
         self._expiry: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -36,8 +36,7 @@ class ThreadLink:
     def wake(self) -> None:
         """From any thread, after the desk has something new."""
         loop = self._loop
-        if loop is not None and not self._drain_armed:
-            self._drain_armed = True
+        if loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
                 loop.call_soon_threadsafe(self._drain)
 
@@ -49,10 +48,8 @@ class ThreadLink:
 
     def abandon(self) -> None:
         """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock of ours."""
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._desk.close, "the judge was let go of")
+        self._abandoned = True
+        self.wake()
 
     def forget(self) -> None:
         """In a forked process: the thread is not here; there is nothing to close."""
@@ -75,8 +72,10 @@ class ThreadLink:
         self._drain()
 
     def _drain(self) -> None:
-        self._drain_armed = False
         assert self._service is not None and self._loop is not None
+        if self._abandoned:
+            self._abandoned = False
+            self._desk.close("the judge was let go of")
         while (message := self._desk.next()) is not None:
             self._service.take(message)
         if self._expiry is not None:
@@ -87,7 +86,7 @@ class ThreadLink:
             self._expiry = self._loop.call_later(left_s, self._expire)
 
     def _expire(self) -> None:
-        self._desk.expire()
+        self._desk.expire(time.monotonic())
         self._drain()
 
     def _incoming(self, message: ToCaller) -> None:

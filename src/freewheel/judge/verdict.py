@@ -33,8 +33,6 @@ class Reason(StrEnum):
     """`max_cost` is reached."""
     CANCELLED = "cancelled"
     """The handle was cancelled, or the judge closed, before there was an answer."""
-    INVALID = "invalid"
-    """The request itself cannot be judged (wrong types)."""
     ENGINE = "engine"
     """The engine itself broke (a bug, or its process kept dying)."""
 

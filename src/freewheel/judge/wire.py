@@ -18,7 +18,7 @@ from freewheel.judge.config import JudgeConfig
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.secret import Secret
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Verdict
+from freewheel.judge.verdict import Failed, Reason, Verdict
 
 
 class Configure(msgspec.Struct, tag=True, array_like=True):
@@ -97,6 +97,22 @@ _caller_decoder = msgspec.msgpack.Decoder(ToCaller)
 def pack(message: ToEngine | ToCaller) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def pack_results(results: Results) -> bytes:
+    """As `pack`; an item that cannot be encoded (a parser's own text may hold anything) fails alone."""
+    try:
+        return pack(results)
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError):
+        return pack(Results([_encodable(item) for item in results.items], results.spent))
+
+
+def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
+    try:
+        _encoder.encode(item)
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        return item[0], item[1], Failed(Reason.ENGINE.value, 0, f"the verdict cannot be sent: {error!r}"[:200])
+    return item
 
 
 class FrameReader:

@@ -17,6 +17,11 @@ cache_app = typer.Typer(help="The replies that were paid for once: show, clear o
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
+_OF_A_JUDGE = ("expired", "max_bytes", "ttl_s")
+"""Not reported here: each judge has bounds of its own, and the file does not know them."""
+_NO_BOUND_BYTES = sys.maxsize
+"""Nothing is put by these commands, so nothing is ever removed for a bound."""
+
 CacheDir = Annotated[
     str | None,
     typer.Option("--cache-dir", metavar="DIR", help="Where it lies, if not in $FREEWHEEL_CACHE_DIR or ~/.cache."),
@@ -34,7 +39,8 @@ def stats(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
         if as_json:
             import msgspec
 
-            print_json(msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0})
+            known = msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0}
+            print_json({key: value for key, value in known.items() if key not in _OF_A_JUDGE})
         else:
             print_text(_describe(found) if found is not None else f"{path}: there is no cache yet")
 
@@ -75,7 +81,7 @@ def export(
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write every reply as a JSON line: key, text, tokens, times."""
+    """Write every reply, however old, as a JSON line: key, text, tokens, times."""
     import msgspec
 
     from freewheel.judge.commands.console import plain_errors, print_json, quiet_pipe, say
@@ -124,12 +130,9 @@ def parse_age_s(text: str) -> float:
 @contextlib.contextmanager
 def _store(configured: str | None) -> Iterator[tuple[Store, Path]]:
     from freewheel.judge.cache import CACHE_FILE, Store, cache_dir
-    from freewheel.judge.config import JudgeConfig
 
     path = cache_dir(configured) / CACHE_FILE
-    defaults = dict(zip(JudgeConfig.__struct_fields__[-len(JudgeConfig.__struct_defaults__) :],
-                        JudgeConfig.__struct_defaults__, strict=True))  # fmt: skip
-    store = Store(path, max_bytes=defaults["cache_max_bytes"], ttl_s=defaults["cache_ttl_s"])
+    store = Store(path, max_bytes=_NO_BOUND_BYTES, ttl_s=None)
     try:
         yield store, path
     finally:
@@ -144,7 +147,7 @@ def _describe(found: StoreStats) -> str:
 
     lines = [
         ("file", found.path),
-        ("replies", f"{found.entries:,}" + (f" ({found.expired:,} expired)" if found.expired else "")),
+        ("replies", f"{found.entries:,}"),
         ("text", f"{found.payload_bytes / 1e6:,.1f} MB"),
         ("on disk", f"{found.file_bytes / 1e6:,.1f} MB"),
         ("stored", f"{when(found.oldest_at)} to {when(found.newest_at)}"),

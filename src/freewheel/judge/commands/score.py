@@ -53,8 +53,17 @@ def score(
         str | None,
         typer.Option(help="auto finds the judge's limit; N bounds it; fixed:N holds it.", rich_help_panel=_JUDGE),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Sampling temperature.", rich_help_panel=_JUDGE)] = None,
+    temperature: Annotated[
+        str | None,
+        typer.Option(help="Sampling temperature; none leaves it out, as reasoning models want.", metavar="NUMBER|none",
+                     rich_help_panel=_JUDGE),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest reply.", rich_help_panel=_JUDGE)] = None,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(help="A further field of the request, as in reasoning_effort=low; give it again for further ones.",
+                     metavar="KEY=VALUE", rich_help_panel=_JUDGE),
+    ] = None,
     price_in: Annotated[
         float | None, typer.Option(help="Price per million prompt tokens.", rich_help_panel=_JUDGE)
     ] = None,
@@ -115,15 +124,10 @@ def score(
     """
     from freewheel.judge.commands.console import ExitCode, log_to, mute_stdout, plain_errors, print_json, say
     from freewheel.judge.commands.progress import make_reporter
-    from freewheel.judge.commands.settings import judge_config
+    from freewheel.judge.commands.settings import judge_config, parse_sampling, parse_temperature
     from freewheel.judge.errors import ConfigError
     from freewheel.judge.scoring import Fields, open_job
 
-    flags = {
-        "endpoint": endpoint or None, "model": model, "rubric": rubric, "api_key_env": api_key_env,
-        "concurrency": concurrency, "temperature": temperature, "max_tokens": max_tokens, "max_cost": max_cost,
-        "placement": placement, "cache_dir": cache_dir, "cache": False if no_cache else None,
-    }  # fmt: skip
     names = {
         "response": response_field, "prompt": prompt_field, "reference": reference_field, "skip": skip_field,
         "verdict": verdict_field,
@@ -138,6 +142,12 @@ def score(
     with plain_errors(), contextlib.ExitStack() as stack:
         if as_json and target == "-":
             raise ConfigError("--json", True, "stdout takes the rows already; write them to a file")
+        flags = {
+            "endpoint": endpoint or None, "model": model, "rubric": rubric, "api_key_env": api_key_env,
+            "concurrency": concurrency, "temperature": parse_temperature(temperature), "max_tokens": max_tokens,
+            "sampling": parse_sampling(sampling), "max_cost": max_cost, "placement": placement,
+            "cache_dir": cache_dir, "cache": False if no_cache else None,
+        }  # fmt: skip
         settings = judge_config(config, flags, price_in=price_in, price_out=price_out)
         fields = Fields(**{key: name for key, name in names.items() if name is not None})
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))

@@ -12,13 +12,45 @@ import msgspec
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.errors import ConfigError
 
+LEFT_OUT = "none"
+"""A temperature that is not sent, as reasoning models want it: TOML has no null, and a flag cannot be one."""
+
+
+def parse_temperature(text: str | None) -> float | str | None:
+    """What `--temperature` says: a number, or `LEFT_OUT`."""
+    if text is None or text == LEFT_OUT:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError("--temperature", text, f"give a number, or {LEFT_OUT} to leave it out") from None
+
+
+def parse_sampling(pairs: list[str] | None) -> dict[str, Any] | None:
+    """`KEY=VALUE` each: the value as JSON where it is that, else as the text it is."""
+    fields: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, text = pair.partition("=")
+        if not key.strip() or not equals:
+            raise ConfigError("--sampling", pair, "give KEY=VALUE, as in reasoning_effort=low")
+        try:
+            fields[key.strip()] = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            fields[key.strip()] = text
+    return fields or None
+
 
 def judge_config(
     file: Path | None, flags: dict[str, Any], *, price_in: float | None = None, price_out: float | None = None
 ) -> JudgeConfig:
     """The file's settings with the given flags (those that are not None) over them."""
     values = _read(file) if file is not None else {}
-    values.update({key: value for key, value in flags.items() if value is not None})
+    given = {key: value for key, value in flags.items() if value is not None}
+    if isinstance(given.get("sampling"), dict) and isinstance(values.get("sampling"), dict):
+        given["sampling"] = {**values["sampling"], **given["sampling"]}
+    values.update(given)
+    if values.get("temperature") == LEFT_OUT:
+        values["temperature"] = None
     for key, example in (("endpoint", "--endpoint http://127.0.0.1:8000/v1"), ("model", "--model NAME")):
         if key not in values:
             raise ConfigError(key, None, f"not given; use {example}, or {key} in the --config file")

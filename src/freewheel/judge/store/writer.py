@@ -4,6 +4,8 @@
 
 The thread waits for the first thing to write; unblocked 50 ms after it, by a full batch, by `flush` and by `close`.
 After a failure that time may mend, what waits stays in memory and the file is left alone for a while.
+It is started by `start`, or by the first thing to write where nobody called that (after a fork). Where no thread can be
+started (at exit, or at the limit of the machine), what waits is written by `close`.
 """
 
 from __future__ import annotations
@@ -135,6 +137,7 @@ class WriteBehind:
         self._failures = 0
         self._overflowed = False
         self._thread: threading.Thread | None = None
+        self._no_thread_said = False
         self._closed = False
         self._close_by = _FOREVER
 
@@ -150,6 +153,11 @@ class WriteBehind:
         self._healed = False
 
     # -- for any thread --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        with self._changed:
+            if not self._closed:
+                self._ensure_thread()
 
     def put(self, key: bytes, reply: CachedReply) -> None:
         size = sys.getsizeof(reply.text) + WAITING_OVERHEAD_BYTES
@@ -225,7 +233,8 @@ class WriteBehind:
                 self._due_within(0.0)
                 self._changed.notify_all()  # it may be resting from a failure, with the work long due
                 self._changed.wait_for(
-                    lambda: self._written(ticket) or self._failures != failures or self._closed, timeout=timeout_s
+                    lambda: self._written(ticket) or self._failures != failures or self._closed or self._thread is None,
+                    timeout=timeout_s,
                 )
             return self._written(ticket)
 
@@ -237,6 +246,8 @@ class WriteBehind:
             thread = self._thread
         if thread is not None:
             thread.join(CLOSE_TIMEOUT_S + JOIN_GRACE_S)
+        else:
+            self._run()  # nothing else would write what waits
         with self._changed:
             lost = len(self._waiting)
             self._waiting.clear()
@@ -267,9 +278,25 @@ class WriteBehind:
         if due_at < self._due_at:
             self._due_at = due_at
             self._changed.notify_all()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="freewheel-judge-cache", daemon=True)
-            self._thread.start()
+        self._ensure_thread()
+
+    def _ensure_thread(self) -> None:
+        """Where none can be started that is said once, and the next thing to write tries again."""
+        if self._thread is not None:
+            return
+        thread = threading.Thread(target=self._run, name="freewheel-judge-cache", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            if not self._no_thread_said:
+                self._no_thread_said = True
+                self._log.warning(
+                    "judge cache %s: no thread can be started to write it (%s); it is written at the close",
+                    self._file.given,
+                    error,
+                )
+        else:
+            self._thread = thread
 
     # -- the thread ------------------------------------------------------------------------------------------
 

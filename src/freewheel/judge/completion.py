@@ -1,0 +1,83 @@
+"""A chat completion's body as a `Reply`, or as the `Failure` that it stands for. Pure.
+
+Servers differ: content may be text or a list of parts, an error may come with status 200, a refusal without content.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from freewheel.judge.outcome import DETAIL_CHARS, Failure, Kind, Reply, classify
+from freewheel.judge.verdict import Usage
+
+TOKENS_MAX = 1 << 53
+"""Token counts are a server's word; this bounds them to what every reader of JSON can hold."""
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+    refusal: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Completion, strict=False)
+
+
+def read_completion(content: bytes) -> Reply | Failure:
+    """What a body that came with status 200 says."""
+    try:
+        completion = _decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
+        return _error_inside(content) or Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}")
+    if not completion.choices:
+        return Failure(Kind.GARBAGE, "200, but `choices` is empty")
+    choice = completion.choices[0]
+    text = _text(choice.message.content)
+    if not text and (choice.message.refusal or choice.finish_reason == "content_filter"):
+        return Failure(Kind.REJECTED, f"the judge refuses: {choice.message.refusal or choice.finish_reason}")
+    used = completion.usage or _Usage()
+    usage = Usage(_count(used.prompt_tokens), _count(used.completion_tokens))
+    return Reply(text, usage, choice.finish_reason == "length")
+
+
+def _text(content: str | list[_Part] | None) -> str:
+    if isinstance(content, list):
+        content = "".join(part.text or "" for part in content if part.type in ("text", "output_text"))
+    return content or ""
+
+
+def _count(tokens: float | None) -> int:
+    return int(min(max(tokens, 0), TOKENS_MAX)) if tokens else 0
+
+
+def _error_inside(content: bytes) -> Failure | None:
+    """Some gateways answer 200 with `{"error": {"code": 429, …}}`: the code is the status that was meant."""
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    error = found.get("error") if isinstance(found, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and 400 <= code < 600:
+        return classify(code, {}, content, wall_now=0.0)
+    return None
