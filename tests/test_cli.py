@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 WAIT_S = 60.0
 """Longer than anything here takes on a busy machine."""
+NO_ROOM = b"freewheel: error: stdout cannot be written: No space left on device\n"
 KEY = "sk-not-to-be-seen-1234567890"
 SLOW = {"latency_s": 0.05}
 
@@ -61,6 +63,20 @@ def begin() -> Iterator[Callable[..., Program]]:
 def run(*arguments: object, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "freewheel.cli", *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, timeout=WAIT_S, check=False, **options)
+
+
+def run_to_full(*arguments: object, **options: Any) -> tuple[int, bytes]:
+    """The exit code and the words where stdout has no room."""
+    command = [sys.executable, "-m", "freewheel.cli", *map(str, arguments)]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=WAIT_S, check=False, **options)
+    return done.returncode, done.stderr
+
+
+def installed(*arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    """As the installed command runs: the current directory is not among the places where modules are looked for."""
+    command = [sys.executable, "-P", "-m", "freewheel", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, timeout=WAIT_S, check=False, **options)
 
 
 def write_rows(path: Path, count: int, **fields: Any) -> Path:
@@ -116,6 +132,28 @@ def test_help_loads_neither_the_http_client_nor_the_engine() -> None:
     code = "import sys, freewheel.cli; print([m for m in ('aiohttp', 'torch', 'ray', 'sqlite3') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=WAIT_S, check=True)
     assert done.stdout.decode().strip() == "[]"
+
+
+def test_the_package_runs_as_the_command() -> None:
+    assert installed("--version").stdout == run("--version").stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["score", "--help"], ["--version"], ["cache", "stats"], ["cache", "stats", "--json"]]
+)
+def test_a_stdout_without_room_is_said_in_one_line(arguments: list[str], unbuffered: str) -> None:
+    assert run_to_full(*arguments, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}) == (3, NO_ROOM)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_reports_and_replies_that_find_no_room_on_stdout_are_not_lost_in_silence(tmp_path: Path, mock: Any) -> None:
+    target = tmp_path / "out"
+    code, errors = run_to_full("score", write_rows(tmp_path / "in", 5), target, *judge_flags(mock()), "--json")
+    assert code == 3 and errors.endswith(NO_ROOM) and b"Traceback" not in errors
+    assert_complete(target, 5)
+    assert run_to_full("cache", "export", "-") == (3, NO_ROOM)
 
 
 @pytest.mark.parametrize(
@@ -363,6 +401,32 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, mock: Any) -> None:
     assert peaks[1] < peaks[0] + 25, peaks  # the file alone grew by 72 MB
 
 
+@pytest.mark.parametrize("placement", ["process", "thread"])
+def test_a_parser_in_the_current_directory_is_found(tmp_path: Path, mock: Any, placement: str) -> None:
+    (tmp_path / "my_scoring.py").write_text("print('hello')\ndef read(reply): return float(reply) / 2\n")
+    (tmp_path / "mine.toml").write_text('base = "integer"\nlow = 0\nparser = "my_scoring:read"\n')
+    write_rows(tmp_path / "in", 3)
+    flags = judge_flags(mock(), "--rubric", "mine.toml", "--placement", placement)
+    done = installed("score", "in", "-", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    verdicts = [json.loads(line)["verdict"] for line in done.stdout.splitlines()]
+    assert [verdict["score"] for verdict in verdicts] == [float(verdict["raw"]) / 2 for verdict in verdicts]
+
+
+def test_what_would_break_the_engine_is_refused_before_it_starts(tmp_path: Path, mock: Any) -> None:
+    judge, source, target = mock(), write_rows(tmp_path / "in", 3), tmp_path / "out"
+    (tmp_path / "mine.toml").write_text('base = "integer"\nparser = "no_such_module:read"\n')
+    done = run("score", source, target, *judge_flags(judge, "--rubric", tmp_path / "mine.toml"))
+    assert done.returncode == 2
+    assert b"no_such_module:read" in done.stderr and b"PYTHONPATH" in done.stderr
+    env = {**os.environ, "OPENAI_API_KEY": f"{KEY}\n{KEY}"}
+    done = run("score", source, target, *judge_flags(judge), env=env)
+    assert done.returncode == 2
+    assert b"OPENAI_API_KEY" in done.stderr and b"no HTTP header can carry" in done.stderr
+    assert KEY.encode() not in done.stderr
+    assert not target.exists() and judge.counts().received == 0
+
+
 # -- score: what ends a run early --------------------------------------------------------------------------------------
 
 
@@ -569,6 +633,61 @@ def test_the_cache_is_shown_exported_and_cleared(tmp_path: Path, mock: Any) -> N
     assert json.loads(run("cache", "clear", "--yes", "--json").stdout)["removed"] == 30
 
 
+@pytest.fixture
+def replies(tmp_path: Path, mock: Any) -> int:
+    """Puts replies into the cache. Their number."""
+    assert run("score", write_rows(tmp_path / "in", 30), "-", *judge_flags(mock())).returncode == 0
+    return 30
+
+
+def test_an_export_is_for_its_user_alone_and_replaces_a_file_only_when_told(tmp_path: Path, replies: int) -> None:
+    (tmp_path / "exported").mkdir()
+    dump = tmp_path / "exported" / "dump"
+    assert run("cache", "export", dump).returncode == 0
+    assert len(read_rows(dump)) == replies and dump.stat().st_mode & 0o777 == 0o600
+    dump.write_text("mine\n")
+    done = run("cache", "export", dump)
+    assert done.returncode == 2 and b"--overwrite" in done.stderr
+    assert dump.read_text() == "mine\n"
+    assert run("cache", "export", dump, "--overwrite").returncode == 0
+    assert len(read_rows(dump)) == replies
+    assert [path.name for path in dump.parent.iterdir()] == ["dump"]
+
+
+def test_an_export_through_a_link_leaves_the_link(tmp_path: Path, replies: int) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    link.symlink_to("real")
+    assert run("cache", "export", link).returncode == 0
+    assert run("cache", "export", link).returncode == 2
+    assert run("cache", "export", link, "--overwrite").returncode == 0
+    assert link.is_symlink() and len(read_rows(real)) == replies
+
+
+def test_an_export_is_written_into_a_fifo(tmp_path: Path, replies: int, begin: Any) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    program = begin("cache", "export", fifo)
+    assert len(fifo.read_bytes().splitlines()) == replies
+    assert program.wait(WAIT_S) == 0
+    assert fifo.is_fifo()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_an_export_leaves_a_device_a_device(tmp_path: Path, replies: int) -> None:
+    devices = {"null": os.makedev(1, 3), "full": os.makedev(1, 7)}
+    for name, number in devices.items():
+        try:
+            os.mknod(tmp_path / name, 0o666 | stat.S_IFCHR, number)
+            (tmp_path / name).open("wb").close()
+        except PermissionError:
+            pytest.skip("no devices may be made or opened here")
+    assert run("cache", "export", tmp_path / "null", "--overwrite").returncode == 0
+    done = run("cache", "export", tmp_path / "full")
+    assert done.returncode == 2 and b"No space left on device" in done.stderr
+    assert all((tmp_path / name).is_char_device() for name in devices)
+    assert not list(tmp_path.glob("*.part"))
+
+
 def test_the_mock_judge_serves_until_it_is_told_to_stop(tmp_path: Path, begin: Any) -> None:
     env = {**os.environ, "MOCK_KEY": KEY}
     flags = ("--port", 0, "--json", "--latency", 0.01, "--model", "m", "--api-key-env", "MOCK_KEY")
@@ -596,5 +715,7 @@ def test_the_mock_judge_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = run("mock-judge", "--port", taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        done = run("mock-judge", "--port", port)
     assert done.returncode == 2 and b"cannot listen" in done.stderr
+    assert f"127.0.0.1:{port}".encode() in done.stderr

@@ -21,7 +21,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"freewheel {freewheel.__version__}")
+        from freewheel.judge.commands.console import print_text
+
+        print_text(f"freewheel {freewheel.__version__}")
         raise typer.Exit
 
 
@@ -38,7 +40,10 @@ judge_commands.register(app)
 
 
 def main() -> None:
-    app(prog_name="freewheel")
+    from freewheel.judge.commands.console import guarded_stdout
+
+    with guarded_stdout():
+        app(prog_name="freewheel")
 
 
 if __name__ == "__main__":

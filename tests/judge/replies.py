@@ -162,6 +162,8 @@ READ_AS_SEVEN: list[str] = [
 REFUSED: list[str] = [
     # A number that is labelled, and not as a score: what was judged, a part of the verdict, or anything else.
     "Answer: 10",
+    "#### 7",
+    "6 + 1 = 7\n#### 7",
     "**Answer:** 10",
     "Answer = 10",
     "Answer:\n10",

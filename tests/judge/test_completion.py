@@ -49,8 +49,29 @@ def test_an_odd_count_of_tokens_harms_nobody(tokens: Any) -> None:
     assert 0 <= usage.prompt_tokens <= TOKENS_MAX and usage.completion_tokens == 1
 
 
-def test_a_reply_that_ended_at_max_tokens_is_marked() -> None:
-    assert reply(body("1", finish_reason="length")).cut_off
+@pytest.mark.parametrize("why", ["length", "content_filter"])
+def test_a_reply_that_did_not_come_to_its_end_is_marked(why: str) -> None:
+    assert reply(body("1", finish_reason=why)).cut_off
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xef\xbb\xbf" + body("7"),
+        body("7 caf\u00e9").decode().encode().replace(b"\\u00e9", b"\xe9"),
+        body("7 \ud800"),
+        body("7", usage="none of your business"),
+        body("7", usage={"prompt_tokens": "many"}),
+    ],
+    ids=["byte order mark", "latin-1", "lone surrogate", "usage as text", "usage of text"],
+)
+def test_what_can_be_read_is_read_however_it_is_wrapped(content: bytes) -> None:
+    assert reply(content).text.startswith("7")
+
+
+def test_an_answer_that_nothing_can_be_made_of_is_still_billed() -> None:
+    assert failure(b"<html>").billed and failure(b'{"choices": []}').billed
+    assert not failure(b'{"error": {"code": 429, "message": "no"}}').billed
 
 
 def test_a_refusal_is_not_asked_for_again() -> None:

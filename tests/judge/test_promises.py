@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,6 +84,32 @@ async def test_the_spend_ceiling_holds_where_nothing_bounds_the_replies(scripted
         verdicts = await engine.score([f"text {n}" for n in range(100)])
         assert statuses(verdicts) == {"scored", "budget"}
         assert engine.engine.spent <= 0.1 and len(judge.seen) == 2
+
+
+async def test_answers_that_cannot_be_used_count_towards_the_ceiling(scripted: Any, bench: Any) -> None:
+    judge = scripted(lambda number, headers, body: (200, {}, b"<html>"))
+    prices = {"m": {"input": 0.0, "output": 10.0}}
+    async with bench(judge.url, prices=prices, max_tokens=4000, max_cost=0.1) as engine:
+        assert statuses(await engine.score([f"text {n}" for n in range(20)])) == {"budget"}
+    assert len(judge.seen) == 2
+
+
+async def test_running_out_of_open_files_is_said_and_not_taken_for_an_outage(
+    mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = mock(latency_s=0.05)
+    allowed = 10
+
+    def open_socket(*address: Any) -> socket.socket:
+        if judge.counts().open_connections >= allowed:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return socket.socket(*address)
+
+    monkeypatch.setattr("freewheel.judge.client.socket", SimpleNamespace(**{**vars(socket), "socket": open_socket}))
+    async with bench(judge.url) as engine:
+        assert statuses(await engine.score([f"text {n}" for n in range(100)])) == {"scored"}
+        assert engine.engine.stats().endpoints[0].faults == {}
+    assert caplog.text.count("ulimit -n") == 1 and "does not answer" not in caplog.text
 
 
 async def test_who_joins_a_flight_late_gets_a_whole_deadline(mock: Mock, bench: Any) -> None:

@@ -247,6 +247,19 @@ def test_a_replacement_takes_its_place_only_when_it_is_finished(tmp_path: Path) 
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"new\n")]
 
 
+def test_a_replacement_of_a_link_replaces_what_it_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "real").write_bytes(b"old\n")
+    (tmp_path / "out").symlink_to(Path("elsewhere") / "real")
+    output = FileOutput(tmp_path / "out")
+    replacement = Replacement(output)
+    replacement.append(b"new\n")
+    replacement.finish()
+    output.close()
+    assert (tmp_path / "out").is_symlink()
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "elsewhere").iterdir()] == [("real", b"new\n")]
+
+
 @pytest.mark.parametrize("tail", [b"", b'{"resp', b"\x00\x00\x00"])
 def test_a_scan_finds_where_to_go_on(tmp_path: Path, tail: bytes) -> None:
     rows = rows_of()

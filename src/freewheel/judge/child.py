@@ -91,7 +91,8 @@ async def _orphaned(parent_pid: int) -> None:
 def main() -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair: it closes us
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # sent to the whole group, they are the parent's affair: it closes us
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # each call is a socket, and 1024 is a usual limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))

@@ -6,6 +6,7 @@ of its own and connections live as long as the servers keep them.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import logging
 import socket
@@ -98,6 +99,7 @@ class ChatClient:
         )
         key = self._key.reveal() if self._key is not None else ""
         self._echo = key if len(key) >= LEAST_KEY_CHARS else ""
+        self._said_out_of_files = False
         self._sent_with = (
             f"sent with the key from {self._key.source}"
             if self._key is not None
@@ -113,6 +115,8 @@ class ChatClient:
         except TimeoutError as error:
             return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                return self._out_of_files(error)
             return Failure(Kind.BROKEN if opened.fresh else Kind.STALE, self._describe(error))
         except (aiohttp.ClientError, OSError) as error:
             return Failure(Kind.BROKEN, self._describe(error))
@@ -125,7 +129,7 @@ class ChatClient:
             response.close()  # an unread body must not go back into the pool
             raise
         if content is None:
-            return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes")
+            return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=response.status == 200)
         if response.status != 200:
             return self._failed(response, content)
         reply = read_completion(content)
@@ -161,6 +165,13 @@ class ChatClient:
         if failure.kind in (Kind.AUTH, Kind.FORBIDDEN):
             detail = f"{detail} ({self._sent_with})"
         return failure._replace(detail=f"{self._url}: {detail}")
+
+    def _out_of_files(self, error: Exception) -> Failure:
+        """This process may open no more connections: a refusal like any other, and the limit steps back."""
+        if not self._said_out_of_files:
+            self._said_out_of_files = True
+            log.warning("too many open files: fewer requests are in flight than could be; raise `ulimit -n`")
+        return Failure(Kind.THROTTLED, self._describe(error))
 
     def _describe(self, error: Exception) -> str:
         return self._redact(f"{type(error).__name__}: {error}")

@@ -5,11 +5,16 @@ Servers differ: content may be text or a list of parts, an error may come with s
 
 from __future__ import annotations
 
+import json
+
 import msgspec
 
 from freewheel.judge.outcome import DETAIL_CHARS, Failure, Kind, Reply, classify
+from freewheel.judge.request import without_surrogates
 from freewheel.judge.verdict import Usage
 
+CUT_OFF = ("length", "content_filter")
+"""Reasons to finish that leave a reply incomplete: a `1` may be half of a `10`."""
 TOKENS_MAX = 1 << 53
 """Token counts are a server's word; this bounds them to what every reader of JSON can hold."""
 
@@ -45,25 +50,38 @@ _decoder = msgspec.json.Decoder(_Completion, strict=False)
 def read_completion(content: bytes) -> Reply | Failure:
     """What a body that came with status 200 says."""
     try:
-        completion = _decoder.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        completion = _decode(content)
+    except (ValueError, RecursionError) as error:
         seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
-        return _error_inside(content) or Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}")
+        garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
+        return _error_inside(content) or garbage
     if not completion.choices:
-        return Failure(Kind.GARBAGE, "200, but `choices` is empty")
+        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
     choice = completion.choices[0]
     text = _text(choice.message.content)
     if not text and (choice.message.refusal or choice.finish_reason == "content_filter"):
-        return Failure(Kind.REJECTED, f"the judge refuses: {choice.message.refusal or choice.finish_reason}")
+        detail = f"the judge refuses: {choice.message.refusal or choice.finish_reason}"
+        return Failure(Kind.REJECTED, detail, billed=True)
     used = completion.usage or _Usage()
     usage = Usage(_count(used.prompt_tokens), _count(used.completion_tokens))
-    return Reply(text, usage, choice.finish_reason == "length")
+    return Reply(text, usage, choice.finish_reason in CUT_OFF)
+
+
+def _decode(content: bytes) -> _Completion:
+    """Strictly first, which is quick; then as forgivingly as a reader can: what was answered was paid for."""
+    try:
+        return _decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = json.loads(content.decode("utf-8-sig", "replace"))
+        if isinstance(found, dict):
+            found.pop("usage", None)
+        return msgspec.convert(found, _Completion, strict=False)
 
 
 def _text(content: str | list[_Part] | None) -> str:
     if isinstance(content, list):
         content = "".join(part.text or "" for part in content if part.type in ("text", "output_text"))
-    return content or ""
+    return without_surrogates(content) if content else ""
 
 
 def _count(tokens: float | None) -> int:

@@ -308,7 +308,7 @@ class Engine:
         flight.usage += reply.usage
         try:
             if reply.cut_off:
-                raise Unparseable(f"the reply was cut off at max_tokens: {reply.text[:80]!r}")
+                raise Unparseable(f"the reply was cut off (max_tokens, or a filter): {reply.text[:80]!r}")
             value, parts = self._read(reply.text)
         except Unparseable as error:
             flight.asks += 1

@@ -205,6 +205,8 @@ def _request(index: int, given: object) -> JudgeRequest:
                 raise ConfigError(
                     f"requests[{index}].{unknown[0]}", given[unknown[0]], f"unknown field; known are {known}"
                 )
+            if type(given.get("id")) is int:
+                given = {**given, "id": str(given["id"])}
             for key, value in given.items():
                 if not isinstance(value, str):
                     raise ConfigError(f"requests[{index}].{key}", value, "give text")

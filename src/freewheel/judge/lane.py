@@ -133,6 +133,8 @@ class Lane:
             failure = failure._replace(kind=Kind.AUTH)
         kind = failure.kind
         self.reserved_cost -= permit.reserved_cost
+        if failure.billed:
+            self.stats.cost += permit.reserved_cost
         if kind is Kind.THROTTLED:
             self.limiter.throttled(permit.ticket, now)
         elif kind in INFRA:

@@ -26,6 +26,8 @@ _FENCE_LINE = re.compile(r"(?m)^[ \t]*(?:`{3,}|~{3,})[ \t]*[A-Za-z]{0,16}[ \t]*$
 _FORMAT_TAG = re.compile(r"</?(?:b|strong|em|i|u|p|br|div|span|code|pre|h[1-6]|mark|center)\s?/?>", re.IGNORECASE)
 _CLOSING_TAG = re.compile(r"</[A-Za-z][\w-]{0,30}>")
 _OPENING_TAG = re.compile(r"<([A-Za-z][\w-]{0,30})>")
+_ANSWER_MARK = re.compile(r"(?m)^[ \t>*_]{0,8}#{4}[ \t*_]{0,4}(?=[-+$]?\d)")
+"""GSM8K's mark of an answer: a judge that restates one gives no score."""
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathbf|mathrm|bold|bf)\s{0,2}\{")
 _INVISIBLE = "\u200b"
 _HIDDEN_JOIN = re.compile(rf"\d{_INVISIBLE}+(?=\d)")
@@ -126,7 +128,7 @@ def uniform(text: str) -> str:
 
 def plain(text: str) -> str:
     """`text` without Markdown, HTML and LaTeX dress, its characters made uniform."""
-    text = uniform(text)
+    text = _ANSWER_MARK.sub("answer: ", uniform(text))
     if "`" in text or "~~~" in text:
         text = _FENCE_LINE.sub("", text).replace("`", " ")
     if "<" in text:

@@ -76,7 +76,7 @@ class Reply(NamedTuple):
     text: str
     usage: Usage
     cut_off: bool = False
-    """True if the reply ended at max_tokens: a `1` may be half of a `10`."""
+    """True if it did not come to its own end: a `1` may be half of a `10`."""
     rate: RateHeaders | None = None
 
 
@@ -86,6 +86,8 @@ class Failure(NamedTuple):
     kind: Kind
     detail: str
     retry_after_s: float | None = None
+    billed: bool = False
+    """The judge answered, so it will charge for it, although nothing can be made of the answer."""
 
 
 _RATE_WORDS = re.compile(

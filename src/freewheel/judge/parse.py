@@ -240,7 +240,9 @@ def _imported(path: str) -> Callable[[str], Any]:
         for name in attribute.split("."):
             found = getattr(found, name)
     except Exception as error:  # importing runs the user's module, which may raise anything
-        raise ConfigError("rubric.parser", path, f"it cannot be imported: {error}") from error
+        raise ConfigError(
+            "rubric.parser", path, f"it cannot be imported: {error}; is its folder on PYTHONPATH?"
+        ) from error
     if not callable(found):
         raise ConfigError("rubric.parser", path, "it is not callable")
     function: Callable[[str], Any] = found

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 
@@ -78,40 +81,71 @@ def clear(
 @cache_app.command("export")
 def export(
     target: Annotated[str, typer.Argument(metavar="FILE", help="Where the JSON lines go; - is stdout.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE where it exists.")] = False,
     cache_dir: CacheDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Write every reply, however old, as a JSON line: key, text, tokens, times."""
-    import msgspec
-
-    from freewheel.judge.commands.console import plain_errors, print_json, quiet_pipe, say
+    from freewheel.judge.commands.console import plain_errors, print_json, say, writing_stdout
     from freewheel.judge.errors import ConfigError
 
-    encode, count = msgspec.json.Encoder().encode, 0
     with plain_errors(), _store(cache_dir) as (store, path):
         if as_json and target == "-":
             raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
         entries: Iterator[dict[str, object]] = store.export() if path.exists() else iter(())
         if target == "-":
-            with quiet_pipe():
-                for entry in entries:
-                    sys.stdout.buffer.write(encode(_encodable(entry)) + b"\n")
-                sys.stdout.buffer.flush()
+            with writing_stdout():
+                _write_lines(sys.stdout.buffer, entries)
             return
-        part = Path(target + ".part")
         try:
-            with part.open("wb") as file:
-                for entry in entries:
-                    file.write(encode(_encodable(entry)) + b"\n")
-                    count += 1
-            part.replace(target)
+            count = _write_file(target, entries, overwrite=overwrite)
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise ConfigError("FILE", target, f"it cannot be written: {error.strerror}") from None
     if as_json:
         print_json({"path": str(path), "exported": count, "file": target})
     else:
         say(f"{count:,} replies written to {target}")
+
+
+def _write_file(target: str, entries: Iterator[dict[str, object]], *, overwrite: bool) -> int:
+    """To a device or a FIFO as it is. A file is written beside, for this user alone, and then takes its place.
+
+    A link is followed: what it leads to is written, and the link stays.
+    """
+    from freewheel.judge.errors import ConfigError
+
+    try:
+        is_file = stat.S_ISREG(Path(target).stat().st_mode)
+    except FileNotFoundError:
+        pass
+    else:
+        if not is_file:
+            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
+                return _write_lines(stream, entries)
+        if not overwrite:
+            raise ConfigError("FILE", target, "it exists already; give another file, or --overwrite to replace it")
+    path = Path(target).resolve()
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")  # its mode is 0600
+    part = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            count = _write_lines(file, entries)
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def _write_lines(file: BinaryIO, entries: Iterator[dict[str, object]]) -> int:
+    import msgspec
+
+    encode, count = msgspec.json.Encoder().encode, 0
+    for entry in entries:
+        file.write(encode(_encodable(entry)) + b"\n")
+        count += 1
+    file.flush()
+    return count
 
 
 def parse_age_s(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -40,23 +41,62 @@ def print_json(value: object) -> None:
 
 
 def print_text(text: str) -> None:
-    with quiet_pipe():
+    with writing_stdout():
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
 
 @contextlib.contextmanager
-def quiet_pipe() -> Iterator[None]:
-    """Ends the program in silence when the reader of stdout has gone."""
+def writing_stdout() -> Iterator[None]:
+    """Ends the program when stdout takes no more: in silence when its reader has gone, else with the reason."""
     try:
         yield
     except BrokenPipeError:
         mute_stdout()
         raise typer.Exit(ExitCode.BROKEN_PIPE) from None
+    except OSError as error:
+        mute_stdout()
+        say(f"error: stdout cannot be written: {error.strerror}")
+        raise typer.Exit(ExitCode.STOPPED) from None
+
+
+class GuardedStdout(io.TextIOWrapper):
+    """stdout for those who write to it without `writing_stdout`: Typer, with its help."""
+
+    def write(self, text: str, /) -> int:
+        with writing_stdout():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with writing_stdout():
+            super().flush()
+
+
+@contextlib.contextmanager
+def guarded_stdout() -> Iterator[None]:
+    """What is written to stdout within is out at the end, or the program has ended and said why not."""
+    plain = sys.stdout
+    if not isinstance(plain, io.TextIOWrapper):  # None where it is closed
+        yield
+        return
+    sys.stdout = GuardedStdout(
+        plain.buffer,
+        plain.encoding,
+        plain.errors,
+        line_buffering=plain.line_buffering,
+        write_through=plain.write_through,
+    )
+    try:
+        yield
+    finally:
+        try:
+            sys.stdout.flush()
+        except typer.Exit as end:
+            sys.exit(end.exit_code)
 
 
 def mute_stdout() -> None:
-    """So that the interpreter's last flush does not meet the broken pipe again."""
+    """So that the interpreter's last flush does not meet the trouble again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

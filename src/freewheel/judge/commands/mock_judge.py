@@ -134,6 +134,7 @@ def _serve(fields: dict[str, Any], host: str | None, port: int | None, *, as_jso
     from freewheel.judge.errors import ConfigError
     from freewheel.judge.testing import JudgeProfile, serve
     from freewheel.judge.testing.server import CHAT_PATH
+    from freewheel.judge.testing.serving import DEFAULT_HOST, DEFAULT_PORT
 
     try:
         profile = msgspec.convert(fields, JudgeProfile)
@@ -145,8 +146,9 @@ def _serve(fields: dict[str, Any], host: str | None, port: int | None, *, as_jso
         ready = msgspec.json.encode({"endpoint": base, "port": urlsplit(url).port}).decode()
         print_text(ready if as_json else f"the mock judge listens; use --endpoint {base}")
 
-    place = {"host": host, "port": port}
+    host = DEFAULT_HOST if host is None else host
+    port = DEFAULT_PORT if port is None else port
     try:
-        serve(profile, ready=announce, **{key: value for key, value in place.items() if value is not None})  # type: ignore[arg-type]
+        serve(profile, host, port, announce)
     except (OSError, OverflowError) as error:
         raise ConfigError("--host and --port", f"{host}:{port}", f"it cannot listen there: {error}") from None

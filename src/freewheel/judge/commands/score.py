@@ -124,7 +124,7 @@ def score(
     """
     from freewheel.judge.commands.console import ExitCode, log_to, mute_stdout, plain_errors, print_json, say
     from freewheel.judge.commands.progress import make_reporter
-    from freewheel.judge.commands.settings import judge_config, parse_sampling, parse_temperature
+    from freewheel.judge.commands.settings import check_start, judge_config, parse_sampling, parse_temperature
     from freewheel.judge.errors import ConfigError
     from freewheel.judge.scoring import Fields, open_job
 
@@ -149,6 +149,7 @@ def score(
             "cache_dir": cache_dir, "cache": False if no_cache else None,
         }  # fmt: skip
         settings = judge_config(config, flags, price_in=price_in, price_out=price_out)
+        check_start(settings)
         fields = Fields(**{key: name for key, name in names.items() if name is not None})
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))
         stack.enter_context(log_to(reporter.say))

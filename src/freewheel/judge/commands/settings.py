@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import msgspec
 
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.errors import ConfigError
+from freewheel.judge.parse import make_reader
+from freewheel.judge.rubric import PARSERS
 
 LEFT_OUT = "none"
 """A temperature that is not sent, as reasoning models want it: TOML has no null, and a flag cannot be one."""
@@ -66,6 +70,22 @@ def judge_config(
         raise
     except (msgspec.ValidationError, TypeError, AttributeError, ValueError) as error:
         raise ConfigError("config", str(file or "flags"), f"a value has the wrong type: {error}") from None
+
+
+def check_start(config: JudgeConfig) -> None:
+    """What the engine would meet at its start and could only break of. `ConfigError` names it with its remedy.
+
+    A parser of the user's own is looked for in the current directory as well, after all else: nothing there can take
+    the place of an installed module. The engine's process takes over where this one looks.
+    """
+    rubric = config.loaded_rubric
+    if rubric.parser not in PARSERS:
+        with contextlib.suppress(FileNotFoundError):  # the current directory was removed
+            sys.path.append(str(Path.cwd()))
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for rows and reports, whatever the module prints
+            make_reader(rubric)
+    for endpoint in config.endpoints:
+        config.key_for(endpoint)
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -117,8 +117,8 @@ class Replacement:
     """A new version of a `FileOutput`, which it replaces when it is finished."""
 
     def __init__(self, original: FileOutput) -> None:
-        self._original = original
-        self._path = original.path.with_name(original.path.name + ".retry")
+        self._replaced = original.path.resolve()  # where it is a link, the file that it leads to
+        self._path = self._replaced.with_name(self._replaced.name + ".retry")
         # The original's lock keeps a second run away from this file too.
         self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         os.fchmod(self._fd, stat.S_IMODE(os.fstat(original.fd).st_mode))
@@ -129,7 +129,7 @@ class Replacement:
     def finish(self) -> None:
         os.fsync(self._fd)
         os.close(self._fd)
-        self._path.replace(self._original.path)
+        self._path.replace(self._replaced)
 
     def abandon(self) -> None:
         os.close(self._fd)

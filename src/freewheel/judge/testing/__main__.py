@@ -11,14 +11,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from freewheel.judge.testing.profile import JudgeProfile
-from freewheel.judge.testing.serving import DEFAULT_PORT, serve
+from freewheel.judge.testing.serving import DEFAULT_HOST, DEFAULT_PORT, serve
 
 
 def main() -> None:
     """Read the flags and serve."""
     parser = argparse.ArgumentParser(prog="python -m freewheel.judge.testing", description="An LLM judge to test with.")
     parser.add_argument("--profile", default="{}", help="JudgeProfile as JSON, or - to read it as a line from stdin")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", default=DEFAULT_HOST, help="address to listen on")
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="port to listen on; 0 takes a free one")
     parser.add_argument("--until-eof", action="store_true", help="stop when stdin ends, as well as on SIGINT, SIGTERM")
     arguments = parser.parse_args()

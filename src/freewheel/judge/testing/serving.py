@@ -10,6 +10,7 @@ from collections.abc import Callable
 from freewheel.judge.testing.profile import JudgeProfile
 from freewheel.judge.testing.server import CHAT_PATH, JudgeServer
 
+DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8099
 """Where `serve` listens unless told otherwise: none of the ports that inference servers take by default."""
 
@@ -28,7 +29,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 def serve(
     profile: JudgeProfile,
-    host: str = "127.0.0.1",
+    host: str = DEFAULT_HOST,
     port: int = DEFAULT_PORT,
     ready: Callable[[str], None] | None = None,
     *,

@@ -1,0 +1,5 @@
+"""`python -m freewheel`: the `freewheel` command."""
+
+from freewheel.cli import main
+
+main()
