@@ -149,20 +149,23 @@ def side_us(side: str, url: str, count: int, in_flight: int) -> float:
 
 
 def busy(seconds: float, between: Callable[[], None]) -> float:
-    """Pure-Python work for `seconds`, `between` every 0.1 s; iterations per second of CPU that this thread got."""
-    done, end, due = 0, time.perf_counter() + seconds, 0.0
-    began = time.perf_counter()
-    while (now := time.perf_counter()) < end:
+    """Pure-Python work for `seconds`, `between` every 0.1 s; the share of that time in which this thread really ran.
+
+    The thread's own CPU clock tells it, and not the work done: how much a virtual core does in a second varies by more
+    than what is to be seen here.
+    """
+    due = 0.0
+    began, ran = time.perf_counter(), time.thread_time()
+    while (now := time.perf_counter()) < began + seconds:
         if now >= due:
             due = now + 0.1
             between()
         sum(range(500))
-        done += 1
-    return done / (time.perf_counter() - began)
+    return (time.thread_time() - ran) / (time.perf_counter() - began)
 
 
 def main_thread_share(url: str, seconds: float, rounds: int, placement: str) -> tuple[float, float]:
-    """(rate of a busy main thread beside the engine over its rate alone, verdicts per second reached meanwhile)."""
+    """(running time of a busy main thread beside the engine over that alone, verdicts per second meanwhile)."""
     shares, rates = [], []
     with (
         tempfile.TemporaryDirectory() as cache,
