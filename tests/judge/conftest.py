@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest, Verdict
+from freewheel.judge.cache import CACHE_FILE, Store
 from freewheel.judge.engine import Engine
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+
+from .stores import MIB, Clock, OpenStore
 
 WAIT_S = 30.0
 """Longer than anything here takes on a busy machine, shorter than pytest's own limit."""
@@ -184,3 +187,29 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         if process.poll() is None:
             process.kill()
         process.communicate()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / CACHE_FILE
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(path: Path) -> Iterator[OpenStore]:
+    """Opens stores on `path`, and closes them after the test."""
+    stores: list[Store] = []
+
+    def make(**options: object) -> Store:
+        store = Store(**{"path": path, "max_bytes": 64 * MIB, "ttl_s": None, **options})  # type: ignore[arg-type]
+        store.open()
+        stores.append(store)
+        return store
+
+    yield make
+    for store in stores:
+        store.close()

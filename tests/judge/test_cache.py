@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,70 +17,7 @@ from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, M
 from freewheel.judge.cache import ENTRY_OVERHEAD_BYTES as MEMORY_OVERHEAD_BYTES
 from freewheel.judge.store import writer as store_writer
 
-MIB = 2**20
-NOW = 1_800_000_000.0
-"""Where the hand-set clock starts."""
-
-
-def key(name: object) -> bytes:
-    return hashlib.sha256(str(name).encode()).digest()
-
-
-def reply(name: object, size: int = 0) -> CachedReply:
-    return CachedReply(f"score of {name}".ljust(size, "."), 10, 3)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = NOW
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "cache" / CACHE_FILE
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-OpenStore = Callable[..., Store]
-
-
-@pytest.fixture
-def opened(path: Path) -> Iterator[OpenStore]:
-    """Opens stores on `path`, and closes them after the test."""
-    stores: list[Store] = []
-
-    def make(**options: object) -> Store:
-        store = Store(**{"path": path, "max_bytes": 64 * MIB, "ttl_s": None, **options})  # type: ignore[arg-type]
-        store.open()
-        stores.append(store)
-        return store
-
-    yield make
-    for store in stores:
-        store.close()
-
-
-def fill(store: Store, names: range, size: int = 0) -> None:
-    for name in names:
-        store.put(key(name), reply(name, size))
-    assert store.flush()
-
-
-def present(store: Store, names: range) -> set[int]:
-    found = store.get_many([key(name) for name in names])
-    return {name for name in names if key(name) in found}
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
+from .stores import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
 
 # -- the memory cache ----------------------------------------------------------------------------------------
 
