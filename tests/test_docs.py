@@ -64,7 +64,8 @@ def test_python_blocks_compile_and_import_what_exists(page: Path):
         imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         ours = [line for line in imports if "freewheel" in line]
         if ours:
-            subprocess.run([sys.executable, "-c", "\n".join(ours)], check=True)
+            done = subprocess.run([sys.executable, "-c", "\n".join(ours)], capture_output=True, text=True)
+            assert done.returncode == 0, f"{page.name}: {done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

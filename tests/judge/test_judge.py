@@ -571,6 +571,7 @@ def test_a_judge_that_is_forgotten_ends_its_engine(mock: Mock, placement: str) -
     del judge
     gc.collect()
     until(lambda: threading.active_count() == threads)
+    assert threading.active_count() == threads
 
 
 # -- elsewhere -------------------------------------------------------------------------------------------------------

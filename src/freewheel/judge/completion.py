@@ -11,12 +11,10 @@ import msgspec
 
 from freewheel.judge.outcome import DETAIL_CHARS, Failure, Kind, Reply, classify
 from freewheel.judge.request import without_surrogates
-from freewheel.judge.verdict import Usage
+from freewheel.judge.verdict import TOKENS_MAX, Usage
 
 CUT_OFF = ("length", "content_filter")
 """Reasons to finish that leave a reply incomplete: a `1` may be half of a `10`."""
-TOKENS_MAX = 1 << 53
-"""Token counts are a server's word; this bounds them to what every reader of JSON can hold."""
 
 
 class _Part(msgspec.Struct):

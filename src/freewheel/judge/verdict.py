@@ -37,6 +37,10 @@ class Reason(StrEnum):
     """The engine itself broke (a bug, or its process kept dying)."""
 
 
+TOKENS_MAX = 1 << 53
+"""Token counts are a server's word; this bounds them to what every reader of JSON can hold."""
+
+
 class Usage(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that the judge says it used, all asks of this request together."""
 

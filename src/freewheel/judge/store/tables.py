@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from freewheel.judge.verdict import TOKENS_MAX
+
 APPLICATION_ID = 0x46574A43
 """Says in the file's header that it is freewheel's judge cache ("FWJC"), and not some other SQLite file."""
 SCHEMA_VERSION = 1
@@ -27,8 +29,6 @@ EXPORT_BYTES = 4 * 2**20
 """An export reads this much at a time, so that a slow consumer does not hold a snapshot and make the log grow."""
 FUTURE_SLACK_S = 86_400.0
 """Times later than this from now were left by a clock that was wrong, and not by one that was set a little."""
-TOKENS_MAX = 2**53
-"""Token counts are a server's word; this bounds them to what every reader of JSON can hold."""
 
 # A rowid table with a unique index on the key. Measured (SQLite 3.40, 2 vCPU, 100,000 entries of 600 bytes, batches of
 # 1,024, keys by IN of 256): put 15 us and get 4.5-5.2 us an entry, 75 MB; WITHOUT ROWID: put 50 us, get 5.8-6.3 us,
@@ -54,7 +54,7 @@ SCHEMA = (
 
 INSERT_SIZES = (64, 8, 1)
 """The numbers of rows that a prepared insert takes. Python's sqlite3 lets go of the interpreter lock once a statement:
-beside a busy event loop, one row a statement doubled the CPU of a request."""
+beside a busy event loop, each row would otherwise be a change of threads."""
 _UPSERTS = {
     rows: "INSERT INTO replies (key, created_at, used_at, size, checksum, prompt_tokens, completion_tokens, text)"
     f" VALUES {','.join(['(?, ?, ?, ?, ?, ?, ?, ?)'] * rows)} ON CONFLICT (key) DO UPDATE SET"
