@@ -6,12 +6,14 @@ of its own and connections live as long as the servers keep them.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import logging
 import socket
 import ssl
 import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment, proxy_bypass
@@ -19,6 +21,7 @@ from urllib.request import getproxies_environment, proxy_bypass
 import aiohttp
 from yarl import URL
 
+from freewheel.judge.chat import SSE_TAIL_BYTES, HungUp, read_stream_usage
 from freewheel.judge.completion import read_completion
 from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.errors import ConfigError
@@ -38,6 +41,10 @@ MAX_REPLY_BYTES = 16 << 20
 USER_AGENT = "freewheel-judge"
 LEAST_KEY_CHARS = 12
 """A shorter key is a local server's placeholder (`EMPTY`, `x`); cutting it out of replies would harm scores."""
+
+
+Read = Callable[[bytes], Reply | Failure]
+"""What a body that came with status 200 says."""
 
 
 class _Opened:
@@ -100,26 +107,18 @@ class ChatClient:
         key = self._key.reveal() if self._key is not None else ""
         self._echo = key if len(key) >= LEAST_KEY_CHARS else ""
         self._said_out_of_files = False
+        self._stall_s = config.attempt_timeout_s
         self._sent_with = (
             f"sent with the key from {self._key.source}"
             if self._key is not None
             else f"no key was sent: set {endpoint.api_key_env or config.api_key_env}, or give api_key"
         )
 
-    async def ask(self, body: bytes) -> Reply | Failure:
+    async def ask(self, body: bytes, read: Read = read_completion) -> Reply | Failure:
         """One HTTP exchange. Time limits are the caller's."""
-        opened = _Opened()
-        _opened.set(opened)
-        try:
-            response = await self._session.post(self._url, data=body, proxy=self._proxy, allow_redirects=False)
-        except TimeoutError as error:
-            return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
-                return self._out_of_files(error)
-            return Failure(Kind.BROKEN if opened.fresh else Kind.STALE, self._describe(error))
-        except (aiohttp.ClientError, OSError) as error:
-            return Failure(Kind.BROKEN, self._describe(error))
+        response = await self._post(body)
+        if isinstance(response, Failure):
+            return response
         try:
             content = await self._read(response)
         except (aiohttp.ClientError, OSError) as error:
@@ -132,13 +131,58 @@ class ChatClient:
             return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=response.status == 200)
         if response.status != 200:
             return self._failed(response, content)
-        reply = read_completion(content)
+        reply = read(content)
         if isinstance(reply, Failure):
             return reply._replace(detail=self._redact(reply.detail))
         if self._echo and self._echo in reply.text:
             reply = reply._replace(text=self._redact_all(reply.text))  # a reply is cached and shown
         rate = RateHeaders.parse(response.headers, time.time())
         return reply._replace(rate=rate) if rate is not None else reply
+
+    async def stream(self, body: bytes, pass_on: Callable[[bytes], Awaitable[None]]) -> Reply | Failure:
+        """One exchange whose reply is handed on while it comes; what `pass_on` raises ends it."""
+        response = await self._post(body)
+        if isinstance(response, Failure):
+            return response
+        try:
+            if response.status != 200:
+                return self._failed(response, await self._read(response) or b"")
+            tail = b""
+            async for chunk in self._chunks(response):
+                await pass_on(chunk)
+                tail = (tail + chunk)[-SSE_TAIL_BYTES:]
+            return Reply("", read_stream_usage(tail))
+        except TimeoutError:
+            detail = f"{self._url.host}: the stream stood still for {self._stall_s:g} s"
+            return Failure(Kind.TIMEOUT, detail, billed=True)
+        except HungUp as error:
+            return Failure(Kind.REJECTED, f"the client hung up: {error}", billed=True)
+        except (aiohttp.ClientError, OSError) as error:
+            return Failure(Kind.BROKEN, self._describe(error), billed=True)
+        finally:
+            response.close()
+
+    async def _chunks(self, response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        while True:
+            async with asyncio.timeout(self._stall_s):
+                chunk = await response.content.readany()
+            if not chunk:
+                return
+            yield chunk
+
+    async def _post(self, body: bytes) -> aiohttp.ClientResponse | Failure:
+        opened = _Opened()
+        _opened.set(opened)
+        try:
+            return await self._session.post(self._url, data=body, proxy=self._proxy, allow_redirects=False)
+        except TimeoutError as error:
+            return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+            if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+                return self._out_of_files(error)
+            return Failure(Kind.BROKEN if opened.fresh else Kind.STALE, self._describe(error))
+        except (aiohttp.ClientError, OSError) as error:
+            return Failure(Kind.BROKEN, self._describe(error))
 
     async def close(self) -> None:
         await self._session.close()

@@ -16,23 +16,25 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
 
-from freewheel.judge.body import BodyWriter
+from freewheel.judge.chat import ChatRequest, ChatStream, Relayed
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
+from freewheel.judge.exchange import ChatExchange, Exchange, RubricExchange, StreamExchange
 from freewheel.judge.flight import Batch, Flight
 from freewheel.judge.lane import NEVER, Lane, Permit, pick
 from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
-from freewheel.judge.parse import Unparseable, make_reader
-from freewheel.judge.prompt import PromptBuilder, local_secret
+from freewheel.judge.parse import Unparseable
+from freewheel.judge.prompt import local_secret
 from freewheel.judge.replies import Replies
-from freewheel.judge.request import JudgeRequest, RequestHasher
+from freewheel.judge.request import JudgeRequest
 from freewheel.judge.retry import backoff_s
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped
 from freewheel.judge.waiting import OutageWatch, RetryLine
 
 log = logging.getLogger("freewheel.judge")
@@ -45,8 +47,11 @@ MOST_STALE = 2
 ELSEWHERE_S = 0.1
 """Pause of a request that another endpoint may take: that one may be full for a moment."""
 
-Deliver = Callable[[int, int, Verdict], None]
-"""Takes (batch, index, verdict)."""
+Request = JudgeRequest | ChatRequest | ChatStream
+Answer = Scored | Relayed | Failed
+
+Deliver = Callable[[int, int, Any], None]
+"""Takes (batch, index, verdict): a `Verdict` for a `JudgeRequest`, `Relayed` or `Failed` for a chat completion."""
 
 
 class Engine:
@@ -64,8 +69,6 @@ class Engine:
         self._deliver = deliver
         self._answered_all = answered_all
         self._spent_before = spent
-        self._hash = RequestHasher(config)
-        self._read = make_reader(config.loaded_rubric)
         self._stats = JudgeStats()
         self._batches: dict[int, Batch] = {}
         self._newest_batch = -1
@@ -76,7 +79,8 @@ class Engine:
         self._calls_out = 0
         self._wake_timer: asyncio.TimerHandle | None = None
         self._wake_at = NEVER
-        self._replies = Replies(config, self._read)
+        self._replies = Replies(config)
+        self._exchanges: dict[type, Exchange] = {}
         self._lanes: list[Lane] = []
         self._connector: aiohttp.TCPConnector | None = None
         self._clients: dict[Lane, ChatClient] = {}
@@ -88,15 +92,17 @@ class Engine:
         config = self._config
         self._loop = asyncio.get_running_loop()
         self._replies.open()
-        prompts = PromptBuilder(config.loaded_rubric, local_secret(self._replies.directory))
-        self._static_size = len(prompts.system)
+        self._exchanges = {
+            JudgeRequest: RubricExchange(config, local_secret(self._replies.directory)),
+            ChatRequest: ChatExchange(config),
+            ChatStream: StreamExchange(config),
+        }
         self._lanes = [Lane(config, endpoint, self._replies.recall(endpoint.url)) for endpoint in config.endpoints]
         self._again = RetryLine(self._loop, self._send_again)
         self._outage = OutageWatch(self._lanes, config.request_deadline_s)
         self._connector = open_connector(config)
         pairs = list(zip(self._lanes, config.endpoints, strict=True))
         self._clients = {lane: ChatClient(self._connector, config, endpoint) for lane, endpoint in pairs}
-        self._bodies = {lane: BodyWriter(config, lane.model, prompts) for lane in self._lanes}
 
     async def close(self) -> None:
         """Answers what is open with `Failed("cancelled")`, closes connections, writes the cache out."""
@@ -122,7 +128,7 @@ class Engine:
     # -- requests in --------------------------------------------------------------------------------------------------
 
     def submit(
-        self, batch_id: int, indexes: Sequence[int], requests: Sequence[JudgeRequest], deadline_at: float | None = None
+        self, batch_id: int, indexes: Sequence[int], requests: Sequence[Request], deadline_at: float | None = None
     ) -> None:
         """Takes requests of a batch; `deadline_at` is in `time.monotonic()` seconds."""
         batch = self._batches.get(batch_id)
@@ -139,14 +145,15 @@ class Engine:
             self._close_batch(batch)
         if not fresh:
             return
-        found = self._replies.on_disk([flight.key for flight in fresh])
+        found = self._replies.on_disk([flight.key for flight in fresh if flight.keeps])
         for flight in fresh:
-            verdict = found.get(flight.key)
-            if verdict is None:
+            cached = found.get(flight.key)
+            answer = flight.exchange.revive(cached) if cached is not None else None
+            if answer is None:
                 self._ready.append(flight)
             else:
                 self._stats.cache_hits_disk += 1
-                self._settle(flight, verdict)
+                self._settle(flight, answer)
         self._pump()
 
     def cancel(self, batch_id: int) -> None:
@@ -183,32 +190,29 @@ class Engine:
                 lane.reconsider()
         return batch
 
-    def _admit(self, batch: Batch, index: int, request: JudgeRequest, now: float) -> Flight | None:
+    def _admit(self, batch: Batch, index: int, request: Request, now: float) -> Flight | None:
         """Answers from memory, joins a flight, or starts one (returned)."""
-        if request.skip:
+        if type(request) is JudgeRequest and request.skip:
             self._stats.skipped += 1
             self._deliver(batch.id, index, Skipped(request.skip))
             return None
-        try:
-            key = self._hash(request)
-        except UnicodeEncodeError:
-            request = request.encodable()
-            key = self._hash(request)
+        exchange = self._exchanges[type(request)]
+        key, size, keeps = exchange.identify(request)
         if not self._config.cache:
             key += batch.id.to_bytes(8, "big")  # equal requests of one batch still share a call
-        verdict = self._replies.in_memory(key)
-        if verdict is not None:
+        cached = self._replies.in_memory(key)
+        answer = exchange.revive(cached) if cached is not None else None
+        if answer is not None:
             self._stats.cache_hits_memory += 1
-            self._stats.scored += 1
-            self._deliver(batch.id, index, verdict)
+            self._count(answer)
+            self._deliver(batch.id, index, answer)
             return None
         joined = self._flights.get(key)
         if joined is not None:
             self._stats.shared += 1
             flight = joined
         else:
-            size = self._static_size + sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
-            flight = self._flights[key] = Flight(key, request, size, now)
+            flight = self._flights[key] = Flight(key, request, exchange, size, keeps, now)
         flight.waiters.append((batch, index, now))
         batch.open[index] = flight
         return flight if joined is None else None
@@ -262,8 +266,7 @@ class Engine:
         flight.permit = permit
         outcome: Reply | Failure
         try:
-            body = self._bodies[lane].write(flight.request, reask=flight.asks > 0)
-            outcome = await self._clients[lane].ask(body)
+            outcome = await flight.exchange.call(self._clients[lane], lane.model, flight)
         except asyncio.CancelledError:
             if flight.done or not flight.overdue:
                 self._dropped(permit)
@@ -307,9 +310,7 @@ class Engine:
     def _replied(self, flight: Flight, reply: Reply) -> None:
         flight.usage += reply.usage
         try:
-            if reply.cut_off:
-                raise Unparseable(f"the reply was cut off (max_tokens, or a filter): {reply.text[:80]!r}")
-            value, parts = self._read(reply.text)
+            answer = flight.exchange.read(flight, reply)
         except Unparseable as error:
             flight.asks += 1
             if flight.asks <= self._config.reasks:
@@ -318,8 +319,9 @@ class Engine:
             else:
                 self._fail(flight, Reason.UNPARSEABLE, str(error))
             return
-        self._replies.keep(flight.key, reply)
-        self._settle(flight, Scored(value, reply.text, flight.usage, parts, attempts=flight.calls))
+        if flight.keeps:
+            self._replies.keep(flight.key, reply)
+        self._settle(flight, answer)
 
     def _failed(self, flight: Flight, permit: Permit, failure: Failure, now: float) -> None:
         """One call failed: try elsewhere, wait and try again, or give up, as the failure's kind says."""
@@ -334,7 +336,7 @@ class Engine:
             else:
                 self._ready.appendleft(flight)
             return
-        if kind in FINAL:
+        if kind in FINAL or flight.committed:
             self._fail(flight, REASONS[kind], failure.detail)
             return
         if kind is Kind.STALE:
@@ -395,15 +397,15 @@ class Engine:
     def _fail(self, flight: Flight, reason: Reason, detail: str) -> None:
         self._settle(flight, Failed(reason.value, flight.calls, detail, flight.usage))
 
-    def _settle(self, flight: Flight, verdict: Scored | Failed) -> None:
+    def _settle(self, flight: Flight, answer: Answer) -> None:
         """The flight ends; all who wait for it get its verdict."""
         assert not flight.done
         self._land(flight)
-        self._answer_all(flight.waiters, verdict)
+        self._answer_all(flight.waiters, answer)
 
-    def _answer_all(self, waiters: list[tuple[Batch, int, float]], verdict: Scored | Failed) -> None:
+    def _answer_all(self, waiters: list[tuple[Batch, int, float]], answer: Answer) -> None:
         for batch, index, _ in waiters:
-            self._answer(batch, index, verdict)
+            self._answer(batch, index, answer)
             if not batch.open:
                 self._close_batch(batch)
 
@@ -416,13 +418,18 @@ class Engine:
         if flight.task is not None and begun and flight.task is not asyncio.current_task(self._loop):
             flight.task.cancel()
 
-    def _answer(self, batch: Batch, index: int, verdict: Scored | Failed) -> None:
+    def _answer(self, batch: Batch, index: int, answer: Answer) -> None:
         del batch.open[index]
-        if isinstance(verdict, Scored):
+        self._count(answer)
+        self._deliver(batch.id, index, answer)
+
+    def _count(self, answer: Answer) -> None:
+        if isinstance(answer, Scored):
             self._stats.scored += 1
+        elif isinstance(answer, Relayed):
+            self._stats.relayed += 1
         else:
-            self._stats.failed[verdict.reason] = self._stats.failed.get(verdict.reason, 0) + 1
-        self._deliver(batch.id, index, verdict)
+            self._stats.failed[answer.reason] = self._stats.failed.get(answer.reason, 0) + 1
 
     def _close_batch(self, batch: Batch) -> None:
         if batch.timer is not None:
@@ -474,7 +481,3 @@ class Engine:
             if not flight.waiters:
                 self._land(flight)
         self._close_batch(batch)
-
-
-def _utf8_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())

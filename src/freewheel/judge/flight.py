@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
+from freewheel.judge.chat import ChatRequest, ChatStream
 from freewheel.judge.lane import NEVER, Lane, Permit
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Usage
+
+if TYPE_CHECKING:
+    from freewheel.judge.exchange import Exchange
 
 
 class Batch:
@@ -23,15 +28,28 @@ class Batch:
 class Flight:
     """Requests of equal content share one; it lives on while anyone waits for it, and ends once."""
 
-    __slots__ = ("asks", "avoid", "avoid_until", "calls", "deadline_at", "done", "faults", "is_retry", "key", "last",
-                 "overdue", "permit", "queued_at", "request", "size", "stales", "task", "throttles", "timeouts",
-                 "usage", "waiters")  # fmt: skip
+    __slots__ = ("asks", "avoid", "avoid_until", "calls", "committed", "deadline_at", "done", "exchange", "faults",
+                 "is_retry", "keeps", "key", "last", "overdue", "permit", "queued_at", "request", "size", "stales",
+                 "task", "throttles", "timeouts", "usage", "waiters")  # fmt: skip
 
-    def __init__(self, key: bytes, request: JudgeRequest, size: int, now: float) -> None:
+    def __init__(
+        self,
+        key: bytes,
+        request: JudgeRequest | ChatRequest | ChatStream,
+        exchange: Exchange,
+        size: int,
+        keeps: bool,
+        now: float,
+    ) -> None:
         self.key = key
         self.request = request
+        self.exchange = exchange
         self.size = size
         """Bytes to be sent: what its tokens are estimated from."""
+        self.keeps = keeps
+        """Its reply may serve later requests."""
+        self.committed = False
+        """Part of its answer is with its client: it can be asked for no second time, and takes what time it takes."""
         self.queued_at = now
         self.waiters: list[tuple[Batch, int, float]] = []
         """(batch, index, since when)."""
@@ -51,7 +69,15 @@ class Flight:
         self.usage = Usage()
         self.done = False
 
+    def commit(self) -> None:
+        self.committed = True
+        self.deadline_at = NEVER
+
     def is_overdue(self, now: float) -> bool:
         """True if its call takes longer than calls there do, by what is known now and not when it was sent."""
         permit = self.permit
-        return permit is not None and now - permit.sent_at >= permit.lane.patience.allow_s(self.timeouts)
+        return (
+            permit is not None
+            and not self.committed
+            and now - permit.sent_at >= permit.lane.patience.allow_s(self.timeouts)
+        )

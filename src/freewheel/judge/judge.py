@@ -16,17 +16,17 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, Protocol, Self
+from collections.abc import Mapping
+from typing import Any, Protocol, Self
 
 import msgspec
 
-from freewheel.judge.config import JudgeConfig, check_number
+from freewheel.judge.asking import FROM_CONFIG, Requests, as_requests, deadline_at_of
+from freewheel.judge.config import JudgeConfig
 from freewheel.judge.desk import Desk
-from freewheel.judge.errors import ConfigError, JudgeClosed
+from freewheel.judge.errors import JudgeClosed
 from freewheel.judge.handle import Handle
 from freewheel.judge.process_link import ProcessLink
-from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Verdict
 
@@ -36,7 +36,6 @@ CLOSE_TIMEOUT_S = 5.0
 """How long a shutdown may take: connections are closed and the cache is written out."""
 STATS_TIMEOUT_S = 2.0
 """An engine that does not answer by then is busy or dead; its last figures are given instead."""
-FROM_CONFIG: Final = -1.0
 
 
 class Link(Protocol):
@@ -87,31 +86,22 @@ class Judge:
 
         return ThreadLink(self.config, self._desk)
 
-    def submit(
-        self, requests: Iterable[JudgeRequest | str | Mapping[str, str]], *, deadline_s: float | None = FROM_CONFIG
-    ) -> Handle:
+    def submit(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> Handle:
         """Hands a batch over and returns at once. A plain string is a response without a question.
 
         `deadline_s` overrides the config's `batch_deadline_s` for this batch (None: no limit).
         """
-        if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
-            raise ConfigError("requests", requests, "give several: a list, even for one")
-        batch = [r if type(r) is JudgeRequest and _all_text(r) else _request(i, r) for i, r in enumerate(requests)]
-        if deadline_s is FROM_CONFIG:
-            deadline_s = self.config.batch_deadline_s
-        elif deadline_s is not None:
-            check_number("deadline_s", deadline_s, above=0, optional=True)
+        batch = as_requests(requests)
+        deadline_at = deadline_at_of(deadline_s, self.config)
         if batch:
             self.start()
         elif self._closed:
             raise JudgeClosed("the judge is closed; make another one")
-        handle = self._desk.submit(batch, time.monotonic() + deadline_s if deadline_s is not None else None)
+        handle = self._desk.submit(batch, deadline_at)
         handle.judge = self  # a judge that nobody holds is closed; one with an open batch is held by its handle
         return handle
 
-    async def score(
-        self, requests: Iterable[JudgeRequest | str | Mapping[str, str]], *, deadline_s: float | None = FROM_CONFIG
-    ) -> list[Verdict]:
+    async def score(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> list[Verdict]:
         """Submit and wait, without blocking the loop. Cancelling the caller cancels the batch."""
         handle = self.submit(requests, deadline_s=deadline_s)
         try:
@@ -186,37 +176,6 @@ class Judge:
 
 
 _judges: weakref.WeakSet[Judge] = weakref.WeakSet()
-
-
-def _all_text(r: JudgeRequest) -> bool:
-    return type(r.response) is type(r.prompt) is type(r.reference) is type(r.id) is type(r.skip) is str
-
-
-def _request(index: int, given: object) -> JudgeRequest:
-    try:
-        if isinstance(given, str):
-            return JudgeRequest(str.__str__(given))
-        if isinstance(given, JudgeRequest):
-            given = msgspec.structs.asdict(given)
-        if isinstance(given, Mapping):
-            unknown = sorted(set(given) - set(JudgeRequest.__struct_fields__))
-            if unknown:
-                known = ", ".join(JudgeRequest.__struct_fields__)
-                raise ConfigError(
-                    f"requests[{index}].{unknown[0]}", given[unknown[0]], f"unknown field; known are {known}"
-                )
-            if type(given.get("id")) is int:
-                given = {**given, "id": str(given["id"])}
-            for key, value in given.items():
-                if not isinstance(value, str):
-                    raise ConfigError(f"requests[{index}].{key}", value, "give text")
-            # str() makes plain text of a subclass, as numpy has one: only that can travel.
-            return JudgeRequest(**{key: str.__str__(value) for key, value in given.items()})
-    except TypeError as error:
-        raise ConfigError(f"requests[{index}]", given, str(error)) from None
-    raise ConfigError(
-        f"requests[{index}]", given, "give a JudgeRequest, a response as text, or a mapping of its fields"
-    )
 
 
 def _abandon(link: Link, pid: int) -> None:

@@ -1,12 +1,12 @@
-"""What the judge said before, as verdicts: memory first, then the shared file; and what the limiters learnt.
+"""What the judge said before: memory first, then the shared file; and what the limiters learnt.
 
-Replies are kept as they came and read anew, so a rubric that reads better needs no new call. Only replies that the
-rubric could read are kept.
+Replies are kept as they came and read anew (`exchange.py`), so a rubric that reads better needs no new call. Only
+replies that could be read are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,8 +15,6 @@ from freewheel.judge.cache import CACHE_FILE, CachedReply, MemoryCache, Store, c
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.limiter import LimiterMemory
 from freewheel.judge.outcome import Reply
-from freewheel.judge.parse import Reading, Unparseable
-from freewheel.judge.verdict import Scored, Usage
 
 MEMORY_CACHE_ENTRIES = 1 << 16
 """Bounds the memory cache's own overhead; `memory_cache_bytes` bounds the replies."""
@@ -25,8 +23,7 @@ MEMORY_CACHE_ENTRIES = 1 << 16
 class Replies:
     """The cache as the engine sees it. With `cache` off it is memory alone, and the engine's keys name the batch."""
 
-    def __init__(self, config: JudgeConfig, read: Callable[[str], Reading]) -> None:
-        self._read = read
+    def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
         # Only the file knows how old a reply is.
         in_memory = config.cache_ttl_s is None or not config.cache
@@ -47,20 +44,16 @@ class Replies:
         if self._store is not None:
             self._store.close()
 
-    def in_memory(self, key: bytes) -> Scored | None:
-        cached = self._memory.get(key)
-        return self._scored(cached) if cached is not None else None
+    def in_memory(self, key: bytes) -> CachedReply | None:
+        return self._memory.get(key)
 
-    def on_disk(self, keys: Sequence[bytes]) -> dict[bytes, Scored]:
+    def on_disk(self, keys: Sequence[bytes]) -> dict[bytes, CachedReply]:
         """On the calling thread: in a batch a miss costs about a microsecond a key."""
-        if self._store is None:
+        if self._store is None or not keys:
             return {}
-        found: dict[bytes, Scored] = {}
-        for key, cached in self._store.get_many(keys).items():
-            verdict = self._scored(cached)
-            if verdict is not None:
-                self._memory.put(key, cached)
-                found[key] = verdict
+        found = self._store.get_many(keys)
+        for key, cached in found.items():
+            self._memory.put(key, cached)
         return found
 
     def keep(self, key: bytes, reply: Reply) -> None:
@@ -86,11 +79,3 @@ class Replies:
 
     def _limiter_name(self, url: str) -> str:
         return f"limiter {url} {self._model}"
-
-    def _scored(self, cached: CachedReply) -> Scored | None:
-        try:
-            value, parts = self._read(cached.text)
-        except Unparseable:
-            return None  # the rubric reads more strictly now: ask again
-        usage = Usage(cached.prompt_tokens, cached.completion_tokens)
-        return Scored(value, cached.text, usage, parts, cached=True, attempts=0)

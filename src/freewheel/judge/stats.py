@@ -36,6 +36,8 @@ class JudgeStats(msgspec.Struct, kw_only=True):
 
     submitted: int = 0
     scored: int = 0
+    relayed: int = 0
+    """Chat completions of the gateway's clients that were answered."""
     skipped: int = 0
     failed: dict[str, int] = {}
     """Failed verdicts by reason."""
@@ -106,7 +108,7 @@ class JudgeStats(msgspec.Struct, kw_only=True):
                 inside = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
                 yield f"{prefix}{name}{{{inside}}} {value:.15g}" if inside else f"{prefix}{name} {value:.15g}"
 
-        for name in ("submitted", "scored", "skipped", "shared", "retries", "reasks", "restarts"):
+        for name in ("submitted", "scored", "relayed", "skipped", "shared", "retries", "reasks", "restarts"):
             yield from family(f"{name}_total", "counter", [({}, getattr(self, name))])
         yield from family("failed_total", "counter", [({"reason": r}, n) for r, n in sorted(self.failed.items())])
         tiers = [({"tier": "memory"}, self.cache_hits_memory), ({"tier": "disk"}, self.cache_hits_disk)]

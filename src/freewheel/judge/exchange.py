@@ -1,0 +1,156 @@
+"""What one kind of request is to the engine: its identity, its bytes on the wire, and what a reply to it means.
+
+JudgeRequest ─▶ RubricExchange   a rubric's two messages; the reply is read as a score
+ChatRequest  ─▶ ChatExchange     the client's own body; the reply goes back as it came
+ChatStream   ─▶ StreamExchange   likewise, chunk by chunk
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from freewheel.judge.body import BodyWriter
+from freewheel.judge.cache import CachedReply
+from freewheel.judge.chat import ChatRequest, ChatStream, HungUp, Relayed, read_chat
+from freewheel.judge.client import ChatClient
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.flight import Flight
+from freewheel.judge.outcome import Failure, Reply
+from freewheel.judge.parse import Unparseable, make_reader
+from freewheel.judge.prompt import PromptBuilder
+from freewheel.judge.request import JudgeRequest, RequestHasher
+from freewheel.judge.verdict import Scored, Usage
+
+CHAT_VERSION = b"freewheel-chat-1"
+"""Changes when the recipe of a chat body's key does."""
+PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
+"""Fields that say who asks and not what is asked: they do not change the answer."""
+
+
+class Identity(NamedTuple):
+    """What the engine must know before anything is sent."""
+
+    key: bytes
+    """Equal for requests that one reply can serve."""
+    size: int
+    """Bytes to be sent, roughly: tokens are estimated from it."""
+    keeps: bool
+    """Its reply may serve later requests."""
+
+
+class Exchange(Protocol):
+    def identify(self, request: Any) -> Identity: ...
+
+    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure: ...
+
+    def read(self, flight: Flight, reply: Reply) -> Scored | Relayed:
+        """Raises `Unparseable`."""
+
+    def revive(self, cached: CachedReply) -> Scored | Relayed | None:
+        """A kept reply as an answer; None: it has to be asked for again."""
+
+
+class RubricExchange:
+    """Judging by the config's rubric."""
+
+    def __init__(self, config: JudgeConfig, secret: bytes) -> None:
+        self._hash = RequestHasher(config)
+        self._parse = make_reader(config.loaded_rubric)
+        prompts = PromptBuilder(config.loaded_rubric, secret)
+        self._static_size = len(prompts.system)
+        models = {endpoint.model or config.model for endpoint in config.endpoints}
+        self._bodies = {model: BodyWriter(config, model, prompts) for model in models}
+
+    def identify(self, request: JudgeRequest) -> Identity:
+        try:
+            key = self._hash(request)
+        except UnicodeEncodeError:
+            request = request.encodable()
+            key = self._hash(request)
+        content = sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
+        return Identity(key, self._static_size + content, keeps=True)
+
+    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
+        assert isinstance(flight.request, JudgeRequest)
+        return await client.ask(self._bodies[model].write(flight.request, reask=flight.asks > 0))
+
+    def read(self, flight: Flight, reply: Reply) -> Scored:
+        if reply.cut_off:
+            raise Unparseable(f"the reply was cut off (max_tokens, or a filter): {reply.text[:80]!r}")
+        value, parts = self._parse(reply.text)
+        return Scored(value, reply.text, flight.usage, parts, attempts=flight.calls)
+
+    def revive(self, cached: CachedReply) -> Scored | None:
+        try:
+            value, parts = self._parse(cached.text)
+        except Unparseable:
+            return None  # the rubric reads more strictly now: ask again
+        usage = Usage(cached.prompt_tokens, cached.completion_tokens)
+        return Scored(value, cached.text, usage, parts, cached=True, attempts=0)
+
+
+class ChatExchange:
+    """Passing a client's request on, and the answer back."""
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._model = config.model
+        self._url = config.endpoints[0].url.encode()
+
+    def identify(self, request: ChatRequest) -> Identity:
+        fields = msgspec.json.decode(request.body)
+        wants_sample = bool(fields.get("temperature")) and fields.get("seed") is None
+        if request.fresh or wants_sample:
+            return Identity(secrets.token_bytes(32), len(request.body), keeps=False)
+        for name in PRIVATE_FIELDS:
+            fields.pop(name, None)
+        canonical = msgspec.json.encode(fields, order="sorted")
+        digest = hashlib.sha256(CHAT_VERSION + b"%d:" % len(self._url) + self._url + canonical)
+        return Identity(digest.digest(), len(request.body), keeps=True)
+
+    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
+        assert isinstance(flight.request, ChatRequest)
+        return await client.ask(self._named(flight.request.body, model), read_chat)
+
+    def read(self, flight: Flight, reply: Reply) -> Relayed:
+        return Relayed(reply.text.encode(), flight.usage, attempts=flight.calls)
+
+    def revive(self, cached: CachedReply) -> Relayed | None:
+        usage = Usage(cached.prompt_tokens, cached.completion_tokens)
+        return Relayed(cached.text.encode(), usage, cached=True, attempts=0)
+
+    def _named(self, body: bytes, model: str) -> bytes:
+        """With the endpoint's own name for the configured model."""
+        if model == self._model:
+            return body
+        fields = msgspec.json.decode(body)
+        if fields.get("model") != self._model:
+            return body
+        return msgspec.json.encode({**fields, "model": model})
+
+
+class StreamExchange(ChatExchange):
+    """Passing an event stream on while it comes. Once a byte of it went out, it cannot be asked for again."""
+
+    def identify(self, request: ChatStream) -> Identity:  # type: ignore[override]
+        return Identity(secrets.token_bytes(32), len(request.body), keeps=False)
+
+    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
+        stream = flight.request
+        assert isinstance(stream, ChatStream)
+
+        async def pass_on(chunk: bytes) -> None:
+            flight.commit()
+            try:
+                await stream.sink(chunk)
+            except OSError as error:  # the client's connection, and not the judge's
+                raise HungUp(str(error)) from error
+
+        return await client.stream(self._named(stream.body, model), pass_on)
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())

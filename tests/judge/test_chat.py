@@ -1,0 +1,191 @@
+"""Chat completions of other people's clients on the judge's engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from freewheel.judge import Endpoint, Failed, JudgeConfig
+from freewheel.judge.chat import ChatRequest, ChatStream, Relayed, read_chat, read_stream_usage
+from freewheel.judge.inline import InlineJudge
+from freewheel.judge.outcome import Failure, Kind
+from freewheel.judge.verdict import Usage
+
+
+def body(text: str = "Is it so?", **fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+
+
+def judge_at(endpoint: Any, **settings: Any) -> InlineJudge:
+    return InlineJudge(JudgeConfig(endpoint=endpoint, model="m", **settings))
+
+
+async def ask(judge: InlineJudge, *bodies: bytes) -> list[Any]:
+    return await asyncio.gather(*(one(judge, ChatRequest(content)) for content in bodies))
+
+
+async def one(judge: InlineJudge, request: ChatRequest | ChatStream) -> Any:
+    [answer] = await judge.ask([request])
+    return answer
+
+
+async def test_the_body_goes_up_and_the_reply_comes_back_as_they_are(scripted: Any, replying: Any) -> None:
+    reply = replying("yes", system_fingerprint="fp", service_tier="flex")
+    server = scripted(lambda number, headers, sent: (200, {}, reply))
+    sent = body(top_logprobs=3, tools=[{"type": "function"}])
+    async with judge_at(server.url) as judge:
+        answer = await one(judge, ChatRequest(sent))
+    assert answer == Relayed(reply, Usage(100, 1), cached=False, attempts=1)
+    assert [content for _, content in server.seen] == [sent]
+
+
+async def test_equal_bodies_are_sent_once_whatever_their_spelling_and_sender(mock: Any) -> None:
+    running = mock(latency_s=0.05)
+    async with judge_at(running.url) as judge:
+        plain = body("same", max_tokens=5)
+        respelt = json.dumps(dict(reversed(json.loads(plain).items())), indent=1).encode()
+        answers = await ask(judge, plain, respelt, body("same", max_tokens=5, user="me"))
+        later = await one(judge, ChatRequest(plain))
+        assert running.counts().received == 1
+    assert len({answer.content for answer in answers}) == 1
+    assert later.cached
+    assert later.content == answers[0].content
+
+
+async def test_bodies_that_differ_are_not_shared(mock: Any) -> None:
+    running = mock()
+    async with judge_at(running.url) as judge:
+        await ask(judge, body("a"), body("b"), body("a", max_tokens=5), body("a", seed=1))
+        assert running.counts().received == 4
+
+
+async def test_who_asks_for_samples_gets_samples(mock: Any) -> None:
+    running = mock()
+    async with judge_at(running.url) as judge:
+        await ask(judge, body(temperature=0.7), body(temperature=0.7))
+        assert running.counts().received == 2
+        await ask(judge, body(temperature=0.7, seed=3), body(temperature=0.7, seed=3))
+        assert running.counts().received == 3
+        await asyncio.gather(*(one(judge, ChatRequest(body(), fresh=True)) for _ in range(2)))
+        assert running.counts().received == 5
+
+
+async def test_an_endpoints_own_name_for_the_model_is_used_there(scripted: Any, replying: Any) -> None:
+    server = scripted(lambda number, headers, sent: (200, {}, replying("7")))
+    async with judge_at(Endpoint(url=server.url, model="theirs")) as judge:
+        await ask(judge, body(), body("another model", model="other"))
+    assert sorted(json.loads(content)["model"] for _, content in server.seen) == ["other", "theirs"]
+
+
+async def test_a_refusal_a_tool_call_and_a_cut_off_reply_are_the_clients_to_read(scripted: Any, replying: Any) -> None:
+    replies = {
+        "refusal": replying(None, "content_filter"),
+        "tool": json.dumps({"choices": [{"message": {"role": "assistant", "tool_calls": [{}]}}]}).encode(),
+        "cut": replying("half of", "length"),
+    }
+    server = scripted(lambda number, headers, sent: (200, {}, replies[json.loads(sent)["messages"][0]["content"]]))
+    async with judge_at(server.url) as judge:
+        answers = await ask(judge, *(body(name) for name in replies))
+    assert [answer.content for answer in answers] == list(replies.values())
+
+
+async def test_a_refused_request_is_a_failure_and_garbage_is_asked_for_again(scripted: Any, replying: Any) -> None:
+    def play(number: int, headers: dict[str, str], sent: bytes) -> Any:
+        if b"bad" in sent:
+            return 400, {}, b'{"error": {"message": "no such field"}}'
+        return (200, {}, b"<html>") if number == 1 else (200, {}, replying("7"))
+
+    async with judge_at(scripted(play).url) as judge:
+        answer = await one(judge, ChatRequest(body("good")))
+        refused = await one(judge, ChatRequest(body("bad")))
+    assert answer.attempts == 2
+    assert isinstance(refused, Failed)
+    assert refused.reason == "rejected"
+    assert "no such field" in refused.detail
+
+
+async def test_429s_are_waited_out(mock: Any) -> None:
+    running = mock(latency_s=0.02, reject_above=4)
+    async with judge_at(running.url) as judge:
+        answers = await ask(judge, *(body(f"question {i}") for i in range(60)))
+    assert all(isinstance(answer, Relayed) for answer in answers)
+
+
+class Sink:
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.chunks: list[bytes] = []
+        self._fails_at = fails_at
+
+    async def __call__(self, chunk: bytes) -> None:
+        if len(self.chunks) == self._fails_at:
+            raise ConnectionResetError("gone")
+        self.chunks.append(chunk)
+
+
+async def test_a_stream_reaches_its_sink_and_its_usage_the_accounts(mock: Any) -> None:
+    running = mock(latency_s=0.02)
+    sink = Sink()
+    asked = body(stream=True, stream_options={"include_usage": True})
+    async with judge_at(running.url) as judge:
+        answer = await one(judge, ChatStream(asked, sink))
+        stats = judge.stats()
+    assert isinstance(answer, Relayed)
+    assert b"".join(sink.chunks).rstrip().endswith(b"data: [DONE]")
+    assert answer.usage.prompt_tokens > 0
+    assert stats.endpoints[0].prompt_tokens == answer.usage.prompt_tokens
+    assert stats.relayed == 1
+
+
+async def test_a_stream_is_retried_until_its_first_byte_and_not_after(scripted: Any) -> None:
+    events = b'data: {"choices": []}\n\n'
+
+    def play(number: int, headers: dict[str, str], sent: bytes) -> Any:
+        if number == 1:
+            return 503, {}, b""
+        return 200, {"Content-Length": str(len(events) + 100)}, events  # it promises more than it sends
+
+    server = scripted(play)
+    sink = Sink()
+    async with judge_at(server.url, attempt_timeout_s=0.3) as judge:
+        answer = await one(judge, ChatStream(body(stream=True), sink))
+    assert len(server.seen) == 2
+    assert b"".join(sink.chunks) == events
+    assert isinstance(answer, Failed)
+    assert answer.reason == "unavailable"
+
+
+async def test_a_client_that_hangs_up_is_not_held_against_the_judge(mock: Any) -> None:
+    async with judge_at(mock().url) as judge:
+        answer = await one(judge, ChatStream(body(stream=True), Sink(fails_at=0)))
+        stats = judge.stats()
+    assert isinstance(answer, Failed)
+    assert "hung up" in answer.detail
+    assert stats.endpoints[0].breaker == "closed"
+    assert stats.in_flight == 0
+
+
+async def test_streams_take_slots_like_all_others(mock: Any) -> None:
+    running = mock(latency_s=0.05, reject_above=4)
+    async with judge_at(running.url, concurrency=4) as judge:
+        sinks = [Sink() for _ in range(12)]
+        await asyncio.gather(*(one(judge, ChatStream(body(stream=True), sink)) for sink in sinks))
+        assert judge.stats().max_in_flight <= 4
+        assert judge.stats().throttled == 0
+    assert all(sink.chunks for sink in sinks)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"choices": 3}', b"\xff", b'{"error": {"message": "x"}}'])
+def test_what_is_no_completion_is_garbage(content: bytes) -> None:
+    failure = read_chat(content)
+    assert isinstance(failure, Failure)
+    assert failure.kind is Kind.GARBAGE
+
+
+def test_usage_is_found_at_a_streams_end_or_taken_as_nothing() -> None:
+    last = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}\r\n\r\ndata: [DONE]\n\n'
+    assert read_stream_usage(b'data: {"choices": []}\n\n' + last) == Usage(5, 2)
+    assert read_stream_usage(b'data: {"choices": [], "usage": null}\n\n') == Usage()
+    assert read_stream_usage(b'ice", "usage": {"prom') == Usage()
