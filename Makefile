@@ -4,15 +4,19 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-fast lint format setup docs clean
+# Libraries that freewheel plugs into, each with an environment of its own: their requirements exclude each other.
+PEERS  := verl trl peers
+
+.PHONY: demo test test-integrations lint format setup docs clean $(PEERS:%=env-%)
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt constraints-train.txt
 	@$(PYTHON) -c 'import sys; sys.exit("freewheel needs Python 3.11 to 3.13; this is %d.%d: make PYTHON=python3.11" % sys.version_info[:2] if not (3, 11) <= sys.version_info[:2] <= (3, 13) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint constraints-train.txt \
+		--editable '.[train,math,dev]'
 	@touch $@
 
 demo: setup
@@ -20,6 +24,18 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Against the real libraries, each in its own environment.
+test-integrations: env-verl env-trl
+	.venvs/verl/bin/python -m pytest tests/integrations -m verl
+	.venvs/trl/bin/python -m pytest tests/integrations -m trl
+
+$(PEERS:%=env-%): env-%: .venvs/%/.installed
+
+.venvs/%/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*,test]'
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -34,4 +50,4 @@ docs: setup          ## regenerate the pages that come from the schema
 	$(BIN)/python docs/generate.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

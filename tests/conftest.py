@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-FOREIGN = ("OPENAI_API_KEY", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+FOREIGN = (
+    "OPENAI_API_KEY",
+    "OPENAI_BASE_URL",
+    "OPENAI_MODEL",
+    "TRAIN_WITH_MONITOR",
+    "MONITOR_CACHE",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+)
 """Variables of the outside world that would change what a judge does."""
 
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from freewheel.judge.errors import ConfigError
+from freewheel.judge.limiter import START
 from freewheel.judge.rubric import Rubric, load_rubric
 from freewheel.judge.secret import Secret
 
@@ -89,6 +90,8 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The environment variable that is read for the key where none is given. None there either: none is sent."""
     concurrency: int | str = "auto"
     """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
+    concurrency_start: int = START
+    """Calls in flight at first, where nothing is known of the judge yet. The limit adapts from there."""
     temperature: float | None = 0.0
     """None leaves it out of the request."""
     max_tokens: int | None = None
@@ -144,6 +147,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for key in ("batch_deadline_s", "requests_per_minute", "tokens_per_minute", "max_cost", "cache_ttl_s"):
             check_number(key, getattr(self, key), above=0, optional=True)
         _integer("max_attempts", self.max_attempts, low=1)
+        _integer("concurrency_start", self.concurrency_start, low=1)
         _integer("reasks", self.reasks, low=0)
         _integer("cache_max_bytes", self.cache_max_bytes, low=1 << 20)
         _integer("memory_cache_bytes", self.memory_cache_bytes, low=0)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,8 @@ class Handle:
         self.deadline_at = deadline_at
         self.judge: object = None
         """Whose batch it is."""
+        self.finished_at: float | None = None
+        """When its last verdict came, in `time.monotonic()` seconds."""
         self._cancel = cancel
         self._verdicts: list[Verdict | None] = [None] * len(requests)
         self._order: list[int] = []
@@ -156,7 +159,8 @@ class Handle:
 
     def wake(self) -> None:
         """After puts, outside the lock: tells all who wait."""
-        if len(self._order) == len(self._verdicts):
+        if len(self._order) == len(self._verdicts) and not self._finished.is_set():
+            self.finished_at = time.monotonic()
             self._finished.set()
         for loop, event in list(self._listeners):
             with contextlib.suppress(RuntimeError):  # that loop has closed: nobody waits there any more

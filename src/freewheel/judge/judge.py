@@ -109,9 +109,14 @@ class Judge:
         finally:
             handle.cancel()
 
+    @property
+    def running(self) -> bool:
+        """True from the start of the engine until `close`."""
+        return self._link is not None and not self._closed
+
     def stats(self) -> JudgeStats:
         """What the engine did so far. Zeros before the first use, the last figures after closing."""
-        if self._link is not None and not self._closed:
+        if self.running:
             answer = self._desk.ask_stats()
             try:
                 answer.result(STATS_TIMEOUT_S)

@@ -48,7 +48,7 @@ class Lane:
         self.url = endpoint.url
         self.model = endpoint.model or config.model
         self.weight = endpoint.weight
-        self.limiter = Limiter(ceiling=ceiling, fixed=fixed, memory=memory)
+        self.limiter = Limiter(start=config.concurrency_start, ceiling=ceiling, fixed=fixed, memory=memory)
         self.pacer = Pacer(
             requests_per_minute=endpoint.requests_per_minute or config.requests_per_minute,
             tokens_per_minute=endpoint.tokens_per_minute or config.tokens_per_minute,

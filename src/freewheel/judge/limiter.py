@@ -169,9 +169,14 @@ class Limiter:
     )  # fmt: skip
 
     def __init__(
-        self, *, ceiling: int | None = None, fixed: int | None = None, memory: LimiterMemory | None = None
+        self,
+        *,
+        start: int = START,
+        ceiling: int | None = None,
+        fixed: int | None = None,
+        memory: LimiterMemory | None = None,
     ) -> None:
-        for key, value in (("ceiling", ceiling), ("fixed", fixed)):
+        for key, value in (("start", start), ("ceiling", ceiling), ("fixed", fixed)):
             if value is not None and value < 1:
                 raise ValueError(f"{key} = {value!r}: at least one request must be allowed in flight")
         self.in_flight = 0
@@ -179,7 +184,7 @@ class Limiter:
         """Sending before this time would only be refused: everything was, lately."""
         self._is_fixed = fixed is not None
         self._ceiling = float(fixed if fixed is not None else min(ceiling or MOST, MOST))
-        self._window = self._ceiling if fixed is not None else min(float(START), self._ceiling)
+        self._window = self._ceiling if fixed is not None else min(float(start), self._ceiling)
         self._bound = 0.0  # 0: none met yet, slow start
         self._target = math.inf  # slow start goes on to here
         self._rtt_s = 0.0

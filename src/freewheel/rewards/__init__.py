@@ -1,0 +1,64 @@
+"""From a response to a number: rules, length penalty, judge quality, composition, and the managers around them.
+
+    from freewheel.rewards import LengthPenaltyRewardManager
+
+    manager = LengthPenaltyRewardManager(tokenizer, num_examine=1, length_penalty_config={"use_async_io": True, …})
+    handle = manager.submit(batch)      # returns at once
+    …                                   # the GPU works on the next batch
+    reward_tensor = handle.result()
+
+Importing this needs no torch, no ray and no transformers.
+"""
+
+from freewheel.rewards.compose import Composed, compose, fill_failed, group_mean
+from freewheel.rewards.compute_score import compute_score, compute_score_async, shutdown_judges
+from freewheel.rewards.config import LengthPenaltyConfig
+from freewheel.rewards.handle import RewardHandle
+from freewheel.rewards.length import cosine_length, group_index, median_penalty, soft_overlong
+from freewheel.rewards.manager import LengthPenaltyRewardManager
+from freewheel.rewards.openai_manager import AsyncOpenAIManager, AsyncOpenAIWorker, get_request_hash
+from freewheel.rewards.rules import (
+    RuleScore,
+    boxed_math,
+    dapo_math,
+    exact_match,
+    format_tags,
+    gsm8k,
+    register_rule,
+    rule_score,
+    tool_call,
+)
+from freewheel.rewards.scoring import RewardFailed, Rewards, Sample, combine
+
+__all__ = [
+    "AsyncOpenAIManager",
+    "AsyncOpenAIWorker",
+    "Composed",
+    "LengthPenaltyConfig",
+    "LengthPenaltyRewardManager",
+    "RewardFailed",
+    "RewardHandle",
+    "Rewards",
+    "RuleScore",
+    "Sample",
+    "boxed_math",
+    "combine",
+    "compose",
+    "compute_score",
+    "compute_score_async",
+    "cosine_length",
+    "dapo_math",
+    "exact_match",
+    "fill_failed",
+    "format_tags",
+    "get_request_hash",
+    "group_index",
+    "group_mean",
+    "gsm8k",
+    "median_penalty",
+    "register_rule",
+    "rule_score",
+    "shutdown_judges",
+    "soft_overlong",
+    "tool_call",
+]

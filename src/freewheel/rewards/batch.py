@@ -1,0 +1,111 @@
+"""A `DataProto`, verl's or ours, as samples: what a reward manager reads of it, and the tensor that it gives back.
+
+The tensors' own methods are used, so that nothing here imports torch before a batch of tensors comes along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rewards.protocol import RewardBatch
+from freewheel.rewards.scoring import Array, Sample
+
+
+class Rollouts:
+    """A batch as it was when it was submitted: later changes to it change nothing here.
+
+    Making one does not wait for an accelerator; `samples` does.
+    """
+
+    def __init__(self, batch: RewardBatch, reward_fn_key: str) -> None:
+        tensors, columns = batch.batch, batch.non_tensor_batch
+        for key in ("prompts", "responses", "attention_mask"):
+            if tensors is None or key not in tensors.keys():  # noqa: SIM118  # a TensorDict has no `in`
+                raise ConfigError(f"batch[{key!r}]", None, "a reward manager needs prompts, responses, attention_mask")
+        assert tensors is not None
+        for key in (reward_fn_key, "reward_model"):
+            if key not in columns:
+                raise ConfigError(f"non_tensor_batch[{key!r}]", None, f"it is missing; there are {', '.join(columns)}")
+        responses = tensors["responses"]
+        self.shape, self.device = tuple(responses.shape), responses.device
+        self._responses, self._prompts = _snapshot(responses), _snapshot(tensors["prompts"])
+        self._mask = _snapshot(tensors["attention_mask"])
+        self._arrived = _event_after(responses)
+        self._sources = [str(source) for source in columns[reward_fn_key]]
+        self._truths = [_ground_truth(row, given) for row, given in enumerate(columns["reward_model"])]
+        extras = columns["extra_info"] if "extra_info" in columns else [None] * len(self)
+        self._extras: list[Mapping[str, Any]] = [dict(extra or {}) for extra in extras]
+        self._uids: list[Any] | None = list(columns["uid"]) if "uid" in columns else None
+        self._lengths: list[int] = []
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def samples(self, tokenizer: Any) -> list[Sample]:
+        """Decodes every row."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        split = self._mask.shape[1] - self.shape[1]
+        self._lengths = self._mask[:, split:].sum(dim=1).tolist()
+        prompt_lengths = self._mask[:, :split].sum(dim=1).tolist()
+        # Without uids nothing says which rows answer one prompt; equal prompts do.
+        groups = self._uids or [tuple(row) for row in self._prompts.tolist()]
+
+        def decode(tokens: Any) -> str:
+            return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+        def question(row: int) -> str:
+            told = self._extras[row].get("question")
+            if isinstance(told, str):
+                return told
+            padded = self._prompts[row]
+            return decode(padded[len(padded) - prompt_lengths[row] :])
+
+        return [
+            Sample(
+                response=decode(self._responses[row][:length]),
+                length=length,
+                group=groups[row],
+                data_source=self._sources[row],
+                ground_truth=self._truths[row],
+                question=question(row),
+                extra_info=self._extras[row],
+            )
+            for row, length in enumerate(self._lengths)
+        ]
+
+    def tensor(self, rewards: Array) -> Any:
+        """Each row's reward on its last valid token; on the first where a response is empty. The rest is 0."""
+        import torch
+
+        placed = torch.zeros(self.shape, dtype=torch.float32)
+        if placed.numel():
+            last = torch.tensor(self._lengths).clamp(min=1) - 1
+            placed[torch.arange(len(self)), last] = torch.as_tensor(rewards, dtype=torch.float32)
+        return placed.to(self.device)
+
+
+def _snapshot(tensor: Any) -> Any:
+    """A copy on the CPU. From an accelerator it arrives later: the copy takes its turn behind the work queued there."""
+    if not tensor.is_cuda:
+        return tensor.detach().clone().cpu()
+    import torch
+
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
+
+
+def _event_after(tensor: Any) -> Any:
+    """An event behind the copies queued so far; None where they are done."""
+    if not tensor.is_cuda:
+        return None
+    import torch
+
+    return torch.cuda.current_stream(tensor.device).record_event()
+
+
+def _ground_truth(row: int, given: Any) -> Any:
+    if not isinstance(given, Mapping) or "ground_truth" not in given:
+        raise ConfigError(f"reward_model[{row}]", given, "give a mapping with ground_truth")
+    return given["ground_truth"]

@@ -1,0 +1,217 @@
+"""`compute_score`: a rule score, plus a judge's where `TRAIN_WITH_MONITOR=true`, under each of its calling conventions.
+
+    score  = compute_score(response, ground_truth, dataset_name, extra_info)                       # one sample
+    scores = compute_score(data_sources=…, solution_strs=…, ground_truths=…, extra_infos=…)        # a batch
+    score  = compute_score(data_source=…, solution_str=…, ground_truth=…, extra_info=…)            # verl's single call
+
+It is verl's `custom_reward_function` as it stands, and `compute_score_async` is the same for an event loop. Further
+keywords are keys of `LengthPenaltyConfig`; verl gives them as `reward_kwargs`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from freewheel.judge import Judge
+from freewheel.judge.errors import ConfigError
+from freewheel.judge.verdict import Failed, Scored, Verdict
+from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
+from freewheel.rewards.rules import RuleScore, rule_score
+from freewheel.rewards.scoring import Rewards, Sample, apply_rule, combine, judge_requests
+
+MONITOR = "TRAIN_WITH_MONITOR"
+ENDPOINT = "OPENAI_BASE_URL"
+MODEL = "OPENAI_MODEL"
+START = 60
+"""Calls in flight at first: what users of this function ran with. The limit adapts from there."""
+FOREIGN = ("reward_router_address", "reward_model_tokenizer")
+"""What verl adds to a call where it runs a reward model of its own; nothing here needs it."""
+
+
+class _Call(NamedTuple):
+    """One call, whatever its convention."""
+
+    samples: list[Sample]
+    rules: list[RuleScore]
+    is_batch: bool
+    is_verl: bool
+    """verl takes a dict for a row; a plain caller, and TRL, take a number or None."""
+    settings: dict[str, Any]
+
+
+def compute_score(*args: Any, **kwargs: Any) -> Any:
+    """The score of one sample or of a batch, by the calling conventions above.
+
+    Without a judge: the rule's score, a number. With one: rule + quality; verl's conventions get a dict with `score`
+    and `judge_status`, a plain call a number. A failed judgement is never a number: a plain call gets None, verl the
+    mean of the sample's group (the rule's score where the whole group failed) beside `judge_status = "failed"`.
+    """
+    call = _read(args, kwargs)
+    if not _is_judged(call):
+        return _unjudged(call)
+    judge, config = _judge_for(call.settings)
+    verdicts = judge.submit(judge_requests(call.samples, call.rules, config)).result()
+    return _judged(call, verdicts, config)
+
+
+async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
+    """`compute_score` for an event loop, which it does not block."""
+    call = _read(args, kwargs)
+    if not _is_judged(call):
+        return _unjudged(call)
+    judge, config = _judge_for(call.settings)
+    verdicts = await judge.score(judge_requests(call.samples, call.rules, config))
+    return _judged(call, verdicts, config)
+
+
+def monitors() -> bool:
+    """Whether `TRAIN_WITH_MONITOR` turns the judge on."""
+    return env_flag(MONITOR, default=False)
+
+
+def _is_judged(call: _Call) -> bool:
+    return monitors() and call.settings.get("enable_openai_reward") is not False
+
+
+def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
+    given = {key: value for key, value in kwargs.items() if key not in FOREIGN}
+    if "solution_strs" in given:
+        columns = [given.pop(key, None) for key in ("data_sources", "solution_strs", "ground_truths", "extra_infos")]
+        rows = _rows(*columns)
+        call = _Call([_sample(*row) for row in rows], [], True, True, given)
+    elif "solution_str" in given:
+        row = [given.pop(key, None) for key in ("data_source", "solution_str", "ground_truth", "extra_info")]
+        call = _Call([_sample(*row)], [], False, True, given)
+    else:
+        names = ("response", "ground_truth", "dataset_name", "extra_info")
+        if len(args) > len(names):
+            raise TypeError(f"compute_score takes {', '.join(names)}; it was given {len(args)} values")
+        values = {**dict(zip(names, args, strict=False)), **{key: given.pop(key) for key in names if key in given}}
+        for key in names[:3]:
+            if key not in values:
+                raise TypeError(f"compute_score misses {key!r}; its conventions are in its module's docstring")
+        sample = _sample(values["dataset_name"], values["response"], values["ground_truth"], values.get("extra_info"))
+        call = _Call([sample], [], False, False, given)
+    return call._replace(rules=[apply_rule(rule_score, sample) for sample in call.samples])
+
+
+def _rows(sources: Any, solutions: Any, truths: Any, extras: Any) -> list[tuple[Any, ...]]:
+    count = len(solutions)
+    columns = {
+        "data_sources": sources,
+        "ground_truths": truths,
+        "extra_infos": extras if extras is not None else [None] * count,
+    }
+    for key, column in columns.items():
+        if column is None or len(column) != count:
+            shown = None if column is None else len(column)
+            raise ConfigError(f"len({key})", shown, f"give one for each of the {count} solution_strs")
+    return list(zip(columns["data_sources"], solutions, columns["ground_truths"], columns["extra_infos"], strict=True))
+
+
+def _sample(source: Any, response: Any, truth: Any, extra: Any) -> Sample:
+    if not isinstance(response, str):
+        raise ConfigError("solution_str", response, "give the response as text")
+    info: Mapping[str, Any] = dict(extra) if extra else {}
+    question = info.get("question")
+    return Sample(
+        response=response,
+        length=0,
+        group=_group(source, truth, info),
+        data_source=str(source),
+        ground_truth=truth,
+        question=question if isinstance(question, str) else "",
+        extra_info=info,
+    )
+
+
+def _group(source: Any, truth: Any, info: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the responses to one prompt have in common: the best that a row tells."""
+    for key in ("uid", "index", "question"):
+        if info.get(key) is not None:
+            return (key, str(source), str(info[key]))
+    return ("", str(source), str(truth))
+
+
+def _unjudged(call: _Call) -> Any:
+    scores = [rule.value for rule in call.rules]
+    return scores if call.is_batch else scores[0]
+
+
+def _judged(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfig) -> Any:
+    rewards = combine(call.samples, call.rules, verdicts, config)
+    if call.is_verl:
+        rows: list[Any] = [_verl_row(rewards, index) for index in range(len(rewards))]
+    else:
+        failed_is_none = config.failure_policy.kind == "group_mean"  # there is no group here
+        rows = [
+            None if isinstance(verdict, Failed) and failed_is_none else float(reward)
+            for verdict, reward in zip(verdicts, rewards.reward, strict=True)
+        ]
+    return rows if call.is_batch else rows[0]
+
+
+def _verl_row(rewards: Rewards, index: int) -> dict[str, Any]:
+    verdict = rewards.verdicts[index]
+    # Every row has the same keys, each with a plain value: verl collates them into columns.
+    return {
+        "score": float(rewards.reward[index]),
+        "original_score": rewards.rules[index].value,
+        "openai_quality_reward": float(rewards.quality[index]),
+        "judge_status": verdict.status,
+        "judge_reason": "" if isinstance(verdict, Scored) else verdict.reason,
+        "reward_mask": int(rewards.mask[index]),
+    }
+
+
+# -- the judge of this process ----------------------------------------------------------------------------------------
+
+_judges: dict[str, tuple[Judge, LengthPenaltyConfig]] = {}
+_lock = threading.Lock()
+
+
+def _judge_for(settings: Mapping[str, Any]) -> tuple[Judge, LengthPenaltyConfig]:
+    """The judge for these settings, made at the first call; it stays, with what it learnt and its connections."""
+    told = {name: os.environ.get(name, "") for name in (KEY_VARIABLE, CACHE_VARIABLE, ENDPOINT, MODEL)}
+    identity = repr((sorted(told.items()), sorted(settings.items(), key=str)))
+    with _lock:
+        found = _judges.get(identity)
+        if found is None:
+            config = _config(settings)
+            found = _judges[identity] = (Judge(config.judge_config()), config)
+        return found
+
+
+def shutdown_judges() -> None:
+    """Ends the judges that `compute_score` started; the next call starts one again. A process that ends does it too."""
+    with _lock:
+        while _judges:
+            _judges.popitem()[1][0].close()
+
+
+def _config(settings: Mapping[str, Any]) -> LengthPenaltyConfig:
+    values: dict[str, Any] = {"enable": False, **settings}
+    if os.environ.get(ENDPOINT):
+        values.setdefault("api_endpoint", os.environ[ENDPOINT])
+    if os.environ.get(MODEL):
+        values.setdefault("model_name", os.environ[MODEL])
+    values["judge"] = {"concurrency_start": START, **values.get("judge", {})}
+    config = as_config(values)
+    if config.key is None:
+        if os.environ.get(KEY_VARIABLE):
+            raise ConfigError(
+                "api_endpoint",
+                None,
+                f"{KEY_VARIABLE} is set, but no endpoint: a key goes only where its owner sends it. Set {ENDPOINT}, as "
+                f"in export {ENDPOINT}=https://api.openai.com/v1, and {MODEL}; or give api_endpoint and model_name",
+            )
+        raise ConfigError(
+            KEY_VARIABLE,
+            None,
+            f"{KEY_VARIABLE} not found: {MONITOR} is on and needs it. Set it, as in export {KEY_VARIABLE}=sk-…  "
+            "(EMPTY for a server without keys), or unset " + MONITOR,
+        )
+    return config

@@ -1,0 +1,254 @@
+"""`LengthPenaltyConfig`: what a reward manager needs to know, and the one place of its defaults.
+
+Taken as the dataclass itself, a mapping, an OmegaConf node, YAML text or a YAML file; `as_config` makes one of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.errors import ConfigError
+from freewheel.judge.rubric import BUILTIN, Rubric
+from freewheel.judge.secret import Secret
+from freewheel.rewards.length import check_penalty
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+CACHE_VARIABLE = "MONITOR_CACHE"
+
+
+class _Unnamed(str):
+    """An endpoint that nobody named: no key from the environment may go there."""
+
+    __slots__ = ()
+
+
+DEFAULT_ENDPOINT = _Unnamed("https://qianfan.baidubce.com/v2/chat/completions")
+DEFAULT_MODEL = "deepseek-v3"
+BATCH_TIMEOUT_S = 300.0
+"""A batch that takes longer is given up; what is missing is marked as failed."""
+
+Gate = Literal["on", "format", "off"]
+_GATES: dict[Any, Gate] = {"on": "on", True: "on", "format": "format", "off": "off", False: "off"}
+"""YAML reads a bare `on` and `off` as booleans."""
+
+
+@dataclass(frozen=True)
+class OnFailure:
+    """What a row whose verdict failed gets, in a trainer that cannot mask it."""
+
+    kind: Literal["group_mean", "rule_only", "raise", "fallback"] = "group_mean"
+    value: float = math.nan
+
+    @classmethod
+    def parse(cls, given: Any) -> OnFailure:
+        """From `group_mean`, `rule_only`, `raise`, `fallback: -1.0` (as text or as a mapping)."""
+        if isinstance(given, OnFailure):
+            return given
+        if given in ("group_mean", "rule_only", "raise"):
+            return cls(given)
+        number: Any = None
+        if isinstance(given, Mapping) and set(given) == {"fallback"}:
+            number = given["fallback"]
+        elif isinstance(given, str) and given.partition(":")[0].strip() == "fallback":
+            number = given.partition(":")[2].strip()
+        try:
+            value = float(number)
+        except (TypeError, ValueError):
+            value = math.nan
+        if isinstance(number, bool) or not math.isfinite(value):
+            raise ConfigError("on_failure", given, "choose group_mean, rule_only, raise, or 'fallback: <number>'")
+        return cls("fallback", value)
+
+
+@dataclass
+class LengthPenaltyConfig:
+    """Rule score, judge quality and length penalty of a reward manager. Every field is checked at construction."""
+
+    enable: bool = True
+    """Length penalty on."""
+    penalty_scale: float = 1.0
+    """The penalty is multiplied by it."""
+    max_penalty: float = 1.0
+    """Penalty at and beyond `outer_ratio`."""
+    peak_ratio: float = 0.3
+    """No penalty up to this distance from the group's median length, as a share of it."""
+    outer_ratio: float = 0.5
+    """From this distance on the penalty is `max_penalty`."""
+    enable_openai_reward: bool | None = None
+    """Judge on. None: where a key is given."""
+    api_key: Secret | None = None
+    """The judge's key; text is taken as well. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. A server
+    that needs no key takes any: `EMPTY`."""
+    model_name: str = DEFAULT_MODEL
+    """The judge's name as its endpoint knows it."""
+    api_endpoint: str = DEFAULT_ENDPOINT
+    """Any OpenAI-compatible chat-completions URL."""
+    use_async_io: bool = False
+    """Judge beside the caller's work, and not while it waits."""
+    max_concurrent_requests: int | str = "auto"
+    """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
+    reward_coefficient: float = 1.0
+    """The judge's score is multiplied by it."""
+    system_prompt: str | None = None
+    """The judge's instructions, which must ask for one integer from 1 to 10. None: the built-in rubric `integer`."""
+    judge_gate: Gate | bool = "on"
+    """`on`: a response with rule score 0 is not judged. `format`: one whose format is wrong. `off`: all are judged."""
+    on_failure: OnFailure | str | Mapping[str, float] = "group_mean"
+    """What a row whose judging failed gets: `group_mean`, `rule_only`, `fallback: <number>`, or `raise`."""
+    batch_timeout_s: float = BATCH_TIMEOUT_S
+    """Longest time for the judging of a batch; what is missing then is a failed verdict."""
+    judge: Mapping[str, Any] = field(default_factory=dict)
+    """Further keys of `JudgeConfig`, such as `rubric`, `placement`, `cache_dir`, `prices`, `max_cost`."""
+    num_async_workers: int | None = None
+    """Ignored, and kept so that old configs load: one engine adapts its own concurrency."""
+
+    def __post_init__(self) -> None:
+        for key in ("enable", "use_async_io"):
+            if not isinstance(getattr(self, key), bool):
+                raise ConfigError(key, getattr(self, key), "give true or false")
+        if not (self.enable_openai_reward is None or isinstance(self.enable_openai_reward, bool)):
+            raise ConfigError("enable_openai_reward", self.enable_openai_reward, "give true or false")
+        check_penalty(
+            penalty_scale=self.penalty_scale,
+            max_penalty=self.max_penalty,
+            peak_ratio=self.peak_ratio,
+            outer_ratio=self.outer_ratio,
+        )
+        if not _is_finite(self.reward_coefficient):
+            raise ConfigError("reward_coefficient", self.reward_coefficient, "give a finite number")
+        if not _is_finite(self.batch_timeout_s) or self.batch_timeout_s <= 0:
+            raise ConfigError("batch_timeout_s", self.batch_timeout_s, "give seconds, more than 0")
+        if not isinstance(self.judge_gate, str | bool) or self.judge_gate not in _GATES:
+            raise ConfigError("judge_gate", self.judge_gate, "choose on, format or off")
+        self.judge_gate = _GATES[self.judge_gate]
+        self.on_failure = OnFailure.parse(self.on_failure)
+        # The engine's own check, which it makes of text alone.
+        self.api_key = JudgeConfig(endpoint=DEFAULT_ENDPOINT, model=DEFAULT_MODEL, api_key=self.api_key).api_key
+        if self.num_async_workers is not None:
+            warnings.warn(
+                "num_async_workers does nothing: one engine serves all requests and adapts its concurrency; "
+                "bound it with max_concurrent_requests",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        self.judge_config()  # what the engine would refuse is refused now
+
+    @property
+    def key(self) -> Secret | None:
+        """The judge's key, or None: a key from the environment never goes to an endpoint that nobody named."""
+        if self.api_key:
+            return self.api_key
+        if isinstance(self.api_endpoint, _Unnamed):
+            return None
+        return Secret.from_env(str(self.judge.get("api_key_env", KEY_VARIABLE)))
+
+    @property
+    def judges(self) -> bool:
+        return self.key is not None and self.enable_openai_reward is not False
+
+    @property
+    def gate(self) -> Gate:
+        return _GATES[self.judge_gate]
+
+    @property
+    def failure_policy(self) -> OnFailure:
+        return OnFailure.parse(self.on_failure)
+
+    def judge_config(self) -> JudgeConfig:
+        """The engine's settings."""
+        if not isinstance(self.judge, Mapping):
+            raise ConfigError("judge", self.judge, "give a mapping of JudgeConfig's keys")
+        for ours, theirs in _ENGINE_KEYS.items():
+            if theirs in self.judge:
+                raise ConfigError(f"judge.{theirs}", "…", f"give it as {ours}")
+        if self.system_prompt is not None and "rubric" in self.judge:
+            raise ConfigError("system_prompt", self.system_prompt, "give this or judge.rubric, not both")
+        settings: dict[str, Any] = {theirs: getattr(self, ours) for ours, theirs in _ENGINE_KEYS.items()}
+        settings["endpoint"] = str(self.api_endpoint)
+        settings["api_key"] = self.key
+        settings["cache"] = env_flag(CACHE_VARIABLE, default=True)
+        if self.system_prompt is not None:
+            settings["rubric"] = rubric_of(self.system_prompt)
+        return JudgeConfig.from_dict({**settings, **self.judge})
+
+
+_ENGINE_KEYS = {
+    "api_endpoint": "endpoint",
+    "model_name": "model",
+    "api_key": "api_key",
+    "max_concurrent_requests": "concurrency",
+    "batch_timeout_s": "batch_deadline_s",
+}
+"""Our keys that the engine knows by other names."""
+
+
+def rubric_of(system_prompt: str) -> Rubric:
+    """The built-in rubric's scale and reading under other instructions."""
+    return BUILTIN["integer"] if not system_prompt else Rubric(name="system_prompt", system=system_prompt)
+
+
+def as_config(given: Any) -> LengthPenaltyConfig:
+    """A config from any of the forms that callers hold; None is the default. A copy, checked anew."""
+    if given is None:
+        return LengthPenaltyConfig()
+    if isinstance(given, LengthPenaltyConfig):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # said when it was made
+            return dataclasses.replace(given)
+    plain = _plain(given)
+    known = [one.name for one in dataclasses.fields(LengthPenaltyConfig)]
+    unknown = sorted(str(key) for key in plain if key not in known)
+    if unknown:
+        shown = "<hidden>" if "key" in unknown[0].lower() else plain[unknown[0]]
+        raise ConfigError(f"length_penalty_config.{unknown[0]}", shown, f"unknown key; known are {', '.join(known)}")
+    return LengthPenaltyConfig(**plain)
+
+
+def _plain(given: Any) -> dict[str, Any]:
+    found = given
+    if type(given).__module__.startswith("omegaconf"):
+        from omegaconf import OmegaConf
+
+        found = OmegaConf.to_container(given, resolve=True)
+    elif isinstance(given, str | Path):
+        import yaml
+
+        is_file = isinstance(given, Path) or ("\n" not in given and given.endswith((".yaml", ".yml")))
+        try:
+            found = yaml.safe_load(Path(given).read_text() if is_file else str(given))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            shown = str(given) if is_file else "<text>"  # a key may stand in it, and YAML's own message shows the line
+            mark = getattr(error, "problem_mark", None)
+            why = f"{getattr(error, 'problem', '')} in line {mark.line + 1}" if mark is not None else _name_of(error)
+            raise ConfigError("length_penalty_config", shown, f"it cannot be read as YAML: {why}") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            "length_penalty_config", found, "give a LengthPenaltyConfig, a mapping, an OmegaConf node, or YAML"
+        )
+    return {str(key): value for key, value in found.items()}
+
+
+def _name_of(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
+
+
+def env_flag(name: str, *, default: bool) -> bool:
+    """A switch in the environment."""
+    text = os.environ.get(name, "").strip().lower()
+    if text in ("", "true", "1", "yes", "on"):
+        return default if not text else True
+    if text in ("false", "0", "no", "off"):
+        return False
+    raise ConfigError(f"environment variable {name}", text, "use true or false")
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)

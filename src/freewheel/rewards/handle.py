@@ -1,0 +1,104 @@
+"""A batch of rewards under way: `reward_manager.submit(batch)` returns one at once, `result()` gives the rewards."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from freewheel.judge import Handle, JudgeRequest, Verdict
+from freewheel.rewards.rules import RuleScore
+from freewheel.rewards.scoring import Sample
+
+log = logging.getLogger("freewheel.rewards")
+
+SAY_EVERY_S = 10.0
+"""How often a log hears of a batch that is waited for."""
+REDRAW_S = 0.25
+"""How often a terminal's bar moves."""
+
+
+class Prepared(NamedTuple):
+    """A batch whose rules are applied and whose requests are ready."""
+
+    samples: list[Sample]
+    rules: list[RuleScore]
+    requests: list[JudgeRequest]
+    since: float
+
+
+class Beside(NamedTuple):
+    """A batch that the judge has."""
+
+    ready: Prepared
+    handle: Handle | None
+    """None: the judge could not take it, and `result()` judges it itself."""
+
+
+class RewardHandle:
+    """The rewards of one batch. `result()` may be called any number of times, from any thread."""
+
+    def __init__(self, outcome: Callable[[], Any], beside: Future[Beside] | None = None) -> None:
+        self._outcome = outcome
+        self._beside = beside
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self._settled = False
+
+    def done(self) -> bool:
+        """True if `result()` would not wait. On the synchronous path `result()` does the work itself."""
+        if self._settled:
+            return True
+        if self._beside is None or not self._beside.done():
+            return False
+        if self._beside.exception() is not None:
+            return True
+        handle = self._beside.result().handle
+        return handle is not None and handle.done()
+
+    def result(self) -> Any:
+        """What calling the manager would have returned; waits for it."""
+        with self._lock:
+            if not self._settled:
+                self._result = self._outcome()
+                self._settled = True
+            return self._result
+
+    def cancel(self) -> None:
+        """Gives the judging up: rows without a verdict are failed ones, and `result()` does not wait for them."""
+        if self._beside is not None and self._beside.exception() is None:
+            handle = self._beside.result().handle
+            if handle is not None:
+                handle.cancel()
+
+
+def wait(handle: Handle) -> list[Verdict]:
+    """Waits for a batch's verdicts, and says how far it is: a bar in a terminal, a line now and then in a log."""
+    if handle.wait(0):
+        return handle.result()
+    if sys.stderr.isatty():
+        return _wait_with_bar(handle)
+    while not handle.wait(SAY_EVERY_S):
+        log.info("Waiting for OpenAI results... %.1f%% complete", 100 * handle.progress().share)
+    return handle.result()
+
+
+def _wait_with_bar(handle: Handle) -> list[Verdict]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("OpenAI results"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(handle))
+        while not handle.wait(REDRAW_S):
+            bar.update(task, completed=handle.progress().done)
+    return handle.result()
+
+
+def elapsed_s(handle: Handle, since: float) -> float:
+    """From `since` to the batch's last verdict, however late somebody asked."""
+    return (handle.finished_at or time.monotonic()) - since

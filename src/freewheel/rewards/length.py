@@ -1,0 +1,112 @@
+"""Rewards and penalties of a response's length, for a whole batch at once: pure numpy, called by the reward managers.
+
+A penalty is never negative and is subtracted: reward − penalty. `cosine_length` alone gives a reward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from freewheel.judge.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def group_index(uids: Sequence[Hashable] | npt.NDArray[Any]) -> Ints:
+    """Each sample's group as a number: 0 for the first uid, and so on by first appearance."""
+    numbers: dict[Hashable, int] = {}
+    return np.fromiter((numbers.setdefault(uid, len(numbers)) for uid in uids), dtype=np.int64, count=len(uids))
+
+
+def check_penalty(*, penalty_scale: float, max_penalty: float, peak_ratio: float, outer_ratio: float) -> None:
+    """Raises `ConfigError` on settings with which `median_penalty` cannot work."""
+    _check_not_negative(
+        penalty_scale=penalty_scale, max_penalty=max_penalty, peak_ratio=peak_ratio, outer_ratio=outer_ratio
+    )
+    if outer_ratio <= peak_ratio:
+        raise ConfigError(
+            "outer_ratio", outer_ratio, f"the penalty rises from peak_ratio ({peak_ratio:g}) to it: give more than that"
+        )
+
+
+def median_penalty(
+    lengths: npt.ArrayLike,
+    groups: npt.NDArray[np.integer[Any]],
+    *,
+    penalty_scale: float,
+    max_penalty: float,
+    peak_ratio: float,
+    outer_ratio: float,
+) -> tuple[Floats, Floats]:
+    """For each sample its penalty, and the median length m of its group (`groups` as `group_index` gives them).
+
+    With d = |length − m| / m:  penalty = scale · max · clip((d − peak) / (outer − peak), 0, 1);  none where m = 0.
+    """
+    check_penalty(penalty_scale=penalty_scale, max_penalty=max_penalty, peak_ratio=peak_ratio, outer_ratio=outer_ratio)
+    tokens = np.asarray(lengths, dtype=np.int64)
+    median = _group_medians(tokens, groups)[groups]
+    distance = np.divide(np.abs(tokens - median), median, out=np.zeros_like(median), where=median > 0)
+    rise = np.clip((distance - peak_ratio) / (outer_ratio - peak_ratio), 0.0, 1.0)
+    return penalty_scale * max_penalty * rise, median
+
+
+def _group_medians(tokens: Ints, groups: npt.NDArray[np.integer[Any]]) -> Floats:
+    """The median of each group, from one sort of group · stride + length: a third of the time of a sort by two keys."""
+    stride = tokens.max(initial=0) + 1
+    in_order = np.sort(groups * stride + tokens) % stride
+    sizes = np.bincount(groups)
+    starts = np.cumsum(sizes) - sizes
+    middles: Floats = (in_order[starts + (sizes - 1) // 2] + in_order[starts + sizes // 2]) / 2
+    return middles
+
+
+def soft_overlong(lengths: npt.ArrayLike, *, max_length: int, buffer_length: int, factor: float) -> Floats:
+    """DAPO's soft overlong punishment (Yu et al. 2025) with its sign turned: none up to max − buffer, from there linear
+    to `factor` at max, and `factor` beyond (verl's own lacks this bound)."""
+    _check_not_negative(max_length=max_length, factor=factor)
+    if not 0 < buffer_length <= max_length:
+        raise ConfigError("buffer_length", buffer_length, f"give 1 to max_length ({max_length})")
+    over = np.asarray(lengths, dtype=np.float64) - (max_length - buffer_length)
+    return factor * np.clip(over / buffer_length, 0.0, 1.0)
+
+
+def cosine_length(
+    lengths: npt.ArrayLike,
+    correct: npt.ArrayLike,
+    *,
+    max_length: int,
+    correct_short: float,
+    correct_long: float,
+    wrong_short: float,
+    wrong_long: float,
+    exceeded: float,
+) -> Floats:
+    """The cosine reward of Yeo et al. 2025 ("Demystifying Long Chain-of-Thought Reasoning in LLMs").
+
+    reward = long + (short − long) · (1 + cos(π · length / max)) / 2:  `short` at length 0, `long` towards max, each by
+    whether the answer is right;  `exceeded` from max on. The paper's CosFn(t, T, η_min, η_max), as its authors' code
+    reads it: η_max is the value at length 0, for wrong answers too, where it is the smaller one.
+    """
+    if not _is_number(max_length) or max_length <= 0:
+        raise ConfigError("max_length", max_length, "give tokens, more than 0")
+    tokens = np.asarray(lengths, dtype=np.float64)
+    right = np.asarray(correct, dtype=bool)
+    short, long = np.where(right, correct_short, wrong_short), np.where(right, correct_long, wrong_long)
+    reward = long + (short - long) * (1.0 + np.cos(np.pi * tokens / max_length)) / 2.0
+    return np.where(tokens >= max_length, exceeded, reward)
+
+
+def _check_not_negative(**settings: float) -> None:
+    for key, value in settings.items():
+        if not _is_number(value) or value < 0:
+            raise ConfigError(key, value, "give a finite number, 0 or more")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

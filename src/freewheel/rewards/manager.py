@@ -1,0 +1,311 @@
+"""`LengthPenaltyRewardManager`: a batch of rollouts in, its rewards out, with the judge working beside the trainer.
+
+    submit(batch) ─▶ snapshot ─▶ [thread: decode ─▶ rule ─▶ gate ─▶ judge.submit] ─▶ RewardHandle
+                                                                                      │ result(): waits
+    reward_tensor, extra info ◀─ combine ◀────────────────────────────── verdicts ◀───┘
+
+With `use_async_io` off the same is done by `result()` itself, in the caller's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from freewheel.judge import Failed, Handle, JudgeError, JudgeRequest, Reason, Verdict
+from freewheel.judge.inline import InlineJudge
+from freewheel.rewards.batch import Rollouts
+from freewheel.rewards.config import LengthPenaltyConfig, as_config
+from freewheel.rewards.handle import Beside, Prepared, RewardHandle, elapsed_s, wait
+from freewheel.rewards.openai_manager import SHUTDOWN_TIMEOUT_S, AsyncOpenAIManager, run_privately
+from freewheel.rewards.protocol import RewardBatch
+from freewheel.rewards.rules import rule_score
+from freewheel.rewards.scoring import (
+    JUDGE_OFF,
+    ComputeScore,
+    Rewards,
+    Sample,
+    apply_rule,
+    combine,
+    judge_requests,
+)
+
+log = logging.getLogger("freewheel.rewards")
+
+
+class LengthPenaltyRewardManager:
+    """Rule score + judge quality − length penalty, on each response's last token.
+
+    Calling it waits for the judge; `submit` does not, so a training loop can score batch k while it works on k+1.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: ComputeScore | None = None,
+        reward_fn_key: str = "data_source",
+        length_penalty_config: LengthPenaltyConfig | Any = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.compute_score = compute_score or rule_score
+        self.reward_fn_key = reward_fn_key
+        self.config = as_config(length_penalty_config)
+        self.use_async_io = self.config.use_async_io
+        self.async_openai_manager: AsyncOpenAIManager | None = None
+        self._reset()
+        if not self.config.judges:
+            self._say_why_no_judge()
+        elif self.use_async_io:
+            self.async_openai_manager = AsyncOpenAIManager.of(self.config)
+            log.info("Initialized async OpenAI manager for TRUE ASYNC I/O (zero GPU wait)")
+        else:
+            log.info("OpenAI API key provided but use_async_io=False. Using synchronous fallback.")
+
+    def _reset(self) -> None:
+        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self._loops: dict[threading.Thread, asyncio.AbstractEventLoop] = {}
+
+    def _say_why_no_judge(self) -> None:
+        given = self.config.api_key
+        if given is not None and not given:
+            log.warning(
+                "The API key from %s was left out when the manager was pickled: rewards are rule score and length "
+                "penalty only. Name api_endpoint, and set OPENAI_API_KEY in this process",
+                given.source,
+            )
+        elif self.config.key is not None:
+            log.info("The judge is off (enable_openai_reward=False): rewards are rule score and length penalty only")
+        else:
+            log.info(
+                "No API key: rewards are rule score and length penalty only, and no request is made. Give api_key, or "
+                "api_endpoint together with the environment variable OPENAI_API_KEY"
+            )
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start_workers(self) -> None:
+        """Starts the judge's engine now instead of at the first batch. Does nothing if it runs, or without a judge."""
+        if self.async_openai_manager is not None:
+            self.async_openai_manager.start()
+
+    def shutdown_workers(self) -> None:
+        """Ends what was started, within 5 s, and leaves no process, thread, socket or file behind. Idempotent.
+
+        The next batch starts it again.
+        """
+        until = time.monotonic() + SHUTDOWN_TIMEOUT_S
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
+        self._close_loops(list(self._loops))
+        manager = self.async_openai_manager
+        if manager is None or not manager.running:
+            log.info("No OpenAI manager to shut down (not initialized)")
+            return
+        log.info("Shutting down async OpenAI manager...")
+        try:
+            manager.shutdown(max(0.0, until - time.monotonic()))
+        except (JudgeError, OSError) as error:
+            log.error("Error shutting down async manager: %s", error)
+            return
+        finally:
+            self.async_openai_manager = AsyncOpenAIManager.of(self.config)
+        log.info("Async OpenAI manager shut down successfully.")
+
+    def _ensure_event_loop(self) -> asyncio.AbstractEventLoop:
+        """A loop that this thread may use: the running one, else one that is made for it and set as its own."""
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError:
+            pass
+        self._close_loops([thread for thread in list(self._loops) if not thread.is_alive()])
+        loop = self._loops.get(threading.current_thread())
+        if loop is None or loop.is_closed():
+            loop = self._loops[threading.current_thread()] = asyncio.new_event_loop()
+            asyncio.set_event_loop(loop)
+        return loop
+
+    def _close_loops(self, threads: Sequence[threading.Thread]) -> None:
+        for thread in threads:
+            if not self._loops[thread].is_running():  # one that runs is its thread's; it is closed the next time
+                self._loops.pop(thread).close()
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, data: RewardBatch, return_dict: bool = False) -> Any:
+        """The reward tensor; with `return_dict` a dict of `reward_tensor` and `reward_extra_info`."""
+        return self.submit(data, return_dict).result()
+
+    def submit(self, data: RewardBatch, return_dict: bool = False) -> RewardHandle:
+        """Takes a batch and returns at once; the handle's `result()` gives what `__call__` would have."""
+        tensors = data.batch
+        if tensors is not None and "rm_scores" in tensors.keys():  # noqa: SIM118  # a TensorDict has no `in`
+            scores = tensors["rm_scores"]
+            extra = {key: data.non_tensor_batch[key] for key in data.meta_info.get("reward_extra_keys", [])}
+            ready = {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
+            return RewardHandle(lambda: ready)
+        rollouts = Rollouts(data, self.reward_fn_key)
+        if self.async_openai_manager is None:
+            return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
+        log.info("Using TRUE ASYNC I/O for batch with %d responses (zero GPU wait)", len(rollouts))
+        beside: Future[Beside] = Future()
+        thread = threading.Thread(target=self._prepare_beside, args=(rollouts, beside), name="freewheel-rewards")
+        thread.start()
+        self._threads.add(thread)
+        return RewardHandle(functools.partial(self._collect, rollouts, beside, return_dict), beside)
+
+    def _prepare(self, rollouts: Rollouts) -> Prepared:
+        samples = rollouts.samples(self.tokenizer)
+        rules = [apply_rule(self.compute_score, sample) for sample in samples]
+        return Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
+
+    def _prepare_beside(self, rollouts: Rollouts, beside: Future[Beside]) -> None:
+        """In a thread of the batch's own: decoding and rules take time, and `submit` has none."""
+        try:
+            ready = self._prepare(rollouts)
+            try:
+                handle = self._hand_over(ready.requests)
+            except (JudgeError, OSError, RuntimeError) as error:  # no file, thread or process left to start it with
+                log.warning("Async evaluation failed (%s: %s); using the synchronous path", type(error).__name__, error)
+                handle = None
+            beside.set_result(Beside(ready, handle))
+        except BaseException as error:  # noqa: BLE001  # `result()` raises it
+            beside.set_exception(error)
+
+    def _hand_over(self, requests: Sequence[JudgeRequest]) -> Handle:
+        manager = self.async_openai_manager
+        assert manager is not None
+        log.info("Starting async evaluation of %d responses", _judged_count(requests))
+        return manager.submit(requests)
+
+    def _collect(self, rollouts: Rollouts, beside: Future[Beside], return_dict: bool) -> Any:
+        """`result()` of a batch that is judged beside us."""
+        ready, handle = beside.result()
+        if handle is None:
+            verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
+        else:
+            verdicts = self._retried_here(ready.requests, wait(handle))
+            _say_completed(verdicts, elapsed_s(handle, ready.since))
+        return self._finish(rollouts, ready, verdicts, return_dict)
+
+    def _judge_here(self, rollouts: Rollouts, return_dict: bool) -> Any:
+        """`result()` of a batch on the synchronous path, and of one that no judge sees."""
+        ready = self._prepare(rollouts)
+        verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
+        return self._finish(rollouts, ready, verdicts, return_dict)
+
+    def _finish(self, rollouts: Rollouts, ready: Prepared, verdicts: Sequence[Verdict], return_dict: bool) -> Any:
+        rewards = combine(ready.samples, ready.rules, verdicts, self.config)
+        self._examine(ready.samples, rewards)
+        tensor = rollouts.tensor(rewards.reward)
+        return {"reward_tensor": tensor, "reward_extra_info": rewards.extra_info()} if return_dict else tensor
+
+    # -- the judge ----------------------------------------------------------------------------------------------------
+
+    async def _get_batched_openai_quality_rewards_async(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
+        """One verdict a request, all groups together, from the judge beside us. Does not block the loop.
+
+        With `use_async_io` off it judges on the running loop.
+        """
+        if not self.config.judges:
+            return [JUDGE_OFF] * len(requests)
+        if self.async_openai_manager is None:
+            return await _judge_inline(self.config, requests)
+        handle = self._hand_over(requests)
+        since = time.monotonic()
+        try:
+            verdicts = await handle
+        finally:
+            handle.cancel()
+        _say_completed(verdicts, elapsed_s(handle, since))
+        return verdicts
+
+    def _get_batched_openai_quality_rewards_sync(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
+        """The same verdicts, judged to the end on a private loop in this thread."""
+        if not self.config.judges:
+            return [JUDGE_OFF] * len(requests)
+        log.info(
+            "Using synchronous method for batch with %d responses (set use_async_io=True for async)", len(requests)
+        )
+        since = time.monotonic()
+        verdicts = run_privately(_judge_inline(self.config, requests))
+        _say_completed(verdicts, time.monotonic() - since)
+        return verdicts
+
+    def _retried_here(self, requests: Sequence[JudgeRequest], verdicts: list[Verdict]) -> list[Verdict]:
+        """With those that failed because the engine beside us broke judged again, on the synchronous path."""
+        broken = [row for row, verdict in enumerate(verdicts) if _engine_broke(verdict)]
+        if not broken:
+            return verdicts
+        first = verdicts[broken[0]]
+        assert isinstance(first, Failed)
+        log.warning(
+            "Async evaluation failed for %d of %d responses (%s); using the synchronous path for them",
+            len(broken),
+            len(verdicts),
+            first.detail,
+        )
+        again = self._get_batched_openai_quality_rewards_sync([requests[row] for row in broken])
+        for row, verdict in zip(broken, again, strict=True):
+            verdicts[row] = verdict
+        return verdicts
+
+    def _examine(self, samples: Sequence[Sample], rewards: Rewards) -> None:
+        """Logs the first `num_examine` samples of each data source of the batch."""
+        examined: Counter[str] = Counter()
+        for row, sample in enumerate(samples):
+            if examined[sample.data_source] >= self.num_examine:
+                continue
+            examined[sample.data_source] += 1
+            log.info(
+                "[%s]\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[reward] %.6g: rule %.6g, judge %s, length %.6g",
+                sample.data_source,
+                sample.question,
+                sample.response,
+                sample.ground_truth,
+                rewards.reward[row],
+                rewards.rules[row].value,
+                f"{rewards.quality[row]:.6g}" if rewards.mask[row] else rewards.verdicts[row].status,
+                rewards.penalty[row],
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = ("_threads", "_loops", "async_openai_manager")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+        wanted = self.use_async_io and self.config.judges
+        self.async_openai_manager = AsyncOpenAIManager.of(self.config) if wanted else None
+        if not self.config.judges:
+            self._say_why_no_judge()
+
+
+async def _judge_inline(config: LengthPenaltyConfig, requests: Sequence[JudgeRequest]) -> list[Verdict]:
+    async with InlineJudge(config.judge_config()) as judge:
+        return await judge.score(requests)
+
+
+def _engine_broke(verdict: Verdict) -> bool:
+    return isinstance(verdict, Failed) and verdict.reason == Reason.ENGINE
+
+
+def _judged_count(requests: Sequence[JudgeRequest]) -> int:
+    return sum(not request.skip for request in requests)
+
+
+def _say_completed(verdicts: Sequence[Verdict], took_s: float) -> None:
+    timed_out = sum(isinstance(verdict, Failed) and verdict.reason == Reason.DEADLINE for verdict in verdicts)
+    if timed_out:
+        log.warning("OpenAI API evaluation timeout, using fallback: %d of %d failed", timed_out, len(verdicts))
+    log.info("Completed in %.2fs, avg %.2fs per response", took_s, took_s / max(1, len(verdicts)))

@@ -1,0 +1,169 @@
+"""Length penalties and rewards: each against the formula, worked out for one sample at a time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rewards.length import check_penalty, cosine_length, group_index, median_penalty, soft_overlong
+
+USUAL: dict[str, float] = {"penalty_scale": 1.0, "max_penalty": 1.0, "peak_ratio": 0.3, "outer_ratio": 0.5}
+
+
+def one_penalty(length: int, m: float, *, scale: float, most: float, peak: float, outer: float) -> float:
+    """SPEC 1.1, in its own words."""
+    if m == 0:
+        return 0.0
+    if m * (1 - peak) <= length <= m * (1 + peak):
+        return 0.0
+    if length <= m * (1 - outer) or length >= m * (1 + outer):
+        return scale * most
+    inner_edge, outer_edge = (m * (1 - peak), m * (1 - outer)) if length < m else (m * (1 + peak), m * (1 + outer))
+    return scale * most * (length - inner_edge) / (outer_edge - inner_edge)
+
+
+def penalties(lengths: list[int], groups: list[int] | None = None, **changes: float) -> list[float]:
+    where = np.array(groups if groups is not None else [0] * len(lengths), dtype=np.int64)
+    return median_penalty(np.array(lengths, dtype=np.int64), where, **{**USUAL, **changes})[0].tolist()
+
+
+@given(
+    samples=st.lists(st.tuples(st.integers(0, 3000), st.sampled_from("abcdefg")), min_size=1, max_size=60),
+    scale=st.floats(0, 10),
+    most=st.floats(0, 10),
+    peak=st.floats(0, 1),
+    width=st.floats(0.01, 2),
+)
+def test_each_sample_gets_what_the_formula_says_of_it_and_its_groups_median(
+    samples: list[tuple[int, str]], scale: float, most: float, peak: float, width: float
+) -> None:
+    lengths, uids = [length for length, _ in samples], [uid for _, uid in samples]
+    penalty, median = median_penalty(
+        lengths,
+        group_index(uids),
+        penalty_scale=scale,
+        max_penalty=most,
+        peak_ratio=peak,
+        outer_ratio=peak + width,
+    )
+    medians = {uid: statistics.median(length for length, of in samples if of == uid) for uid in uids}
+    assert median.tolist() == [medians[uid] for uid in uids]
+    expected = [
+        one_penalty(length, medians[uid], scale=scale, most=most, peak=peak, outer=peak + width)
+        for length, uid in samples
+    ]
+    assert penalty == pytest.approx(expected, abs=1e-9)
+    assert penalty.dtype == median.dtype == np.float64
+
+
+def test_the_edges_of_the_free_band_and_of_the_slope_are_exact() -> None:
+    around_100 = [100, 70, 130, 60, 140, 50, 150, 49, 151, 0, 10_000]
+    assert statistics.median(around_100) == 100
+    assert penalties(around_100) == pytest.approx([0, 0, 0, 0.5, 0.5, 1, 1, 1, 1, 1, 1])
+    assert penalties(around_100)[:3] == [0.0, 0.0, 0.0]
+
+
+def test_scale_and_maximum_multiply() -> None:
+    assert penalties([100, 100, 160], penalty_scale=0.5, max_penalty=3.0) == [0.0, 0.0, 1.5]
+
+
+def test_a_group_whose_median_is_zero_is_not_punished() -> None:
+    assert penalties([0, 0, 900]) == [0.0, 0.0, 0.0]
+
+
+def test_a_group_of_one_is_its_own_median() -> None:
+    assert penalties([7, 900, 3], groups=[0, 1, 2]) == [0.0, 0.0, 0.0]
+
+
+def test_groups_do_not_touch_each_other_though_they_interleave_and_differ_in_size() -> None:
+    assert penalties([10, 1000, 10, 1000, 1000, 1600], groups=[0, 1, 0, 1, 1, 1]) == [0, 0, 0, 0, 0, 1]
+
+
+def test_an_empty_batch_has_no_penalties() -> None:
+    assert penalties([]) == []
+
+
+@pytest.mark.parametrize("key", USUAL)
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, "1", None, True])
+def test_a_setting_that_is_no_finite_number_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} = "):
+        check_penalty(**{**USUAL, key: value})
+
+
+@pytest.mark.parametrize("outer", [0.3, 0.2])
+def test_an_outer_ratio_that_is_not_beyond_the_peak_is_refused(outer: float) -> None:
+    with pytest.raises(ConfigError, match=rf"^outer_ratio = {outer}: .*peak_ratio \(0\.3\)"):
+        median_penalty([1], np.array([0]), **{**USUAL, "outer_ratio": outer})
+
+
+@given(st.lists(st.one_of(st.text(max_size=2), st.integers(0, 5), st.none(), st.tuples(st.integers(0, 1)))))
+def test_groups_are_numbered_by_first_appearance_whatever_the_uids_are(uids: list[Any]) -> None:
+    order = list(dict.fromkeys(uids))
+    array = np.empty(len(uids), dtype=object)
+    array[:] = uids
+    expected = [order.index(uid) for uid in uids]
+    assert group_index(uids).tolist() == expected
+    assert group_index(array).tolist() == expected
+
+
+def test_groups_are_found_in_plain_number_and_string_arrays() -> None:
+    assert group_index(np.array([9, 4, 9, 7])).tolist() == [0, 1, 0, 2]
+    assert group_index(np.array(["b", "a", "b"])).tolist() == [0, 1, 0]
+    assert group_index([1, "1", 1]).tolist() == [0, 1, 0]
+
+
+def test_the_soft_overlong_penalty_starts_at_the_buffer_and_is_bounded_beyond_the_maximum() -> None:
+    lengths = [0, 80, 85, 100, 101, 10_000]
+    penalty = soft_overlong(lengths, max_length=100, buffer_length=20, factor=2.0)
+    assert penalty == pytest.approx([0, 0, 0.5, 2, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("buffer_length", {"buffer_length": 0}),
+        ("buffer_length", {"buffer_length": 101}),
+        ("max_length", {"max_length": math.nan}),
+        ("factor", {"factor": -1.0}),
+    ],
+)
+def test_an_overlong_buffer_that_cannot_work_is_refused(key: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"^{key} = "):
+        soft_overlong([1], **{"max_length": 100, "buffer_length": 20, "factor": 1.0, **changes})
+
+
+COSINE: dict[str, Any] = {
+    "max_length": 1000,
+    "correct_short": 2.0,
+    "correct_long": 1.0,
+    "wrong_short": -10.0,
+    "wrong_long": 0.0,
+    "exceeded": -7.0,
+}
+
+
+def test_the_cosine_reward_goes_from_short_to_long_and_is_another_from_the_maximum_on() -> None:
+    lengths = [0, 500, 999, 1000, 5000]
+    right = cosine_length(lengths, [True] * 5, **COSINE)
+    wrong = cosine_length(lengths, [False] * 5, **COSINE)
+    assert right == pytest.approx([2.0, 1.5, 1.0, -7.0, -7.0], abs=1e-4)
+    assert wrong == pytest.approx([-10.0, -5.0, 0.0, -7.0, -7.0], abs=1e-4)
+
+
+@given(st.integers(0, 999), st.booleans())
+def test_the_cosine_reward_is_the_papers_formula(length: int, correct: bool) -> None:
+    at_zero, at_max = (2.0, 1.0) if correct else (-10.0, 0.0)
+    expected = at_max + 0.5 * (at_zero - at_max) * (1 + math.cos(length * math.pi / 1000))
+    assert cosine_length([length], [correct], **COSINE).tolist() == pytest.approx([expected])
+
+
+def test_a_cosine_without_a_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^max_length = 0"):
+        cosine_length([1], [True], **{**COSINE, "max_length": 0})
