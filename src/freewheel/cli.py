@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import freewheel
+from freewheel.gateway import commands as gateway_commands
 from freewheel.judge import commands as judge_commands
 
 app = typer.Typer(
@@ -37,6 +38,7 @@ def _options(
 
 
 judge_commands.register(app)
+gateway_commands.register(app)
 
 
 def main() -> None:

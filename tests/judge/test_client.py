@@ -60,3 +60,11 @@ async def test_a_certificate_is_checked_against_the_bundle_that_is_named(bench: 
             (verdict,) = await engine.score(["one"])
         assert isinstance(verdict, Failed) and "certificate" in verdict.detail.lower()
         assert judge.counts().received == 1
+
+
+async def test_a_body_of_megabytes_goes_up_whole(bench: Any, scripted: Any, replying: Any) -> None:
+    server = scripted(lambda number, headers, body: (200, {}, replying("7")))
+    async with bench(server.url) as engine:
+        [verdict] = await engine.score(["x" * (3 << 20)])
+    assert verdict.value == 7
+    assert server.seen[0][1].count(b"x") >= 3 << 20

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import ipaddress
 import logging
 import socket
@@ -36,6 +37,8 @@ KEEPALIVE_S = 300.0
 """A TLS handshake costs 1.1 ms of CPU on either side: connections outlast the pause between two training steps."""
 CONNECT_TIMEOUT_S = 10.0
 """A host that does not take a connection by then is down; waiting longer only delays the retry elsewhere."""
+WHOLE_BODY_BYTES = 1 << 20
+"""A larger body is written in pieces: as a whole it would hold the loop, and aiohttp warns of it."""
 MAX_REPLY_BYTES = 16 << 20
 """No verdict is longer; a server that streams without end must not fill our memory."""
 USER_AGENT = "freewheel-judge"
@@ -111,7 +114,7 @@ class ChatClient:
         self._sent_with = (
             f"sent with the key from {self._key.source}"
             if self._key is not None
-            else f"no key was sent: set {endpoint.api_key_env or config.api_key_env}, or give api_key"
+            else f"no key was sent: set {endpoint.api_key_env or config.api_key_env or 'api_key_env'}, or give api_key"
         )
 
     async def ask(self, body: bytes, read: Read = read_completion) -> Reply | Failure:
@@ -174,7 +177,8 @@ class ChatClient:
         opened = _Opened()
         _opened.set(opened)
         try:
-            return await self._session.post(self._url, data=body, proxy=self._proxy, allow_redirects=False)
+            data = body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body)
+            return await self._session.post(self._url, data=data, proxy=self._proxy, allow_redirects=False)
         except TimeoutError as error:
             return Failure(Kind.TIMEOUT, self._redact(f"{self._url.host}: {error or 'timed out'}"))
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:

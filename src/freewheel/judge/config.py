@@ -5,6 +5,7 @@ A setting that cannot work is refused when the config is made, with the key, the
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -86,8 +87,8 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A built-in rubric's name, a `.json` or `.toml` file, or a `Rubric`."""
     api_key: Secret | None = None
     """The key; text is taken as well. It stays in memory: it is not printed, logged, cached or pickled."""
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that is read for the key where none is given. None there either: none is sent."""
+    api_key_env: str | None = "OPENAI_API_KEY"
+    """The environment variable that is read for the key where none is given. None, or none there: none is sent."""
     concurrency: int | str = "auto"
     """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
     concurrency_start: int = START
@@ -136,7 +137,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         _text("model", self.model, "give the model's name as the endpoint knows it")
         _set(self, "rubric", load_rubric(self.rubric))
         _set(self, "api_key", _secret("api_key", self.api_key))
-        _text("api_key_env", self.api_key_env, "give an environment variable's name")
+        _text("api_key_env", self.api_key_env, "give an environment variable's name", optional=True)
         parse_concurrency(self.concurrency)
         if self.placement not in ("process", "thread"):
             raise ConfigError("placement", self.placement, "choose 'process' or 'thread'")
@@ -190,8 +191,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def key_for(self, endpoint: Endpoint) -> Secret | None:
         """The endpoint's own key, else the judge's; given in the config before the environment."""
-        own = endpoint.api_key or (_env_secret(endpoint.api_key_env) if endpoint.api_key_env else None)
-        return own or self.api_key or _env_secret(self.api_key_env)
+        return endpoint.api_key or _env_secret(endpoint.api_key_env) or self.api_key or _env_secret(self.api_key_env)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain values, for logs and dumps. A key shows as where it came from."""
@@ -203,13 +203,21 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """From plain values (YAML, TOML, JSON). Unknown keys are errors."""
         unknown = sorted(set(values) - set(cls.__struct_fields__))
         if unknown:
-            # A misspelt api_key is still a key.
-            shown = "<hidden>" if "key" in unknown[0].lower() else values[unknown[0]]
-            raise ConfigError(unknown[0], shown, f"unknown key; known are {', '.join(cls.__struct_fields__)}")
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(
+                unknown[0], shown_value(unknown[0], values[unknown[0]]), f"unknown key; known are {known}"
+            )
         missing = [key for key in ("endpoint", "model") if key not in values]
         if missing:
             raise ConfigError(missing[0], None, "it is missing, and there is no default for it")
         return cls(**values)
+
+
+def shown_value(key: str, value: object) -> object:
+    """A value that an error may show: a misspelt `api_key` is still a key."""
+    names = ("key", "token", "secret", "password", "auth")
+    is_secret = any(name in key.lower() for name in names) or difflib.get_close_matches(key.lower(), ["api_key"])
+    return "<hidden>" if is_secret else value
 
 
 def parse_concurrency(value: int | str) -> tuple[int | None, int | None]:
@@ -289,8 +297,8 @@ def _secret(key: str, value: Any) -> Secret | None:
     return Secret(text) if text else None
 
 
-def _env_secret(name: str) -> Secret | None:
-    found = Secret.from_env(name)
+def _env_secret(name: str | None) -> Secret | None:
+    found = Secret.from_env(name) if name else None
     if found:
         _check_key(f"environment variable {name}", found.reveal())
     return found

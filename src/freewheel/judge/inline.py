@@ -70,6 +70,12 @@ class InlineJudge:
     def stats(self) -> JudgeStats:
         return self.engine.stats()
 
+    @property
+    def share_done(self) -> float:
+        """Of the requests of all batches that are open."""
+        total = sum(len(waiting.verdicts) for waiting in self._open.values())
+        return 1 - sum(waiting.missing for waiting in self._open.values()) / total if total else 1.0
+
     def _deliver(self, number: int, index: int, verdict: Any) -> None:
         waiting = self._open[number]
         waiting.verdicts[index] = verdict

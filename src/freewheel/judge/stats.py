@@ -88,8 +88,9 @@ class JudgeStats(msgspec.Struct, kw_only=True):
     def line(self) -> str:
         """One line for a log."""
         failed = sum(self.failed.values())
+        relayed = f"{self.relayed} relayed, " if self.relayed else ""
         return (
-            f"judge: {self.scored} scored, {failed} failed, {self.skipped} skipped of {self.submitted}; "
+            f"judge: {self.scored} scored, {relayed}{failed} failed, {self.skipped} skipped of {self.submitted}; "
             f"{self.sent} calls, {self.cache_hits} cache hits, {self.shared} shared, {self.retries} retries, "
             f"{self.throttled} throttled; {self.in_flight} in flight of {self.limit}, {self.queued} queued; "
             f"cost {self.cost:.4f}"

@@ -221,14 +221,15 @@ def describe(summary: Summary, *, shown: int) -> str:
     return f"{text}; {summary.elapsed_s:.1f} s, {rate:,.0f} rows/s"
 
 
-def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_env: str) -> str:
+def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_env: str | None) -> str:
     """Why it stopped, what to do about it, and how to go on."""
     from freewheel.judge.scoring.output import is_stream
 
+    key = api_key_env or "the key"
     remedies = {
         "interrupted": "stopped",
         "output": f"stopped: {target} cannot be written: {stopped.detail}; make room",
-        "auth": f"stopped: the judge refuses us: {stopped.detail}; correct {api_key_env}, or name another variable",
+        "auth": f"stopped: the judge refuses us: {stopped.detail}; correct {key}, or name another variable",
         "not_found": f"stopped: the judge knows no such model or path: {stopped.detail}; correct --model or --endpoint",
         "quota": f"stopped: the account has no credit left: {stopped.detail}",
         "budget": f"stopped: {stopped.detail}; --max-cost counts one run, and each further run may spend it again",

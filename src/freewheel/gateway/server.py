@@ -1,0 +1,332 @@
+"""The gateway's HTTP side: finds the route, lets in who may, reads, asks the engine, replies.
+
+    POST /v1/chat/completions ─┐                                        ┌─▶ the upstream's JSON, or its event stream
+    POST /score                ├─▶ token ─▶ body ─▶ shape ─▶ engine ────┼─▶ verdicts
+    POST /openrlhf, /slime    ─┘   Doorkeeper  Load   shapes  InlineJudge └─▶ rewards, or an error
+    GET  /v1/models, /healthz, /metrics
+
+Waits for: the engine's verdicts. Unblocked by: these, a deadline, the client's hanging up, the end of a drain.
+`serving.serve` runs one until a signal comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import hdrs, web
+
+from freewheel.gateway import shapes
+from freewheel.gateway.auth import Doorkeeper
+from freewheel.gateway.connections import Connections
+from freewheel.gateway.counts import GONE, Counts
+from freewheel.gateway.limits import Limits, Load, too_large
+from freewheel.gateway.problem import Problem, bad_field, draining, problem_of
+from freewheel.gateway.stream import Ended, EventStream
+from freewheel.judge.chat import ChatRequest, ChatStream, Relayed
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.engine import Request
+from freewheel.judge.errors import JudgeClosed
+from freewheel.judge.inline import InlineJudge
+from freewheel.judge.stats import EndpointStats, JudgeStats
+from freewheel.judge.verdict import Failed, Reason, Verdict
+
+log = logging.getLogger("freewheel.gateway")
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted: workers that start together must not see one fail by chance."""
+CLOSE_GRACE_S = 5.0
+"""How long replies that are ready may take to leave at the end."""
+OPENRLHF_DEADLINE_S = 170.0
+"""OpenRLHF gives up a call after 180 s; told before, it says why, and asks for the missing ones alone."""
+SLIME_DEADLINE_S = 110.0
+"""slime gives up a call after 120 s, likewise."""
+
+LIMIT_CODES = frozenset({"body_too_large", "batch_too_large", "body_timeout", "queue_full", "draining"})
+"""Problems that are a limit met, and counted as such."""
+DEADLINE_HEADER = "x-freewheel-deadline-s"
+SERVER_NAME = "freewheel"
+JSON_TYPE = "application/json"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+Route = Callable[["Gateway", web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Gateway:
+    """One engine for all who ask over HTTP. On the loop that starts it, between `start` and `stop`."""
+
+    def __init__(self, config: JudgeConfig, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.judge = InlineJudge(config)
+        self.counts = Counts()
+        self.lag_s = 0.0
+        """How late this loop runs, smoothed; `serving` measures it."""
+        self._config = config
+        self._models = served_models(config)
+        self._load = Load(self.limits)
+        self._draining = False
+
+    async def start(self, host: str, port: int, door: Doorkeeper) -> int:
+        """Listens and returns the port; 0 takes a free one. `OSError` where it cannot."""
+        self._door = door
+        busy = Problem(
+            HTTPStatus.SERVICE_UNAVAILABLE, "connections", "the gateway has no connection to spare", passes=True
+        )
+        self._connections = Connections(self.handle, self.limits, self.counts, busy)
+        loop = asyncio.get_running_loop()
+        # Bound first: a port that is taken must not have opened the cache that the other gateway works with.
+        self._server = await loop.create_server(self._connections, host, port, backlog=BACKLOG, start_serving=False)
+        try:
+            await self.judge.start()
+            await self._server.start_serving()
+        except BaseException:
+            self._server.close()
+            raise
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def stop(self, drain_s: float = 0.0, at_once: asyncio.Event | None = None) -> None:
+        """Ends in order. From now on all that is new gets a 503; what is open has `drain_s` or until `at_once`."""
+        self._draining = True
+        await self._drained(drain_s, at_once or asyncio.Event())
+        await self.judge.close()  # what is still open ends as cancelled, which its client sees as a 503
+        await self._drained(CLOSE_GRACE_S, asyncio.Event())
+        self._server.close()
+        self._connections.abort_all()
+        async with asyncio.timeout(CLOSE_GRACE_S):
+            await self._connections.none_open.wait()
+        await self._connections.shutdown(CLOSE_GRACE_S)
+        await self._server.wait_closed()
+
+    async def _drained(self, seconds: float, at_once: asyncio.Event) -> None:
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._connections.none_busy, at_once)]
+        _, pending = await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for wait in pending:
+            wait.cancel()
+
+    def stats(self) -> JudgeStats:
+        return msgspec.structs.replace(self.judge.stats(), loop_lag_s=round(self.lag_s, 4))
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """aiohttp's entry."""
+        route = request.path if request.path in ROUTES else "other"
+        status: int = GONE
+        with self._connections.serving(request.protocol):
+            try:
+                try:
+                    response = await self._route(request)
+                except Problem as problem:
+                    response = self._tell(problem)
+                if self._draining:
+                    response.force_close()
+                await self._send(request, response)
+                status = response.status
+                return response
+            except ConnectionError:  # the client is gone, and nobody needs to hear of it
+                return Ended()
+            finally:
+                self.counts.requests[route, status] += 1
+
+    async def _send(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        try:
+            async with asyncio.timeout(self.limits.write_timeout_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError("the client does not take its reply") from None
+
+    def _tell(self, problem: Problem) -> web.Response:
+        if problem.code in LIMIT_CODES:
+            self.counts.rejected[problem.code] += 1
+        return _reply(problem.body(), status=problem.status, headers=problem.headers)
+
+    async def _route(self, request: web.BaseRequest) -> web.StreamResponse:
+        methods = ROUTES.get(request.path)
+        if methods is None:
+            known = ", ".join(sorted(ROUTES))
+            raise Problem(HTTPStatus.NOT_FOUND, "unknown_path", f"no such path: {request.path!r}; there are {known}")
+        route = methods.get(request.method)
+        if route is None:
+            allowed = ", ".join(methods)
+            message = f"{request.path} takes {allowed} and not {request.method!r}"
+            raise Problem(HTTPStatus.METHOD_NOT_ALLOWED, "wrong_method", message, headers={"Allow": allowed})
+        if not (request.path == "/healthz" or (request.path == "/metrics" and self._door.open_here)):
+            self._door.check(request.headers)
+        return await route(self, request)
+
+    async def _read(self, request: web.BaseRequest, correct: Callable[[int], None]) -> bytes:
+        if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+            await request.writer.write(CONTINUE)  # curl waits a second for it before it sends a large body
+            request.writer.output_size = 0
+        try:
+            async with asyncio.timeout(self.limits.body_timeout_s):
+                body = await request.read()
+        except TimeoutError:
+            message = f"the body did not come within {self.limits.body_timeout_s:g} s"
+            raise Problem(HTTPStatus.REQUEST_TIMEOUT, "body_timeout", message, passes=True) from None
+        except web.HTTPRequestEntityTooLarge:
+            raise too_large("this body", self.limits.max_body_bytes) from None
+        except web.RequestPayloadError as error:
+            raise Problem(HTTPStatus.BAD_REQUEST, "broken_body", f"the body cannot be read: {error}") from None
+        correct(len(body))
+        return body
+
+    async def _ask(self, request: web.BaseRequest, batch: Sequence[Request], deadline_s: float | None) -> list[Any]:
+        asked = request.headers.get(DEADLINE_HEADER)
+        if asked is not None:
+            deadline_s = _deadline_s(asked)
+        deadline_at = time.monotonic() + deadline_s if deadline_s is not None else None
+        with self._load.hold_requests(len(batch)):
+            try:
+                verdicts = await self.judge.ask(batch, deadline_at)
+            except JudgeClosed:
+                raise draining() from None
+        if self._draining and any(isinstance(v, Failed) and v.reason == Reason.CANCELLED for v in verdicts):
+            raise draining()  # the drain is over; what was scored beside it is in the cache
+        return verdicts
+
+    async def _judge(
+        self, request: web.BaseRequest, read: Callable[[bytes], Sequence[Request]], deadline_s: float | None
+    ) -> tuple[Sequence[Any], list[Verdict]]:
+        """Reads the body as `read` says, and has it judged."""
+        if self._draining:
+            raise draining()
+        with self._load.hold_bytes(_length(request)) as correct:
+            batch = read(await self._read(request, correct))
+            return batch, await self._ask(request, batch, deadline_s)
+
+    # -- routes -------------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self._draining:
+            raise draining()
+        with self._load.hold_bytes(_length(request)) as correct:
+            chat = shapes.read_chat(await self._read(request, correct), self._models)
+            if chat.streams:
+                return await self._chat_stream(request, chat.body)
+            asked = ChatRequest(chat.body, fresh=_wants_fresh(request))
+            verdicts = await self._ask(request, [asked], self._config.batch_deadline_s)
+        verdict = verdicts[0]
+        if isinstance(verdict, Failed):
+            raise problem_of(verdict)
+        assert isinstance(verdict, Relayed)
+        return _reply(verdict.content, headers=_told(verdict))
+
+    async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: SERVER_NAME})
+        # No deadline unless the client sets one: what has begun to come may come for as long as it likes.
+        verdicts = await self._ask(request, [ChatStream(body, stream.write)], None)
+        verdict = verdicts[0]
+        if isinstance(verdict, Failed):
+            problem = problem_of(verdict)
+            if not stream.begun:
+                raise problem
+            return await stream.break_off(problem)
+        return stream.response
+
+    async def _score(self, request: web.BaseRequest) -> web.StreamResponse:
+        batch, verdicts = await self._judge(request, shapes.read_score, self._config.batch_deadline_s)
+        return _reply(shapes.write_score(batch, verdicts))
+
+    async def _openrlhf(self, request: web.BaseRequest) -> web.StreamResponse:
+        _, verdicts = await self._judge(request, shapes.read_openrlhf, OPENRLHF_DEADLINE_S)
+        return _reply(shapes.write_openrlhf(verdicts))
+
+    async def _slime(self, request: web.BaseRequest) -> web.StreamResponse:
+        _, verdicts = await self._judge(request, lambda body: [shapes.read_slime(body)], SLIME_DEADLINE_S)
+        return _reply(shapes.write_slime(verdicts[0], request.query.get("key")))
+
+    async def _list_models(self, request: web.BaseRequest) -> web.StreamResponse:
+        listed = [{"id": model, "object": "model", "created": 0, "owned_by": SERVER_NAME} for model in self._models]
+        return _reply(msgspec.json.encode({"object": "list", "data": listed}))
+
+    async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
+        """200 while it takes requests; whether the judge answers is said beside it, as a restart would not help."""
+        endpoints = self.stats().endpoints
+        health: dict[str, Any] = {
+            "status": "draining" if self._draining else "ok",
+            "judge": "up" if any(map(_is_up, endpoints)) else "down",
+        }
+        if self._door.knows(request.headers):  # where the judge is, and what it says, is not for strangers
+            health["endpoints"] = [_health_of(endpoint) for endpoint in endpoints]
+        status = HTTPStatus.SERVICE_UNAVAILABLE if self._draining else HTTPStatus.OK
+        return _reply(msgspec.json.encode(health), status=status)
+
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        own = self.counts.prometheus(
+            open_connections=len(self._connections),
+            in_flight=self._connections.busy,
+            waiting=self._load.requests,
+            draining=self._draining,
+        )
+        text = self.stats().prometheus() + own
+        return _reply(text.encode(), headers={hdrs.CONTENT_TYPE: METRICS_TYPE})
+
+
+ROUTES: dict[str, dict[str, Route]] = {
+    "/v1/chat/completions": {hdrs.METH_POST: Gateway._chat},
+    "/v1/models": {hdrs.METH_GET: Gateway._list_models},
+    "/score": {hdrs.METH_POST: Gateway._score},
+    "/openrlhf": {hdrs.METH_POST: Gateway._openrlhf},
+    "/slime": {hdrs.METH_POST: Gateway._slime},
+    "/healthz": {hdrs.METH_GET: Gateway._health},
+    "/metrics": {hdrs.METH_GET: Gateway._metrics},
+}
+
+
+def served_models(config: JudgeConfig) -> tuple[str, ...]:
+    """Names by which clients may ask: the judge's, and the endpoints' own where all of them have the same one."""
+    own = {endpoint.model or config.model for endpoint in config.endpoints}
+    return tuple(dict.fromkeys([config.model, *(own if len(own) == 1 else ())]))
+
+
+def _reply(body: bytes, *, status: int = HTTPStatus.OK, headers: dict[str, str] | None = None) -> web.Response:
+    said = {hdrs.CONTENT_TYPE: JSON_TYPE, hdrs.SERVER: SERVER_NAME, **(headers or {})}
+    return web.Response(body=body, status=int(status), headers=said)
+
+
+def _told(verdict: Relayed) -> dict[str, str]:
+    return {
+        "x-freewheel-cache": "hit" if verdict.cached else "miss",
+        "x-freewheel-attempts": str(verdict.attempts),
+    }
+
+
+def _length(request: web.BaseRequest) -> int | None:
+    """The body's, where it is known before it is read."""
+    return None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
+
+
+def _wants_fresh(request: web.BaseRequest) -> bool:
+    said = request.headers.get(hdrs.CACHE_CONTROL, "").lower()
+    return "no-cache" in said or "no-store" in said
+
+
+def _deadline_s(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise bad_field(DEADLINE_HEADER, text, "give seconds, above 0")
+    return seconds
+
+
+def _is_up(endpoint: EndpointStats) -> bool:
+    return endpoint.breaker == "closed" and not endpoint.halted
+
+
+def _health_of(endpoint: EndpointStats) -> dict[str, Any]:
+    names = ("url", "model", "in_flight", "limit", "breaker", "halted")
+    return {"up": _is_up(endpoint), **{name: getattr(endpoint, name) for name in names}}

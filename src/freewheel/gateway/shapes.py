@@ -1,0 +1,289 @@
+"""What clients send and what they get, shape by shape: bytes to requests, verdicts to bytes. Pure; `server` calls it.
+
+    /v1/chat/completions   the client's own body        ─▶ Chat (goes upstream as it is)
+    /score                 freewheel's requests         ─▶ JudgeRequests ─▶ verdicts, failed ones among them
+    /openrlhf              {"query", "prompts", …}      ─▶ JudgeRequests ─▶ {"rewards": [...]}, or an error
+    /slime                 {"prompt", "response", …}    ─▶ JudgeRequest  ─▶ a number, or an error
+
+OpenRLHF and slime make a tensor of what they get: null ends their run, NaN spoils it. Both ask again after an error
+status, so a failed verdict is one; what was scored beside it is in the cache by then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from freewheel.gateway.problem import Problem, bad_field, problem_of
+from freewheel.judge.asking import as_requests
+from freewheel.judge.errors import ConfigError
+from freewheel.judge.request import JudgeRequest, without_surrogates
+from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
+
+MOST_DEPTH: Final = 64
+"""Nesting of a body. No chat completion comes near it; readers further on would fail at about a thousand."""
+
+END_MARKS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>")
+"""Templates' ends of a turn. OpenRLHF decodes special tokens too; they are no part of what the model wrote."""
+
+
+class Chat(NamedTuple):
+    """A chat completion that a client asks for."""
+
+    body: bytes
+    streams: bool
+
+
+def read_json(body: bytes) -> Any:
+    """The body's value. `Problem` where it is no JSON, or nested as no honest client nests."""
+    return _read(body)[0]
+
+
+def _read(body: bytes) -> tuple[Any, bool]:
+    """(its value, whether that had to be mended)."""
+    mended = False
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise _not_json(f"nested deeper than {MOST_DEPTH}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        # msgspec refuses lone surrogates, which models do emit and Python's json does write.
+        if b"\\ud" not in body and b"\\uD" not in body:
+            raise _not_json(str(error)) from None
+        value, mended = _read_surrogates(body), True
+    if body.count(b"[") + body.count(b"{") > MOST_DEPTH and _deeper_than(value, MOST_DEPTH):
+        raise _not_json(f"nested deeper than {MOST_DEPTH}")
+    return value, mended
+
+
+def read_chat(body: bytes, models: Sequence[str]) -> Chat:
+    """Checked as far as the gateway must know it; all else is the upstream's to judge."""
+    fields, mended = _read(body)
+    if not isinstance(fields, dict):
+        raise bad_field("body", fields, "send a JSON object with model and messages")
+    model = fields.get("model")
+    if not isinstance(model, str):
+        raise bad_field("model", model, f"name the model: {models[0]!r}")
+    if model not in models:
+        # Passed on, the upstream's 404 would stop its endpoint for everybody.
+        message = f"model = {model!r}: this gateway serves {', '.join(map(repr, models))}"
+        raise Problem(HTTPStatus.NOT_FOUND, "model_not_found", without_surrogates(message), param="model")
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise bad_field("messages", messages, "give a list of at least one message")
+    streams = fields.get("stream")
+    if not (streams is None or isinstance(streams, bool)):
+        raise bad_field("stream", streams, "give true or false")
+    return Chat(msgspec.json.encode(fields) if mended else body, bool(streams))
+
+
+# -- /score -----------------------------------------------------------------------------------------------------------
+
+
+def read_score(body: bytes) -> list[JudgeRequest]:
+    """`{"requests": [...]}`, a list, or one request. A null stands for a field that is left out."""
+    given = read_json(body)
+    if isinstance(given, dict) and "requests" in given:
+        unknown = sorted(set(given) - {"requests"})
+        if unknown:
+            raise bad_field(unknown[0], given[unknown[0]], "unknown field; beside requests there is none")
+        given = given["requests"]
+    elif isinstance(given, dict | str):
+        given = [given]
+    if not isinstance(given, list):
+        raise bad_field("requests", given, "give a list of requests, each with a response")
+    try:
+        return as_requests([_filled(one) for one in given])
+    except ConfigError as error:
+        raise Problem(HTTPStatus.BAD_REQUEST, "invalid_value", _encodable(str(error)), param=error.key) from None
+
+
+def write_score(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict]) -> bytes:
+    """One entry a request, in their order. Only a scored one has a value."""
+    entries = [_entry(request, verdict) for request, verdict in zip(requests, verdicts, strict=True)]
+    return msgspec.json.encode({"verdicts": entries})
+
+
+def _filled(one: Any) -> Any:
+    if not isinstance(one, dict):
+        return one
+    given = {key: value for key, value in one.items() if value is not None}
+    if given.get("skip") is True:
+        given["skip"] = "skip"
+    elif given.get("skip") is False:
+        del given["skip"]
+    return given
+
+
+def _entry(request: JudgeRequest, verdict: Verdict) -> dict[str, Any]:
+    entry: dict[str, Any] = {"status": verdict.status}
+    if request.id:
+        entry["id"] = request.id
+    match verdict:
+        case Scored():
+            entry |= {"value": verdict.value, "raw": verdict.raw, "cached": verdict.cached}
+            if verdict.parts:
+                entry["parts"] = verdict.parts
+        case Failed():
+            entry |= {"reason": verdict.reason, "detail": verdict.detail}
+        case Skipped():
+            entry["reason"] = verdict.reason
+            return entry
+    entry["attempts"] = verdict.attempts
+    entry["usage"] = {name: getattr(verdict.usage, name) for name in Usage.__struct_fields__}
+    return entry
+
+
+# -- remote reward models ---------------------------------------------------------------------------------------------
+
+
+def read_openrlhf(body: bytes) -> list[JudgeRequest]:
+    """`{"query": [...], "prompts": [...], "labels": [...]}`: a query is its prompt with the response behind it."""
+    fields = _object(read_json(body), "query")
+    queries = fields.get("query")
+    queries = [queries] if isinstance(queries, str) else queries
+    if not isinstance(queries, list):
+        raise bad_field("query", queries, "give a list of texts: each a prompt with its response")
+    prompts = _beside(fields, "prompts", len(queries))
+    labels = _beside(fields, "labels", len(queries))
+    return [
+        JudgeRequest(_after(_text(f"query[{i}]", query), prompt), prompt, reference)
+        for i, (query, prompt, reference) in enumerate(zip(queries, prompts, labels, strict=True))
+    ]
+
+
+def write_openrlhf(verdicts: Sequence[Verdict]) -> bytes:
+    values = _values(verdicts)
+    return msgspec.json.encode({"rewards": values, "scores": values, "extra_logs": {}})
+
+
+def read_slime(body: bytes) -> JudgeRequest:
+    """`{"prompt": text or messages, "response": text, "label": text or null}`."""
+    fields = _object(read_json(body), "response")
+    prompt = fields.get("prompt")
+    question = _messages("prompt", prompt) if isinstance(prompt, list) else _text("prompt", prompt or "")
+    return JudgeRequest(_text("response", fields.get("response")), question, _label(fields.get("label")))
+
+
+def write_slime(verdict: Verdict, key: str | None = None) -> bytes:
+    """The bare number, or under the name that slime's `--reward-key` says."""
+    value = _values([verdict])[0]
+    return msgspec.json.encode(value if key is None else {key: value})
+
+
+def _values(verdicts: Sequence[Verdict]) -> list[float]:
+    """All scores. `Problem` where one is missing: these clients can take a number or an error and nothing between."""
+    missing = [verdict for verdict in verdicts if not isinstance(verdict, Scored)]
+    if not missing:
+        return [verdict.value for verdict in verdicts if isinstance(verdict, Scored)]
+    first = missing[0]
+    assert isinstance(first, Failed), "these shapes have no way to skip"
+    detail = f"{len(missing)} of {len(verdicts)} have no score; the first: {first.detail or first.reason}"
+    raise problem_of(Failed(first.reason, first.attempts, detail))
+
+
+def _after(query: str, prompt: str) -> str:
+    """What the model wrote. A tokenizer may put its own mark before the prompt, so it is looked for."""
+    at = query.find(prompt)
+    response = query[at + len(prompt) :] if at >= 0 else query
+    while (mark := next((mark for mark in END_MARKS if response.rstrip().endswith(mark)), None)) is not None:
+        response = response.rstrip().removesuffix(mark)
+    return response
+
+
+def _beside(fields: dict[str, Any], name: str, count: int) -> list[str]:
+    """A list that goes with the queries, or empty texts where there is none."""
+    given = fields.get(name)
+    if given is None:
+        return [""] * count
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list) or len(given) != count:
+        raise bad_field(name, given, f"give one for each query, which are {count}")
+    return [_label(one) if name == "labels" else _text(f"{name}[{i}]", one) for i, one in enumerate(given)]
+
+
+def _label(value: Any) -> str:
+    """A reference answer: datasets have them as text, numbers, or richer things."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _messages(field: str, messages: list[Any]) -> str:
+    """A conversation as one text; a single message is its content."""
+    texts = []
+    for i, message in enumerate(messages):
+        content = _object(message, f"{field}[{i}]").get("content")
+        if isinstance(content, list):  # parts; what is no text no rubric can show
+            content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+        text = _text(f"{field}[{i}].content", content or "")
+        texts.append(text if len(messages) == 1 else f"{message.get('role', 'user')}: {text}")
+    return "\n\n".join(texts)
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise bad_field(field, value, "it must stand in a JSON object")
+    return value
+
+
+def _text(field: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise bad_field(field, value, "give text")
+    return value
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _not_json(why: str) -> Problem:
+    message = f"the body is not JSON that can be read: {why.removeprefix('JSON is malformed: ')}"
+    return Problem(HTTPStatus.BAD_REQUEST, "invalid_json", message)
+
+
+def _read_surrogates(body: bytes) -> Any:
+    try:
+        return _mended(json.loads(body, parse_constant=_refuse_constant))
+    except RecursionError:
+        raise _not_json(f"nested deeper than {MOST_DEPTH}") from None
+    except ValueError as error:
+        raise _not_json(str(error)) from None
+
+
+def _mended(value: Any) -> Any:
+    """With U+FFFD for each lone surrogate: UTF-8 cannot carry one."""
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, list):
+        return [_mended(one) for one in value]
+    if isinstance(value, dict):
+        return {without_surrogates(key): _mended(one) for key, one in value.items()}
+    return value
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _deeper_than(value: Any, most: int) -> bool:
+    """Level by level, so that the measuring itself cannot run out of stack."""
+    level = [value]
+    for _ in range(most + 1):
+        inner: list[Any] = []
+        for one in level:
+            if isinstance(one, dict):
+                inner.extend(v for v in one.values() if isinstance(v, dict | list))
+            elif isinstance(one, list):
+                inner.extend(v for v in one if isinstance(v, dict | list))
+        if not inner:
+            return False
+        level = inner
+    return True
