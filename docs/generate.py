@@ -6,6 +6,7 @@ make docs
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 from pathlib import Path
@@ -16,6 +17,7 @@ import msgspec
 from freewheel.judge import Endpoint, JudgeConfig, Price, Rubric
 from freewheel.judge.testing import JudgeProfile
 from freewheel.judge.verdict import Reason
+from freewheel.rewards import LengthPenaltyConfig
 
 DOCS = Path(__file__).parent
 
@@ -57,6 +59,16 @@ def struct_table(struct: type[msgspec.Struct]) -> str:
     return "\n".join(lines)
 
 
+def dataclass_table(config: type) -> str:
+    docs = field_docs(config)
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(config):
+        made = field.default_factory is not dataclasses.MISSING
+        value = field.default_factory() if made else field.default  # type: ignore[misc]
+        lines.append(f"| `{field.name}` | `{_cell(repr(value))}` | {_cell(docs[field.name])} |")
+    return "\n".join(lines)
+
+
 def reason_table() -> str:
     lines = ["| reason | meaning |", "|---|---|"]
     docs = field_docs(Reason)
@@ -67,6 +79,11 @@ def reason_table() -> str:
 def configuration() -> str:
     sections: list[tuple[str, str, str]] = [
         ("`JudgeConfig`", inspect.getdoc(JudgeConfig) or "", struct_table(JudgeConfig)),
+        (
+            "`LengthPenaltyConfig`",
+            "What a reward manager needs to know. See [rewards](rewards.md).",
+            dataclass_table(LengthPenaltyConfig),
+        ),
         ("`Endpoint`", inspect.getdoc(Endpoint) or "", struct_table(Endpoint)),
         ("`Price`", inspect.getdoc(Price) or "", struct_table(Price)),
         ("`Rubric`", "See [rubrics](rubrics.md).", struct_table(Rubric)),

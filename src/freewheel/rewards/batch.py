@@ -25,19 +25,25 @@ class Rollouts:
             if tensors is None or key not in tensors.keys():  # noqa: SIM118  # a TensorDict has no `in`
                 raise ConfigError(f"batch[{key!r}]", None, "a reward manager needs prompts, responses, attention_mask")
         assert tensors is not None
+        responses = tensors["responses"]
+        self.shape, self.device = tuple(responses.shape), responses.device
         for key in (reward_fn_key, "reward_model"):
             if key not in columns:
                 raise ConfigError(f"non_tensor_batch[{key!r}]", None, f"it is missing; there are {', '.join(columns)}")
-        responses = tensors["responses"]
-        self.shape, self.device = tuple(responses.shape), responses.device
+        for key in (reward_fn_key, "reward_model", "extra_info", "uid"):
+            if key in columns and len(columns[key]) != len(self):
+                raise ConfigError(
+                    f"len(non_tensor_batch[{key!r}])", len(columns[key]), f"the batch has {len(self)} rows"
+                )
         self._responses, self._prompts = _snapshot(responses), _snapshot(tensors["prompts"])
         self._mask = _snapshot(tensors["attention_mask"])
         self._arrived = _event_after(responses)
         self._sources = [str(source) for source in columns[reward_fn_key]]
         self._truths = [_ground_truth(row, given) for row, given in enumerate(columns["reward_model"])]
         extras = columns["extra_info"] if "extra_info" in columns else [None] * len(self)
-        self._extras: list[Mapping[str, Any]] = [dict(extra or {}) for extra in extras]
-        self._uids: list[Any] | None = list(columns["uid"]) if "uid" in columns else None
+        self._extras = [_extra_info(row, given) for row, given in enumerate(extras)]
+        # Text stands for any uid: a list or an array, which some data has, cannot be looked up.
+        self._uids = [str(uid) for uid in columns["uid"]] if "uid" in columns else None
         self._lengths: list[int] = []
 
     def __len__(self) -> int:
@@ -48,10 +54,11 @@ class Rollouts:
         if self._arrived is not None:
             self._arrived.synchronize()
         split = self._mask.shape[1] - self.shape[1]
-        self._lengths = self._mask[:, split:].sum(dim=1).tolist()
-        prompt_lengths = self._mask[:, :split].sum(dim=1).tolist()
+        valid = self._mask != 0  # a mask may be of floats, and its sum would be one
+        self._lengths = valid[:, split:].sum(dim=1).tolist()
+        prompt_lengths = valid[:, :split].sum(dim=1).tolist()
         # Without uids nothing says which rows answer one prompt; equal prompts do.
-        groups = self._uids or [tuple(row) for row in self._prompts.tolist()]
+        groups: list[Any] = self._uids or [tuple(row) for row in self._prompts.tolist()]
 
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -103,6 +110,12 @@ def _event_after(tensor: Any) -> Any:
     import torch
 
     return torch.cuda.current_stream(tensor.device).record_event()
+
+
+def _extra_info(row: int, given: Any) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise ConfigError(f"extra_info[{row}]", given, "give a mapping, or None")
+    return dict(given or {})
 
 
 def _ground_truth(row: int, given: Any) -> Any:

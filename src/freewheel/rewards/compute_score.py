@@ -15,10 +15,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from freewheel.judge import Judge
-from freewheel.judge.errors import ConfigError
+from freewheel.judge import Handle, Judge
+from freewheel.judge.errors import ConfigError, EngineDied, JudgeClosed
+from freewheel.judge.secret import Secret
 from freewheel.judge.verdict import Failed, Scored, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
+from freewheel.rewards.handle import wait_for
 from freewheel.rewards.rules import RuleScore, rule_score
 from freewheel.rewards.scoring import Rewards, Sample, apply_rule, combine, judge_requests
 
@@ -52,9 +54,8 @@ def compute_score(*args: Any, **kwargs: Any) -> Any:
     call = _read(args, kwargs)
     if not _is_judged(call):
         return _unjudged(call)
-    judge, config = _judge_for(call.settings)
-    verdicts = judge.submit(judge_requests(call.samples, call.rules, config)).result()
-    return _judged(call, verdicts, config)
+    handle, config = _hand_over(call)
+    return _judged(call, wait_for(handle), config)
 
 
 async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
@@ -62,9 +63,11 @@ async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
     call = _read(args, kwargs)
     if not _is_judged(call):
         return _unjudged(call)
-    judge, config = _judge_for(call.settings)
-    verdicts = await judge.score(judge_requests(call.samples, call.rules, config))
-    return _judged(call, verdicts, config)
+    handle, config = _hand_over(call)
+    try:
+        return _judged(call, await handle, config)
+    finally:
+        handle.cancel()
 
 
 def monitors() -> bool:
@@ -156,11 +159,11 @@ def _judged(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfi
 
 def _verl_row(rewards: Rewards, index: int) -> dict[str, Any]:
     verdict = rewards.verdicts[index]
-    # Every row has the same keys, each with a plain value: verl collates them into columns.
+    # Every row has the same keys, each with a plain value: verl collates them into columns and takes their means, so
+    # there is no place for a part that a failed row does not have.
     return {
         "score": float(rewards.reward[index]),
         "original_score": rewards.rules[index].value,
-        "openai_quality_reward": float(rewards.quality[index]),
         "judge_status": verdict.status,
         "judge_reason": "" if isinstance(verdict, Scored) else verdict.reason,
         "reward_mask": int(rewards.mask[index]),
@@ -176,13 +179,28 @@ _lock = threading.Lock()
 def _judge_for(settings: Mapping[str, Any]) -> tuple[Judge, LengthPenaltyConfig]:
     """The judge for these settings, made at the first call; it stays, with what it learnt and its connections."""
     told = {name: os.environ.get(name, "") for name in (KEY_VARIABLE, CACHE_VARIABLE, ENDPOINT, MODEL)}
-    identity = repr((sorted(told.items()), sorted(settings.items(), key=str)))
+    key = settings.get("api_key")
+    key = key.reveal() if isinstance(key, Secret) and key else key  # two Secrets print alike
+    identity = repr((sorted(told.items()), sorted(settings.items(), key=str), key))
     with _lock:
         found = _judges.get(identity)
         if found is None:
             config = _config(settings)
             found = _judges[identity] = (Judge(config.judge_config()), config)
         return found
+
+
+def _hand_over(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
+    judge, config = _judge_for(call.settings)
+    requests = judge_requests(call.samples, call.rules, config)
+    try:
+        return judge.submit(requests), config
+    except (EngineDied, JudgeClosed):  # for good, under an earlier call: this one gets another
+        with _lock:
+            for identity in [identity for identity, (known, _) in _judges.items() if known is judge]:
+                del _judges[identity]
+        judge.close()
+        return _judge_for(call.settings)[0].submit(requests), config
 
 
 def shutdown_judges() -> None:

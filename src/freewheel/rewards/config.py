@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from freewheel.judge.config import JudgeConfig
+from freewheel.judge.config import JudgeConfig, shown_value
 from freewheel.judge.errors import ConfigError
 from freewheel.judge.rubric import BUILTIN, Rubric
 from freewheel.judge.secret import Secret
@@ -40,9 +40,8 @@ _GATES: dict[Any, Gate] = {"on": "on", True: "on", "format": "format", "off": "o
 """YAML reads a bare `on` and `off` as booleans."""
 
 
-@dataclass(frozen=True)
-class OnFailure:
-    """What a row whose verdict failed gets, in a trainer that cannot mask it."""
+class OnFailure(NamedTuple):
+    """What a row whose verdict failed gets, in a trainer that cannot mask it. `dataclasses.asdict` leaves it whole."""
 
     kind: Literal["group_mean", "rule_only", "raise", "fallback"] = "group_mean"
     value: float = math.nan
@@ -177,7 +176,10 @@ class LengthPenaltyConfig:
         settings["cache"] = env_flag(CACHE_VARIABLE, default=True)
         if self.system_prompt is not None:
             settings["rubric"] = rubric_of(self.system_prompt)
-        return JudgeConfig.from_dict({**settings, **self.judge})
+        settings |= self.judge
+        if self.key is None:
+            settings["api_key_env"] = None  # the engine must not find a key where we may not look for one
+        return JudgeConfig.from_dict(settings)
 
 
 _ENGINE_KEYS = {
@@ -207,7 +209,7 @@ def as_config(given: Any) -> LengthPenaltyConfig:
     known = [one.name for one in dataclasses.fields(LengthPenaltyConfig)]
     unknown = sorted(str(key) for key in plain if key not in known)
     if unknown:
-        shown = "<hidden>" if "key" in unknown[0].lower() else plain[unknown[0]]
+        shown = shown_value(unknown[0], plain[unknown[0]])
         raise ConfigError(f"length_penalty_config.{unknown[0]}", shown, f"unknown key; known are {', '.join(known)}")
     return LengthPenaltyConfig(**plain)
 

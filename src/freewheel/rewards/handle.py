@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from freewheel.judge import Handle, JudgeRequest, Verdict
+from freewheel.judge import Handle, JudgeConfig, JudgeRequest, Verdict
+from freewheel.judge.inline import InlineJudge
 from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import Sample
 
@@ -47,6 +49,7 @@ class RewardHandle:
         self._beside = beside
         self._lock = threading.Lock()
         self._result: Any = None
+        self._error: Exception | None = None
         self._settled = False
 
     def done(self) -> bool:
@@ -61,11 +64,16 @@ class RewardHandle:
         return handle is not None and handle.done()
 
     def result(self) -> Any:
-        """What calling the manager would have returned; waits for it."""
+        """What calling the manager would have returned, or raised; waits for it."""
         with self._lock:
             if not self._settled:
-                self._result = self._outcome()
+                try:
+                    self._result = self._outcome()
+                except Exception as error:  # noqa: BLE001  # raised below, each time it is asked for
+                    self._error = error
                 self._settled = True
+            if self._error is not None:
+                raise self._error
             return self._result
 
     def cancel(self) -> None:
@@ -76,15 +84,31 @@ class RewardHandle:
                 handle.cancel()
 
 
-def wait(handle: Handle) -> list[Verdict]:
+def wait_for(handle: Handle) -> list[Verdict]:
     """Waits for a batch's verdicts, and says how far it is: a bar in a terminal, a line now and then in a log."""
     if handle.wait(0):
         return handle.result()
     if sys.stderr.isatty():
         return _wait_with_bar(handle)
     while not handle.wait(SAY_EVERY_S):
-        log.info("Waiting for OpenAI results... %.1f%% complete", 100 * handle.progress().share)
+        _say_waiting(handle.progress().share)
     return handle.result()
+
+
+async def judge_inline(config: JudgeConfig, requests: Sequence[JudgeRequest]) -> list[Verdict]:
+    """Judges a batch on the running loop, and says how far it is likewise."""
+    async with InlineJudge(config) as judge:
+        judging = asyncio.ensure_future(judge.score(requests))
+        try:
+            while not (await asyncio.wait([judging], timeout=SAY_EVERY_S))[0]:
+                _say_waiting(judge.share_done)
+            return judging.result()
+        finally:
+            judging.cancel()
+
+
+def _say_waiting(share: float) -> None:
+    log.info("Waiting for OpenAI results... %.1f%% complete", 100 * share)
 
 
 def _wait_with_bar(handle: Handle) -> list[Verdict]:

@@ -21,10 +21,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from freewheel.judge import Failed, Handle, JudgeError, JudgeRequest, Reason, Verdict
-from freewheel.judge.inline import InlineJudge
+from freewheel.rewards import math_equal
 from freewheel.rewards.batch import Rollouts
 from freewheel.rewards.config import LengthPenaltyConfig, as_config
-from freewheel.rewards.handle import Beside, Prepared, RewardHandle, elapsed_s, wait
+from freewheel.rewards.handle import Beside, Prepared, RewardHandle, elapsed_s, judge_inline, wait_for
 from freewheel.rewards.openai_manager import SHUTDOWN_TIMEOUT_S, AsyncOpenAIManager, run_privately
 from freewheel.rewards.protocol import RewardBatch
 from freewheel.rewards.rules import rule_score
@@ -39,6 +39,9 @@ from freewheel.rewards.scoring import (
 )
 
 log = logging.getLogger("freewheel.rewards")
+
+CANNOT_START = (JudgeError, OSError, RuntimeError)
+"""What starting an engine raises where there is no file, thread or process left for it."""
 
 
 class LengthPenaltyRewardManager:
@@ -60,13 +63,10 @@ class LengthPenaltyRewardManager:
         self.compute_score = compute_score or rule_score
         self.reward_fn_key = reward_fn_key
         self.config = as_config(length_penalty_config)
-        self.use_async_io = self.config.use_async_io
-        self.async_openai_manager: AsyncOpenAIManager | None = None
         self._reset()
-        if not self.config.judges:
+        if self._judge_config is None:
             self._say_why_no_judge()
         elif self.use_async_io:
-            self.async_openai_manager = AsyncOpenAIManager.of(self.config)
             log.info("Initialized async OpenAI manager for TRUE ASYNC I/O (zero GPU wait)")
         else:
             log.info("OpenAI API key provided but use_async_io=False. Using synchronous fallback.")
@@ -74,6 +74,18 @@ class LengthPenaltyRewardManager:
     def _reset(self) -> None:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._loops: dict[threading.Thread, asyncio.AbstractEventLoop] = {}
+        # Read once: a key that comes to or goes from the environment later changes nothing.
+        self._judge_config = self.config.judge_config() if self.config.judges else None
+        self.async_openai_manager = self._new_manager()
+
+    def _new_manager(self) -> AsyncOpenAIManager | None:
+        if self._judge_config is None or not self.use_async_io:
+            return None
+        return AsyncOpenAIManager.of(self._judge_config, self.config.reward_coefficient)
+
+    @property
+    def use_async_io(self) -> bool:
+        return self.config.use_async_io
 
     def _say_why_no_judge(self) -> None:
         given = self.config.api_key
@@ -107,6 +119,7 @@ class LengthPenaltyRewardManager:
         for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
         self._close_loops(list(self._loops))
+        math_equal.close()
         manager = self.async_openai_manager
         if manager is None or not manager.running:
             log.info("No OpenAI manager to shut down (not initialized)")
@@ -118,7 +131,7 @@ class LengthPenaltyRewardManager:
             log.error("Error shutting down async manager: %s", error)
             return
         finally:
-            self.async_openai_manager = AsyncOpenAIManager.of(self.config)
+            self.async_openai_manager = self._new_manager()
         log.info("Async OpenAI manager shut down successfully.")
 
     def _ensure_event_loop(self) -> asyncio.AbstractEventLoop:
@@ -154,12 +167,19 @@ class LengthPenaltyRewardManager:
             ready = {"reward_tensor": scores, "reward_extra_info": extra} if return_dict else scores
             return RewardHandle(lambda: ready)
         rollouts = Rollouts(data, self.reward_fn_key)
-        if self.async_openai_manager is None:
+        manager = self.async_openai_manager
+        if manager is None:
             return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
         log.info("Using TRUE ASYNC I/O for batch with %d responses (zero GPU wait)", len(rollouts))
         beside: Future[Beside] = Future()
-        thread = threading.Thread(target=self._prepare_beside, args=(rollouts, beside), name="freewheel-rewards")
-        thread.start()
+        thread = threading.Thread(
+            target=self._prepare_beside, args=(rollouts, manager, beside), name="freewheel-rewards"
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # this process may have no more threads
+            _say_degraded(error)
+            return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
         self._threads.add(thread)
         return RewardHandle(functools.partial(self._collect, rollouts, beside, return_dict), beside)
 
@@ -168,24 +188,18 @@ class LengthPenaltyRewardManager:
         rules = [apply_rule(self.compute_score, sample) for sample in samples]
         return Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
 
-    def _prepare_beside(self, rollouts: Rollouts, beside: Future[Beside]) -> None:
+    def _prepare_beside(self, rollouts: Rollouts, manager: AsyncOpenAIManager, beside: Future[Beside]) -> None:
         """In a thread of the batch's own: decoding and rules take time, and `submit` has none."""
         try:
             ready = self._prepare(rollouts)
             try:
-                handle = self._hand_over(ready.requests)
-            except (JudgeError, OSError, RuntimeError) as error:  # no file, thread or process left to start it with
-                log.warning("Async evaluation failed (%s: %s); using the synchronous path", type(error).__name__, error)
+                handle = _hand_over(manager, ready.requests)
+            except CANNOT_START as error:
+                _say_degraded(error)
                 handle = None
             beside.set_result(Beside(ready, handle))
         except BaseException as error:  # noqa: BLE001  # `result()` raises it
             beside.set_exception(error)
-
-    def _hand_over(self, requests: Sequence[JudgeRequest]) -> Handle:
-        manager = self.async_openai_manager
-        assert manager is not None
-        log.info("Starting async evaluation of %d responses", _judged_count(requests))
-        return manager.submit(requests)
 
     def _collect(self, rollouts: Rollouts, beside: Future[Beside], return_dict: bool) -> Any:
         """`result()` of a batch that is judged beside us."""
@@ -193,7 +207,7 @@ class LengthPenaltyRewardManager:
         if handle is None:
             verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
         else:
-            verdicts = self._retried_here(ready.requests, wait(handle))
+            verdicts = self._retried_here(ready.requests, wait_for(handle))
             _say_completed(verdicts, elapsed_s(handle, ready.since))
         return self._finish(rollouts, ready, verdicts, return_dict)
 
@@ -214,30 +228,36 @@ class LengthPenaltyRewardManager:
     async def _get_batched_openai_quality_rewards_async(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
         """One verdict a request, all groups together, from the judge beside us. Does not block the loop.
 
-        With `use_async_io` off it judges on the running loop.
+        Without one beside us it judges on the running loop.
         """
-        if not self.config.judges:
+        if self._judge_config is None:
             return [JUDGE_OFF] * len(requests)
-        if self.async_openai_manager is None:
-            return await _judge_inline(self.config, requests)
-        handle = self._hand_over(requests)
-        since = time.monotonic()
-        try:
-            verdicts = await handle
-        finally:
-            handle.cancel()
-        _say_completed(verdicts, elapsed_s(handle, since))
+        manager, since = self.async_openai_manager, time.monotonic()
+        if manager is not None:
+            try:
+                handle = _hand_over(manager, requests)
+            except CANNOT_START as error:
+                _say_degraded(error)
+            else:
+                try:
+                    verdicts = await handle
+                finally:
+                    handle.cancel()
+                _say_completed(verdicts, elapsed_s(handle, since))
+                return verdicts
+        verdicts = await judge_inline(self._judge_config, requests)
+        _say_completed(verdicts, time.monotonic() - since)
         return verdicts
 
     def _get_batched_openai_quality_rewards_sync(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
         """The same verdicts, judged to the end on a private loop in this thread."""
-        if not self.config.judges:
+        if self._judge_config is None:
             return [JUDGE_OFF] * len(requests)
         log.info(
             "Using synchronous method for batch with %d responses (set use_async_io=True for async)", len(requests)
         )
         since = time.monotonic()
-        verdicts = run_privately(_judge_inline(self.config, requests))
+        verdicts = run_privately(judge_inline(self._judge_config, requests))
         _say_completed(verdicts, time.monotonic() - since)
         return verdicts
 
@@ -279,21 +299,23 @@ class LengthPenaltyRewardManager:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_threads", "_loops", "async_openai_manager")
+        left_out = ("_threads", "_loops", "_judge_config", "async_openai_manager")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._reset()
-        wanted = self.use_async_io and self.config.judges
-        self.async_openai_manager = AsyncOpenAIManager.of(self.config) if wanted else None
-        if not self.config.judges:
+        if self._judge_config is None:
             self._say_why_no_judge()
 
 
-async def _judge_inline(config: LengthPenaltyConfig, requests: Sequence[JudgeRequest]) -> list[Verdict]:
-    async with InlineJudge(config.judge_config()) as judge:
-        return await judge.score(requests)
+def _hand_over(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) -> Handle:
+    log.info("Starting async evaluation of %d responses", _judged_count(requests))
+    return manager.submit(requests)
+
+
+def _say_degraded(error: Exception) -> None:
+    log.warning("Async evaluation failed (%s: %s); using the synchronous path", type(error).__name__, error)
 
 
 def _engine_broke(verdict: Verdict) -> bool:

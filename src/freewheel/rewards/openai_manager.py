@@ -16,6 +16,7 @@ from freewheel.judge.inline import InlineJudge
 from freewheel.judge.request import RequestHasher
 from freewheel.judge.verdict import Scored, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
+from freewheel.rewards.handle import wait_for
 
 T = TypeVar("T")
 
@@ -50,10 +51,10 @@ class AsyncOpenAIManager:
         self._open(config.judge_config(), config.reward_coefficient)
 
     @classmethod
-    def of(cls, config: LengthPenaltyConfig) -> AsyncOpenAIManager:
-        """With all that a reward manager's config says."""
+    def of(cls, config: JudgeConfig, reward_coefficient: float) -> AsyncOpenAIManager:
+        """With all that an engine can be told."""
         manager = cls.__new__(cls)
-        manager._open(config.judge_config(), config.reward_coefficient)
+        manager._open(config, reward_coefficient)
         return manager
 
     def _open(self, config: JudgeConfig, reward_coefficient: float) -> None:
@@ -72,6 +73,10 @@ class AsyncOpenAIManager:
     async def score(self, requests: Requests, *, timeout_s: float | None = FROM_CONFIG) -> list[Verdict]:
         """Submit and wait, without blocking the loop."""
         return await self.judge.score(requests, deadline_s=timeout_s)
+
+    def results(self, handle: Handle) -> list[Verdict]:
+        """Waits for a batch, and says how far it is: a bar in a terminal, a line every 10 s in a log."""
+        return wait_for(handle)
 
     def reward(self, verdict: Verdict) -> float | None:
         """The verdict as a reward; None where there is no score."""

@@ -1,0 +1,540 @@
+"""A reward manager's life: starts, ends, forks, pickles, and engines that die under it (SPEC 1.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from freewheel.judge import JudgeRequest, process_link
+from freewheel.judge.errors import EngineDied
+from freewheel.rewards import LengthPenaltyRewardManager, RewardFailed
+from freewheel.rewards import manager as manager_module
+from freewheel.rewards import openai_manager as openai_manager_module
+
+from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule
+
+Said = Callable[..., list[str]]
+
+both_places = pytest.mark.parametrize("placement", ["process", "thread"])
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    until = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def threads_called(start: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith(start)]
+
+
+def engine_threads() -> list[threading.Thread]:
+    """Of any kind; `engines` counts them."""
+    return threads_called("freewheel-judge")
+
+
+def engines() -> list[int | None]:
+    names = ("freewheel-judge", "freewheel-judge-link")
+    return [thread.ident for thread in engine_threads() if thread.name in names]
+
+
+def rewards_threads() -> list[threading.Thread]:
+    return threads_called("freewheel-rewards")
+
+
+def child_pid(manager: LengthPenaltyRewardManager) -> int:
+    assert manager.async_openai_manager is not None
+    judge: Any = manager.async_openai_manager.judge
+    assert eventually(lambda: judge._link is not None and judge._link.child_pid is not None)
+    return int(judge._link.child_pid)
+
+
+class Held:
+    """What this process holds: threads, children, descriptors."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        process = psutil.Process()
+        self.threads = {thread.ident for thread in threading.enumerate()}
+        self.children = {child.pid for child in process.children(recursive=True)}
+        self.fds = sorted(open_files())
+        self.ports = {(one.laddr, one.raddr) for one in process.net_connections("inet")}
+
+    def as_before(self, before: Held) -> bool:
+        return (
+            self.threads <= before.threads
+            and self.children <= before.children
+            and len(self.fds) <= len(before.fds)
+            and self.ports <= before.ports
+        )
+
+
+def open_files() -> Iterator[str]:
+    for fd in list(Path("/proc/self/fd").iterdir()):
+        with contextlib.suppress(FileNotFoundError):  # the one by which the folder was read
+            yield str(fd.readlink())
+
+
+@pytest.fixture
+def five(mock: Mock) -> str:
+    """A judge that gives everything a 5: `yes` is then worth 6."""
+    return mock(scores={"": "5"}).url
+
+
+# -- start and shutdown -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_started_before_the_first_use(five: str, make_manager: MakeManager) -> None:
+    before = Held()
+    manager = make_manager(five, use_async_io=True)
+    assert manager.async_openai_manager is not None and not manager.async_openai_manager.running
+    assert Held().as_before(before)
+    manager(batch_of("yes"))
+    assert manager.async_openai_manager.running
+
+
+def test_the_engine_is_a_process_of_its_own_unless_the_config_says_otherwise(five: str) -> None:
+    manager = LengthPenaltyRewardManager(
+        Characters(),
+        0,
+        rule,
+        length_penalty_config={"api_key": KEY, "api_endpoint": five, "model_name": "m", "use_async_io": True},
+    )
+    manager.start_workers()
+    try:
+        pid = child_pid(manager)
+        assert psutil.Process(pid).ppid() == os.getpid()
+        line = " ".join(psutil.Process(pid).cmdline())
+        assert KEY not in line and KEY not in repr(psutil.Process(pid).environ())
+        data = batch_of("yes")
+        assert last_values(manager(data), data) == [6.0]
+        assert child_pid(manager) == pid
+    finally:
+        manager.shutdown_workers()
+    assert not psutil.pid_exists(pid)
+
+
+@both_places
+def test_a_shutdown_leaves_no_thread_process_socket_or_file(
+    five: str, make_manager: MakeManager, placement: str
+) -> None:
+    def live() -> None:
+        manager = make_manager(five, use_async_io=True, judge={"placement": placement})
+        manager.start_workers()
+        manager._ensure_event_loop()
+        assert manager(batch_of("yes a", "yes b")).sum() == 12.0
+        manager.submit(batch_of("yes c"))
+        manager.shutdown_workers()
+        asyncio.set_event_loop(None)
+
+    live()  # what is opened once and stays, such as a module's, is open now
+    before = Held()
+    live()
+    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
+
+
+def test_the_synchronous_path_leaves_nothing_even_without_a_shutdown(five: str, make_manager: MakeManager) -> None:
+    manager = make_manager(five, use_async_io=False, judge={"cache": False})
+
+    async def inside_a_loop() -> None:
+        manager(batch_of("yes"))
+
+    def live() -> None:
+        manager(batch_of("yes"))
+        asyncio.run(inside_a_loop())
+
+    live()
+    before = Held()
+    live()
+    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
+
+
+@both_places
+def test_start_and_shutdown_are_idempotent_and_a_manager_can_start_again(
+    five: str, make_manager: MakeManager, placement: str
+) -> None:
+    manager = make_manager(five, use_async_io=True, judge={"placement": placement})
+    manager.shutdown_workers()
+    for _ in range(2):
+        manager.start_workers()
+        manager.start_workers()
+        assert len(engines()) == 1
+        data = batch_of("yes")
+        assert last_values(manager(data), data) == [6.0]
+        manager.shutdown_workers()
+        manager.shutdown_workers()
+        assert not engine_threads() and not rewards_threads()
+
+
+@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/v1"], ids=["without a key", "async off"])
+def test_both_are_safe_where_there_is_nothing_to_start(make_manager: MakeManager, url: str | None) -> None:
+    manager = make_manager(url)
+    for _ in range(2):
+        manager.start_workers()
+        manager.shutdown_workers()
+    assert not engine_threads()
+
+
+def test_workers_persist_across_calls(five: str, make_manager: MakeManager) -> None:
+    manager = make_manager(five, use_async_io=True)
+    seen = set()
+    for number in range(4):
+        manager(batch_of(f"yes {number}"))
+        seen |= set(engines())
+    assert len(seen) == 1
+
+
+def test_many_threads_that_submit_at_once_share_one_engine(five: str, make_manager: MakeManager) -> None:
+    manager = make_manager(five, use_async_io=True)
+    at_once = threading.Barrier(8)
+    found: list[float] = []
+
+    def work(number: int) -> None:
+        at_once.wait(WAIT_S)
+        found.append(float(manager(batch_of(f"yes {number}")).sum()))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert found == [6.0] * 8
+    assert len(engines()) == 1 and not rewards_threads()
+
+
+def test_a_shutdown_with_a_batch_under_way_ends_it_as_failed_and_nobody_hangs(
+    mock: Mock, make_manager: MakeManager
+) -> None:
+    judge = mock(hang_share=1.0)
+    manager = make_manager(judge.url, use_async_io=True)
+    handle = manager.submit(batch_of("yes"), return_dict=True)
+    assert eventually(lambda: judge.counts().in_flight == 1)
+    manager.shutdown_workers()
+    extra = handle.result()["reward_extra_info"]
+    assert extra["judge_status"] == ["failed"] and extra["reward_mask"] == [0]
+    assert not engine_threads()
+
+
+def test_a_shutdown_waits_five_seconds_at_most(
+    five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert manager_module.SHUTDOWN_TIMEOUT_S == openai_manager_module.SHUTDOWN_TIMEOUT_S == 5.0
+    monkeypatch.setattr(manager_module, "SHUTDOWN_TIMEOUT_S", 0.3)
+    go_on = threading.Event()
+
+    def stuck(**_: Any) -> float:
+        assert go_on.wait(WAIT_S)
+        return 1.0
+
+    manager = make_manager(five, use_async_io=True, compute_score=stuck)
+    handle = manager.submit(batch_of("yes"))
+    before = time.monotonic()
+    manager.shutdown_workers()
+    assert time.monotonic() - before < 10
+    go_on.set()
+    assert handle.result().sum() == 6.0, "what was submitted is still answered"
+
+
+def test_a_manager_that_nobody_holds_takes_its_engine_with_it(five: str) -> None:
+    config = {"api_key": KEY, "api_endpoint": five, "use_async_io": True, "judge": {"placement": "thread"}}
+    manager = LengthPenaltyRewardManager(Characters(), 0, rule, length_penalty_config=config)
+    manager(batch_of("yes"))
+    assert len(engines()) == 1
+    del manager
+    gc.collect()
+    assert eventually(lambda: not engine_threads())
+
+
+def test_a_program_that_never_shuts_down_ends_all_the_same(five: str, tmp_path: Path) -> None:
+    source = f"""
+    import sys
+    from types import SimpleNamespace
+    import torch
+    from freewheel.rewards import LengthPenaltyRewardManager
+    config = {{"api_key": "EMPTY", "api_endpoint": {five!r}, "model_name": "m", "use_async_io": True}}
+    tokenizer = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "text")
+    manager = LengthPenaltyRewardManager(tokenizer, 0, lambda **_: 1.0, length_penalty_config=config)
+    one = torch.ones(1, 1, dtype=torch.int64)
+    tensors = {{"prompts": one, "responses": one, "attention_mask": torch.ones(1, 2, dtype=torch.int64)}}
+    columns = {{"data_source": ["x"], "reward_model": [{{"ground_truth": ""}}], "uid": ["a"]}}
+    batch = SimpleNamespace(batch=tensors, non_tensor_batch=columns, meta_info={{}})
+    print(manager(batch).item(), manager.async_openai_manager.judge._link.child_pid, flush=True)
+    manager.submit(batch)
+    """
+    path = tmp_path / "train.py"
+    path.write_text(textwrap.dedent(source))
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=90, check=False)
+    assert ended.returncode == 0 and ended.stderr == "", ended.stderr
+    reward, pid = ended.stdout.split()
+    assert reward == "6.0"
+    assert eventually(lambda: not psutil.pid_exists(int(pid)))
+
+
+# -- failures of the engine -------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_killed_once_is_replaced_and_nothing_is_lost(mock: Mock, make_manager: MakeManager) -> None:
+    judge = mock(scores={"": "5"}, latency_s=0.3)
+    manager = make_manager(judge.url, use_async_io=True, judge={"placement": "process"})
+    data = batch_of("yes a", "yes b")
+    handle = manager.submit(data)
+    assert eventually(lambda: judge.counts().in_flight > 0)
+    os.kill(child_pid(manager), signal.SIGKILL)
+    assert last_values(handle.result(), data) == [6.0, 6.0]
+
+
+def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_says_so(
+    mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_link, "RESTARTS_ALLOWED", 1)
+    judge = mock(scores={"": "5"}, latency_s=0.5)
+    manager = make_manager(judge.url, use_async_io=True, judge={"placement": "process", "cache": False})
+    data = batch_of("yes a", "yes b")
+    handle = manager.submit(data, return_dict=True)
+    killed: set[int] = set()
+    while len(killed) < 2:
+        pid = child_pid(manager)
+        if pid not in killed:
+            assert eventually(lambda: judge.counts().in_flight > 0)
+            os.kill(pid, signal.SIGKILL)
+            killed.add(pid)
+            assert eventually(lambda: judge.counts().in_flight == 0)
+        time.sleep(0.01)
+    result = handle.result()
+    assert last_values(result["reward_tensor"], data) == [6.0, 6.0]
+    assert result["reward_extra_info"]["judge_status"] == ["scored", "scored"]
+    [warning] = said(logging.WARNING)
+    assert warning.startswith("Async evaluation failed for 2 of 2 responses") and "synchronous" in warning
+    assert "Using synchronous method for batch with 2 responses (set use_async_io=True for async)" in said()
+
+    again = batch_of("yes c")
+    assert last_values(manager(again), again) == [6.0], "later batches find it broken"
+    assert "EngineDied" in said(logging.WARNING)[-1] and "synchronous path" in said(logging.WARNING)[-1]
+    manager.shutdown_workers()
+    assert last_values(manager(again), again) == [6.0]
+    assert len(said(logging.WARNING)) == 2, "after a shutdown there is a new engine"
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("can't start new thread")])
+@pytest.mark.parametrize("moment", ["process", "link"])
+def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
+    five: str,
+    make_manager: MakeManager,
+    said: Said,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    moment: str,
+    error: Exception,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    if moment == "process":
+        monkeypatch.setattr(process_link.subprocess, "Popen", fail)
+    else:
+        monkeypatch.setattr(process_link.ProcessLink, "start", fail)
+    manager = make_manager(five, use_async_io=True, judge={"placement": "process"})
+    for number in range(2):
+        data = batch_of(f"yes {number}")
+        result = manager(data, return_dict=True)
+        assert last_values(result["reward_tensor"], data) == [6.0]
+        assert result["reward_extra_info"]["judge_status"] == ["scored"]
+    warned = said(logging.WARNING)
+    assert len(warned) == 2 and all("Async evaluation failed" in line and "synchronous" in line for line in warned)
+
+
+def test_the_degraded_batch_works_inside_a_running_loop_too(
+    five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(five, use_async_io=True)
+    assert manager.async_openai_manager is not None
+
+    def dead(*_: Any, **__: Any) -> Any:
+        raise EngineDied("it died")
+
+    monkeypatch.setattr(manager.async_openai_manager, "submit", dead)
+
+    async def train() -> float:
+        return float(manager(batch_of("yes")).sum())
+
+    assert asyncio.run(train()) == 6.0
+
+
+def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
+    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(five, use_async_io=True)
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        handle = manager.submit(batch_of("yes"))
+    assert float(handle.result().sum()) == 6.0
+    assert "can't start new thread" in said(logging.WARNING)[0]
+
+
+async def test_the_asynchronous_member_degrades_to_the_running_loop(
+    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(five, use_async_io=True)
+    monkeypatch.setattr(manager.async_openai_manager, "submit", _dies)
+    [verdict] = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes")])
+    assert verdict.value == 5.0
+    assert "it died" in said(logging.WARNING)[0]
+
+
+def _dies(*_: Any, **__: Any) -> Any:
+    raise EngineDied("it died")
+
+
+def test_a_rule_that_outlasts_a_shutdown_starts_no_engine_again(five: str, make_manager: MakeManager) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(**_: Any) -> float:
+        begun.set()
+        go_on.wait(WAIT_S)
+        return 1.0
+
+    manager = make_manager(five, use_async_io=True, compute_score=slow)
+    manager.start_workers()
+    handle = manager.submit(batch_of("yes"))
+    assert begun.wait(WAIT_S)
+    first = manager.async_openai_manager
+    assert first is not None
+    first.shutdown()
+    manager.async_openai_manager = fresh = manager._new_manager()
+    go_on.set()
+    assert float(handle.result().sum()) == 6.0
+    assert fresh is not None and not fresh.running
+
+
+def test_use_async_io_cannot_be_switched_on_a_manager_that_exists(five: str, make_manager: MakeManager) -> None:
+    with pytest.raises(AttributeError):
+        make_manager(five, use_async_io=False).use_async_io = True  # type: ignore[misc]
+
+
+def test_a_result_that_raised_raises_again_and_sends_nothing_more(mock: Mock, make_manager: MakeManager) -> None:
+    judge = mock(scores={"": "no score at all"})
+    handle = make_manager(judge.url, use_async_io=False, on_failure="raise").submit(batch_of("yes"))
+    for _ in range(2):
+        with pytest.raises(RewardFailed):
+            handle.result()
+    assert judge.counts().received == 2, "the ask and its re-ask"
+
+
+# -- other processes --------------------------------------------------------------------------------------------------
+
+
+def test_a_fork_uses_the_manager_with_an_engine_of_its_own(five: str, make_manager: MakeManager) -> None:
+    manager = make_manager(five, use_async_io=True)
+    data = batch_of("yes")
+    assert last_values(manager(data), data) == [6.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12 and later warn of a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        signal.alarm(int(WAIT_S))
+        code = 1
+        try:
+            fresh = batch_of("yes in the child")
+            if last_values(manager(fresh), fresh) == [6.0]:
+                manager.shutdown_workers()
+                code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    more = batch_of("yes in the parent")
+    assert last_values(manager(more), more) == [6.0]
+
+
+@pytest.mark.parametrize("use_async_io", [True, False])
+def test_a_pickled_manager_works_where_the_environment_has_the_key(
+    five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch, use_async_io: bool
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    manager = make_manager(five, api_key=None, use_async_io=use_async_io, num_examine=3)
+    manager(batch_of("yes"))
+    data = pickle.dumps(manager)
+    assert KEY.encode() not in data
+    copied = pickle.loads(data)
+    assert (copied.async_openai_manager is not None) is use_async_io
+    assert copied.num_examine == 3
+    batch = batch_of("yes")
+    assert last_values(copied(batch), batch) == [6.0]
+    copied.shutdown_workers()
+    assert last_values(manager(batch), batch) == [6.0]
+
+
+def test_a_pickle_leaves_a_key_given_as_text_out_and_the_copy_says_that_its_judge_is_off(
+    mock: Mock, make_manager: MakeManager, said: Said
+) -> None:
+    judge = mock()
+    manager = make_manager(judge.url, use_async_io=True)
+    data = pickle.dumps(manager)
+    assert KEY.encode() not in data and KEY.encode() not in pickle.dumps(manager.config)
+    copied = pickle.loads(data)
+    assert copied.async_openai_manager is None
+    [warning] = said(logging.WARNING)
+    assert "API key" in warning and "OPENAI_API_KEY" in warning
+    batch = batch_of("yes")
+    assert last_values(copied(batch), batch) == [1.0]
+    assert judge.counts().received == 0
+
+
+def test_a_pickled_manager_does_not_send_the_environments_key_to_the_default_endpoint(
+    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    manager = LengthPenaltyRewardManager(
+        Characters(), 0, rule, length_penalty_config={"api_key": "sk-other", "use_async_io": True}
+    )
+    assert manager.async_openai_manager is not None
+    copied = pickle.loads(pickle.dumps(manager))
+    assert copied.config.key is None and copied.async_openai_manager is None
+
+
+def test_a_deep_copy_keeps_the_key_and_has_an_engine_of_its_own(five: str, make_manager: MakeManager) -> None:
+    manager = make_manager(five, use_async_io=True)
+    copied = copy.deepcopy(manager)
+    data = batch_of("yes")
+    assert last_values(copied(data), data) == [6.0]
+    assert manager.async_openai_manager is not None and not manager.async_openai_manager.running
+    copied.shutdown_workers()
+
+
+def test_the_import_needs_no_torch_ray_or_transformers() -> None:
+    source = """
+    import sys
+    import freewheel.rewards as rewards
+    rewards.LengthPenaltyRewardManager(None, 0)
+    rewards.compute_score("#### 4", "4", "openai/gsm8k", {})
+    heavy = {"torch", "ray", "transformers", "tensordict", "omegaconf"} & set(sys.modules)
+    assert not heavy, heavy
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

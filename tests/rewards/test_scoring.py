@@ -1,0 +1,198 @@
+"""`combine` and what is before it, against a slow reference, row by row: mask, group mean, gate and `on_failure`."""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.judge import ConfigError, Failed, JudgeRequest, Scored, Skipped, Verdict
+from freewheel.rewards import LengthPenaltyConfig, RewardFailed, Rewards, RuleScore, Sample, combine
+from freewheel.rewards.scoring import as_rule_score, judge_requests
+
+NUMBERS = st.floats(-100, 100)
+VERDICTS = st.one_of(
+    st.builds(Scored, st.floats(1, 10)),
+    st.builds(Failed, st.sampled_from(["deadline", "unparseable"])),
+    st.builds(Skipped, st.just("gate")),
+)
+Row = tuple[str, int, float, Verdict]
+ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 50), NUMBERS, VERDICTS), max_size=30)
+CONFIGS = st.builds(
+    lambda enable, scale, most, coefficient, on_failure: LengthPenaltyConfig(
+        enable=enable, penalty_scale=scale, max_penalty=most, reward_coefficient=coefficient, on_failure=on_failure
+    ),
+    st.booleans(),
+    st.floats(0, 3),
+    st.floats(0, 3),
+    st.floats(-2, 2),
+    st.sampled_from(["group_mean", "rule_only", "fallback: -1.5"]),
+)
+
+
+def combined(rows: list[Row], config: LengthPenaltyConfig) -> Rewards:
+    samples = [Sample(response="", length=length, group=group) for group, length, _, _ in rows]
+    return combine(samples, [RuleScore(rule) for _, _, rule, _ in rows], [verdict for *_, verdict in rows], config)
+
+
+def penalty_of(length: int, middle: float, config: LengthPenaltyConfig) -> float:
+    """SPEC 1.1, as it is written there."""
+    if not config.enable or middle == 0:
+        return 0.0
+    distance = abs(length - middle) / middle
+    if distance <= config.peak_ratio:
+        return 0.0
+    share = (distance - config.peak_ratio) / (config.outer_ratio - config.peak_ratio)
+    return config.penalty_scale * config.max_penalty * min(1.0, share)
+
+
+def expected(rows: list[Row], config: LengthPenaltyConfig) -> list[float]:
+    """The rewards, computed the slow way."""
+    shaped: list[float | None] = []
+    penalties = []
+    for group, length, rule, verdict in rows:
+        middle = median([other[1] for other in rows if other[0] == group])
+        penalties.append(penalty_of(length, middle, config))
+        quality = {Scored: lambda v: config.reward_coefficient * v.value, Skipped: lambda v: 0.0}.get(type(verdict))
+        shaped.append(None if quality is None else rule + quality(verdict) - penalties[-1])
+    rewards: list[float] = []
+    for (group, _, rule, _), own, penalty in zip(rows, shaped, penalties, strict=True):
+        if own is not None:
+            rewards.append(own)
+            continue
+        theirs = [value for (g, *_), value in zip(rows, shaped, strict=True) if g == group and value is not None]
+        if config.failure_policy.kind == "group_mean":
+            rewards.append(fmean(theirs) if theirs else rule)
+        else:
+            rewards.append(rule - penalty if config.failure_policy.kind == "rule_only" else -1.5)
+    return rewards
+
+
+@given(ROWS, CONFIGS)
+def test_every_reward_is_what_the_spec_says(rows: list[Row], config: LengthPenaltyConfig) -> None:
+    rewards = combined(rows, config)
+    assert len(rewards) == len(rows)
+    np.testing.assert_allclose(rewards.reward, expected(rows, config), rtol=1e-9, atol=1e-9)
+
+
+@given(ROWS, CONFIGS)
+def test_no_reward_is_nan_and_the_mask_is_zero_exactly_where_the_verdict_failed(
+    rows: list[Row], config: LengthPenaltyConfig
+) -> None:
+    rewards = combined(rows, config)
+    failed = [isinstance(verdict, Failed) for *_, verdict in rows]
+    assert np.isfinite(rewards.reward).all()
+    assert rewards.mask.tolist() == [int(not one) for one in failed]
+    assert np.isnan(rewards.raw).tolist() == np.isnan(rewards.quality).tolist() == failed
+
+
+@given(ROWS.filter(bool))
+def test_a_failed_row_has_no_advantage_and_moves_nobody_elses(rows: list[Row]) -> None:
+    """Under a group mean as baseline, with the failed rows in it."""
+    rewards = combined(rows, LengthPenaltyConfig(enable=False))
+    for group in {row[0] for row in rows}:
+        inside = [number for number, row in enumerate(rows) if row[0] == group]
+        valid = [number for number in inside if rewards.mask[number]]
+        if not valid:
+            continue
+        baseline = fmean(rewards.reward[inside])
+        assert baseline == pytest.approx(fmean(rewards.reward[valid]), abs=1e-9)
+        assert all(rewards.reward[n] == pytest.approx(baseline, abs=1e-9) for n in set(inside) - set(valid))
+
+
+@given(ROWS, CONFIGS, st.randoms(use_true_random=False))
+def test_the_order_of_the_rows_changes_nothing(rows: list[Row], config: LengthPenaltyConfig, random: Any) -> None:
+    order = list(range(len(rows)))
+    random.shuffle(order)
+    here, there = combined(rows, config).reward, combined([rows[number] for number in order], config).reward
+    np.testing.assert_allclose(here[order], there, rtol=1e-9, atol=1e-9)
+
+
+@given(ROWS, CONFIGS)
+def test_the_extra_info_has_one_value_a_row_under_every_key(rows: list[Row], config: LengthPenaltyConfig) -> None:
+    extra = combined(rows, config).extra_info()
+    assert {len(column) for column in extra.values()} == {len(rows)}
+    assert extra["judge_status"] == [verdict.status for *_, verdict in rows]
+    assert extra["original_score"] == [rule for _, _, rule, _ in rows]
+    assert extra["response_length"] == [length for _, length, _, _ in rows]
+    assert [bool(reason) for reason in extra["judge_reason"]] == [
+        status != "scored" for status in extra["judge_status"]
+    ]
+
+
+@given(ROWS)
+def test_on_failure_raise_raises_exactly_where_a_verdict_failed(rows: list[Row]) -> None:
+    config = LengthPenaltyConfig(on_failure="raise")
+    failed = sum(isinstance(verdict, Failed) for *_, verdict in rows)
+    if failed:
+        with pytest.raises(RewardFailed, match=f"^{failed} of {len(rows)} judgements failed"):
+            combined(rows, config)
+    else:
+        combined(rows, config)
+
+
+def test_the_whole_group_failed_holds_the_bare_rule_score_and_rule_only_the_penalised_one() -> None:
+    rows: list[Row] = [("a", 10, 0.7, Failed("deadline")), ("a", 10, 0.2, Failed("deadline"))]
+    rows += [("a", 30, 0.4, Failed("deadline"))]
+    assert combined(rows, LengthPenaltyConfig()).reward.tolist() == [0.7, 0.2, 0.4]
+    rule_only = combined(rows, LengthPenaltyConfig(on_failure="rule_only"))
+    assert rule_only.reward.tolist() == pytest.approx([0.7, 0.2, -0.6])
+
+
+def test_a_failed_row_under_coefficient_zero_is_failed_all_the_same() -> None:
+    rewards = combined([("a", 1, 1.0, Failed("auth"))], LengthPenaltyConfig(reward_coefficient=0.0))
+    assert rewards.mask.tolist() == [0] and rewards.reward.tolist() == [1.0]
+
+
+# -- the gate ---------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-9]),
+    st.sampled_from([0.0, 1.0, 0.5]),
+    st.sampled_from(["on", "format", "off"]),
+)
+def test_the_gate_skips_a_rule_score_of_zero_or_a_wrong_format_or_nothing(
+    score: float, right_format: float, gate: str
+) -> None:
+    config = LengthPenaltyConfig(judge_gate=gate)  # type: ignore[arg-type]
+    [request] = judge_requests([Sample("r", 1, "g")], [RuleScore(score, right_format)], config)
+    gated = {"on": score == 0, "format": right_format == 0, "off": False}[gate]
+    assert bool(request.skip) is gated
+    assert not gated or "judge_gate" in request.skip
+
+
+def test_a_request_carries_response_question_and_a_reference_that_is_text() -> None:
+    samples = [Sample("r", 1, "g", ground_truth="42", question="q"), Sample("s", 1, "g", ground_truth=["42"])]
+    requests = judge_requests(samples, [RuleScore(1.0)] * 2, LengthPenaltyConfig())
+    assert requests == [JudgeRequest("r", "q", "42"), JudgeRequest("s")]
+
+
+# -- what a rule gives ------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True))
+def test_a_finite_score_passes_in_every_form_and_no_other_does(value: float) -> None:
+    for form in (value, np.float64(value), {"score": value}, RuleScore(value)):
+        if math.isfinite(value):
+            assert as_rule_score(form).value == value
+        else:
+            with pytest.raises(ConfigError, match="finite"):
+                as_rule_score(form)
+
+
+def test_a_dicts_format_is_the_format_and_its_other_keys_are_parts() -> None:
+    assert as_rule_score({"score": 1, "format": False, "acc": 0.5}) == RuleScore(1.0, 0.0, {"acc": 0.5})
+    assert as_rule_score({"score": 1}).format == 1.0
+    assert as_rule_score(RuleScore(1.0, 0.0, {"acc": 0.5})) == RuleScore(1.0, 0.0, {"acc": 0.5})
+
+
+@pytest.mark.parametrize("found", [None, "good", [1], {"acc": 1}, {"score": None}, object()])
+def test_anything_else_is_refused_by_the_name_of_compute_score(found: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^compute_score"):
+        as_rule_score(found)
