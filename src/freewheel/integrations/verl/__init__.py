@@ -1,0 +1,48 @@
+"""freewheel inside verl: a reward-loop manager for verl 0.9, and `length_penalty` for the versions before it.
+
+    reward.reward_manager.source=importlib
+    reward.reward_manager.module.path=pkg://freewheel.integrations.verl
+    reward.reward_manager.name=FreewheelRewardManager
+
+Importing this module also registers a manager as `length_penalty`, in each registry that the installed verl has. verl
+imports it by itself where the environment says `VERL_USE_EXTERNAL_MODULES=freewheel.integrations.verl`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+NAME = "length_penalty"
+"""In verl's registries."""
+
+
+def _has(module: str) -> bool:
+    """verl moves its modules between versions; a missing parent counts as missing."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+if not _has("verl"):
+    raise ImportError("freewheel.integrations.verl needs verl: pip install 'freewheel[verl]'")
+
+if _has("verl.workers.reward_manager.registry"):  # read by verl up to 0.7.0, still there in 0.9
+    from verl.workers.reward_manager import (  # type: ignore[import-not-found,unused-ignore]
+        register as _register_legacy,
+    )
+
+    from freewheel.rewards.manager import LengthPenaltyRewardManager
+
+    _register_legacy(NAME)(LengthPenaltyRewardManager)
+
+if _has("verl.experimental.reward_loop.reward_manager"):
+    from verl.experimental.reward_loop.reward_manager import (  # type: ignore[import-not-found,unused-ignore]
+        register as _register,
+    )
+
+    from freewheel.integrations.verl.manager import FreewheelRewardManager
+
+    _register(NAME)(FreewheelRewardManager)
+
+__all__ = ["NAME", "FreewheelRewardManager"]

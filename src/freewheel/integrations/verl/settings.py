@@ -1,0 +1,126 @@
+"""What the integration reads from verl's configuration, checked when a reward worker starts.
+
+reward.reward_kwargs:
+  length_penalty_config: {…}     as freewheel.rewards.LengthPenaltyConfig
+  group_deadline_s: 600
+  extra_keys: [pred]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rewards.config import LengthPenaltyConfig, as_config
+
+log = logging.getLogger("freewheel.integrations.verl")
+
+GROUP_DEADLINE_S = 600.0
+"""How long a group waits for its next row. Longer than the judge's batch timeout and than most generations, because
+giving up costs the group its penalty; finite, because verl never tells that a row died elsewhere."""
+SETTLE_S = 30.0
+"""Where rows do not say whether they are of training or of validation, a group of the smaller size waits this long for
+more rows: long enough for the siblings of a training row, short enough for a validation."""
+ROWS_PER_WORKER = 1000
+"""Ray runs this many calls of an asynchronous actor at once, and verl leaves it at that. A row that waits holds one."""
+
+_OURS = ("length_penalty_config", "group_deadline_s", "extra_keys")
+_VERLS = ("overlong_buffer_cfg", "max_resp_len")
+"""Other keys that verl 0.9.1 knows under `reward_kwargs`."""
+_TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run's. Made in every reward worker from the same configuration, so equal in all of them."""
+
+    length_penalty_config: Mapping[str, Any]
+    train_rows: int
+    """Responses to a prompt in training: `rollout.n`."""
+    validation_rows: int
+    """And in validation: `rollout.val_kwargs.n`."""
+    workers: int
+    group_deadline_s: float = GROUP_DEADLINE_S
+    settle_s: float = SETTLE_S
+    extra_keys: tuple[str, ...] = ()
+    """Keys of `compute_score`'s dict that are reported for every row."""
+
+    @classmethod
+    def of(cls, config: Any) -> Settings:
+        """From verl's whole configuration (an OmegaConf node)."""
+        from omegaconf import OmegaConf
+
+        found = config.reward.get("reward_kwargs")
+        kwargs: Any = OmegaConf.to_container(found, resolve=True) if found is not None else {}
+        for key in kwargs:
+            if key not in (*_OURS, *_VERLS):
+                raise ConfigError(f"reward.reward_kwargs.{key}", "…", f"unknown key; known are {', '.join(_OURS)}")
+        deadline_s = kwargs.get("group_deadline_s", GROUP_DEADLINE_S)
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not deadline_s > 0:
+            raise ConfigError("reward.reward_kwargs.group_deadline_s", deadline_s, "give seconds, more than 0")
+        extra_keys = kwargs.get("extra_keys") or []
+        if not isinstance(extra_keys, list) or not all(isinstance(key, str) for key in extra_keys):
+            raise ConfigError("reward.reward_kwargs.extra_keys", extra_keys, "give a list of names")
+        length_penalty_config = kwargs.get("length_penalty_config") or {}
+        if not isinstance(length_penalty_config, Mapping):
+            raise ConfigError("reward.reward_kwargs.length_penalty_config", length_penalty_config, "give a mapping")
+        rollout = config.actor_rollout_ref.rollout
+        settings = cls(
+            length_penalty_config=length_penalty_config,
+            train_rows=int(rollout.n),
+            validation_rows=int(rollout.val_kwargs.n),
+            workers=int(config.reward.num_workers),
+            group_deadline_s=float(deadline_s),
+            settle_s=min(SETTLE_S, float(deadline_s)),
+            extra_keys=tuple(extra_keys),
+        )
+        settings.rewards()  # what is wrong in it is said at the start, in every worker
+        return settings
+
+    def rewards(self) -> LengthPenaltyConfig:
+        return as_config(self.length_penalty_config)
+
+    @property
+    def wants_judge(self) -> bool:
+        """Whether the configuration names a judge. Whether there is a key for it is seen where the table is: a worker
+        on another node may have another environment, and no row may go unjudged for that."""
+        named = self.length_penalty_config.get("api_endpoint") or self.length_penalty_config.get("api_key")
+        return bool(named) and self.length_penalty_config.get("enable_openai_reward") is not False
+
+    def without_judge(self) -> Settings:
+        config = {**self.length_penalty_config, "enable_openai_reward": False}
+        return dataclasses.replace(self, length_penalty_config=config)
+
+    def identity(self) -> str:
+        """Equal in all workers of a run; says nothing about the key."""
+        told = {key: value for key, value in self.length_penalty_config.items() if key != "api_key"}
+        rest = (self.train_rows, self.validation_rows, self.group_deadline_s, self.extra_keys)
+        return hashlib.sha256(repr((sorted(told.items()), rest)).encode()).hexdigest()[:12]
+
+    def sizes(self, split: object) -> tuple[int, ...]:
+        """How many rows a row's group may have. verl does not say whether a row is of training or of validation; its
+        data preparation does, as `extra_info.split`."""
+        if self.train_rows == self.validation_rows:
+            return (self.train_rows,)
+        if isinstance(split, str) and split:
+            return (self.train_rows if split.startswith(_TRAIN) else self.validation_rows,)
+        return (self.train_rows, self.validation_rows)
+
+    def check_room(self, prompts: Any) -> None:
+        """Says so where a step has more rows than the workers can hold at once: its groups would never be whole."""
+        if not isinstance(prompts, int) or prompts * self.train_rows <= ROWS_PER_WORKER * self.workers:
+            return
+        rows = prompts * self.train_rows
+        log.warning(
+            "a step has %d rows, and %d reward workers hold %d at once: groups may wait for rows that cannot come in; "
+            "set reward.num_workers=%d",
+            rows,
+            self.workers,
+            ROWS_PER_WORKER * self.workers,
+            -(-rows // ROWS_PER_WORKER),
+        )

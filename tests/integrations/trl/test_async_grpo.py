@@ -1,0 +1,290 @@
+"""TRL's AsyncGRPO: its rollout loop scores groups with `JudgeReward`, here and in the child that it spawns.
+
+vLLM is played by a server on loopback that answers with given texts; all else is TRL's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl", reason="runs in TRL's environment: make env-trl")
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # importing it warns, and a warning is an error here
+
+from accelerate import PartialState
+from datasets import Dataset
+from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, TrainingSequence
+
+from freewheel.integrations.trl import JudgeReward
+from freewheel.judge.errors import ConfigError
+
+pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("ignore", "error:::freewheel")]
+
+GENERATIONS = 8
+CHILD_START_S = 100
+"""The child imports torch and TRL, on a machine that does other things too."""
+STOP_S = 30
+"""TRL itself waits 15 s, and 5 s more after SIGTERM."""
+DATA = Dataset.from_list(
+    [{"prompt": [{"role": "user", "content": f"What is {n} + {n}?"}], "answer": f"#### {2 * n}"} for n in range(500)]
+)
+
+
+@pytest.fixture(autouse=True)
+def accelerate() -> None:
+    """TRL's loggers need it; a trainer would have made it."""
+    PartialState()
+
+
+@pytest.fixture
+def rollout_loop(tokenizer: Any) -> Iterator[Callable[..., Any]]:
+    """The real loop of AsyncGRPO's worker, as its child would make it."""
+    made = []
+
+    def make(*rewards: Any) -> Any:
+        loop = async_rollout_worker._AsyncRolloutLoop(
+            model_name="policy",
+            dataset=DATA,
+            reward_funcs=list(rewards),
+            processing_class=tokenizer,
+            eos_token_ids=[tokenizer.eos_token_id],
+            rollout_buffer=queue.Queue(),
+            model_version_value=multiprocessing.Value("i", 0),
+            heartbeat_value=multiprocessing.Value("d", 0.0),
+            failed_event=multiprocessing.Event(),
+            exception_info_queue=queue.Queue(),
+            metrics_queue=queue.Queue(),
+            num_generations=GENERATIONS,
+            max_inflight_tasks=1,
+        )
+        made.append(loop)
+        return loop
+
+    yield make
+    for loop in made:
+        loop._tool_pool.shutdown()
+        loop._loop.close()
+
+
+def group_of(number: int, *answers: str) -> RolloutGroup:
+    row, count = DATA[number], len(answers)
+    ids = [list(range(len(answer))) for answer in answers]
+    return RolloutGroup(
+        prompts=[row["prompt"]] * count,
+        reward_kwargs={"answer": [row["answer"]] * count},
+        completions=[[{"role": "assistant", "content": answer}] for answer in answers],
+        completions_ids=ids,
+        completions_sequences=[[TrainingSequence(one, [1] * len(one), [0.0] * len(one), "r")] for one in ids],
+        tool_call_counts=[0] * count,
+        tool_failure_counts=[0] * count,
+        model_version=0,
+        group_id=number,
+        env_rewards=[None] * count,
+        rollout_rewards=[None] * count,
+    )
+
+
+def answers_to(number: int) -> list[str]:
+    return [f"Let me see, {number} and {number}: attempt {n}. #### {2 * number + n % 2}" for n in range(GENERATIONS)]
+
+
+def question(number: int) -> str:
+    return f"What is {number} + {number}?"
+
+
+def expected_advantages(rewards: list[float]) -> np.ndarray:
+    known = np.array(rewards)
+    mean, std = np.nanmean(known), np.nanstd(known)
+    return np.nan_to_num((known - mean) / (std + 1e-8), nan=0.0)
+
+
+async def test_groups_that_are_scored_at_once_share_the_judge(mock, make_reward, rollout_loop, score):
+    server = mock(latency_s=0.3)
+    loop = rollout_loop(make_reward(server.url))
+    await loop._score_group(group_of(499, *answers_to(499)))  # the engine is up
+    began = time.monotonic()
+    scored = await asyncio.gather(*(loop._score_group(group_of(n, *answers_to(n))) for n in range(8)))
+    assert time.monotonic() - began < 8 * 0.3
+    for number, samples in enumerate(scored):
+        wanted = [score(answer, question(number)) for answer in answers_to(number)]
+        assert [sample.metrics["rewards/judge"] for sample in samples] == wanted
+        assert [sample.advantage for sample in samples] == pytest.approx(expected_advantages(wanted))
+    assert server.counts().most_received == 1
+
+
+async def test_the_whole_reward_gates_and_scores_gsm8k(mock, make_reward, rollout_loop, score):
+    server = mock()
+    reward = make_reward(server.url, rule="openai/gsm8k", ground_truth="answer")
+    samples = await rollout_loop(reward)._score_group(group_of(21, *answers_to(21)))
+    for sample, answer in zip(samples, answers_to(21), strict=True):
+        right = answer.endswith("42")
+        assert sample.metrics["reward"] == (1 + score(answer, question(21), "#### 42") if right else 0.0)
+    assert server.counts().received == GENERATIONS // 2
+
+
+async def test_one_percent_of_judge_errors_costs_those_rows_and_nothing_else(mock, make_reward, rollout_loop, score):
+    """Without retries, so that errors do become failures. TRL's own worker dies of the first exception."""
+    server = mock(error_share=0.01, seed=1)
+    loop = rollout_loop(make_reward(server.url, judge={"max_attempts": 1}))
+    scored = await asyncio.gather(*(loop._score_group(group_of(n, *answers_to(n))) for n in range(100)))
+    missing = 0
+    for number, samples in enumerate(scored):
+        for sample, answer in zip(samples, answers_to(number), strict=True):
+            if np.isnan(sample.metrics["reward"]):
+                missing += 1
+                assert sample.advantage == 0
+            else:
+                assert sample.metrics["reward"] == score(answer, question(number))
+    assert missing == server.counts().by_status[500] > 0
+
+
+async def test_in_a_storm_of_429s_no_reward_is_wrong_and_none_is_missing(mock, make_reward, rollout_loop, score):
+    server = mock(latency_s=0.02, reject_above=8, retry_after_s=0.05)
+    loop = rollout_loop(make_reward(server.url))
+    scored = await asyncio.gather(*(loop._score_group(group_of(n, *answers_to(n))) for n in range(40)))
+    for number, samples in enumerate(scored):
+        wanted = [score(answer, question(number)) for answer in answers_to(number)]
+        assert [sample.metrics["reward"] for sample in samples] == wanted
+    counts = server.counts()
+    assert counts.rejected > 0 and counts.max_in_flight <= 8
+    assert counts.answered == 40 * GENERATIONS
+
+
+async def test_tool_turns_are_part_of_what_the_judge_reads(mock, make_reward, rollout_loop, score):
+    group = group_of(3, "6", "7")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 3}}}
+    group.completions[0] = [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "6"},
+        {"role": "assistant", "content": "It is 6."},
+    ]
+    samples = await rollout_loop(make_reward(mock().url))._score_group(group)
+    transcript = '[assistant]\ncalls add({"a": 3, "b": 3})\n\n[tool add]\n6\n\n[assistant]\nIt is 6.'
+    assert [sample.metrics["reward"] for sample in samples] == [score(transcript, question(3)), score("7", question(3))]
+
+
+class PlayedVllm(BaseHTTPRequestHandler):
+    """Completes each prompt with one of some texts."""
+
+    texts: list[list[int]]
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:  # http.server's name
+        self.rfile.read(int(self.headers["Content-Length"]))
+        ids = random.choice(self.texts)
+        choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}}
+        body = json.dumps({"choices": [choice]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def vllm_url(tokenizer: Any) -> Iterator[str]:
+    texts = [f"It is {n}.<|im_end|>" for n in range(40)]
+    PlayedVllm.texts = [tokenizer(text)["input_ids"] for text in texts]
+    with ThreadingHTTPServer(("127.0.0.1", 0), PlayedVllm) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def children_of(pid: int) -> set[int]:
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid:
+            found.add(int(stat.parent.name))
+    return found
+
+
+def start_worker(monkeypatch: pytest.MonkeyPatch, reward: JudgeReward, tokenizer: Any, url: str) -> AsyncRolloutWorker:
+    monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
+    worker = AsyncRolloutWorker(
+        model_name="policy",
+        dataset=DATA,
+        reward_funcs=[reward],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        num_generations=GENERATIONS,
+        max_inflight_tasks=16,
+        queue_maxsize=64,
+        vllm_server_url=url,
+        child_ready_timeout=CHILD_START_S,
+    )
+    worker.start()
+    return worker
+
+
+def stop_worker(worker: AsyncRolloutWorker) -> None:
+    """As the trainer does. Its child ends when somebody empties its queues, else it is terminated after 15 s."""
+    stopping = threading.Thread(target=worker.stop)
+    stopping.start()
+    until = time.monotonic() + STOP_S
+    while stopping.is_alive():
+        assert time.monotonic() < until, "the worker does not stop"
+        for filled in (worker.rollout_buffer, worker.metrics_queue):
+            with contextlib.suppress(queue.Empty):
+                filled.get(timeout=0.02)
+
+
+def test_the_spawned_worker_scores_with_an_engine_of_its_own(
+    mock, make_reward, tokenizer, vllm_url, monkeypatch, score
+):
+    """The worker's child is daemonic, and may have no children by `multiprocessing`; the engine must start there."""
+    server = mock(error_share=0.05, seed=2)
+    reward = make_reward(server.url, judge={"max_attempts": 1})
+    worker = start_worker(monkeypatch, reward, tokenizer, vllm_url)
+    process = worker._process
+    try:
+        samples = [worker.rollout_buffer.get(timeout=30) for _ in range(25 * GENERATIONS)]
+        engines = children_of(process.pid)
+        worker.check_health(stale_after_s=30)
+    finally:
+        stop_worker(worker)
+    assert process.exitcode == 0
+    failed = [sample for sample in samples if np.isnan(sample.metrics["reward"])]
+    assert 0 < len(failed) < len(samples) / 2
+    for sample in samples:
+        if not np.isnan(sample.metrics["reward"]):
+            wanted = score(sample.completion[0]["content"], sample.prompt[0]["content"])
+            assert sample.metrics["rewards/judge"] == wanted
+    assert server.counts().most_received <= 1 + len(failed)
+    assert engines
+    until = time.monotonic() + 10
+    while alive := [pid for pid in engines if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < until, f"the worker ended and left {alive} behind"
+        time.sleep(0.05)
+
+
+def test_a_key_that_cannot_travel_is_said_before_the_worker_starts(mock, make_reward, tokenizer, vllm_url, monkeypatch):
+    reward = make_reward(mock(api_key="secret-1").url, api_key="secret-1")
+    with pytest.raises(ConfigError, match="set OPENAI_API_KEY in the environment") as failure:
+        start_worker(monkeypatch, reward, tokenizer, vllm_url)
+    assert "secret-1" not in str(failure.value)

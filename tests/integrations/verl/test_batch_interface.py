@@ -1,0 +1,133 @@
+"""`compute_score` as verl's `custom_reward_function`, and the managers of older verl: through verl's own loaders."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
+from verl.workers.reward_manager import get_reward_manager_cls
+
+from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.rewards import LengthPenaltyRewardManager, shutdown_judges
+
+from .stage import Answer, rollouts, text_of, verl_config
+
+pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
+
+SINGLE = ("reward.custom_reward_function.path=pkg://freewheel.rewards",)
+ASYNC = (*SINGLE, "reward.custom_reward_function.name=compute_score_async")
+COEFFICIENT = "+reward.custom_reward_function.reward_kwargs.reward_coefficient=0.1"
+
+ROW = {"data_source": "openai/gsm8k", "ground_truth": "4", "extra_info": {"index": 0}}
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningJudge]:
+    """A judge that the environment names, as `compute_score` finds it."""
+    with MockJudge(JudgeProfile(scores={"unratable": "no idea", "x": "7"})).in_process() as mock:
+        monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
+        monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")
+        monkeypatch.setenv("OPENAI_BASE_URL", mock.base_url)
+        yield mock
+        shutdown_judges()
+
+
+def test_verl_loads_it_by_its_package_path(tokenizer_path: Path) -> None:
+    score = get_custom_reward_fn(verl_config(tokenizer_path, *SINGLE))
+    assert score(solution_str="x #### 4", **ROW) == 1.0
+    assert score(solution_str="x #### 5", **ROW) == 0.0
+
+
+def test_a_single_call_with_a_judge_gives_a_dict(tokenizer_path: Path, judge: RunningJudge) -> None:
+    score = get_custom_reward_fn(verl_config(tokenizer_path, *SINGLE, COEFFICIENT))
+    row = score(solution_str="x #### 4", **ROW)
+    assert (round(row["score"], 5), row["judge_status"]) == (1.7, "scored")
+
+
+@pytest.mark.parametrize("name", ["single", "async"])
+async def test_the_naive_manager_of_the_reward_loop_takes_it(
+    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path, judge: RunningJudge, name: str
+) -> None:
+    config = verl_config(tokenizer_path, *(SINGLE if name == "single" else ASYNC), COEFFICIENT)
+    manager = load_reward_manager(config, tokenizer)
+    assert inspect.iscoroutinefunction(manager.compute_score) == (name == "async")
+    answers = [Answer("x #### 4", "a"), Answer("x #### 5", "a"), Answer("unratable #### 4", "a")]
+    batch = rollouts(tokenizer, answers)
+    rows = await asyncio.gather(*(manager.run_single(batch[row : row + 1]) for row in range(len(batch))))
+    assert [round(row["reward_score"], 5) for row in rows] == [1.7, 0.0, 1.0]
+    assert [row["reward_extra_info"]["judge_status"] for row in rows] == ["scored", "skipped", "failed"]
+    assert len({tuple(row["reward_extra_info"]) for row in rows}) == 1, "verl collates by the first row's keys"
+
+
+def test_the_legacy_batch_manager_takes_it(
+    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path, judge: RunningJudge
+) -> None:
+    score = get_custom_reward_fn(verl_config(tokenizer_path, *SINGLE, COEFFICIENT))
+    manager = get_reward_manager_cls("batch")(tokenizer, 0, score)
+    texts = ("x #### 4", "x #### 5", "unratable #### 4", "x #### 4")
+    result = manager(rollouts(tokenizer, [Answer(text, "a") for text in texts]), return_dict=True)
+    rewards = [round(value, 5) for value in result["reward_tensor"].sum(dim=-1).tolist()]
+    assert rewards == [1.7, 0.0, round(3.4 / 3, 5), 1.7]
+    assert result["reward_extra_info"]["judge_status"] == ["scored", "skipped", "failed", "scored"]
+
+
+def test_the_legacy_batch_manager_takes_it_without_a_judge(
+    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path
+) -> None:
+    score = get_custom_reward_fn(verl_config(tokenizer_path, *SINGLE))
+    manager = get_reward_manager_cls("batch")(tokenizer, 0, score)
+    tensor = manager(rollouts(tokenizer, [Answer("x #### 4", "a"), Answer("x #### 5", "a")]))
+    assert tensor.sum(dim=-1).tolist() == [1.0, 0.0]
+
+
+def test_length_penalty_is_registered_where_older_verl_looks_for_it(
+    tokenizer: PreTrainedTokenizerFast, judge: RunningJudge
+) -> None:
+    import freewheel.integrations.verl  # noqa: F401  # importing it registers
+
+    made = get_reward_manager_cls("length_penalty")
+    assert made is LengthPenaltyRewardManager
+    settings = {"api_endpoint": judge.url, "reward_coefficient": 0.1, "use_async_io": True}
+    # The keywords of `load_reward_manager` in verl 0.4 to 0.7.
+    manager = made(
+        tokenizer=tokenizer,
+        num_examine=0,
+        compute_score=None,
+        reward_fn_key="data_source",
+        length_penalty_config=settings,
+    )
+    try:
+        answers = [Answer(text_of(length), "a") for length in (20, 20, 30, 40)]
+        result = manager(rollouts(tokenizer, answers), return_dict=True)
+    finally:
+        manager.shutdown_workers()
+    rewards = result["reward_tensor"].sum(dim=-1)
+    assert [round(value, 5) for value in rewards.tolist()] == [1.7, 1.7, 1.7, 0.7]
+    assert result["reward_extra_info"]["median_length"] == [25.0] * 4
+
+
+def test_verl_imports_the_integration_by_itself_where_the_environment_says_so() -> None:
+    code = (
+        "import verl\n"
+        "from verl.workers.reward_manager import get_reward_manager_cls as legacy\n"
+        "from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls as loop\n"
+        "print(legacy('length_penalty').__name__, loop('length_penalty').__name__)"
+    )
+    environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "freewheel.integrations.verl"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.split()[-2:] == ["LengthPenaltyRewardManager", "FreewheelRewardManager"], done.stderr
+
+
+def test_verl_09_does_not_reach_the_legacy_batch_manager_by_configuration(
+    tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="Unknown reward manager: batch"):
+        load_reward_manager(verl_config(tokenizer_path, "reward.reward_manager.name=batch"), tokenizer)
