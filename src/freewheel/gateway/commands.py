@@ -6,16 +6,32 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from freewheel.judge.commands.flags import (
+    CacheDirFlag,
+    ConcurrencyFlag,
+    ConfigFlag,
+    EndpointFlag,
+    KeyVariableFlag,
+    MaxCostFlag,
+    MaxTokensFlag,
+    ModelFlag,
+    NoCacheFlag,
+    PriceInFlag,
+    PriceOutFlag,
+    RubricFlag,
+    SamplingFlag,
+    TemperatureFlag,
+)
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
     from freewheel.judge.secret import Secret
 
-_JUDGE, _SERVER, _LIMITS, _SHOW = "Judge", "Server", "Limits", "Output"
+_SERVER, _LIMITS, _SHOW = "Server", "Limits", "Output"
 
 REPEAT_S = 60.0
 """The same line of a log is written once in this time: a judge that refuses the key refuses every client's call."""
@@ -28,58 +44,20 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="Base URL of an OpenAI-compatible judge; give it again for further ones.", metavar="URL",
-                     rich_help_panel=_JUDGE),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name there.", rich_help_panel=_JUDGE)] = None,
-    rubric: Annotated[
-        str | None,
-        typer.Option(help="For /score, /openrlhf and /slime: a built-in rubric (integer, number, yes_no, json, "
-                     "criteria) or a .toml or .json file.", metavar="NAME|FILE", rich_help_panel=_JUDGE),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="The environment variable that holds the judge's key. A key is never a flag.",
-                     metavar="NAME", rich_help_panel=_JUDGE),
-    ] = None,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(help="auto finds the judge's limit; N bounds it; fixed:N holds it.", rich_help_panel=_JUDGE),
-    ] = None,
-    temperature: Annotated[
-        str | None,
-        typer.Option(help="For the rubric's requests; none leaves it out, as reasoning models want.",
-                     metavar="NUMBER|none", rich_help_panel=_JUDGE),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(help="Longest reply to a rubric's request.", rich_help_panel=_JUDGE)
-    ] = None,
-    sampling: Annotated[
-        list[str] | None,
-        typer.Option(help="A further field of the rubric's requests, as in reasoning_effort=low; give it again for "
-                     "further ones.", metavar="KEY=VALUE", rich_help_panel=_JUDGE),
-    ] = None,
-    price_in: Annotated[
-        float | None, typer.Option(help="Price per million prompt tokens.", rich_help_panel=_JUDGE)
-    ] = None,
-    price_out: Annotated[
-        float | None, typer.Option(help="Price per million reply tokens.", rich_help_panel=_JUDGE)
-    ] = None,
-    max_cost: Annotated[
-        float | None,
-        typer.Option(help="What all clients together may spend while it runs; needs prices.", rich_help_panel=_JUDGE),
-    ] = None,
-    cache_dir: Annotated[
-        str | None, typer.Option(help="Where the cache lies.", metavar="DIR", rich_help_panel=_JUDGE)
-    ] = None,
-    no_cache: Annotated[bool, typer.Option("--no-cache", help="Keep no replies.", rich_help_panel=_JUDGE)] = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Any of the judge's settings, as TOML or .json; flags come before it.", metavar="FILE",
-                     rich_help_panel=_JUDGE),
-    ] = None,
+    endpoint: EndpointFlag = None,
+    model: ModelFlag = None,
+    rubric: RubricFlag = None,
+    api_key_env: KeyVariableFlag = None,
+    concurrency: ConcurrencyFlag = None,
+    temperature: TemperatureFlag = None,
+    max_tokens: MaxTokensFlag = None,
+    sampling: SamplingFlag = None,
+    price_in: PriceInFlag = None,
+    price_out: PriceOutFlag = None,
+    max_cost: MaxCostFlag = None,
+    cache_dir: CacheDirFlag = None,
+    no_cache: NoCacheFlag = False,
+    config: ConfigFlag = None,
     host: Annotated[
         str | None,
         typer.Option(help="Address to listen on (127.0.0.1). Any other than loopback needs a token.",

@@ -5,10 +5,27 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from freewheel.judge.commands.flags import (
+    PANEL,
+    CacheDirFlag,
+    ConcurrencyFlag,
+    ConfigFlag,
+    EndpointFlag,
+    KeyVariableFlag,
+    MaxCostFlag,
+    MaxTokensFlag,
+    ModelFlag,
+    NoCacheFlag,
+    PriceInFlag,
+    PriceOutFlag,
+    RubricFlag,
+    SamplingFlag,
+    TemperatureFlag,
+)
 
 if TYPE_CHECKING:
     from freewheel.judge.scoring import ScoringJob, Stopped, Summary
@@ -25,7 +42,7 @@ MALFORMED_SHOWN = 20
 """Malformed lines that are named one by one; a file of another format would fill the screen."""
 TO_CONTINUE = "run the same command again to continue"
 
-_JUDGE, _ROWS, _RUN, _SHOW = "Judge", "Rows", "Run", "Output"
+_ROWS, _RUN, _SHOW = "Rows", "Run", "Output"
 
 
 def score(
@@ -33,54 +50,21 @@ def score(
     target: Annotated[
         str, typer.Argument(metavar="OUT.jsonl", help="Where the rows go, each with its verdict; - is stdout.")
     ],
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(help="Base URL of an OpenAI-compatible judge; give it again for further ones.", metavar="URL",
-                     rich_help_panel=_JUDGE),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name there.", rich_help_panel=_JUDGE)] = None,
-    rubric: Annotated[
-        str | None,
-        typer.Option(help="A built-in rubric (integer, number, yes_no, json, criteria) or a .toml or .json file.",
-                     metavar="NAME|FILE", rich_help_panel=_JUDGE),
-    ] = None,
-    api_key_env: Annotated[
-        str | None,
-        typer.Option(help="The environment variable that holds the key. A key is never a flag: flags show in ps.",
-                     metavar="NAME", rich_help_panel=_JUDGE),
-    ] = None,
-    concurrency: Annotated[
-        str | None,
-        typer.Option(help="auto finds the judge's limit; N bounds it; fixed:N holds it.", rich_help_panel=_JUDGE),
-    ] = None,
-    temperature: Annotated[
-        str | None,
-        typer.Option(help="Sampling temperature; none leaves it out, as reasoning models want.", metavar="NUMBER|none",
-                     rich_help_panel=_JUDGE),
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest reply.", rich_help_panel=_JUDGE)] = None,
-    sampling: Annotated[
-        list[str] | None,
-        typer.Option(help="A further field of the request, as in reasoning_effort=low; give it again for further ones.",
-                     metavar="KEY=VALUE", rich_help_panel=_JUDGE),
-    ] = None,
-    price_in: Annotated[
-        float | None, typer.Option(help="Price per million prompt tokens.", rich_help_panel=_JUDGE)
-    ] = None,
-    price_out: Annotated[
-        float | None, typer.Option(help="Price per million reply tokens.", rich_help_panel=_JUDGE)
-    ] = None,
-    max_cost: Annotated[
-        float | None, typer.Option(help="Stop before this run costs more; needs prices.", rich_help_panel=_JUDGE)
-    ] = None,
+    endpoint: EndpointFlag = None,
+    model: ModelFlag = None,
+    rubric: RubricFlag = None,
+    api_key_env: KeyVariableFlag = None,
+    concurrency: ConcurrencyFlag = None,
+    temperature: TemperatureFlag = None,
+    max_tokens: MaxTokensFlag = None,
+    sampling: SamplingFlag = None,
+    price_in: PriceInFlag = None,
+    price_out: PriceOutFlag = None,
+    max_cost: MaxCostFlag = None,
     placement: Annotated[
-        str | None, typer.Option(help="Where the engine runs: process or thread.", rich_help_panel=_JUDGE)
+        str | None, typer.Option(help="Where the engine runs: process or thread.", rich_help_panel=PANEL)
     ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Any of the judge's settings, as TOML or .json; flags come before it.", metavar="FILE",
-                     rich_help_panel=_JUDGE),
-    ] = None,
+    config: ConfigFlag = None,
     response_field: Annotated[
         str | None, typer.Option(help="Field with the text to score (response).", rich_help_panel=_ROWS)
     ] = None,
@@ -104,14 +88,8 @@ def score(
         typer.Option("--retry-failed", help="Score the rows that failed again, and keep the others.",
                      rich_help_panel=_RUN),
     ] = False,
-    cache_dir: Annotated[
-        str | None, typer.Option(help="Where the cache lies.", metavar="DIR", rich_help_panel=_RUN)
-    ] = None,
-    no_cache: Annotated[
-        bool,
-        typer.Option("--no-cache", help="Keep no replies: a killed run then pays again for what it had not written.",
-                     rich_help_panel=_RUN),
-    ] = False,
+    cache_dir: CacheDirFlag = None,
+    no_cache: NoCacheFlag = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The summary as JSON on stdout.", rich_help_panel=_SHOW)
     ] = False,
