@@ -38,7 +38,8 @@ def mock() -> Iterator[Callable[..., RunningJudge]]:
 
 
 def chat(content: str, **fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": content}], **fields}
+    """As judge code sends it: with `temperature` 0, equal ones are one."""
+    return {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0, **fields}
 
 
 class Talk:
@@ -88,10 +89,15 @@ async def talk() -> AsyncIterator[Callable[..., Any]]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(
-            endpoint: Any, *, limits: dict[str, Any] | None = None, token: str | None = None, **settings: Any
+            endpoint: Any,
+            *,
+            limits: dict[str, Any] | None = None,
+            token: str | None = None,
+            shares_samples: bool = False,
+            **settings: Any,
         ) -> Talk:
             config = JudgeConfig(endpoint=endpoint, **{"model": MODEL, **settings})
-            gateway = Gateway(config, Limits(**(limits or {})))
+            gateway = Gateway(config, Limits(**(limits or {})), shares_samples=shares_samples)
             door = Doorkeeper("127.0.0.1", Secret(token) if token else None)
             port = await gateway.start("127.0.0.1", 0, door)
             stack.push_async_callback(gateway.stop)

@@ -33,7 +33,7 @@ CLIENT = """
 import asyncio, json, sys, aiohttp
 url, count, model = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 async def ask(session, n):
-    body = {"model": model, "messages": [{"role": "user", "content": f"question {n}"}]}
+    body = {"model": model, "messages": [{"role": "user", "content": f"question {n}"}], "temperature": 0}
     async with session.post(url, json=body) as reply:
         assert reply.status == 200, await reply.text()
         return (await reply.json())["choices"][0]["message"]["content"]

@@ -340,3 +340,28 @@ async def test_with_a_token_only_health_is_open_and_says_little(mock: Mock, talk
     assert (await gateway.get("/metrics")).status == 200, "it listens on loopback"
     gateway.gateway._door.open_here = False
     assert (await gateway.get("/metrics")).status == 401
+
+
+async def test_a_drain_breaks_a_stream_off_as_any_other_failure_does(mock: Mock, talk: Start):
+    """An error event and a cut connection; not a second reply in the middle of the first."""
+    gateway: Talk = await talk(mock(drip_share=1.0, drip_s=20.0).url)
+    reader, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+    body = json.dumps(chat("hi", stream=True)).encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    begun = await reader.readuntil(b"data: ")
+    stopping = asyncio.create_task(gateway.gateway.stop(0.0))
+    rest = await reader.read()
+    await stopping
+    writer.close()
+    assert begun.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1" not in rest
+    assert b'"code":"draining"' in rest
+    assert not rest.endswith(b"0\r\n\r\n"), "nobody may take this for the end"
+
+
+async def test_samples_are_shared_where_the_gateway_is_told_so(mock: Mock, talk: Start):
+    judge = mock()
+    gateway = await talk(judge.url, shares_samples=True)
+    for _ in range(2):
+        await gateway.chat("same", temperature=1.0)
+    assert judge.counts().received == 1

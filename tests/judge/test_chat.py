@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from freewheel.judge import Endpoint, Failed, JudgeConfig
+from freewheel.judge import Endpoint, Failed, JudgeConfig, JudgeRequest
 from freewheel.judge.chat import ChatRequest, ChatStream, Relayed, read_chat, read_stream_usage
+from freewheel.judge.exchange import ChatExchange, RubricExchange
+from freewheel.judge.flight import Flight
 from freewheel.judge.inline import InlineJudge
+from freewheel.judge.lane import Lane
 from freewheel.judge.outcome import Failure, Kind
+from freewheel.judge.retry import AttemptPatience
 from freewheel.judge.verdict import Usage
 
 
 def body(text: str = "Is it so?", **fields: Any) -> bytes:
-    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}], **fields}).encode()
+    whole = {"model": "m", "messages": [{"role": "user", "content": text}], "temperature": 0, **fields}
+    return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
 
 
 def judge_at(endpoint: Any, **settings: Any) -> InlineJudge:
@@ -62,15 +67,92 @@ async def test_bodies_that_differ_are_not_shared(mock: Any) -> None:
         assert running.counts().received == 4
 
 
-async def test_who_asks_for_samples_gets_samples(mock: Any) -> None:
+@pytest.mark.parametrize("temperature", [0.7, None])
+async def test_who_asks_for_samples_gets_samples_unless_they_are_shared(mock: Any, temperature: float | None) -> None:
     running = mock()
+    sample = body(temperature=temperature)
     async with judge_at(running.url) as judge:
-        await ask(judge, body(temperature=0.7), body(temperature=0.7))
+        await ask(judge, sample, sample)
         assert running.counts().received == 2
-        await ask(judge, body(temperature=0.7, seed=3), body(temperature=0.7, seed=3))
+        await ask(judge, *[body(temperature=temperature, seed=3)] * 2)
         assert running.counts().received == 3
-        await asyncio.gather(*(one(judge, ChatRequest(body(), fresh=True)) for _ in range(2)))
-        assert running.counts().received == 5
+        await asyncio.gather(*(one(judge, ChatRequest(sample, shares_samples=True)) for _ in range(2)))
+        assert running.counts().received == 4
+
+
+async def test_a_fresh_answer_is_shared_with_nobody_and_kept_for_the_next(scripted: Any, replying: Any) -> None:
+    server = scripted(lambda number, headers, sent: (200, {}, replying(str(number))))
+    async with judge_at(server.url) as judge:
+        await one(judge, ChatRequest(body()))
+        fresh = await one(judge, ChatRequest(body(), fresh=True))
+        later = await one(judge, ChatRequest(body()))
+    assert len(server.seen) == 2
+    assert later.cached
+    assert later.content == fresh.content == replying("2")
+
+
+async def test_only_what_came_to_its_own_end_is_kept(scripted: Any, replying: Any) -> None:
+    server = scripted(lambda number, headers, sent: (200, {}, replying("half", "length")))
+    async with judge_at(server.url) as judge:
+        for _ in range(2):
+            assert (await one(judge, ChatRequest(body()))).content == replying("half", "length")
+    assert len(server.seen) == 2
+
+
+async def test_an_error_inside_a_200_is_taken_for_what_it_is(scripted: Any, replying: Any) -> None:
+    def play(number: int, headers: dict[str, str], sent: bytes) -> Any:
+        return (
+            (200, {}, b'{"error": {"code": 400, "message": "too long"}}') if number == 1 else (200, {}, replying("7"))
+        )
+
+    async with judge_at(scripted(play).url) as judge:
+        refused = await one(judge, ChatRequest(body()))
+        assert refused.reason == "rejected" and "too long" in refused.detail
+        assert (await one(judge, ChatRequest(body()))).content == replying("7"), "and it was not kept"
+
+
+async def test_the_endpoints_own_model_is_part_of_the_key(scripted: Any, replying: Any) -> None:
+    server = scripted(lambda number, headers, sent: (200, {}, replying(str(number))))
+    contents = []
+    for model in ("old", "new"):
+        async with judge_at(Endpoint(url=server.url, model=model)) as judge:
+            contents.append((await one(judge, ChatRequest(body()))).content)
+    assert contents == [replying("1"), replying("2")]
+
+
+@pytest.mark.parametrize(("request_", "given_up"), [(JudgeRequest("short"), True), (ChatRequest(body("long")), False)])
+def test_a_long_completion_is_not_measured_by_quick_ones(request_: Any, given_up: bool) -> None:
+    config = JudgeConfig(endpoint="http://127.0.0.1:1", model="m")
+    exchange: Any = RubricExchange(config, bytes(32)) if given_up else ChatExchange(config)
+    lane = Lane(config, config.endpoints[0])
+    for number in range(AttemptPatience.SAMPLES_NEEDED):
+        lane.latencies.add(0.05)
+        lane.patience.answered(float(number))
+    flight = Flight(request_, exchange, exchange.identify(request_), 0.0)
+    flight.permit = lane.send(0.0, flight.size)
+    assert flight.is_overdue(20.0) is given_up
+    assert flight.is_overdue(config.attempt_timeout_s)
+
+
+async def test_a_clients_own_bound_on_the_reply_counts_against_the_budget(mock: Any) -> None:
+    running = mock()
+    price = {"m": {"input": 0.0, "output": 1e6}}  # 1 a token
+    async with judge_at(running.url, prices=price, max_cost=100.0, max_tokens=4) as judge:
+        answers = await ask(judge, *(body(f"{number}", max_tokens=60, n=2) for number in range(3)))
+    assert [answer.status for answer in answers] == ["failed"] * 3
+    assert answers[0].reason == "budget"
+    assert running.counts().received == 0
+
+
+async def test_what_a_slow_reader_takes_is_not_the_judges_latency(mock: Any) -> None:
+    class Slow(Sink):
+        async def __call__(self, chunk: bytes) -> None:
+            await super().__call__(chunk)
+            await asyncio.sleep(0.5)
+
+    async with judge_at(mock().url) as judge:
+        await one(judge, ChatStream(body(stream=True), Slow()))
+        assert judge.stats().endpoints[0].latency_p99_s < 0.4
 
 
 async def test_an_endpoints_own_name_for_the_model_is_used_there(scripted: Any, replying: Any) -> None:

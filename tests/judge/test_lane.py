@@ -96,16 +96,16 @@ def test_a_reply_without_usage_costs_its_estimate() -> None:
 
 def test_what_a_call_may_cost_follows_the_prompts_and_the_longest_reply_seen() -> None:
     one = lane(prices={"m": {"input": 1e6, "output": 1e6}})
-    assert not one.knows_cost
+    assert not one.knows_cost()
     for tokens in (10, 4000, *[10] * 200):
         one.replied(one.send(0.0, 1000), 0.1, Reply("7", Usage(500, tokens)), 1000)
-    assert one.knows_cost and one.most_cost(1000) == pytest.approx(4500, rel=0.01)
+    assert one.knows_cost() and one.most_cost(1000) == pytest.approx(4500, rel=0.01)
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens": 7}, {"sampling": {"max_completion_tokens": 7}}])
 def test_what_a_call_may_cost_is_bounded_by_max_tokens(settings: dict[str, Any]) -> None:
     one = lane(prices={"m": {"input": 0.0, "output": 1e6}}, **settings)
-    assert one.knows_cost and one.most_cost(1000) == 7
+    assert one.knows_cost() and one.most_cost(1000) == 7
 
 
 def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:

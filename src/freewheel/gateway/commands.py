@@ -58,6 +58,11 @@ def serve(
     cache_dir: CacheDirFlag = None,
     no_cache: NoCacheFlag = False,
     config: ConfigFlag = None,
+    share_samples: Annotated[
+        bool,
+        typer.Option("--share-samples", help="Share and cache all that is equal, requests for a sample (temperature "
+                     "not 0, no seed) among them.", rich_help_panel=_SERVER),
+    ] = False,
     host: Annotated[
         str | None,
         typer.Option(help="Address to listen on (127.0.0.1). Any other than loopback needs a token.",
@@ -118,7 +123,7 @@ def serve(
         _refuse_itself(settings, port)
         door = Doorkeeper(host, *_token(token_env))
         run(
-            settings, limits, host, port, door=door,
+            settings, limits, host, port, door=door, shares_samples=share_samples,
             ready=lambda host, port: _announce(host, port, settings.model, as_json=as_json),
         )  # fmt: skip
 

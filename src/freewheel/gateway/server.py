@@ -62,13 +62,14 @@ Route = Callable[["Gateway", web.BaseRequest], Awaitable[web.StreamResponse]]
 class Gateway:
     """One engine for all who ask over HTTP. On the loop that starts it, between `start` and `stop`."""
 
-    def __init__(self, config: JudgeConfig, limits: Limits | None = None) -> None:
+    def __init__(self, config: JudgeConfig, limits: Limits | None = None, *, shares_samples: bool = False) -> None:
         self.limits = limits or Limits()
         self.judge = InlineJudge(config)
         self.counts = Counts()
         self.lag_s = 0.0
         """How late this loop runs, smoothed; `serving` measures it."""
         self._config = config
+        self._shares_samples = shares_samples
         self._models = served_models(config)
         self._load = Load(self.limits)
         self._draining = False
@@ -215,7 +216,7 @@ class Gateway:
             chat = shapes.read_chat(await self._read(request, correct), self._models)
             if chat.streams:
                 return await self._chat_stream(request, chat.body)
-            asked = ChatRequest(chat.body, fresh=_wants_fresh(request))
+            asked = ChatRequest(chat.body, _wants_fresh(request), self._shares_samples)
             verdicts = await self._ask(request, [asked], self._config.batch_deadline_s)
         verdict = verdicts[0]
         if isinstance(verdict, Failed):
@@ -225,13 +226,14 @@ class Gateway:
 
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: SERVER_NAME})
-        # No deadline unless the client sets one: what has begun to come may come for as long as it likes.
-        verdicts = await self._ask(request, [ChatStream(body, stream.write)], None)
-        verdict = verdicts[0]
-        if isinstance(verdict, Failed):
-            problem = problem_of(verdict)
+        try:
+            # No deadline unless the client sets one: what has begun to come may come for as long as it likes.
+            [verdict] = await self._ask(request, [ChatStream(body, stream.write)], None)
+            if isinstance(verdict, Failed):
+                raise problem_of(verdict)
+        except Problem as problem:
             if not stream.begun:
-                raise problem
+                raise
             return await stream.break_off(problem)
         return stream.response
 

@@ -43,6 +43,7 @@ def serve(
     port: int = DEFAULT_PORT,
     *,
     door: Doorkeeper,
+    shares_samples: bool = False,
     ready: Callable[[str, int], None] = lambda host, port: None,
 ) -> None:
     """Serves until SIGINT or SIGTERM, then drains and returns. To be called in the main thread.
@@ -52,12 +53,11 @@ def serve(
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     _raise_file_limit(limits)
-    run_loop(_serve(config, limits, host, port, door, ready))
+    run_loop(_serve(Gateway(config, limits, shares_samples=shares_samples), host, port, door, ready))
 
 
 async def _serve(
-    config: JudgeConfig,
-    limits: Limits,
+    gateway: Gateway,
     host: str,
     port: int,
     door: Doorkeeper,
@@ -71,19 +71,19 @@ async def _serve(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    gateway = Gateway(config, limits)
     try:
         bound = await gateway.start(host, port, door)
     except (OSError, OverflowError) as error:
-        raise ConfigError("--host and --port", f"{host}:{port}", f"it cannot listen there: {error}") from None
+        remedy = f"it cannot listen there: {error}; choose another --port"
+        raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
     watch = loop.create_task(_watch(gateway))
     try:
         ready(host, bound)
         await told.wait()
-        log.info("shutting down: open requests have %g s, a second signal ends them now", limits.drain_s)
+        log.info("shutting down: open requests have %g s, a second signal ends them now", gateway.limits.drain_s)
     finally:
         watch.cancel()
-        await gateway.stop(limits.drain_s if told.is_set() else 0.0, told_again)
+        await gateway.stop(gateway.limits.drain_s if told.is_set() else 0.0, told_again)
         log.info(gateway.stats().line())
 
 

@@ -10,9 +10,12 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from freewheel.judge.completion import error_inside
 from freewheel.judge.outcome import Failure, Kind, Reply
 from freewheel.judge.verdict import Usage
 
+WHOLE = ("stop", "tool_calls", "function_call")
+"""How a completion ends that came to its own end. One that was cut off or filtered is passed on and not kept."""
 SSE_TAIL_BYTES = 1 << 16
 """The end of an event stream, where its usage stands."""
 
@@ -20,14 +23,16 @@ SSE_TAIL_BYTES = 1 << 16
 class ChatRequest(msgspec.Struct, frozen=True):
     """One chat completion as a client sent it.
 
-    Equal ones are sent once, as judge requests are, unless a sample is asked for (`temperature` above 0 without a
-    `seed`): a client that asks for the same sample twice wants two.
+    Equal ones are sent once, as judge requests are, where one answer can stand for another: with `temperature` 0 or a
+    `seed`. All others ask for a sample, and who asks for two votes wants two.
     """
 
     body: bytes
     """A JSON object. It goes upstream as it is, save `model` where an endpoint has its own name for it."""
     fresh: bool = False
-    """Neither shared nor cached."""
+    """Ask the upstream whatever is cached, share with nobody, and keep the answer for the next."""
+    shares_samples: bool = False
+    """Take one sample for all who ask for the same."""
 
 
 class ChatStream:
@@ -62,10 +67,14 @@ class _Counts(msgspec.Struct):
     completion_tokens: int | None = None
 
 
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
 class _Envelope(msgspec.Struct):
     """As much of a completion as tells it from something else."""
 
-    choices: list[msgspec.Raw]
+    choices: list[_Choice]
     usage: _Counts | None = None
 
 
@@ -79,8 +88,12 @@ def read_chat(content: bytes) -> Reply | Failure:
         text = content.decode()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         seen = content[:200].decode("utf-8", "replace")
-        return Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
-    return Reply(text, _usage(envelope.usage))
+        garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
+        return error_inside(content) or garbage
+    if not envelope.choices:
+        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
+    whole = all(choice.finish_reason in WHOLE for choice in envelope.choices)
+    return Reply(text, _usage(envelope.usage), cut_off=not whole)
 
 
 def read_stream_usage(tail: bytes) -> Usage:

@@ -52,7 +52,7 @@ def read_completion(content: bytes) -> Reply | Failure:
     except (ValueError, RecursionError) as error:
         seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
         garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
-        return _error_inside(content) or garbage
+        return error_inside(content) or garbage
     if not completion.choices:
         return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
     choice = completion.choices[0]
@@ -86,7 +86,7 @@ def _count(tokens: float | None) -> int:
     return int(min(max(tokens, 0), TOKENS_MAX)) if tokens else 0
 
 
-def _error_inside(content: bytes) -> Failure | None:
+def error_inside(content: bytes) -> Failure | None:
     """Some gateways answer 200 with `{"error": {"code": 429, …}}`: the code is the status that was meant."""
     try:
         found = msgspec.json.decode(content)

@@ -145,7 +145,7 @@ class Engine:
             self._close_batch(batch)
         if not fresh:
             return
-        found = self._replies.on_disk([flight.key for flight in fresh if flight.keeps])
+        found = self._replies.on_disk([flight.key for flight in fresh if flight.keep_as == flight.key])
         for flight in fresh:
             cached = found.get(flight.key)
             answer = flight.exchange.revive(cached) if cached is not None else None
@@ -197,9 +197,11 @@ class Engine:
             self._deliver(batch.id, index, Skipped(request.skip))
             return None
         exchange = self._exchanges[type(request)]
-        key, size, keeps = exchange.identify(request)
+        identity = exchange.identify(request)
+        key = identity.key
         if not self._config.cache:
             key += batch.id.to_bytes(8, "big")  # equal requests of one batch still share a call
+            identity = identity._replace(key=key, keep_as=key if identity.keep_as else None)
         cached = self._replies.in_memory(key)
         answer = exchange.revive(cached) if cached is not None else None
         if answer is not None:
@@ -212,7 +214,7 @@ class Engine:
             self._stats.shared += 1
             flight = joined
         else:
-            flight = self._flights[key] = Flight(key, request, exchange, size, keeps, now)
+            flight = self._flights[key] = Flight(request, exchange, identity, now)
         flight.waiters.append((batch, index, now))
         batch.open[index] = flight
         return flight if joined is None else None
@@ -238,7 +240,7 @@ class Engine:
                 if self._ready and wake_at < self._wake_at:
                     self._wake_later(wake_at, now)
                 return
-            if self._config.max_cost is not None and self._over_budget(lane, flight.size, self._config.max_cost):
+            if self._config.max_cost is not None and self._over_budget(lane, flight, self._config.max_cost):
                 if self._calls_out:
                     return  # those under way may turn out cheaper than was set aside for them
                 detail = f"max_cost = {self._config.max_cost:g} is reached ({self.spent:.6g} spent)"
@@ -256,7 +258,7 @@ class Engine:
         flight.calls += 1
         self._calls_out += 1
         self._stats.max_in_flight = max(self._stats.max_in_flight, self._calls_out)
-        flight.task = self._loop.create_task(self._call(flight, lane.send(now, flight.size)))
+        flight.task = self._loop.create_task(self._call(flight, lane.send(now, flight.size, flight.most_tokens)))
 
     async def _call(self, flight: Flight, permit: Permit) -> None:
         lane = permit.lane
@@ -287,7 +289,7 @@ class Engine:
         self._calls_out -= 1
         now = time.monotonic()
         if isinstance(outcome, Reply):
-            lane.replied(permit, now, outcome, flight.size)
+            lane.replied(permit.without(flight.held_s), now, outcome, flight.size)
             if self._outage.down_since is not None:
                 self._outage.look(now, "")
             self._again.replied(now)
@@ -319,8 +321,8 @@ class Engine:
             else:
                 self._fail(flight, Reason.UNPARSEABLE, str(error))
             return
-        if flight.keeps:
-            self._replies.keep(flight.key, reply)
+        if flight.keep_as is not None and not reply.cut_off:
+            self._replies.keep(flight.keep_as, reply)
         self._settle(flight, answer)
 
     def _failed(self, flight: Flight, permit: Permit, failure: Failure, now: float) -> None:
@@ -386,11 +388,11 @@ class Engine:
         for flight, reason, detail in list(self._outage.given_up(now, self._ready)):
             self._fail(flight, reason, detail)
 
-    def _over_budget(self, lane: Lane, size: int, ceiling: float) -> bool:
-        if self._calls_out and not lane.knows_cost:
+    def _over_budget(self, lane: Lane, flight: Flight, ceiling: float) -> bool:
+        if self._calls_out and not lane.knows_cost(flight.most_tokens):
             return True
         reserved = sum(other.reserved_cost for other in self._lanes)
-        return self.spent + reserved + lane.most_cost(size) > ceiling
+        return self.spent + reserved + lane.most_cost(flight.size, flight.most_tokens) > ceiling
 
     # -- verdicts out -------------------------------------------------------------------------------------------------
 

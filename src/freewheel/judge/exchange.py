@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -35,11 +36,15 @@ class Identity(NamedTuple):
     """What the engine must know before anything is sent."""
 
     key: bytes
-    """Equal for requests that one reply can serve."""
+    """Equal for requests that may share one call."""
     size: int
     """Bytes to be sent, roughly: tokens are estimated from it."""
-    keeps: bool
-    """Its reply may serve later requests."""
+    keep_as: bytes | None
+    """The key under which its reply may serve later requests; what is kept there serves it only where it is `key`."""
+    most_tokens: int | None = None
+    """Longest reply that it allows, where that is not the config's affair; 0: it does not say."""
+    patient: bool = False
+    """Its reply may take the whole of `attempt_timeout_s`, however quick others are."""
 
 
 class Exchange(Protocol):
@@ -72,7 +77,7 @@ class RubricExchange:
             request = request.encodable()
             key = self._hash(request)
         content = sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
-        return Identity(key, self._static_size + content, keeps=True)
+        return Identity(key, self._static_size + content, keep_as=key)
 
     async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
         assert isinstance(flight.request, JudgeRequest)
@@ -98,18 +103,29 @@ class ChatExchange:
 
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
-        self._url = config.endpoints[0].url.encode()
+        first = config.endpoints[0]
+        self._base = hashlib.sha256(CHAT_VERSION)
+        for part in (first.url.encode(), (first.model or config.model).encode()):
+            self._base.update(b"%d:" % len(part) + part)
 
     def identify(self, request: ChatRequest) -> Identity:
         fields = msgspec.json.decode(request.body)
-        wants_sample = bool(fields.get("temperature")) and fields.get("seed") is None
-        if request.fresh or wants_sample:
-            return Identity(secrets.token_bytes(32), len(request.body), keeps=False)
+        unique = secrets.token_bytes(32)
+        wants_sample = fields.get("temperature") != 0 and fields.get("seed") is None
+        if wants_sample and not request.shares_samples:
+            return self._identity(request.body, fields, unique, None)
         for name in PRIVATE_FIELDS:
             fields.pop(name, None)
-        canonical = msgspec.json.encode(fields, order="sorted")
-        digest = hashlib.sha256(CHAT_VERSION + b"%d:" % len(self._url) + self._url + canonical)
-        return Identity(digest.digest(), len(request.body), keeps=True)
+        digest = self._base.copy()
+        digest.update(msgspec.json.encode(fields, order="sorted"))
+        key = digest.digest()
+        return self._identity(request.body, fields, unique if request.fresh else key, key)
+
+    @staticmethod
+    def _identity(body: bytes, fields: dict[str, Any], key: bytes, keep_as: bytes | None) -> Identity:
+        longest, choices = fields.get("max_completion_tokens") or fields.get("max_tokens"), fields.get("n")
+        counts = [count if isinstance(count, int) and count > 0 else 0 for count in (longest, choices or 1)]
+        return Identity(key, len(body), keep_as, most_tokens=counts[0] * counts[1], patient=True)
 
     async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
         assert isinstance(flight.request, ChatRequest)
@@ -136,7 +152,7 @@ class StreamExchange(ChatExchange):
     """Passing an event stream on while it comes. Once a byte of it went out, it cannot be asked for again."""
 
     def identify(self, request: ChatStream) -> Identity:  # type: ignore[override]
-        return Identity(secrets.token_bytes(32), len(request.body), keeps=False)
+        return self._identity(request.body, msgspec.json.decode(request.body), secrets.token_bytes(32), None)
 
     async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
         stream = flight.request
@@ -144,10 +160,12 @@ class StreamExchange(ChatExchange):
 
         async def pass_on(chunk: bytes) -> None:
             flight.commit()
+            began = time.monotonic()
             try:
                 await stream.sink(chunk)
             except OSError as error:  # the client's connection, and not the judge's
                 raise HungUp(str(error)) from error
+            flight.held_s += time.monotonic() - began
 
         return await client.stream(self._named(stream.body, model), pass_on)
 

@@ -11,7 +11,7 @@ from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Usage
 
 if TYPE_CHECKING:
-    from freewheel.judge.exchange import Exchange
+    from freewheel.judge.exchange import Exchange, Identity
 
 
 class Batch:
@@ -29,25 +29,22 @@ class Flight:
     """Requests of equal content share one; it lives on while anyone waits for it, and ends once."""
 
     __slots__ = ("asks", "avoid", "avoid_until", "calls", "committed", "deadline_at", "done", "exchange", "faults",
-                 "is_retry", "keeps", "key", "last", "overdue", "permit", "queued_at", "request", "size", "stales",
-                 "task", "throttles", "timeouts", "usage", "waiters")  # fmt: skip
+                 "held_s", "is_retry", "keep_as", "key", "last", "most_tokens", "overdue", "patient", "permit",
+                 "queued_at", "request", "size", "stales", "task", "throttles", "timeouts", "usage",
+                 "waiters")  # fmt: skip
 
     def __init__(
         self,
-        key: bytes,
         request: JudgeRequest | ChatRequest | ChatStream,
         exchange: Exchange,
-        size: int,
-        keeps: bool,
+        identity: Identity,
         now: float,
     ) -> None:
-        self.key = key
         self.request = request
         self.exchange = exchange
-        self.size = size
-        """Bytes to be sent: what its tokens are estimated from."""
-        self.keeps = keeps
-        """Its reply may serve later requests."""
+        self.key, self.size, self.keep_as, self.most_tokens, self.patient = identity
+        self.held_s = 0.0
+        """How long its own client kept it waiting: no fault of the judge's."""
         self.committed = False
         """Part of its answer is with its client: it can be asked for no second time, and takes what time it takes."""
         self.queued_at = now
@@ -76,8 +73,7 @@ class Flight:
     def is_overdue(self, now: float) -> bool:
         """True if its call takes longer than calls there do, by what is known now and not when it was sent."""
         permit = self.permit
-        return (
-            permit is not None
-            and not self.committed
-            and now - permit.sent_at >= permit.lane.patience.allow_s(self.timeouts)
-        )
+        if permit is None or self.committed:
+            return False
+        patience = permit.lane.patience
+        return now - permit.sent_at >= (patience.bound_s if self.patient else patience.allow_s(self.timeouts))

@@ -25,9 +25,10 @@ from freewheel.judge.verdict import Verdict
 class InlineJudge:
     """Scores requests on the loop that started it, with the verdicts that `Judge` would give."""
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, *, spent: float = 0.0) -> None:
+        """`spent`: what others have spent of `max_cost`."""
         self.config = config
-        self.engine = Engine(config, deliver=self._deliver)
+        self.engine = Engine(config, deliver=self._deliver, spent=spent)
         self._numbers = itertools.count()
         self._open: dict[int, _Waiting] = {}
         self._running = False

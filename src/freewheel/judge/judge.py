@@ -110,6 +110,11 @@ class Judge:
             handle.cancel()
 
     @property
+    def pending(self) -> int:
+        """Batches that are not done."""
+        return len(self._desk.open_handles())
+
+    @property
     def running(self) -> bool:
         """True from the start of the engine until `close`."""
         return self._link is not None and not self._closed

@@ -41,6 +41,13 @@ class Permit(NamedTuple):
     reserved_cost: float
     probe: bool
 
+    def without(self, held_s: float) -> Permit:
+        """As if it had been sent that much later: what a slow client takes is not the judge's latency."""
+        if not held_s:
+            return self
+        sent_at, level = self.ticket
+        return self._replace(ticket=(sent_at + held_s, level), sent_at=self.sent_at + held_s)
+
 
 class Lane:
     def __init__(self, config: JudgeConfig, endpoint: Endpoint, memory: LimiterMemory | None = None) -> None:
@@ -81,22 +88,22 @@ class Lane:
         """False while the endpoint is known to be down or to refuse us."""
         return self.halted is None and self.breaker.state is State.CLOSED
 
-    @property
-    def knows_cost(self) -> bool:
+    def knows_cost(self, most_tokens: int | None = None) -> bool:
         """False while the longest reply is neither bounded nor seen: then one call at a time finds out."""
-        return self._longest_is_bound or self.stats.answered > 0
+        bounded = self._longest_is_bound if most_tokens is None else most_tokens > 0
+        return bounded or self.stats.answered > 0
 
-    def most_cost(self, body_bytes: int) -> float:
-        """What a call may cost: by `max_tokens`, or by the longest reply so far where there is none."""
+    def most_cost(self, body_bytes: int, most_tokens: int | None = None) -> float:
+        """What a call may cost: by `most_tokens`, by `max_tokens` where that is None, else by the longest reply yet."""
         if self._price is None:
             return 0.0
         prompt_tokens = body_bytes / min(self._bytes_per_token, BYTES_PER_TOKEN)
-        return self._price.of(prompt_tokens, self._longest_completion or FIRST_COMPLETION_TOKENS)
+        return self._price.of(prompt_tokens, most_tokens or self._longest_completion or FIRST_COMPLETION_TOKENS)
 
-    def send(self, now: float, body_bytes: int) -> Permit:
+    def send(self, now: float, body_bytes: int, most_tokens: int | None = None) -> Permit:
         tokens = self._tokens(body_bytes)
         self.pacer.sent(now, tokens)
-        reserved = self.most_cost(body_bytes)
+        reserved = self.most_cost(body_bytes, most_tokens)
         self.reserved_cost += reserved
         self.stats.sent += 1
         return Permit(self, self.limiter.sent(now), now, tokens, reserved, self.breaker.sent())

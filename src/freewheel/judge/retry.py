@@ -85,7 +85,7 @@ class AttemptPatience:
     """Latencies between two looks at the percentile, which costs more than the rest."""
 
     def __init__(self, bound_s: float, latencies: LatencyHistogram) -> None:
-        self._bound_s = bound_s
+        self.bound_s = bound_s
         self._latencies = latencies
         self._usual_s = bound_s
         self._stretch = 1.0
@@ -94,7 +94,7 @@ class AttemptPatience:
         self._until_refresh = self.SAMPLES_NEEDED
 
     def allow_s(self, timeouts_before: int) -> float:
-        return float(min(self._bound_s, self._usual_s * self._stretch * 2 ** min(timeouts_before, self.MOST_DOUBLINGS)))
+        return float(min(self.bound_s, self._usual_s * self._stretch * 2 ** min(timeouts_before, self.MOST_DOUBLINGS)))
 
     def answered(self, sent_at: float) -> None:
         if sent_at > self._answered_sent_at:
@@ -112,4 +112,4 @@ class AttemptPatience:
         self._in_a_row += 1
         if self._in_a_row >= self.IN_A_ROW:
             self._in_a_row = 0
-            self._stretch = min(self._stretch * 2, self._bound_s / self._usual_s)
+            self._stretch = min(self._stretch * 2, self.bound_s / self._usual_s)
