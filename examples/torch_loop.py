@@ -1,9 +1,10 @@
-"""A policy that learns from a rule and a judge, in plain PyTorch, and never waits for the judge.
+"""A policy that learns from a rule and a judge, in plain PyTorch, with the judge at work beside it.
 
     python examples/torch_loop.py [--endpoint URL --model NAME]      # a key, where one is needed, in OPENAI_API_KEY
 
 The task: answer a digit with that digit. The rule gives 1 for the right one; the judge's score comes on top. Batch k is
-judged while batch k-1 is trained on, one step off-policy. Without an endpoint it starts a test judge on this machine.
+judged while batch k-1 is trained on, one step off-policy; a step this small is over before the judge. Without an
+endpoint it starts a test judge on this machine.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ exec "$PYTHON" -m verl.trainer.main_ppo \
   trainer.experiment_name=gsm8k-grpo \
   trainer.save_freq=-1 \
   trainer.test_freq=10 \
+  trainer.val_before_train=False \
   trainer.total_epochs=1 \
   "${FREEWHEEL[@]}" \
   "$@"

@@ -140,3 +140,21 @@ def test_uids_may_be_lists_and_arrays() -> None:
     data = batch_of("a", "b", "c", uid=objects([[1, 2], [1, 2], [3]]))
     groups = [sample.group for sample in Rollouts(data, "data_source").samples(TOKENIZER)]
     assert groups[0] == groups[1] != groups[2]
+
+
+@pytest.mark.parametrize("width", [4, 60])
+def test_a_mask_of_another_width_is_refused(width: int) -> None:
+    data = batch_of("a")
+    data.batch["attention_mask"] = torch.ones(1, width, dtype=torch.int64)
+    with pytest.raises(ConfigError, match=rf"attention_mask.*= {width}: prompts and responses have 30 tokens together"):
+        Rollouts(data, "data_source")
+
+
+def test_a_uid_that_is_none_is_no_uid() -> None:
+    def groups(*uids: str | None) -> list[Any]:
+        data = batch_of(*"abc"[: len(uids)], uid=objects(uids))
+        return [sample.group for sample in Rollouts(data, "data_source").samples(TOKENIZER)]
+
+    one, other, third = groups("u", None, None)
+    assert len({one, other, third}) == 3
+    assert len(set(groups(None, None))) == 1, "equal prompts are a group where no row has a uid"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -334,6 +335,21 @@ def test_the_judge_of_a_process_is_shared_by_calls_and_ended_by_shutdown_judges(
     shutdown_judges()
     assert not engines()
     assert compute_score(**single(RIGHT), **THREAD)["judge_status"] == "scored", "the next call starts one again"
+
+
+async def test_rules_do_not_block_the_loop_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(response: str, ground_truth: object, extra_info: object) -> RuleScore:
+        time.sleep(0.5)
+        return RuleScore(1.0)
+
+    register_rule("test/slow", slow)
+    scoring = asyncio.ensure_future(compute_score_async("a", "b", "test/slow", None))
+    ticks = 0
+    while not scoring.done():
+        await asyncio.sleep(0.01)
+        ticks += 1
+    assert ticks >= 5
+    assert await scoring == 1.0
 
 
 async def test_the_async_form_does_not_block_its_loop(monitored: Monitored) -> None:

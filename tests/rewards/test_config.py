@@ -241,7 +241,7 @@ def test_a_value_that_cannot_work_is_refused_by_its_key(key: str, value: Any) ->
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "many", "fixed:0"])
 def test_a_concurrency_that_cannot_work_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="concurrency"):
+    with pytest.raises(ConfigError, match=r"^max_concurrent_requests = "):
         as_config({"max_concurrent_requests": value})
 
 
@@ -391,3 +391,24 @@ def test_a_monitor_cache_that_is_neither_true_nor_false_is_refused(monkeypatch: 
     monkeypatch.setenv("MONITOR_CACHE", "perhaps")
     with pytest.raises(ConfigError, match="MONITOR_CACHE = 'perhaps'"):
         LengthPenaltyConfig()
+
+
+def test_an_error_of_the_engine_is_told_under_the_name_that_the_user_wrote() -> None:
+    with pytest.raises(ConfigError, match=r"^judge\.rubrik = 'x': unknown key"):
+        as_config({"judge": {"rubrik": "x"}})
+    with pytest.raises(ConfigError, match=r"^api_endpoint = 'ftp://x'"):
+        as_config({"api_endpoint": "ftp://x"})
+
+
+def test_a_misspelt_key_is_not_shown() -> None:
+    for name in ("api_kee", "apikey", "token"):
+        with pytest.raises(ConfigError) as caught:
+            as_config({name: "sk-secret-0123456789"})
+        assert "sk-secret" not in str(caught.value)
+
+
+def test_a_config_error_survives_a_pickle() -> None:
+    with pytest.raises(ConfigError) as caught:
+        as_config({"penalty_scale": -1})
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert (type(copied), str(copied), copied.key) == (ConfigError, str(caught.value), "penalty_scale")

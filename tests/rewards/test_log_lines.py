@@ -6,6 +6,7 @@ import io
 import logging
 import re
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from freewheel.judge import JudgeError
 from freewheel.rewards import LengthPenaltyRewardManager
 from freewheel.rewards import handle as handle_module
 
-from .conftest import KEY, Characters, MakeManager, Mock, batch_of
+from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of
 
 Said = Callable[..., list[str]]
 
@@ -131,8 +132,31 @@ def test_a_batch_that_times_out_is_a_warning(
 
 
 def test_other_failures_are_not_called_a_timeout(mock: Mock, make_manager: MakeManager, said: Said) -> None:
-    make_manager(mock(unparseable_share=1.0).url, use_async_io=True)(batch_of("yes a"))
-    assert said(logging.WARNING) == []
+    make_manager(mock(unparseable_share=1.0).url, use_async_io=True)(batch_of("yes a", "yes b", "no"))
+    [warning] = said(logging.WARNING)
+    assert warning.startswith("2 of 3 judgements failed (unparseable 2), the first with: ")
+
+
+def test_a_key_for_the_endpoint_that_nobody_named_is_said_to_go_there(make_manager: MakeManager, said: Said) -> None:
+    LengthPenaltyRewardManager(Characters(), 0, length_penalty_config={"api_key": KEY})
+    assert "qianfan.baidubce.com" in said(logging.WARNING)[0]
+
+
+def test_a_judge_that_was_meant_and_has_no_key_is_a_warning(said: Said) -> None:
+    LengthPenaltyRewardManager(Characters(), 0, length_penalty_config={"api_endpoint": "http://127.0.0.1:1/v1"})
+    assert said(logging.WARNING)[0].startswith("No API key: ")
+
+
+def test_a_shutdown_says_that_batches_are_given_up(mock: Mock, make_manager: MakeManager, said: Said) -> None:
+    judge = mock(latency_s=30.0)
+    manager = make_manager(judge.url, use_async_io=True)
+    handle = manager.submit(batch_of("yes"))
+    until = time.monotonic() + WAIT_S
+    while judge.counts().in_flight == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    manager.shutdown_workers()
+    assert "1 batches are not judged yet: their missing rows end as failed" in said(logging.WARNING)
+    handle.result()
 
 
 def test_a_log_hears_how_far_a_batch_is_every_ten_seconds(

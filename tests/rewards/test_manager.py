@@ -341,7 +341,7 @@ def test_an_error_inside_compute_score_surfaces_at_result_and_the_next_batch_is_
         return 1.0
 
     manager = make_manager(mock(scores={"": "4"}).url, compute_score=score, use_async_io=use_async_io)
-    handle = manager.submit(batch_of("good", "bad"))
+    handle = manager.submit(batch_of("bad", "bad"))
     for _ in range(2):
         with pytest.raises(ZeroDivisionError, match="mine"):
             handle.result()
@@ -349,6 +349,30 @@ def test_an_error_inside_compute_score_surfaces_at_result_and_the_next_batch_is_
     handle.cancel()
     data = batch_of("good")
     assert last_values(manager(data), data) == [5.0]
+
+
+@pytest.mark.parametrize("breaks", [ZeroDivisionError("mine"), float("nan"), None])
+@both_ways
+def test_a_row_whose_compute_score_fails_is_a_failed_row_and_the_batch_goes_on(
+    mock: Mock, make_manager: MakeManager, caplog: pytest.LogCaptureFixture, breaks: Any, use_async_io: bool
+) -> None:
+    def score(solution_str: str, **_: Any) -> Any:
+        if solution_str == "bad":
+            if isinstance(breaks, Exception):
+                raise breaks
+            return breaks
+        return 1.0
+
+    judge = mock(scores={"": "4"})
+    manager = make_manager(judge.url, compute_score=score, use_async_io=use_async_io, enable=False)
+    data = batch_of(Row("good 1", "a"), Row("bad", "a"), Row("good 2", "b"), Row("bad", "c"))
+    result = manager(data, return_dict=True)
+    assert last_values(result["reward_tensor"], data) == [5.0, 5.0, 5.0, 5.0], "its group's mean, or the batch's"
+    extra = result["reward_extra_info"]
+    assert extra["judge_status"] == ["scored", "failed", "scored", "failed"]
+    assert (extra["judge_reason"][1], extra["reward_mask"]) == ("rule", [1, 0, 1, 0])
+    assert judge.counts().received == 2, "what has no rule score is not judged"
+    assert "compute_score failed in row 1 of 4" in caplog.text
 
 
 # -- the judge --------------------------------------------------------------------------------------------------------

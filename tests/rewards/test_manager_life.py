@@ -431,6 +431,42 @@ def test_a_rule_that_outlasts_a_shutdown_starts_no_engine_again(five: str, make_
     assert fresh is not None and not fresh.running
 
 
+@pytest.mark.parametrize("use_async_io", [True, False])
+def test_max_cost_is_one_for_all_batches(mock: Mock, make_manager: MakeManager, use_async_io: bool) -> None:
+    judge = mock(scores={"": "5"})
+    prices = {"m": {"input": 0.0, "output": 1e6}}  # 1 a token, and a reply has one
+    settings = {"prices": prices, "max_cost": 3.0, "max_tokens": 1}
+    manager = make_manager(judge.url, use_async_io=use_async_io, judge={"placement": "thread", **settings})
+    statuses = []
+    for batch in range(3):
+        result = manager(batch_of(f"yes {batch}a", f"yes {batch}b"), return_dict=True)
+        statuses += result["reward_extra_info"]["judge_status"]
+    assert statuses.count("scored") == judge.counts().answered == 3
+
+
+def test_cancelling_does_not_wait_for_the_rules(five: str, make_manager: MakeManager) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(**_: Any) -> float:
+        begun.set()
+        go_on.wait(WAIT_S)
+        return 1.0
+
+    manager = make_manager(five, use_async_io=True, compute_score=slow)
+    handle = manager.submit(batch_of("yes"), return_dict=True)
+    assert begun.wait(WAIT_S)
+    handle.cancel()
+    assert not handle.done()
+    with pytest.raises(TimeoutError):
+        handle.result(timeout_s=0.01)
+    go_on.set()
+    assert handle.result()["reward_extra_info"]["judge_reason"] == ["cancelled"]
+
+
+async def test_a_handle_can_be_awaited(five: str, make_manager: MakeManager) -> None:
+    assert float((await make_manager(five, use_async_io=True).submit(batch_of("yes"))).sum()) == 6.0
+
+
 def test_use_async_io_cannot_be_switched_on_a_manager_that_exists(five: str, make_manager: MakeManager) -> None:
     with pytest.raises(AttributeError):
         make_manager(five, use_async_io=False).use_async_io = True  # type: ignore[misc]

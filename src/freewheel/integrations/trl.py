@@ -30,7 +30,7 @@ from freewheel.judge.secret import Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import KEY_VARIABLE, LengthPenaltyConfig, OnFailure, as_config
 from freewheel.rewards.rules import RuleScore, rule_for, rule_score
-from freewheel.rewards.scoring import ComputeScore, Rewards, Sample, apply_rule, combine, judge_requests
+from freewheel.rewards.scoring import ComputeScore, Rewards, Sample, apply_rules, combine, judge_requests
 
 log = logging.getLogger("freewheel.rewards")
 
@@ -237,7 +237,7 @@ class JudgeReward:
         verdicts = await self._verdicts(judge, requests)
         rewards = combine(samples, rules, verdicts, self.config)
         self._report(rewards, kwargs.get("log_metric"), kwargs.get("log_extra"))
-        unknown = self._unknown(samples, verdicts, ruled)
+        unknown = self._unknown(samples, rewards.verdicts, ruled)
         return [None if hidden else float(reward) for reward, hidden in zip(rewards.reward, unknown, strict=True)]
 
     def _samples(
@@ -280,7 +280,8 @@ class JudgeReward:
 
     def _rules(self, samples: Sequence[Sample], ruled: Sequence[bool]) -> list[RuleScore]:
         rule = self.rule if callable(self.rule) else rule_score
-        return [apply_rule(rule, sample) if known else NO_RULE for sample, known in zip(samples, ruled, strict=True)]
+        scores = iter(apply_rules(rule, [sample for sample, known in zip(samples, ruled, strict=True) if known]))
+        return [next(scores) if known else NO_RULE for known in ruled]
 
     async def _verdicts(self, judge: Judge | None, requests: Sequence[JudgeRequest]) -> list[Verdict]:
         if judge is None:

@@ -14,9 +14,10 @@ from freewheel.rewards.scoring import Array, Sample
 
 
 class Rollouts:
-    """A batch as it was when it was submitted: later changes to it change nothing here.
+    """A batch as it was when it was submitted: later changes to its tensors and columns change nothing here.
 
-    Making one does not wait for an accelerator; `samples` does.
+    What is nested within `extra_info` and in ground truths is the batch's own. Making one does not wait for an
+    accelerator; `samples` does.
     """
 
     def __init__(self, batch: RewardBatch, reward_fn_key: str) -> None:
@@ -37,13 +38,17 @@ class Rollouts:
                 )
         self._responses, self._prompts = _snapshot(responses), _snapshot(tensors["prompts"])
         self._mask = _snapshot(tensors["attention_mask"])
-        self._arrived = _event_after(responses)
+        self._arrived = _event_after(responses, tensors["prompts"], tensors["attention_mask"])
         self._sources = [str(source) for source in columns[reward_fn_key]]
         self._truths = [_ground_truth(row, given) for row, given in enumerate(columns["reward_model"])]
         extras = columns["extra_info"] if "extra_info" in columns else [None] * len(self)
         self._extras = [_extra_info(row, given) for row, given in enumerate(extras)]
+        wide, tokens = tensors["attention_mask"].shape[1], tensors["prompts"].shape[1] + self.shape[1]
+        if wide != tokens:
+            raise ConfigError("attention_mask.shape[1]", wide, f"prompts and responses have {tokens} tokens together")
         # Text stands for any uid: a list or an array, which some data has, cannot be looked up.
-        self._uids = [str(uid) for uid in columns["uid"]] if "uid" in columns else None
+        uids = [None if uid is None else str(uid) for uid in columns["uid"]] if "uid" in columns else []
+        self._uids = uids if any(uid is not None for uid in uids) else None
         self._lengths: list[int] = []
 
     def __len__(self) -> int:
@@ -59,6 +64,7 @@ class Rollouts:
         prompt_lengths = valid[:, :split].sum(dim=1).tolist()
         # Without uids nothing says which rows answer one prompt; equal prompts do.
         groups: list[Any] = self._uids or [tuple(row) for row in self._prompts.tolist()]
+        groups = [(row,) if group is None else group for row, group in enumerate(groups)]  # no uid: a group of its own
 
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -103,13 +109,14 @@ def _snapshot(tensor: Any) -> Any:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach(), non_blocking=True)
 
 
-def _event_after(tensor: Any) -> Any:
+def _event_after(*tensors: Any) -> Any:
     """An event behind the copies queued so far; None where they are done."""
-    if not tensor.is_cuda:
+    on_cuda = [tensor for tensor in tensors if tensor.is_cuda]
+    if not on_cuda:
         return None
     import torch
 
-    return torch.cuda.current_stream(tensor.device).record_event()
+    return torch.cuda.current_stream(on_cuda[0].device).record_event()
 
 
 def _extra_info(row: int, given: Any) -> Mapping[str, Any]:

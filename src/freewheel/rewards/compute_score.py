@@ -10,6 +10,8 @@ keywords are keys of `LengthPenaltyConfig`; verl gives them as `reward_kwargs`.
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,7 +24,7 @@ from freewheel.judge.verdict import Failed, Scored, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
 from freewheel.rewards.handle import wait_for
 from freewheel.rewards.rules import RuleScore, rule_score
-from freewheel.rewards.scoring import Rewards, Sample, apply_rule, combine, judge_requests
+from freewheel.rewards.scoring import Rewards, Sample, apply_rules, combine, judge_requests
 
 MONITOR = "TRAIN_WITH_MONITOR"
 ENDPOINT = "OPENAI_BASE_URL"
@@ -60,7 +62,7 @@ def compute_score(*args: Any, **kwargs: Any) -> Any:
 
 async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
     """`compute_score` for an event loop, which it does not block."""
-    call = _read(args, kwargs)
+    call = await asyncio.to_thread(_read, args, kwargs)  # rules take time, a comparison of formulas up to seconds
     if not _is_judged(call):
         return _unjudged(call)
     handle, config = _hand_over(call)
@@ -98,7 +100,7 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
                 raise TypeError(f"compute_score misses {key!r}; its conventions are in its module's docstring")
         sample = _sample(values["dataset_name"], values["response"], values["ground_truth"], values.get("extra_info"))
         call = _Call([sample], [], False, False, given)
-    return call._replace(rules=[apply_rule(rule_score, sample) for sample in call.samples])
+    return call._replace(rules=apply_rules(rule_score, call.samples))
 
 
 def _rows(sources: Any, solutions: Any, truths: Any, extras: Any) -> list[tuple[Any, ...]]:
@@ -178,10 +180,11 @@ _lock = threading.Lock()
 
 def _judge_for(settings: Mapping[str, Any]) -> tuple[Judge, LengthPenaltyConfig]:
     """The judge for these settings, made at the first call; it stays, with what it learnt and its connections."""
-    told = {name: os.environ.get(name, "") for name in (KEY_VARIABLE, CACHE_VARIABLE, ENDPOINT, MODEL)}
+    names = (KEY_VARIABLE, CACHE_VARIABLE, ENDPOINT, MODEL, str(settings.get("judge", {}).get("api_key_env", "")))
     key = settings.get("api_key")
     key = key.reveal() if isinstance(key, Secret) and key else key  # two Secrets print alike
-    identity = repr((sorted(told.items()), sorted(settings.items(), key=str), key))
+    told = ([os.environ.get(name, "") for name in names], sorted(settings.items(), key=str), key)
+    identity = hashlib.sha256(repr(told).encode()).hexdigest()  # a key must not lie about as text
     with _lock:
         found = _judges.get(identity)
         if found is None:
@@ -206,8 +209,19 @@ def _hand_over(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
 def shutdown_judges() -> None:
     """Ends the judges that `compute_score` started; the next call starts one again. A process that ends does it too."""
     with _lock:
-        while _judges:
-            _judges.popitem()[1][0].close()
+        ended = [judge for judge, _ in _judges.values()]
+        _judges.clear()
+    for judge in ended:
+        judge.close()
+
+
+def _forked() -> None:
+    """In a forked process: the lock may be held by a thread that is not here. The judges look after themselves."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _config(settings: Mapping[str, Any]) -> LengthPenaltyConfig:

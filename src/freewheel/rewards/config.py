@@ -145,9 +145,14 @@ class LengthPenaltyConfig:
         """The judge's key, or None: a key from the environment never goes to an endpoint that nobody named."""
         if self.api_key:
             return self.api_key
-        if isinstance(self.api_endpoint, _Unnamed):
+        if not self.names_endpoint:
             return None
         return Secret.from_env(str(self.judge.get("api_key_env", KEY_VARIABLE)))
+
+    @property
+    def names_endpoint(self) -> bool:
+        """False for the default: nobody chose it."""
+        return not isinstance(self.api_endpoint, _Unnamed)
 
     @property
     def judges(self) -> bool:
@@ -179,7 +184,12 @@ class LengthPenaltyConfig:
         settings |= self.judge
         if self.key is None:
             settings["api_key_env"] = None  # the engine must not find a key where we may not look for one
-        return JudgeConfig.from_dict(settings)
+        try:
+            return JudgeConfig.from_dict(settings)
+        except ConfigError as error:
+            name, *inner = error.key.split(".")
+            ours = {theirs: ours for ours, theirs in _ENGINE_KEYS.items()}.get(name, f"judge.{name}")
+            raise error.renamed(".".join([ours, *inner])) from None
 
 
 _ENGINE_KEYS = {

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -44,9 +44,15 @@ class Beside(NamedTuple):
 class RewardHandle:
     """The rewards of one batch. `result()` may be called any number of times, from any thread."""
 
-    def __init__(self, outcome: Callable[[], Any], beside: Future[Beside] | None = None) -> None:
+    def __init__(
+        self,
+        outcome: Callable[[], Any],
+        beside: Future[Beside] | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
         self._outcome = outcome
         self._beside = beside
+        self._cancelled = cancelled or threading.Event()
         self._lock = threading.Lock()
         self._result: Any = None
         self._error: Exception | None = None
@@ -63,8 +69,21 @@ class RewardHandle:
         handle = self._beside.result().handle
         return handle is not None and handle.done()
 
-    def result(self) -> Any:
-        """What calling the manager would have returned, or raised; waits for it."""
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`result()` without blocking the loop."""
+        return asyncio.to_thread(self.result).__await__()
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """What calling the manager would have returned, or raised; waits for it.
+
+        `timeout_s` bounds the waiting for what is done beside the caller; `TimeoutError` leaves the batch running.
+        """
+        if timeout_s is not None and self._beside is not None and not self._settled:
+            until = time.monotonic() + timeout_s
+            _, handle = self._beside.result(timeout_s)
+            if handle is not None and not handle.wait(max(0.0, until - time.monotonic())):
+                done = handle.progress()
+                raise TimeoutError(f"{done.done} of {done.total} verdicts are in after {timeout_s:g} s")
         with self._lock:
             if not self._settled:
                 try:
@@ -77,8 +96,9 @@ class RewardHandle:
             return self._result
 
     def cancel(self) -> None:
-        """Gives the judging up: rows without a verdict are failed ones, and `result()` does not wait for them."""
-        if self._beside is not None and self._beside.exception() is None:
+        """Gives the judging up, at once: rows without a verdict are failed ones, and `result()` waits for none."""
+        self._cancelled.set()  # for a batch that is still on its way to the judge
+        if self._beside is not None and self._beside.done() and self._beside.exception() is None:
             handle = self._beside.result().handle
             if handle is not None:
                 handle.cancel()
@@ -95,14 +115,16 @@ def wait_for(handle: Handle) -> list[Verdict]:
     return handle.result()
 
 
-async def judge_inline(config: JudgeConfig, requests: Sequence[JudgeRequest]) -> list[Verdict]:
-    """Judges a batch on the running loop, and says how far it is likewise."""
-    async with InlineJudge(config) as judge:
+async def judge_inline(
+    config: JudgeConfig, requests: Sequence[JudgeRequest], spent: float
+) -> tuple[list[Verdict], float]:
+    """Judges a batch on the running loop; gives what it cost too. A log hears how far it is, as above."""
+    async with InlineJudge(config, spent=spent) as judge:
         judging = asyncio.ensure_future(judge.score(requests))
         try:
             while not (await asyncio.wait([judging], timeout=SAY_EVERY_S))[0]:
                 _say_waiting(judge.share_done)
-            return judging.result()
+            return judging.result(), judge.engine.spent - spent
         finally:
             judging.cancel()
 

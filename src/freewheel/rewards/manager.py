@@ -33,15 +33,12 @@ from freewheel.rewards.scoring import (
     ComputeScore,
     Rewards,
     Sample,
-    apply_rule,
+    apply_rules,
     combine,
     judge_requests,
 )
 
 log = logging.getLogger("freewheel.rewards")
-
-CANNOT_START = (JudgeError, OSError, RuntimeError)
-"""What starting an engine raises where there is no file, thread or process left for it."""
 
 
 class LengthPenaltyRewardManager:
@@ -66,7 +63,13 @@ class LengthPenaltyRewardManager:
         self._reset()
         if self._judge_config is None:
             self._say_why_no_judge()
-        elif self.use_async_io:
+            return
+        if not self.config.names_endpoint:
+            log.warning(
+                "The key goes to %s, the default endpoint; name api_endpoint if that is not your judge",
+                self.config.api_endpoint,
+            )
+        if self.use_async_io:
             log.info("Initialized async OpenAI manager for TRUE ASYNC I/O (zero GPU wait)")
         else:
             log.info("OpenAI API key provided but use_async_io=False. Using synchronous fallback.")
@@ -76,6 +79,7 @@ class LengthPenaltyRewardManager:
         self._loops: dict[threading.Thread, asyncio.AbstractEventLoop] = {}
         # Read once: a key that comes to or goes from the environment later changes nothing.
         self._judge_config = self.config.judge_config() if self.config.judges else None
+        self._spent = 0.0
         self.async_openai_manager = self._new_manager()
 
     def _new_manager(self) -> AsyncOpenAIManager | None:
@@ -98,9 +102,10 @@ class LengthPenaltyRewardManager:
         elif self.config.key is not None:
             log.info("The judge is off (enable_openai_reward=False): rewards are rule score and length penalty only")
         else:
-            log.info(
+            log.log(
+                logging.WARNING if self.config.names_endpoint else logging.INFO,  # a judge was meant
                 "No API key: rewards are rule score and length penalty only, and no request is made. Give api_key, or "
-                "api_endpoint together with the environment variable OPENAI_API_KEY"
+                "api_endpoint together with the environment variable OPENAI_API_KEY",
             )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -125,6 +130,8 @@ class LengthPenaltyRewardManager:
             log.info("No OpenAI manager to shut down (not initialized)")
             return
         log.info("Shutting down async OpenAI manager...")
+        if manager.pending:
+            log.warning("%d batches are not judged yet: their missing rows end as failed", manager.pending)
         try:
             manager.shutdown(max(0.0, until - time.monotonic()))
         except (JudgeError, OSError) as error:
@@ -172,8 +179,9 @@ class LengthPenaltyRewardManager:
             return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
         log.info("Using TRUE ASYNC I/O for batch with %d responses (zero GPU wait)", len(rollouts))
         beside: Future[Beside] = Future()
+        cancelled = threading.Event()
         thread = threading.Thread(
-            target=self._prepare_beside, args=(rollouts, manager, beside), name="freewheel-rewards"
+            target=self._prepare_beside, args=(rollouts, manager, beside, cancelled), name="freewheel-rewards"
         )
         try:
             thread.start()
@@ -181,23 +189,23 @@ class LengthPenaltyRewardManager:
             _say_degraded(error)
             return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
         self._threads.add(thread)
-        return RewardHandle(functools.partial(self._collect, rollouts, beside, return_dict), beside)
+        return RewardHandle(functools.partial(self._collect, rollouts, beside, return_dict), beside, cancelled)
 
     def _prepare(self, rollouts: Rollouts) -> Prepared:
         samples = rollouts.samples(self.tokenizer)
-        rules = [apply_rule(self.compute_score, sample) for sample in samples]
+        rules = apply_rules(self.compute_score, samples)
         return Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
 
-    def _prepare_beside(self, rollouts: Rollouts, manager: AsyncOpenAIManager, beside: Future[Beside]) -> None:
+    def _prepare_beside(
+        self, rollouts: Rollouts, manager: AsyncOpenAIManager, beside: Future[Beside], cancelled: threading.Event
+    ) -> None:
         """In a thread of the batch's own: decoding and rules take time, and `submit` has none."""
         try:
             ready = self._prepare(rollouts)
-            try:
-                handle = _hand_over(manager, ready.requests)
-            except CANNOT_START as error:
-                _say_degraded(error)
-                handle = None
+            handle = _hand_over(manager, ready.requests)
             beside.set_result(Beside(ready, handle))
+            if cancelled.is_set() and handle is not None:
+                handle.cancel()
         except BaseException as error:  # noqa: BLE001  # `result()` raises it
             beside.set_exception(error)
 
@@ -207,8 +215,12 @@ class LengthPenaltyRewardManager:
         if handle is None:
             verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
         else:
-            verdicts = self._retried_here(ready.requests, wait_for(handle))
-            _say_completed(verdicts, elapsed_s(handle, ready.since))
+            verdicts = wait_for(handle)
+            took_s = elapsed_s(handle, ready.since)
+            if broken := _broken_rows(verdicts):
+                again = self._get_batched_openai_quality_rewards_sync([ready.requests[row] for row in broken])
+                _put_again(verdicts, broken, again)
+            _say_completed(verdicts, took_s)
         return self._finish(rollouts, ready, verdicts, return_dict)
 
     def _judge_here(self, rollouts: Rollouts, return_dict: bool) -> Any:
@@ -228,24 +240,21 @@ class LengthPenaltyRewardManager:
     async def _get_batched_openai_quality_rewards_async(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
         """One verdict a request, all groups together, from the judge beside us. Does not block the loop.
 
-        Without one beside us it judges on the running loop.
+        Without one beside us, and where that broke, it judges on the running loop.
         """
         if self._judge_config is None:
             return [JUDGE_OFF] * len(requests)
         manager, since = self.async_openai_manager, time.monotonic()
-        if manager is not None:
+        handle = _hand_over(manager, requests) if manager is not None else None
+        if handle is None:
+            verdicts = await self._judge_on_loop(requests)
+        else:
             try:
-                handle = _hand_over(manager, requests)
-            except CANNOT_START as error:
-                _say_degraded(error)
-            else:
-                try:
-                    verdicts = await handle
-                finally:
-                    handle.cancel()
-                _say_completed(verdicts, elapsed_s(handle, since))
-                return verdicts
-        verdicts = await judge_inline(self._judge_config, requests)
+                verdicts = await handle
+            finally:
+                handle.cancel()
+            if broken := _broken_rows(verdicts):
+                _put_again(verdicts, broken, await self._judge_on_loop([requests[row] for row in broken]))
         _say_completed(verdicts, time.monotonic() - since)
         return verdicts
 
@@ -257,26 +266,17 @@ class LengthPenaltyRewardManager:
             "Using synchronous method for batch with %d responses (set use_async_io=True for async)", len(requests)
         )
         since = time.monotonic()
-        verdicts = run_privately(judge_inline(self._judge_config, requests))
+        verdicts = run_privately(self._judge_on_loop(requests))
         _say_completed(verdicts, time.monotonic() - since)
         return verdicts
 
-    def _retried_here(self, requests: Sequence[JudgeRequest], verdicts: list[Verdict]) -> list[Verdict]:
-        """With those that failed because the engine beside us broke judged again, on the synchronous path."""
-        broken = [row for row, verdict in enumerate(verdicts) if _engine_broke(verdict)]
-        if not broken:
-            return verdicts
-        first = verdicts[broken[0]]
-        assert isinstance(first, Failed)
-        log.warning(
-            "Async evaluation failed for %d of %d responses (%s); using the synchronous path for them",
-            len(broken),
-            len(verdicts),
-            first.detail,
-        )
-        again = self._get_batched_openai_quality_rewards_sync([requests[row] for row in broken])
-        for row, verdict in zip(broken, again, strict=True):
-            verdicts[row] = verdict
+    async def _judge_on_loop(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
+        """With an engine for this batch alone; what all of them spend counts against one `max_cost`."""
+        assert self._judge_config is not None
+        beside = self.async_openai_manager
+        spent = self._spent + (beside.stats().cost if beside is not None else 0.0)
+        verdicts, cost = await judge_inline(self._judge_config, requests, spent)
+        self._spent += cost
         return verdicts
 
     def _examine(self, samples: Sequence[Sample], rewards: Rewards) -> None:
@@ -299,7 +299,7 @@ class LengthPenaltyRewardManager:
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_threads", "_loops", "_judge_config", "async_openai_manager")
+        left_out = ("_threads", "_loops", "_judge_config", "_spent", "async_openai_manager")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -309,17 +309,43 @@ class LengthPenaltyRewardManager:
             self._say_why_no_judge()
 
 
-def _hand_over(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) -> Handle:
+def _hand_over(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) -> Handle | None:
+    """None where the engine beside us is gone, or cannot be started: no file, thread or process is left for it."""
+    try:
+        manager.start()
+    except (JudgeError, OSError, RuntimeError) as error:
+        _say_degraded(error)
+        return None
     log.info("Starting async evaluation of %d responses", _judged_count(requests))
-    return manager.submit(requests)
+    try:
+        return manager.submit(requests)
+    except JudgeError as error:
+        _say_degraded(error)
+        return None
 
 
 def _say_degraded(error: Exception) -> None:
     log.warning("Async evaluation failed (%s: %s); using the synchronous path", type(error).__name__, error)
 
 
-def _engine_broke(verdict: Verdict) -> bool:
-    return isinstance(verdict, Failed) and verdict.reason == Reason.ENGINE
+def _broken_rows(verdicts: Sequence[Verdict]) -> list[int]:
+    """The rows that failed because the engine beside us broke."""
+    rows = [row for row, one in enumerate(verdicts) if isinstance(one, Failed) and one.reason == Reason.ENGINE]
+    if rows:
+        why = verdicts[rows[0]]
+        assert isinstance(why, Failed)
+        log.warning(
+            "Async evaluation failed for %d of %d responses (%s); using the synchronous path for them",
+            len(rows),
+            len(verdicts),
+            why.detail,
+        )
+    return rows
+
+
+def _put_again(verdicts: list[Verdict], rows: Sequence[int], again: Sequence[Verdict]) -> None:
+    for row, verdict in zip(rows, again, strict=True):
+        verdicts[row] = verdict
 
 
 def _judged_count(requests: Sequence[JudgeRequest]) -> int:
@@ -327,7 +353,13 @@ def _judged_count(requests: Sequence[JudgeRequest]) -> int:
 
 
 def _say_completed(verdicts: Sequence[Verdict], took_s: float) -> None:
-    timed_out = sum(isinstance(verdict, Failed) and verdict.reason == Reason.DEADLINE for verdict in verdicts)
-    if timed_out:
+    failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
+    counts = Counter(verdict.reason for verdict in failed)
+    if timed_out := counts.pop(Reason.DEADLINE.value, 0):
         log.warning("OpenAI API evaluation timeout, using fallback: %d of %d failed", timed_out, len(verdicts))
+    if counts:
+        first = next(verdict for verdict in failed if verdict.reason in counts)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in counts.items())
+        total = sum(counts.values())
+        log.warning("%d of %d judgements failed (%s), the first with: %s", total, len(verdicts), reasons, first.detail)
     log.info("Completed in %.2fs, avg %.2fs per response", took_s, took_s / max(1, len(verdicts)))

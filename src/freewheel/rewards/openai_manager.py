@@ -89,6 +89,11 @@ class AsyncOpenAIManager:
         return self.judge.stats()
 
     @property
+    def pending(self) -> int:
+        """Batches that have no verdict for each of their requests yet."""
+        return self.judge.pending
+
+    @property
     def running(self) -> bool:
         return self.judge.running
 

@@ -7,6 +7,7 @@ The managers of `freewheel.rewards` and of the integrations are shells around it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,11 +22,16 @@ from freewheel.rewards.config import LengthPenaltyConfig
 from freewheel.rewards.length import group_index, median_penalty
 from freewheel.rewards.rules import RuleScore
 
+log = logging.getLogger("freewheel.rewards")
+
 Array = np.ndarray[Any, np.dtype[Any]]
 ComputeScore = Callable[..., Any]
 """verl's: takes `data_source`, `solution_str`, `ground_truth`, `extra_info`; gives a number, or a dict with `score`."""
 
 JUDGE_OFF = Skipped("the judge is off")
+RULE_FAILED = Failed("rule", 0, "compute_score failed; the log says how")
+FAILED_RULE = RuleScore(np.nan, format=0.0)
+"""The score of a row whose `compute_score` raised: NaN means "failed" wherever rewards are put together."""
 
 
 class RewardFailed(JudgeError, RuntimeError):
@@ -90,6 +96,23 @@ class Rewards:
         return extra
 
 
+def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[RuleScore]:
+    """Each sample's rule score. One that raises is a failed row and not the end of the batch, unless all do."""
+    scores: list[RuleScore] = []
+    errors: list[Exception] = []
+    for row, sample in enumerate(samples):
+        try:
+            scores.append(apply_rule(compute_score, sample))
+        except Exception as error:  # a user's function may raise anything
+            scores.append(FAILED_RULE)
+            if not errors:
+                log.error("compute_score failed in row %d of %d: %s", row, len(samples), error, exc_info=error)
+            errors.append(error)
+    if errors and len(errors) == len(samples):
+        raise errors[0]
+    return scores
+
+
 def apply_rule(compute_score: ComputeScore, sample: Sample) -> RuleScore:
     """The rule's score of one sample, whatever form `compute_score` gives it in."""
     found = compute_score(
@@ -138,6 +161,8 @@ def judge_requests(
 
 
 def _gated(rule: RuleScore, config: LengthPenaltyConfig) -> str:
+    if np.isnan(rule.value):
+        return RULE_FAILED.detail
     if config.gate == "on" and rule.value == 0:
         return "judge_gate: the rule score is 0"
     if config.gate == "format" and rule.format == 0:
@@ -149,6 +174,7 @@ def combine(
     samples: Sequence[Sample], rules: Sequence[RuleScore], verdicts: Sequence[Verdict], config: LengthPenaltyConfig
 ) -> Rewards:
     """The rewards of a batch that holds its groups whole."""
+    verdicts = [RULE_FAILED if np.isnan(one.value) else given for one, given in zip(rules, verdicts, strict=True)]
     groups = group_index([sample.group for sample in samples])
     lengths = np.array([sample.length for sample in samples], dtype=np.int64)
     rule = np.array([one.value for one in rules], dtype=np.float64)
@@ -175,9 +201,10 @@ def combine(
                 f"{first.reason}: {first.detail}"
             )
         if policy.kind == "group_mean":
-            reward = fill_failed(reward, groups, valid, otherwise=rule)
+            reward = fill_failed(reward, groups, valid, otherwise=_known(rule, reward, valid))
         else:
-            reward = np.where(valid, reward, policy.value if policy.kind == "fallback" else rule - penalty)
+            alone = _known(rule - penalty, reward, valid)
+            reward = np.where(valid, reward, policy.value if policy.kind == "fallback" else alone)
     return Rewards(
         reward=reward,
         raw=composed.raw,
@@ -188,6 +215,11 @@ def combine(
         medians=medians,
         verdicts=verdicts,
     )
+
+
+def _known(rule: Array, reward: Array, valid: Array) -> Array:
+    """`rule`, with the batch's mean reward where a row has not even that."""
+    return np.where(np.isnan(rule), reward[valid].mean() if valid.any() else 0.0, rule)
 
 
 def _judged(verdict: Verdict) -> float:
