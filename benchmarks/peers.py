@@ -291,12 +291,11 @@ def runs_table(runs: Sequence[Run]) -> str:
 def judge_promises(runs: Sequence[Run]) -> list[Promise]:
     (ours,) = (run for run in runs if run.ours)
     right_s = [run.wall_s for run in runs if not run.ours and run.right == run.requests]
-    fastest = [at_most("judge: seconds over the fastest right peer's", ours.wall_s / min(right_s), SLOWER_AT_MOST)]
-    return [
-        at_most("judge: wrong", ours.wrong, 0),
-        at_most("judge: missing", ours.missing, 0),
-        *(fastest if right_s else []),
-    ]
+    promises = [at_most("judge: wrong", ours.wrong, 0), at_most("judge: missing", ours.missing, 0)]
+    if right_s:
+        ratio = ours.wall_s / min(right_s)
+        promises.append(at_most("judge: seconds over the fastest right peer's", ratio, SLOWER_AT_MOST))
+    return promises
 
 
 def rewards_promises(runs: Sequence[Run]) -> list[Promise]:

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.integrations.meeting import Closed, Meeting
+from freewheel.integrations.meeting import LATE_S, Closed, Meeting
 
 DEADLINE_S = 60.0
 SETTLE_S = 5.0
@@ -112,6 +112,38 @@ def test_an_old_group_is_forgotten_and_its_uid_may_be_used_again() -> None:
     assert met.join("u", 4, [2]) == Closed("u", (3, 4), 2, 2, whole=True)
 
 
+def test_a_uid_that_is_used_again_is_a_group_of_its_own_and_not_measured_by_the_old_one() -> None:
+    met, clock = meeting()
+    met.join("u", 1, [2])
+    met.join("u", 2, [2])
+    clock.now += LATE_S
+    assert met.join("u", 3, [2]) is None
+    assert met.join("u", 4, [2]) == Closed("u", (3, 4), 2, 2, whole=True)
+    assert met.join("u", 5, [2]) == Closed("u", (3, 4, 5), 1, 2, whole=True, late=True)
+
+
+def test_what_only_seems_to_be_a_uid_used_again_does_not_hold_up_a_run_for_long() -> None:
+    met, clock = meeting()
+    for row in range(3):
+        met.join("u", row, [3])
+    clock.now += LATE_S
+    met.join("u", 3, [3])
+    clock.now += SETTLE_S
+    assert met.due() == [Closed("u", (3,), 1, 3, whole=False, late=True)]
+
+
+def test_the_past_of_a_uid_that_is_used_again_counts_from_its_last_group() -> None:
+    met, clock = meeting()
+    for name in ("u", "v", "u"):
+        met.join(name, 1, [2])
+        met.join(name, 2, [2])
+        clock.now += DEADLINE_S / 2
+    assert met.join("v", 3, [2]) is None  # forgotten, though a group that is older in name is not
+    met.join("u", 3, [2])
+    clock.now += SETTLE_S
+    assert [closed.key for closed in met.due()] == ["u"]
+
+
 def test_a_group_of_one_is_no_measure_for_the_next_of_its_uid() -> None:
     met, _ = meeting()
     met.join("u", 1, [1])
@@ -133,9 +165,14 @@ def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps
     sizes_of: dict[int, set[int]] = {}
     came: dict[int, float] = {}
     done: list[int] = []
+    done_at: dict[int, float] = {}
 
     def take(closed: Closed[int]) -> None:
+        beside = closed.rows[: -closed.unanswered]
+        assert all(clock.now - done_at[row] < LATE_S for row in beside), "measured by a group of long ago"
+        assert closed.late or not beside
         done.extend(answered(closed))
+        done_at.update(dict.fromkeys(answered(closed), clock.now))
         assert len(closed.rows) >= closed.unanswered >= 1
         if closed.whole and not closed.late:
             assert len(closed.rows) in sizes_of[closed.key] and closed.expected == len(closed.rows)
@@ -164,3 +201,26 @@ def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps
         for closed in met.due():
             take(closed)
     assert sorted(done) == sorted(came)
+
+
+@given(
+    gap_s=st.floats(LATE_S, 3 * DEADLINE_S),
+    size=st.integers(2, 8),
+    extra=st.integers(0, 8),
+    pauses=st.lists(st.floats(0, SETTLE_S, exclude_max=True), min_size=8, max_size=8),
+)
+def test_a_second_validation_is_answered_as_the_first_was_whatever_copies_filled_it_up(
+    gap_s: float, size: int, extra: int, pauses: list[float]
+) -> None:
+    met, clock = meeting()
+    for row in range(size + extra):
+        met.join("u", row, [size])
+    clock.now += gap_s
+    again = range(100, 100 + size)
+    closed: Closed[int] | None = None
+    for row, pause_s in zip(again, pauses, strict=False):
+        assert closed is None
+        closed = met.join("u", row, [size])
+        clock.now += pause_s
+        assert met.due() == []
+    assert closed == Closed("u", tuple(again), size, size, whole=True)

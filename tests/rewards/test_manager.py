@@ -370,7 +370,7 @@ def test_a_row_whose_compute_score_fails_is_a_failed_row_and_the_batch_goes_on(
     assert last_values(result["reward_tensor"], data) == [5.0, 5.0, 5.0, 5.0], "its group's mean, or the batch's"
     extra = result["reward_extra_info"]
     assert extra["judge_status"] == ["scored", "failed", "scored", "failed"]
-    assert (extra["judge_reason"][1], extra["reward_mask"]) == ("rule", [1, 0, 1, 0])
+    assert (extra["judge_reason"][1], extra["reward_mask"]) == ("compute_score", [1, 0, 1, 0])
     assert judge.counts().received == 2, "what has no rule score is not judged"
     assert "compute_score failed in row 1 of 4" in caplog.text
 

@@ -4,16 +4,18 @@
     score(request) ─┼─▶ GATHER_S ─▶ Judge.submit([…]) ─▶ each verdict to its caller as it is reached
     score(request) ─┘
 
-Used by `freewheel.integrations.verl` and `freewheel.integrations.trl`.
+`freewheel.integrations.verl` is the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import weakref
 from typing import Protocol
 
+from freewheel.judge.errors import JudgeClosed
 from freewheel.judge.handle import Handle
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Verdict
@@ -24,6 +26,9 @@ GATHER_S = 0.005
 
 class Submits(Protocol):
     """What is needed of a `Judge`."""
+
+    @property
+    def running(self) -> bool: ...
 
     def submit(self, requests: list[JudgeRequest]) -> Handle: ...
 
@@ -44,7 +49,10 @@ class Gathering:
         self._of_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Batches] = weakref.WeakKeyDictionary()
 
     async def score(self, request: JudgeRequest) -> Verdict:
-        """The verdict on one request. Cancelling a caller leaves the others of its batch alone."""
+        """The verdict on one request. Cancelling a caller leaves the others of its batch alone.
+
+        Raises what `submit` or the batch's handle raised, and `JudgeClosed` where the sending was cancelled.
+        """
         loop = asyncio.get_running_loop()
         with self._lock:
             batches = self._of_loop.get(loop)
@@ -66,29 +74,37 @@ class _Batches:
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
         if len(self._waiting) == 1:
-            task = asyncio.ensure_future(self._send())
+            task = asyncio.ensure_future(self._send(self._waiting))
             self._tasks.add(task)  # a loop holds its tasks weakly
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(functools.partial(self._ended, self._waiting))
         return answer
 
-    async def _send(self) -> None:
+    async def _send(self, gathered: list[Waiter]) -> None:
         await asyncio.sleep(self._gather_s)
-        waiting, self._waiting = self._waiting, []
-        waiting = [(request, answer) for request, answer in waiting if not answer.done()]
+        self._waiting = []  # who comes from now on is of the next batch
+        waiting = [(request, answer) for request, answer in gathered if not answer.done()]
         if not waiting:
             return
-        answers = [answer for _, answer in waiting]
-        try:
+        requests = [request for request, _ in waiting]
+        if self._judge.running:
+            handle = self._judge.submit(requests)  # not in the loop's threads, which slow rules may hold all of
+        else:
             # The first submit starts the engine's process, which would stop the loop for a moment.
-            handle = await asyncio.to_thread(self._judge.submit, [request for request, _ in waiting])
-        except Exception as error:  # noqa: BLE001  # raised again in each caller
-            for answer in answers:
-                if not answer.done():
-                    answer.set_exception(error)
-            return
+            handle = await asyncio.to_thread(self._judge.submit, requests)
         try:
             async for index, verdict in handle.as_completed():
-                if not answers[index].done():
-                    answers[index].set_result(verdict)
+                answer = waiting[index][1]
+                if not answer.done():
+                    answer.set_result(verdict)
         finally:
             handle.cancel()
+
+    def _ended(self, gathered: list[Waiter], task: asyncio.Task[None]) -> None:
+        """However a batch's sending ended, even before it began: nobody goes on waiting, and the next is a new one."""
+        self._tasks.discard(task)
+        if self._waiting is gathered:
+            self._waiting = []
+        error = None if task.cancelled() else task.exception()
+        for _, answer in gathered:
+            if not answer.done():
+                answer.set_exception(error or JudgeClosed("the judging was cancelled"))

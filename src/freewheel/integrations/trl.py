@@ -28,7 +28,7 @@ from freewheel.judge import Judge, JudgeRequest
 from freewheel.judge.errors import ConfigError, JudgeError
 from freewheel.judge.secret import Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
-from freewheel.rewards.config import KEY_VARIABLE, LengthPenaltyConfig, OnFailure, as_config
+from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
 from freewheel.rewards.rules import RuleScore, rule_for, rule_score
 from freewheel.rewards.scoring import ComputeScore, Rewards, Sample, apply_rules, combine, judge_requests
 
@@ -141,7 +141,7 @@ class JudgeReward:
             raise ConfigError(
                 "api_key",
                 None,
-                f"the judge needs a key: set {self._variable} and name api_endpoint, or give api_key "
+                f"the judge needs a key: set {self.config.key_variable} and name api_endpoint, or give api_key "
                 f"('{KEYLESS}' for a server that needs none)",
             )
         self._say_once("no key for the judge is given: the reward is rule score and length penalty only")
@@ -152,12 +152,8 @@ class JudgeReward:
             "api_key",
             self.config.api_key,
             "a key given as text does not travel to another process, as AsyncGRPO's worker is one: leave api_key "
-            f"out, name api_endpoint, and set {self._variable} in the environment",
+            f"out, name api_endpoint, and set {self.config.key_variable} in the environment",
         )
-
-    @property
-    def _variable(self) -> str:
-        return str(self.config.judge.get("api_key_env", KEY_VARIABLE))
 
     def _say_once(self, what: str) -> None:
         if what not in self._said:
@@ -177,7 +173,7 @@ class JudgeReward:
         }
         key = self.config.api_key
         state["keyless"] = keyless = key is not None and bool(key) and key.reveal() == KEYLESS
-        travels = not key or keyless or pickle.loads(pickle.dumps(key)) or Secret.from_env(self._variable)
+        travels = not key or keyless or pickle.loads(pickle.dumps(key)) or Secret.from_env(self.config.key_variable)
         if not travels:
             if get_spawning_popen() is not None:
                 # A child of this process has this environment, so it would have no key: better said before it starts.
@@ -185,7 +181,7 @@ class JudgeReward:
             log.warning(
                 "%s is pickled, and its api_key stays here: another process needs %s in its environment",
                 self.__name__,
-                self._variable,
+                self.config.key_variable,
             )
         return state
 

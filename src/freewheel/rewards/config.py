@@ -147,7 +147,12 @@ class LengthPenaltyConfig:
             return self.api_key
         if not self.names_endpoint:
             return None
-        return Secret.from_env(str(self.judge.get("api_key_env", KEY_VARIABLE)))
+        return Secret.from_env(self.key_variable)
+
+    @property
+    def key_variable(self) -> str:
+        """The environment variable that may hold the judge's key."""
+        return str(self.judge.get("api_key_env", KEY_VARIABLE))
 
     @property
     def names_endpoint(self) -> bool:
@@ -243,7 +248,9 @@ def _plain(given: Any) -> dict[str, Any]:
             raise ConfigError("length_penalty_config", shown, f"it cannot be read as YAML: {why}") from None
     if not isinstance(found, Mapping):
         raise ConfigError(
-            "length_penalty_config", found, "give a LengthPenaltyConfig, a mapping, an OmegaConf node, or YAML"
+            "length_penalty_config",
+            f"<{type(found).__name__}>",  # a key may stand in it
+            "give a LengthPenaltyConfig, a mapping, an OmegaConf node, YAML text with a mapping, or a .yaml file",
         )
     return {str(key): value for key, value in found.items()}
 

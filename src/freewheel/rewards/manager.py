@@ -124,7 +124,7 @@ class LengthPenaltyRewardManager:
         for thread in list(self._threads):
             thread.join(max(0.0, until - time.monotonic()))
         self._close_loops(list(self._loops))
-        math_equal.close()
+        math_equal.close(max(0.0, until - time.monotonic()))
         manager = self.async_openai_manager
         if manager is None or not manager.running:
             log.info("No OpenAI manager to shut down (not initialized)")

@@ -1,8 +1,10 @@
-"""The process in which math-verify runs: `python -m freewheel.rewards.math_child TIMEOUT_S`, started by `math_equal`.
+"""The process in which math-verify runs: `python -m freewheel.rewards.math_child REPLIES_FD TIMEOUT_S`, started by
+`math_equal`.
 
-    stdin: ["answer", "truth"] a line ─▶ compare, under an alarm that kills this process ─▶ stdout: 1 or 0 a line
+    stdin: [7, "answer", "truth"] a line ─▶ compare, under a limit that kills this process ─▶ REPLIES_FD: 7 1 (or 7 0)
 
-It ends with its stdin, and never outlives its parent by more than one comparison.
+Replies have a descriptor of their own, which no print can reach: stdout is stderr from the start. This process ends
+with its stdin, and never outlives its parent by more than one comparison.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ import contextlib
 import importlib
 import json
 import logging
+import os
 import resource
 import signal
 import sys
+
+from freewheel.rewards.math_equal import OUT_OF_MEMORY, READY
 
 MEMORY_BYTES = 2 << 30
 """Address space of this process, ten times what it lives in. `1.5E9999999999` takes 4 GB in seconds."""
 
 
-def main(timeout_s: float) -> None:
-    # The alarm is left to the kernel, which ends this process whatever it is in the middle of.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+def main(replies: int, timeout_s: float) -> None:
+    # The signal is left to the kernel, which ends this process whatever it is in the middle of.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     with contextlib.suppress(OSError, ValueError):  # a limit of the system's own may be lower
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     math_verify = importlib.import_module("math_verify")
@@ -32,17 +37,19 @@ def main(timeout_s: float) -> None:
         return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
 
     def say(line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        os.write(replies, f"{line}\n".encode())
 
-    say("ready")
+    say(READY)
     for line in sys.stdin:
-        answer, truth = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, timeout_s)
-        equal = math_verify.verify(parsed(truth), parsed(answer), timeout_seconds=None)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        say(str(int(equal)))
+        number, answer, truth = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time: on a busy machine a second is not always one
+        try:
+            equal = math_verify.verify(parsed(truth), parsed(answer), timeout_seconds=None)
+        except MemoryError:
+            sys.exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        say(f"{number} {int(equal)}")
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,11 +1,19 @@
 """Whether two LaTeX answers mean the same, by the `math-verify` library. The math rules call `equal`.
 
-    equal ─▶ remembered? ─▶ one line to the child (`math_child`) ─▶ its reply, or its death
+    equal ─▶ remembered? ─▶ one numbered line to the child (`math_child`) ─▶ its reply, or its death
 
 math-verify bounds its time with SIGALRM, which works in a main thread only and cannot interrupt a call into C, and it
 does not bound its memory: `1.5E9999999999` held the interpreter for longer than anybody waited, and took 4 GB. A model
 boxes such things sooner or later, so the comparison runs in a process that the kernel ends when its time is over. The
 next question starts another.
+
+What becomes of a comparison without a result depends on whose fault it is:
+
+- The question's: it used up its CPU time, or crashed or ran out of memory in two processes. It would do so again, so
+  this is remembered, and raised as `NotComparable`; the rules score it 0, since nobody can tell what was answered.
+- Anything else: a process that was killed (twice, for a fresh one gets a second try), that does not start, that starves
+  on a busy machine or says what it should not. That tells nothing of the answer, so it is not remembered, and is raised
+  as `ComparisonFailed`: the row has failed, and is not a 0.
 """
 
 from __future__ import annotations
@@ -17,25 +25,65 @@ import importlib.util
 import json
 import logging
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
+import time
+from typing import NoReturn
+
+from freewheel.judge.errors import JudgeError
 
 log = logging.getLogger("freewheel.rewards")
 
 TIMEOUT_S = 3.0
-"""For one comparison. Ordinary ones take milliseconds; those that take a second hardly ever come to an end."""
+"""CPU time of one comparison. Ordinary ones take milliseconds; those that take a second hardly ever come to an end."""
+WALL_S = 30.0
+"""For one comparison by the clock: only a machine with ten times the work it can do takes as long."""
+START_S = 60.0
+"""For a process to start: it imports sympy, perhaps from a cold disk that others read too."""
+CLOSE_S = 1.0
+"""As long as `close` lets a comparison go on that is under way."""
+END_S = 1.0
+"""For a process to be gone that was killed, or closed its pipe. Only the kernel can take longer."""
+TRIES = 2
+"""Processes that a question may end, before one knows that it was no accident, or gives up."""
 REMEMBERED = 1 << 14
-"""Pairs whose result is kept, failures included: the responses to one prompt give the same few answers, and a group
+"""Pairs whose result is kept, monsters included: the responses to one prompt give the same few answers, and a group
 that boxes one and the same monster must not pay for it eight times."""
 
+READY = "ready"
+"""The child's first line."""
+OUT_OF_MEMORY = 3
+"""The child's exit code where not even math-verify survived the limit. 1 and 2 are Python's own."""
+TIME_IS_OVER = -signal.SIGPROF
+CRASHES = frozenset({OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGFPE})
+"""Exit codes that a process brings upon itself, by what it was asked. SIGKILL, say, comes from outside."""
 
-@functools.lru_cache(maxsize=REMEMBERED)
+
+class NotComparable(JudgeError, ValueError):
+    """Comparing the two takes more time or memory than there is, now and ever again."""
+
+
+class ComparisonFailed(JudgeError, RuntimeError):
+    """The comparison came to no result, for a reason that is not in the two answers. It may succeed the next time."""
+
+
 def equal(answer: str, truth: str) -> bool:
-    """True if the two mean the same. False too where the comparison fails or takes too long; never hangs.
+    """True if the two mean the same. Raises `NotComparable` or `ComparisonFailed`; never hangs.
 
     Callable from any thread; one comparison runs at a time.
     """
+    same = _compared(answer, truth)
+    if same is None:
+        raise NotComparable(f"comparing {answer[:200]!r} with {truth[:200]!r} takes too much time or memory")
+    return same
+
+
+@functools.lru_cache(maxsize=REMEMBERED)
+def _compared(answer: str, truth: str) -> bool | None:
+    """None if they are not comparable; an exception is not remembered."""
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "math answers are compared by math-verify, which is not installed: pip install 'freewheel[math]'",
@@ -44,9 +92,12 @@ def equal(answer: str, truth: str) -> bool:
     return answer == truth or _comparer.ask(answer, truth)
 
 
-def close() -> None:
-    """Ends the child, if there is one. The next comparison starts another."""
-    _comparer.close()
+def close(timeout_s: float = CLOSE_S) -> None:
+    """Ends the child, if there is one. The next comparison starts another.
+
+    A comparison that is still under way after `timeout_s` is ended too, and raises `ComparisonFailed`.
+    """
+    _comparer.close(timeout_s)
 
 
 class _Comparer:
@@ -54,80 +105,177 @@ class _Comparer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._child: subprocess.Popen[str] | None = None
+        self._child: _Child | None = None
+        self._broken_off = 0
+        """How often `close` did not wait for a comparison."""
 
-    def ask(self, answer: str, truth: str) -> bool:
+    def ask(self, answer: str, truth: str) -> bool | None:
+        """None if the two are not comparable."""
         with self._lock:
-            child = self._living()
-            try:
-                reply = _exchange(child, json.dumps([answer, truth]))
-            except BaseException:  # Ctrl-C, say: the reply still to come would be taken for that to the next question
-                child.kill()
-                self._end()
-                raise
-            if not reply:
-                log.debug("comparing %.200r with %.200r ended its process (exit code %s)", answer, truth, self._end())
-        return reply.strip() == "1"
+            broken_off = self._broken_off
+            ends: list[int | None] = []
+            while len(ends) < TRIES and self._broken_off == broken_off:
+                child = self._living()
+                if self._broken_off != broken_off:  # meanwhile, and `close` may have missed this child
+                    self._end()
+                    break
+                try:
+                    return child.compare(answer, truth)
+                except _Ended:
+                    ends.append(self._end())
+                except BaseException:  # Ctrl-C, say: it is still busy with this question
+                    child.process.kill()
+                    self._end()
+                    raise
+                if ends[-1] == TIME_IS_OVER or (len(ends) == TRIES and CRASHES.issuperset(ends)):
+                    log.debug("comparing %.200r with %.200r ended its process (exit code %s)", answer, truth, ends[-1])
+                    return None
+        how = "was broken off by close()"
+        if self._broken_off == broken_off:
+            how = f"ended its processes (exit codes {ends})"
+        raise ComparisonFailed(f"comparing {answer[:200]!r} with {truth[:200]!r} {how}")
 
-    def close(self) -> None:
-        with self._lock:
+    def close(self, timeout_s: float) -> None:
+        if not self._lock.acquire(timeout=max(0.0, timeout_s)):
+            self._broken_off += 1  # before the kill: who asks must not try again
+            child = self._child
+            if child is not None:
+                child.process.kill()
+            if not self._lock.acquire(timeout=END_S):
+                return
+        try:
             self._end()
+        finally:
+            self._lock.release()
 
     def forget(self) -> None:
         """In a forked process: the child is the parent's, and the lock may be held by a thread that is not here."""
         self._lock = threading.Lock()
         if self._child is not None:
-            _close_pipes(self._child)
-            self._child.returncode = 0  # not ours to wait for
+            self._child.close_pipes()
+            self._child.process.returncode = 0  # not ours to wait for
             self._child = None
 
-    def _living(self) -> subprocess.Popen[str]:
-        if self._child is not None and self._child.poll() is not None:
+    def _living(self) -> _Child:
+        if self._child is not None and self._child.process.poll() is not None:
             self._end()
         if self._child is None:
-            self._child = _start()
+            self._child = _Child()
         return self._child
 
     def _end(self) -> int | None:
         child, self._child = self._child, None
-        if child is None:
-            return None
-        _close_pipes(child)
-        return child.wait()
+        return None if child is None else child.end()
 
 
-def _start() -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        [sys.executable, "-P", "-m", "freewheel.rewards.math_child", str(TIMEOUT_S)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        # It looks for modules where this process does.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
-        start_new_session=True,  # Ctrl-C is for the parent, which may want to finish its batch
-    )
-    assert child.stdout is not None
-    if not child.stdout.readline():
-        _close_pipes(child)
-        raise RuntimeError(f"the process for math-verify did not start (exit code {child.wait()}); stderr says why")
-    return child
+class _Ended(Exception):
+    """The child ended over a question, or was ended because it did not keep to the protocol."""
 
 
-def _exchange(child: subprocess.Popen[str], question: str) -> str:
-    """The child's reply, or nothing if it died over the question."""
-    assert child.stdin is not None and child.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(question + "\n")
-        child.stdin.flush()
-        return child.stdout.readline()
-    return ""
+class _Child:
+    """One process and its pipes. Every wait for it has an end."""
+
+    def __init__(self) -> None:
+        replies, replies_of_child = os.pipe()
+        self._replies = os.fdopen(replies, "rb", buffering=0)
+        self._asked = 0
+        self._ready = False
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "freewheel.rewards.math_child", str(replies_of_child), str(TIMEOUT_S)],
+                stdin=subprocess.PIPE,
+                stdout=2,  # whatever is imported there may print; it must not be taken for a reply
+                bufsize=0,
+                pass_fds=(replies_of_child,),
+                # It looks for modules where this process does.
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
+                start_new_session=True,  # Ctrl-C is for the parent, which may want to finish its batch
+            )
+        except BaseException:
+            self._replies.close()
+            raise
+        finally:
+            os.close(replies_of_child)
+
+    def compare(self, answer: str, truth: str) -> bool:
+        """The child's reply. Raises `_Ended`, and `ComparisonFailed` if it did not start or does not reply in time."""
+        if not self._ready:
+            self._await_start()
+        self._asked += 1
+        until = time.monotonic() + WALL_S
+        try:
+            self._say(json.dumps([self._asked, answer, truth]), until)
+            heard = self._hear(until)
+        except TimeoutError:
+            raise ComparisonFailed(
+                f"comparing {answer[:200]!r} with {truth[:200]!r} took {WALL_S:g} s, most of it without a processor"
+            ) from None
+        verdicts = {f"{self._asked} 1": True, f"{self._asked} 0": False}
+        if heard not in verdicts:
+            self._refuse(heard)
+        return verdicts[heard]
+
+    def end(self) -> int | None:
+        """Its exit code; it is killed unless it ends by itself."""
+        self.close_pipes()
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self.process.wait(END_S)
+            self.process.kill()
+        log.warning("the process for math-verify (%d) was killed and is not gone yet", self.process.pid)
+        return None
+
+    def close_pipes(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self._replies.close()
+
+    def _await_start(self) -> None:
+        try:
+            heard = self._hear(time.monotonic() + START_S)
+        except TimeoutError:
+            raise ComparisonFailed(f"the process for math-verify did not start within {START_S:g} s") from None
+        except _Ended:
+            code = self.end()
+            raise ComparisonFailed(
+                f"the process for math-verify did not start (exit code {code}); stderr says why"
+            ) from None
+        if heard != READY:
+            self._refuse(heard)
+        self._ready = True
+
+    def _refuse(self, heard: str) -> NoReturn:
+        log.warning("the process for math-verify said %.200r instead of a reply, and is replaced", heard)
+        self.process.kill()
+        raise _Ended
+
+    def _say(self, line: str, until: float) -> None:
+        assert self.process.stdin is not None
+        left = memoryview(f"{line}\n".encode())
+        while left:
+            _wait_for(self.process.stdin.fileno(), select.POLLOUT, until)
+            try:
+                left = left[os.write(self.process.stdin.fileno(), left[: select.PIPE_BUF]) :]
+            except BrokenPipeError:
+                raise _Ended from None
+
+    def _hear(self, until: float) -> str:
+        """The next line, without its end; all there is, if there are more: nobody asked for those."""
+        heard = b""
+        while not heard.endswith(b"\n"):
+            _wait_for(self._replies.fileno(), select.POLLIN, until)
+            some = self._replies.read(select.PIPE_BUF)
+            if not some:
+                raise _Ended
+            heard += some
+        return heard[:-1].decode(errors="replace")
 
 
-def _close_pipes(child: subprocess.Popen[str]) -> None:
-    for pipe in (child.stdin, child.stdout):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # what it was not sent, it needs no more
-                pipe.close()
+def _wait_for(descriptor: int, event: int, until: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+        raise TimeoutError
 
 
 _comparer = _Comparer()

@@ -84,7 +84,12 @@ def _math_score(answer: str | None, ground_truth: object) -> RuleScore:
     truth = (last_box(told) or told).strip("$ \n")
     if not truth:
         raise ConfigError("ground_truth", ground_truth, "math needs an answer in LaTeX, or a solution that boxes it")
-    return RuleScore(float(math_equal.equal(answer, truth))) if answer else NO_ANSWER
+    if not answer:
+        return NO_ANSWER
+    try:
+        return RuleScore(float(math_equal.equal(answer, truth)))
+    except math_equal.NotComparable:  # a `ComparisonFailed` is no answer's fault, and no zero
+        return RuleScore(0.0)
 
 
 def format_tags(*tags: str) -> Rule:

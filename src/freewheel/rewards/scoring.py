@@ -29,7 +29,7 @@ ComputeScore = Callable[..., Any]
 """verl's: takes `data_source`, `solution_str`, `ground_truth`, `extra_info`; gives a number, or a dict with `score`."""
 
 JUDGE_OFF = Skipped("the judge is off")
-RULE_FAILED = Failed("rule", 0, "compute_score failed; the log says how")
+RULE_FAILED = Failed("compute_score", 0, "compute_score failed; the log says how")
 FAILED_RULE = RuleScore(np.nan, format=0.0)
 """The score of a row whose `compute_score` raised: NaN means "failed" wherever rewards are put together."""
 

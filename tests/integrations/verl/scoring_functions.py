@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import threading
 import time
 from typing import Any
 
@@ -16,6 +18,12 @@ def moody(data_source: str, solution_str: str, ground_truth: str, extra_info: di
     if "dict" in solution_str:
         return {"score": right, "acc": bool(right), "pred": solution_str[-1], "steps": [1] * len(solution_str)}
     return right
+
+
+def unpicklable(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """Its dict holds what the user finds handy, and no pickle takes."""
+    found = re.search(r"#### (.*)", solution_str)
+    return {"score": float(found is not None), "acc": 0.5, "match": found, "lock": threading.Lock()}
 
 
 async def blocking(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:

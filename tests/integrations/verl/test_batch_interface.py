@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 from verl.trainer.ppo.reward import get_custom_reward_fn, load_reward_manager
@@ -91,10 +94,11 @@ def test_the_legacy_batch_manager_takes_it_without_a_judge(
 def test_length_penalty_is_registered_where_older_verl_looks_for_it(
     tokenizer: PreTrainedTokenizerFast, judge: RunningJudge
 ) -> None:
-    import freewheel.integrations.verl  # noqa: F401  # importing it registers
+    import freewheel.integrations.verl  # importing it registers
 
     made = get_reward_manager_cls("length_penalty")
-    assert made is LengthPenaltyRewardManager
+    assert issubclass(made, LengthPenaltyRewardManager)
+    assert all(hasattr(freewheel.integrations.verl, name) for name in freewheel.integrations.verl.__all__)
     settings = {"api_endpoint": judge.url, "reward_coefficient": 0.1, "use_async_io": True}
     # The keywords of `load_reward_manager` in verl 0.4 to 0.7.
     manager = made(
@@ -114,6 +118,39 @@ def test_length_penalty_is_registered_where_older_verl_looks_for_it(
     assert result["reward_extra_info"]["median_length"] == [25.0] * 4
 
 
+@pytest.mark.parametrize("drop", [(), ("uid",)], ids=["by uid", "by prompt"])
+def test_what_length_penalty_reports_can_be_averaged_whatever_failed(
+    tokenizer: PreTrainedTokenizerFast, judge: RunningJudge, drop: tuple[str, ...]
+) -> None:
+    from freewheel.integrations.verl import LegacyRewardManager
+
+    def score(solution_str: str, **_: Any) -> Any:
+        if "bare" in solution_str:
+            return 1.0
+        return {"score": 0.5, "acc": 0.25, "pred": "4", "steps": [1, 2], "loss": math.nan}
+
+    manager = LegacyRewardManager(
+        tokenizer, 0, score, length_penalty_config={"api_endpoint": judge.url, "reward_coefficient": 0.1}
+    )
+    texts = ["x bare #### 4", "x #### 4", "unratable #### 4", "x #### 4"]
+    answers = [Answer(text, "a") for text in texts] + [Answer("unratable bare", "b")] * (0 if drop else 2)
+    batch = rollouts(tokenizer, answers)
+    for key in drop:
+        batch.non_tensor_batch.pop(key)
+    told = manager(batch, return_dict=True)["reward_extra_info"]
+    for key, values in told.items():
+        assert len(values) == len(answers)
+        if not isinstance(values[0], str):
+            assert math.isfinite(np.mean(values)), key
+        assert np.array(values).dtype.kind in "fiU", key
+    assert told["openai_quality_reward"] == pytest.approx([0.7] * 4 + [0.0] * (len(answers) - 4))
+    assert told["raw_reward"][2] == pytest.approx((1.7 + 1.2 + 1.2) / 3)
+    assert told["acc"][0] == 0.25 and told["pred"][0] == "" and told["loss"] == [0.0] * len(answers)
+    assert told["judge_status"][2] == "failed" and told["reward_mask"][2] == 0
+    if not drop:
+        assert told["raw_reward"][4:] == [1.0, 1.0] and told["acc"][4:] == [0.25] * 2
+
+
 def test_verl_imports_the_integration_by_itself_where_the_environment_says_so() -> None:
     code = (
         "import verl\n"
@@ -123,7 +160,7 @@ def test_verl_imports_the_integration_by_itself_where_the_environment_says_so() 
     )
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "freewheel.integrations.verl"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    assert done.stdout.split()[-2:] == ["LengthPenaltyRewardManager", "FreewheelRewardManager"], done.stderr
+    assert done.stdout.split()[-2:] == ["LegacyRewardManager", "FreewheelRewardManager"], done.stderr
 
 
 def test_verl_09_does_not_reach_the_legacy_batch_manager_by_configuration(

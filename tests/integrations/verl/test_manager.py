@@ -6,12 +6,14 @@ import asyncio
 import functools
 import logging
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from omegaconf import open_dict
 from transformers import PreTrainedTokenizerFast
 
 from freewheel.integrations.verl import FreewheelRewardManager
@@ -224,6 +226,27 @@ def test_a_judge_without_a_key_is_said(run: Run, caplog: pytest.LogCaptureFixtur
     assert "there is no key for it" in caplog.text
 
 
+def test_a_judge_that_is_asked_for_without_endpoint_and_key_is_said_once(
+    run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "EMPTY")  # no key goes to an endpoint that nobody named
+    plain = "reward.reward_kwargs.length_penalty_config"
+    overrides = [f"~{plain}.{key}" for key in ("api_endpoint", "api_key")] + [f"+{plain}.enable_openai_reward=true"]
+    rows = run([Answer(RIGHT, "a") for _ in range(4)], *overrides)
+    assert column(rows, "judge_status") == ["skipped"] * 4
+    assert [record.getMessage() for record in caplog.records if "nothing is judged" in record.getMessage()] == [
+        "a judge is asked for, but no api_endpoint is named: nothing is judged. Name it. Set OPENAI_API_KEY where Ray "
+        "is started, on every node (EMPTY for a server without keys)"
+    ]
+
+
+def test_a_uid_that_comes_again_is_a_new_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("freewheel.integrations.meeting.LATE_S", 0.0)
+    answers = [Answer("x" * (length - 7) + " #### 4", "own") for length in (20, 20, 20, 20, 60, 60, 60, 60)]
+    rows = run(answers, at_once=4)
+    assert column(rows, "median_length") == [20.0] * 4 + [60.0] * 4 and row_scores(rows) == [1.7] * 8
+
+
 def test_rows_without_a_uid_are_scored_alone_and_it_is_said(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     rows = run([Answer(RIGHT, "a"), Answer(WRONG, "a")], drop=["uid"])
     assert row_scores(rows) == [1.7, 0.0]
@@ -284,11 +307,57 @@ def test_verls_own_reward_kwargs_are_left_alone(tokenizer_path: Path) -> None:
     Settings.of(verl_config(tokenizer_path, "+reward.reward_kwargs.max_resp_len=5"))
 
 
+KEY = "sk-0123456789abcdef"
+NOWHERE = "http://127.0.0.1:9"
+
+
 def test_the_key_does_not_show_in_the_actors_name(tokenizer_path: Path) -> None:
-    names = [
-        Settings.of(verl_config(tokenizer_path, *ours("http://127.0.0.1:9", api_key=key))).identity() for key in "ab"
-    ]
-    assert names[0] == names[1]
+    first, second = (
+        Settings.of(verl_config(tokenizer_path, *ours(NOWHERE, api_key=key))) for key in (KEY, f"{KEY}-other")
+    )
+    assert first.identity() == second.identity()
+    assert KEY not in repr(first) and KEY.encode() not in pickle.dumps(first)
+    assert first.rewards().key is not None and first.rewards().key.reveal() == KEY, "where it was given it is known"
+
+
+def test_a_key_as_text_does_not_reach_several_workers_and_the_remedy_is_said(
+    tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    config = verl_config(tokenizer_path, *ours(NOWHERE, api_key=KEY), workers=2)
+    with pytest.raises(ConfigError, match="set OPENAI_API_KEY in the environment") as caught:
+        Settings.of(config)
+    assert KEY not in str(caught.value)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    there = pickle.loads(pickle.dumps(Settings.of(config)))
+    assert there.rewards().key.reveal() == KEY and not caplog.records
+    monkeypatch.setenv("OPENAI_API_KEY", "another")
+    there = pickle.loads(pickle.dumps(Settings.of(config)))
+    assert there.rewards().key.reveal() == "another" and "the key in OPENAI_API_KEY is used" in caplog.text
+
+
+def test_the_key_of_a_server_without_keys_travels(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)  # which is not for this server
+    there = pickle.loads(pickle.dumps(Settings.of(verl_config(tokenizer_path, *ours(NOWHERE), workers=2))))
+    assert there.rewards().key.reveal() == "EMPTY"
+
+
+def test_a_config_may_be_yaml_and_no_error_shows_its_text(tokenizer_path: Path, tmp_path: Path) -> None:
+    def settings(given: str) -> Settings:
+        config = verl_config(tokenizer_path)
+        with open_dict(config):
+            config.reward.reward_kwargs = {"length_penalty_config": given}
+        return Settings.of(config)
+
+    text = f"penalty_scale: 2.0\napi_endpoint: {NOWHERE}\napi_key: {KEY}\n"
+    file = tmp_path / "rewards.yaml"
+    file.write_text(text)
+    for given in (text, str(file)):
+        assert settings(given).rewards().penalty_scale == 2.0 and settings(given).wants_judge
+    for wrong in (f"api_key={KEY}", f"- api_key: {KEY}", f"api_key: '{KEY}", f"apikey: {KEY}"):
+        with pytest.raises(ConfigError, match="length_penalty_config") as caught:
+            settings(wrong)
+        assert KEY not in str(caught.value), wrong
 
 
 @pytest.mark.parametrize(

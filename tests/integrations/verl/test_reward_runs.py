@@ -50,6 +50,20 @@ def test_a_worker_whose_event_loop_is_blocked_holds_up_nobody_for_good(
     assert scores(result) == [1.7] * 6
 
 
+def test_a_compute_score_whose_dict_does_not_pickle_holds_up_nobody(
+    ray_session: None, judge: RunningJudge, tokenizer: Any, tokenizer_path: Path
+) -> None:
+    settings = [f"reward.custom_reward_function.path={FUNCTIONS}", "reward.custom_reward_function.name=unpicklable"]
+    settings.append("+reward.reward_kwargs.extra_keys=[match]")
+    answers = [Answer(text_of(length), "a") for length in LENGTHS]
+    with reward_loop(
+        verl_config(tokenizer_path, *ours(judge.url, reward_coefficient=0.1), *settings, workers=2)
+    ) as loop:
+        result = loop.compute_rm_score(rollouts(tokenizer, answers))
+    assert scores(result) == WITH_PENALTY
+    assert columns(result)["acc"] == [0.5] * 4 and "re.Match" in columns(result)["match"][0]
+
+
 def test_nothing_is_left_of_a_run_whose_workers_are_killed(
     ray_session: Path, judge: RunningJudge, tokenizer: Any, tokenizer_path: Path
 ) -> None:

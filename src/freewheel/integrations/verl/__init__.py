@@ -1,4 +1,4 @@
-"""freewheel inside verl: a reward-loop manager for verl 0.9, and `length_penalty` for the versions before it.
+"""freewheel inside verl: `FreewheelRewardManager` where verl has a reward loop, `length_penalty` for earlier versions.
 
     reward.reward_manager.source=importlib
     reward.reward_manager.module.path=pkg://freewheel.integrations.verl
@@ -14,6 +14,7 @@ import importlib.util
 
 NAME = "length_penalty"
 """In verl's registries."""
+__all__ = ["NAME"]
 
 
 def _has(module: str) -> bool:
@@ -32,9 +33,10 @@ if _has("verl.workers.reward_manager.registry"):  # read by verl up to 0.7.0, st
         register as _register_legacy,
     )
 
-    from freewheel.rewards.manager import LengthPenaltyRewardManager
+    from freewheel.integrations.verl.legacy import LegacyRewardManager
 
-    _register_legacy(NAME)(LengthPenaltyRewardManager)
+    _register_legacy(NAME)(LegacyRewardManager)
+    __all__ += ["LegacyRewardManager"]
 
 if _has("verl.experimental.reward_loop.reward_manager"):
     from verl.experimental.reward_loop.reward_manager import (  # type: ignore[import-not-found,unused-ignore]
@@ -44,5 +46,4 @@ if _has("verl.experimental.reward_loop.reward_manager"):
     from freewheel.integrations.verl.manager import FreewheelRewardManager
 
     _register(NAME)(FreewheelRewardManager)
-
-__all__ = ["NAME", "FreewheelRewardManager"]
+    __all__ += ["FreewheelRewardManager"]

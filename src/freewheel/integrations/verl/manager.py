@@ -24,11 +24,11 @@ from verl.experimental.reward_loop.reward_manager.base import (  # type: ignore[
 )
 from verl.utils.reward_score import default_compute_score  # type: ignore[import-not-found,unused-ignore]
 
-from freewheel.integrations.verl.owner import SharedTable, TableLost
 from freewheel.integrations.verl.rows import Row, plain, question_of, response_length, score_info, truth_of
 from freewheel.integrations.verl.saying import Sayings
 from freewheel.integrations.verl.settings import Settings
-from freewheel.integrations.verl.table import Table
+from freewheel.integrations.verl.shared_table import SharedTable, TableLost
+from freewheel.integrations.verl.table import Table, plain_rule
 from freewheel.rewards.rules import rule_score
 from freewheel.rewards.scoring import Sample, as_rule_score, judge_requests
 
@@ -103,13 +103,13 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
             text = await asyncio.to_thread(decode, response_ids[:length], skip_special_tokens=True)
             sample = dataclasses.replace(sample, response=text)
             found = await self._score(sample)
-            rule = as_rule_score(found)
+            rule = plain_rule(as_rule_score(found))
+            extra = self._extra(found if isinstance(found, Mapping) else {})
         except Exception as error:  # noqa: BLE001  # a user's function may raise anything; the row is failed, and it is said
             self._sayings.failed(f"compute_score: {type(error).__name__}", error)
             failure = f"{type(error).__name__}: {error}"
             return dataclasses.replace(row, sample=_light(sample), failure=failure, extra=self._extra({}))
         request = judge_requests([sample], [rule], self.rewards)[0] if self.settings.wants_judge else None
-        extra = self._extra(found if isinstance(found, Mapping) else {})
         return dataclasses.replace(row, sample=_light(sample), rule=rule, request=request, extra=extra)
 
     async def _score(self, sample: Sample) -> Any:

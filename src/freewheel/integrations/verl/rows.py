@@ -1,6 +1,6 @@
 """A row on its way in and out: from verl's `DataProto` to a `Row`, and from a group's rewards to what verl collates.
 
-DataProto (1 row) ─▶ Response ─▶ compute_score ─▶ Row ─▶ table ─▶ {"reward_score", "reward_extra_info"}
+DataProto (1 row) ─▶ Sample ─▶ compute_score ─▶ Row ─▶ table ─▶ {"reward_score", "reward_extra_info"}
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Scored, Verdict
 from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import Rewards, Sample
-
-RULE_FAILED = "compute_score"
-"""`judge_reason` of a row whose `compute_score` raised: there was nothing to judge."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What the integration reads from verl's configuration, checked when a reward worker starts.
 
 reward.reward_kwargs:
-  length_penalty_config: {…}     as freewheel.rewards.LengthPenaltyConfig
+  length_penalty_config: {…}     as freewheel.rewards.LengthPenaltyConfig; YAML text or a .yaml file as well
   group_deadline_s: 600
   extra_keys: [pred]
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from freewheel.judge.errors import ConfigError
+from freewheel.judge.secret import Secret
 from freewheel.rewards.config import LengthPenaltyConfig, as_config
 
 log = logging.getLogger("freewheel.integrations.verl")
@@ -28,6 +28,8 @@ SETTLE_S = 30.0
 more rows: long enough for the siblings of a training row, short enough for a validation."""
 ROWS_PER_WORKER = 1000
 """Ray runs this many calls of an asynchronous actor at once, and verl leaves it at that. A row that waits holds one."""
+KEYLESS = "EMPTY"
+"""The usual key for servers that need none. It is no secret, so it may travel where a key may not."""
 
 _OURS = ("length_penalty_config", "group_deadline_s", "extra_keys")
 _VERLS = ("overlong_buffer_cfg", "max_resp_len")
@@ -37,9 +39,12 @@ _TRAIN = "train"
 
 @dataclass(frozen=True)
 class Settings:
-    """One run's. Made in every reward worker from the same configuration, so equal in all of them."""
+    """One run's. Made in every reward worker from the same configuration, so equal in all of them.
 
-    length_penalty_config: Mapping[str, Any]
+    Ray keeps a pickle of it with the actor that the workers share, so a key is in it as a `Secret`, which stays behind.
+    """
+
+    length_penalty_config: LengthPenaltyConfig
     train_rows: int
     """Responses to a prompt in training: `rollout.n`."""
     validation_rows: int
@@ -49,6 +54,8 @@ class Settings:
     settle_s: float = SETTLE_S
     extra_keys: tuple[str, ...] = ()
     """Keys of `compute_score`'s dict that are reported for every row."""
+    keyless: bool = False
+    """The key is `EMPTY`, here and wherever this is unpickled."""
 
     @classmethod
     def of(cls, config: Any) -> Settings:
@@ -66,39 +73,46 @@ class Settings:
         extra_keys = kwargs.get("extra_keys") or []
         if not isinstance(extra_keys, list) or not all(isinstance(key, str) for key in extra_keys):
             raise ConfigError("reward.reward_kwargs.extra_keys", extra_keys, "give a list of names")
-        length_penalty_config = kwargs.get("length_penalty_config") or {}
-        if not isinstance(length_penalty_config, Mapping):
-            raise ConfigError("reward.reward_kwargs.length_penalty_config", length_penalty_config, "give a mapping")
+        rewards = as_config(kwargs.get("length_penalty_config") or {})  # what is wrong in it is said at the start
+        workers = int(config.reward.num_workers)
+        keyless = rewards.api_key == Secret(KEYLESS)
+        if workers > 1 and not keyless:
+            _check_key_travels(rewards)
         rollout = config.actor_rollout_ref.rollout
-        settings = cls(
-            length_penalty_config=length_penalty_config,
+        return cls(
+            length_penalty_config=rewards,
             train_rows=int(rollout.n),
             validation_rows=int(rollout.val_kwargs.n),
-            workers=int(config.reward.num_workers),
+            workers=workers,
             group_deadline_s=float(deadline_s),
             settle_s=min(SETTLE_S, float(deadline_s)),
             extra_keys=tuple(extra_keys),
+            keyless=keyless,
         )
-        settings.rewards()  # what is wrong in it is said at the start, in every worker
-        return settings
 
     def rewards(self) -> LengthPenaltyConfig:
-        return as_config(self.length_penalty_config)
+        """A copy, with a key where this process has one."""
+        config = as_config(self.length_penalty_config)
+        if self.keyless:
+            config.api_key = Secret(KEYLESS)
+        return config
 
     @property
     def wants_judge(self) -> bool:
-        """Whether the configuration names a judge. Whether there is a key for it is seen where the table is: a worker
-        on another node may have another environment, and no row may go unjudged for that."""
-        named = self.length_penalty_config.get("api_endpoint") or self.length_penalty_config.get("api_key")
-        return bool(named) and self.length_penalty_config.get("enable_openai_reward") is not False
+        """Whether a judge is asked for. Whether there is a key for it is seen where the table is: a worker on another
+        node may have another environment, and no row may go unjudged for that."""
+        config = self.length_penalty_config
+        wanted = config.enable_openai_reward or config.api_key is not None or config.names_endpoint
+        return bool(wanted) and config.enable_openai_reward is not False
 
     def without_judge(self) -> Settings:
-        config = {**self.length_penalty_config, "enable_openai_reward": False}
+        config = as_config(self.length_penalty_config)
+        config.enable_openai_reward = False
         return dataclasses.replace(self, length_penalty_config=config)
 
     def identity(self) -> str:
         """Equal in all workers of a run; says nothing about the key."""
-        told = {key: value for key, value in self.length_penalty_config.items() if key != "api_key"}
+        told = {key: value for key, value in vars(self.length_penalty_config).items() if key != "api_key"}
         rest = (self.train_rows, self.validation_rows, self.group_deadline_s, self.extra_keys)
         return hashlib.sha256(repr((sorted(told.items()), rest)).encode()).hexdigest()[:12]
 
@@ -123,4 +137,26 @@ class Settings:
             self.workers,
             ROWS_PER_WORKER * self.workers,
             -(-rows // ROWS_PER_WORKER),
+        )
+
+
+def _check_key_travels(config: LengthPenaltyConfig) -> None:
+    """Several workers share a judge in a process of its own, and a key given as text does not go there."""
+    if config.api_key is None or config.enable_openai_reward is False:
+        return
+    there = as_config(config)
+    there.api_key = None
+    if there.key is None:
+        raise ConfigError(
+            "reward.reward_kwargs.length_penalty_config.api_key",
+            config.api_key,
+            "a key given as text does not travel to the actor that the reward workers share: leave api_key out, name "
+            f"api_endpoint, and set {config.key_variable} in the environment where Ray is started, on every node "
+            "(or set reward.num_workers=1)",
+        )
+    if there.key != config.api_key:
+        log.warning(
+            "the key in %s is used, and not the other one in length_penalty_config.api_key: a key given as text does "
+            "not travel to the actor that the reward workers share",
+            config.key_variable,
         )

@@ -17,14 +17,15 @@ from typing import Any
 
 from freewheel.integrations.gathering import Gathering
 from freewheel.integrations.meeting import Closed, Meeting
-from freewheel.integrations.verl.rows import RULE_FAILED, Row, results
+from freewheel.integrations.verl.rows import Row, results
 from freewheel.integrations.verl.saying import Sayings
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
 from freewheel.judge.errors import JudgeError
 from freewheel.judge.verdict import Failed, Reason, Verdict
+from freewheel.rewards.config import LengthPenaltyConfig
 from freewheel.rewards.rules import RuleScore
-from freewheel.rewards.scoring import JUDGE_OFF, combine
+from freewheel.rewards.scoring import JUDGE_OFF, RULE_FAILED, combine
 
 log = logging.getLogger("freewheel.integrations.verl")
 
@@ -40,11 +41,7 @@ class Table:
         self.judge = Judge(self.config.judge_config()) if self.config.judges else None
         self._gathering = Gathering(self.judge) if self.judge is not None else None
         if settings.wants_judge and self.judge is None:
-            log.warning(
-                "a judge is named at %s, but there is no key for it: nothing is judged. Set OPENAI_API_KEY where Ray "
-                "is started, on every node (EMPTY for a server without keys)",
-                self.config.api_endpoint,
-            )
+            _say_why_no_judge(self.config)
         self._meeting: Meeting[Judged] = Meeting(
             deadline_s=settings.group_deadline_s, settle_s=settings.settle_s, clock=clock
         )
@@ -87,7 +84,7 @@ class Table:
 
     async def _verdict(self, row: Row) -> Verdict:
         if row.failure:
-            return Failed(RULE_FAILED if row.rule is None else Reason.ENGINE.value, 0, row.failure)
+            return Failed(RULE_FAILED.reason if row.rule is None else Reason.ENGINE.value, 0, row.failure)
         if row.request is None or self._gathering is None:
             return JUDGE_OFF
         try:
@@ -135,7 +132,11 @@ class Table:
         if closed.whole:
             return
         if closed.late:
-            log.warning("uid %s: a row came when its group had been given up; no length penalty for it", closed.key)
+            log.warning(
+                "uid %s: %d rows came when the others of this uid had been answered; no length penalty for them",
+                closed.key,
+                closed.unanswered,
+            )
         else:
             log.warning(
                 "uid %s: %d of %d rows came, and no other for %g s; they are scored without the length penalty",
@@ -144,6 +145,15 @@ class Table:
                 closed.expected,
                 self._meeting.deadline_s,
             )
+
+
+def _say_why_no_judge(config: LengthPenaltyConfig) -> None:
+    remedy = f"Set {config.key_variable} where Ray is started, on every node (EMPTY for a server without keys)"
+    if config.names_endpoint:
+        told = f"a judge is named at {config.api_endpoint}, but there is no key for it: nothing is judged. {remedy}"
+    else:
+        told = f"a judge is asked for, but no api_endpoint is named: nothing is judged. Name it. {remedy}"
+    log.warning(told)
 
 
 class _Means:
@@ -168,6 +178,11 @@ class _Means:
             [rule if rule is not None else RuleScore(value) for rule in rules],
             [accuracy_of(rule) if rule is not None else accuracy for rule in rules],
         )
+
+
+def plain_rule(rule: RuleScore) -> RuleScore:
+    """What a table needs of it. The rest of a user's dict may be large, or not even fit into a pickle."""
+    return RuleScore(rule.value, rule.format, {"acc": accuracy_of(rule)})
 
 
 def accuracy_of(rule: RuleScore) -> float:
