@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Libraries that freewheel plugs into, each with an environment of its own: their requirements exclude each other.
 PEERS  := verl trl peers
 
-.PHONY: demo test test-integrations lint format setup docs clean $(PEERS:%=env-%)
+.PHONY: demo demo-judge test test-integrations lint format setup docs clean $(PEERS:%=env-%)
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -19,7 +19,10 @@ $(STAMP): pyproject.toml constraints.txt constraints-train.txt
 		--editable '.[train,math,dev]'
 	@touch $@
 
-demo: setup
+demo: setup          ## trains the embedded model, asynchronously, on what this machine has
+	$(BIN)/freewheel train
+
+demo-judge: setup    ## scores 1,024 samples six ways against a test judge
 	$(BIN)/python examples/judge_demo.py
 
 test: lint

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from freewheel.data.group import NO_VERSION
+from freewheel.observe.recorder import read_metrics
+
+from .runtime.pipeline import run_pipeline, small_config
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+TRAIN = EXAMPLES / "train"
+FREEWHEEL = Path(sys.executable).parent / "freewheel"
 
 
 def test_the_plain_torch_loop_learns_from_rule_and_judge():
@@ -18,3 +31,89 @@ def test_the_plain_torch_loop_learns_from_rule_and_judge():
     right = [int(share) for share in re.findall(r"(\d+)% right", done.stdout)]
     assert len(right) == 20
     assert right[0] < 30 < 60 < right[-1]
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_task_and_a_reward_of_ones_own_are_learnt(tmp_path: Path):
+    done = subprocess.run(
+        [FREEWHEEL, "train", "--plain", "--config-path", ".", "--config-name", "own_reward", f"run_dir={tmp_path}/run"],
+        cwd=TRAIN,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    held_out = [row["eval/reward"] for row in read_metrics(tmp_path / "run", "eval")]
+    assert len(held_out) == 3  # at the start, half-way and at the end
+    assert held_out[0] < 0.4 < 0.8 < held_out[-1]  # of at most 1.2
+
+
+@pytest.fixture
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TRAIN))
+
+
+@pytest.mark.parametrize(
+    ("response", "finish", "wanted"),
+    [
+        ("6+9=15;15+2=17#17", "stop", 1.2),
+        ("6+9=15;15+2=18#18", "stop", 0.1),
+        ("#17", "stop", 1.0),
+        ("6+9=15;15+2=17#17", "length", 0.2),
+        ("#1#7", "stop", 0.0),
+    ],
+)
+def test_the_reward_of_ones_own_counts_answer_and_steps(
+    importable: None, response: str, finish: str, wanted: float
+) -> None:
+    from own_reward import Shopping, reward
+
+    (row,) = Shopping().load("test", TRAIN / "problems/test.jsonl", limit=1)
+    row["reward_model"]["ground_truth"] = 17
+    assert reward(response, row, finish)["score"] == pytest.approx(wanted)
+
+
+async def test_the_hooks_of_the_custom_trainer_see_two_turns_with_the_tool_masked(
+    importable: None, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = yaml.safe_load((TRAIN / "custom_trainer.yaml").read_text())
+    config = small_config(
+        data=given["data"],
+        rollout=given["rollout"],
+        trainer={"trainer_class": given["trainer"]["trainer_class"], "total_steps": 3},
+    )
+    found = await run_pipeline(config, run_dir=tmp_path)
+    assert found.ending == "finished" and found.queue["dropped_samples"] == 0
+    groups = [group for step in found.trained for group in step]
+    holes = [response for group in groups for response in map(group.response, range(len(group))) if 0 in response.mask]
+    assert holes
+    for response in holes:
+        heard = response.mask == 0
+        assert (response.versions[heard] == NO_VERSION).all() and (response.logprobs[heard] == 0).all()
+        assert response.mask[0] == response.mask[-1] == 1
+        assert len(np.flatnonzero(np.diff(response.mask.astype(int)))) == 2  # one hole, between two turns
+    shares = [row["tool/used_ratio"] for row in found.metrics]
+    assert np.mean(shares) == pytest.approx(len(holes) / sum(map(len, groups)))
+
+
+def test_the_calculator_and_the_monitor_of_the_custom_trainer(
+    importable: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from custom_trainer import calculator, monitor
+
+    assert [calculator(text) for text in ("6+9=", "6+9=15;15-2=", "#17", "2-9=")] == ["15", "13", None, None]
+    with caplog.at_level(logging.INFO, "freewheel"):
+        monitor({"processed_samples": 32}, {"total_generated_samples": 40})
+    assert "40 responses generated, 32 trained on, 8 on their way" in caplog.text
+
+
+async def test_the_components_run_without_ray(importable: None, tmp_path: Path) -> None:
+    from without_ray import train
+
+    steps = {"trainer": {"total_steps": 3, "groups_per_step": 4}, "rollout": {"n": 4, "device": "cpu"}}
+    rows = await train({**steps, "data": {"limit": 64}, "eval": {"prompts": 0}, "run_dir": str(tmp_path)})
+    assert [row["global_steps"] for row in rows] == [1, 2, 3]
+    assert rows[-1]["processed_samples"] == 3 * 4 * 4
+    assert (tmp_path / "checkpoints/step_000003/model.safetensors").exists()

@@ -9,6 +9,7 @@ import typer
 import freewheel
 from freewheel.gateway import commands as gateway_commands
 from freewheel.judge import commands as judge_commands
+from freewheel.runtime import commands as runtime_commands
 
 app = typer.Typer(
     name="freewheel",
@@ -39,6 +40,7 @@ def _options(
 
 judge_commands.register(app)
 gateway_commands.register(app)
+runtime_commands.register(app)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Batches of samples: `DataProto`, tensors and plain values under one index.
+"""Samples and prompts: `DataProto`, tensors and plain values under one index; `PromptGroup`, `PromptStream`, tasks.
 
     from freewheel.data import DataProto
 
@@ -6,8 +6,7 @@
     for part in data.split(64):
         ...
 
-`RewardBatch` and `DataError` import without torch. The rest is loaded when it is first named, and needs
-`freewheel[train]`.
+What has tensors is loaded when it is first named, and needs `freewheel[train]`; the rest imports without torch.
 """
 
 from __future__ import annotations
@@ -16,18 +15,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from freewheel.data.errors import DataError
+from freewheel.data.group import Prompt, PromptGroup, Response, Reward
+from freewheel.data.prompts import PromptStream
 from freewheel.rewards.protocol import RewardBatch, TensorColumns
 
 if TYPE_CHECKING:
     from freewheel.data.columns import object_array
     from freewheel.data.data_proto import DataProto, DataProtoItem
+    from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
 
-__all__ = ["DataError", "DataProto", "DataProtoItem", "RewardBatch", "TensorColumns", "object_array"]
+__all__ = [
+    "DataError",
+    "DataProto",
+    "DataProtoItem",
+    "Prompt",
+    "PromptGroup",
+    "PromptStream",
+    "Response",
+    "Reward",
+    "RewardBatch",
+    "TensorColumns",
+    "from_data_proto",
+    "object_array",
+    "prompts_to_data_proto",
+    "to_data_proto",
+]
 
 HEAVY = {
     "DataProto": "freewheel.data.data_proto",
     "DataProtoItem": "freewheel.data.data_proto",
+    "from_data_proto": "freewheel.data.padded",
     "object_array": "freewheel.data.columns",
+    "prompts_to_data_proto": "freewheel.data.padded",
+    "to_data_proto": "freewheel.data.padded",
 }
 """Names whose modules import torch, and where they are."""
 

@@ -67,9 +67,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         _set(self, "url", _normal_url("endpoint", self.url))
         _set(self, "api_key", _secret("endpoint.api_key", self.api_key))
         check_number("endpoint.weight", self.weight, low=0)
-        _text("endpoint.model", self.model, "give the model's name as this endpoint knows it", optional=True)
-        _text("endpoint.api_key_env", self.api_key_env, "give an environment variable's name", optional=True)
-        _text("endpoint.api_key_header", self.api_key_header, "give a header's name, such as Authorization or api-key")
+        check_text("endpoint.model", self.model, "give the model's name as this endpoint knows it", optional=True)
+        check_text("endpoint.api_key_env", self.api_key_env, "give an environment variable's name", optional=True)
+        check_text("endpoint.api_key_header", self.api_key_header, "give a header's name, such as api-key")
         if not _HEADER_NAME.fullmatch(self.api_key_header):
             raise ConfigError("endpoint.api_key_header", self.api_key_header, "no HTTP header can have this name")
         for key in ("requests_per_minute", "tokens_per_minute"):
@@ -134,28 +134,28 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         _set(self, "endpoint", _endpoints(self.endpoint))
-        _text("model", self.model, "give the model's name as the endpoint knows it")
+        check_text("model", self.model, "give the model's name as the endpoint knows it")
         _set(self, "rubric", load_rubric(self.rubric))
         _set(self, "api_key", _secret("api_key", self.api_key))
-        _text("api_key_env", self.api_key_env, "give an environment variable's name", optional=True)
+        check_text("api_key_env", self.api_key_env, "give an environment variable's name", optional=True)
         parse_concurrency(self.concurrency)
         if self.placement not in ("process", "thread"):
             raise ConfigError("placement", self.placement, "choose 'process' or 'thread'")
         check_number("temperature", self.temperature, low=0, optional=True)
-        _integer("max_tokens", self.max_tokens, low=1, optional=True)
+        check_integer("max_tokens", self.max_tokens, low=1, optional=True)
         for key in ("attempt_timeout_s", "request_deadline_s"):
             check_number(key, getattr(self, key), above=0)
         for key in ("batch_deadline_s", "requests_per_minute", "tokens_per_minute", "max_cost", "cache_ttl_s"):
             check_number(key, getattr(self, key), above=0, optional=True)
-        _integer("max_attempts", self.max_attempts, low=1)
-        _integer("concurrency_start", self.concurrency_start, low=1)
-        _integer("reasks", self.reasks, low=0)
-        _integer("cache_max_bytes", self.cache_max_bytes, low=1 << 20)
-        _integer("memory_cache_bytes", self.memory_cache_bytes, low=0)
+        check_integer("max_attempts", self.max_attempts, low=1)
+        check_integer("concurrency_start", self.concurrency_start, low=1)
+        check_integer("reasks", self.reasks, low=0)
+        check_integer("cache_max_bytes", self.cache_max_bytes, low=1 << 20)
+        check_integer("memory_cache_bytes", self.memory_cache_bytes, low=0)
         if not isinstance(self.cache, bool):
             raise ConfigError("cache", self.cache, "give true or false")
-        _text("cache_dir", self.cache_dir, "give a folder's path", optional=True)
-        _text("ca_file", self.ca_file, "give the path of a CA bundle", optional=True)
+        check_text("cache_dir", self.cache_dir, "give a folder's path", optional=True)
+        check_text("ca_file", self.ca_file, "give the path of a CA bundle", optional=True)
         self._check_sampling()
         self._check_prices()
 
@@ -332,14 +332,14 @@ def check_number(
         raise ConfigError(key, value, f"it must be {wanted}")
 
 
-def _integer(key: str, value: Any, *, low: int, optional: bool = False) -> None:
+def check_integer(key: str, value: Any, *, low: int, optional: bool = False) -> None:
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(key, value, f"give a whole number of at least {low}" + (", or None" if optional else ""))
 
 
-def _text(key: str, value: Any, remedy: str, *, optional: bool = False) -> None:
+def check_text(key: str, value: Any, remedy: str, *, optional: bool = False) -> None:
     if value is None and optional:
         return
     if not isinstance(value, str) or not value.strip() or _LONE_SURROGATE.search(value):

@@ -1,0 +1,67 @@
+"""What makes a scene of async_vs_sync.py hard: a long tail of lengths, a slow judge. Named in its configurations."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from freewheel.data.tasks.word_problems import TASK
+from freewheel.rollout.engine import Completion, SamplingParams
+from freewheel.rollout.rollouter import Rollouter, Sampling
+
+TAIL_SHARE = 0.05
+TAIL_TOKENS = 100
+"""One response in twenty goes on for six times the length of the others."""
+JUDGE_S = (0.5, 1.5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TailSampling(Sampling):
+    """Some responses are generated far beyond their end; the rest of the pipeline does not see that part."""
+
+    def params(self, ordinal: int) -> tuple[SamplingParams, ...]:
+        usual = TASK.max_new_tokens
+        return tuple(
+            replace(params, stop_token_ids=(), max_new_tokens=TAIL_TOKENS)
+            if _uniform("tail", ordinal, index) < TAIL_SHARE
+            else replace(params, max_new_tokens=usual)
+            for index, params in enumerate(super().params(ordinal))
+        )
+
+
+class TailRollouter(Rollouter):
+    """Generates with `TailSampling`, and cuts each response at its first end-of-sequence token."""
+
+    def __init__(self, *, sampling: Sampling, **kwargs: Any) -> None:
+        super().__init__(sampling=TailSampling(**vars(sampling)), **kwargs)
+
+    def _response(self, completion: Completion) -> Any:
+        ends = np.flatnonzero(np.isin(completion.tokens, self.sampling.stop_token_ids))
+        stopped = len(ends) > 0 and ends[0] < TASK.max_new_tokens
+        size = int(ends[0]) + 1 if stopped else min(len(completion.tokens), TASK.max_new_tokens)
+        return super()._response(
+            Completion(
+                completion.tokens[:size],
+                completion.logprobs[:size],
+                completion.versions[:size],
+                "stop" if stopped else "length",
+            )
+        )
+
+
+async def judged(response: str, row: Mapping[str, Any], finish: str = "stop") -> float:
+    """The task's own score, half a second to a second and a half later."""
+    low, high = JUDGE_S
+    await asyncio.sleep(low + (high - low) * _uniform("judge", response, row["extra_info"]["question"]))
+    return TASK.score(response, row, finish=finish).value  # type: ignore[arg-type]
+
+
+def _uniform(*what: object) -> float:
+    """The same for the same thing, in every mode."""
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

@@ -1,0 +1,247 @@
+"""What asynchrony is worth: the same training in three modes, side by side.
+
+    python benchmarks/async_vs_sync.py [--json FILE] [--quick] [--seeds N] [--scenes plain tail judge]
+
+    plain   word problems, 96 prompts x 8 a step, 40 steps
+    tail    one response in twenty is six times as long as the others
+    judge   a score takes 0.5 to 1.5 s; responses are scored as they finish in every mode, sync included
+
+Real Ray, one thread an actor. Seeds and modes take turns, so that a noisy minute hits all. Steps 5 to 35 count: the
+first ones fill the pipeline, the last ones empty it. `efficiency` is the slower of generation alone and training alone,
+for the same tokens and steps, over the wall time: 1 would be a machine on which the other costs nothing. Training alone
+is timed in `sync`, where nothing runs beside it; generation alone is the engine's speed in tokens, measured with the
+weights of the end and nothing beside it. `final_reward` is the mean of the last five steps; `reward_at_equal_wall` that
+of five steps up to the moment at which the fastest mode was done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("RAY_worker_niceness", "0")  # as `freewheel train` has it
+
+import ray
+
+import async_scenes
+from common import (
+    Promise,
+    at_least,
+    exit_code,
+    machine_facts,
+    machine_line,
+    markdown_table,
+    median,
+    parser,
+    promise_table,
+    write_json,
+)
+from freewheel.observe.recorder import read_metrics
+from freewheel.queue.message_queue import MessageQueue
+from freewheel.queue.staleness import Bounds
+from freewheel.rollout.reward_functions import load_reward
+from freewheel.runtime.building import RolloutSide
+from freewheel.runtime.compose import compose
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.main import FullyAsyncMain
+from freewheel.runtime.placement import Machine
+from freewheel.runtime.plan import resolve
+
+MODES = ("sync", "one_step_off", "fully_async")
+FIRST, LAST, STEPS = 5, 35, 40
+SMOOTH = 5
+"""Steps that a reward is averaged over."""
+COMMON = [
+    "trainer.groups_per_step=96",
+    f"trainer.total_steps={STEPS}",
+    "trainer.save_every_steps=null",
+    "eval.prompts=0",
+    "reward.concurrency=8192",
+]
+SCENES = {
+    "plain": [],
+    "tail": [
+        f"rollout.max_new_tokens={async_scenes.TAIL_TOKENS}",
+        "rollout.rollouter_class=async_scenes:TailRollouter",
+    ],
+    "judge": ["reward.function=async_scenes:judged"],
+}
+GENERATED_ALONE = 10
+"""Batches that the speed of generation alone is measured on."""
+
+
+def settings(scene: str, mode: str, seed: int, run_dir: Path, steps: int) -> TrainConfig:
+    own = [f"mode={mode}", f"seed={seed}", f"run_dir={run_dir}", f"trainer.total_steps={steps}"]
+    return compose([*COMMON, *SCENES[scene], *own])
+
+
+def run(config: TrainConfig) -> list[dict[str, Any]]:
+    """One training; its rows of metrics, a step each."""
+    result = FullyAsyncMain(config=config, plan=resolve(config, Machine.here())).run()
+    if result.outcome != "finished":
+        raise SystemExit("\n".join(result.summary))
+    return [row for row in read_metrics(result.run_dir) if row["kind"] == "step"]
+
+
+def tokens_per_s(scene: str, config: TrainConfig, model: Path) -> float:
+    """The engine's speed with nothing beside it: a rollouter whose groups are taken away as they come."""
+    return asyncio.run(_generate_alone(scene, config, model))
+
+
+async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> float:
+    plan = resolve(config, Machine.here())
+    side = RolloutSide(config=config, plan=plan, name="alone", model_path=str(model), version=0)
+    groups = config.trainer.groups_per_step
+    bounds = Bounds(groups_per_step=groups, threshold=3, window=2 * groups + 1, max_alive=10**6, max_lag_allowed=10**6)
+    queue = MessageQueue(bounds=bounds)
+    if scene == "judge":  # what is asked for is generation
+        side.reward = load_reward(None, side.task)
+    rollouter = side.rollouter(queue)
+    running = asyncio.create_task(rollouter.run())
+    since = tokens = 0.0
+    for step in range(1, GENERATED_ALONE + 2):
+        while (await queue.take(step, wait_s=10.0)).block is None:
+            pass
+        version = await queue.commit(step)
+        await queue.published(version)
+        if step == 1:
+            since, tokens = time.perf_counter(), side.engine.stats().generated_tokens
+    speed = (side.engine.stats().generated_tokens - tokens) / (time.perf_counter() - since)
+    await rollouter.stop()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await rollouter.close()
+    return speed
+
+
+def generated_tokens(scene: str, config: TrainConfig, rows: list[dict[str, Any]]) -> float:
+    """What the engine made for these steps; of the tail's long responses the pipeline sees the beginning only."""
+    samples = config.trainer.groups_per_step * config.rollout.n
+    share = async_scenes.TAIL_SHARE if scene == "tail" else 0.0
+    lengths = [row["rollout/response_length_mean"] for row in rows]
+    return sum(samples * ((1 - share) * length + share * async_scenes.TAIL_TOKENS) for length in lengths)
+
+
+def counted(rows: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]:
+    """What a run shows between two steps."""
+    within = [row for row in rows if first < row["step"] <= last]
+    ends = {row["step"]: row["timing/elapsed_s"] for row in rows}
+    wall = ends[last] - ends[first]
+    return {
+        "rows": within,
+        "wall_s": wall,
+        "train_s": sum(row["timing/train_s"] for row in within),
+        "trainer_wait_share": sum(row["timing/wait_batch_s"] for row in within) / wall,
+        "avg_sample_age": sum(row["avg_sample_age"] for row in within) / len(within),
+        "final_reward": reward_at(rows, ends[rows[-1]["step"]]),
+        "whole_s": ends[rows[-1]["step"]],
+    }
+
+
+def reward_at(rows: list[dict[str, Any]], elapsed_s: float) -> float:
+    """Mean reward of the last steps that were done by then."""
+    done = [row["rollout/reward_mean"] for row in rows if row["timing/elapsed_s"] <= elapsed_s]
+    return sum(done[-SMOOTH:]) / len(done[-SMOOTH:])
+
+
+def one_seed(scene: str, seed: int, steps: int, first: int, last: int, turn: int) -> dict[str, dict[str, float]]:
+    """All modes once, in an order that changes from seed to seed."""
+    order = [MODES[(turn + place) % len(MODES)] for place in range(len(MODES))]
+    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as folder:
+        for mode in order:
+            rows[mode] = run(settings(scene, mode, seed, Path(folder) / mode, steps))
+            found[mode] = counted(rows[mode], first, last)
+        config = settings(scene, "sync", seed, Path(folder) / "sync", steps)
+        speed = tokens_per_s(scene, config, Path(folder) / "sync" / "final")
+    earliest = min(one["whole_s"] for one in found.values())
+    for mode, one in found.items():
+        generation = generated_tokens(scene, config, one.pop("rows")) / speed
+        training = found["sync"]["train_s"]
+        one["generation_alone_s"], one["training_alone_s"] = generation, training
+        one["efficiency"] = max(generation, training) / one["wall_s"]
+        one["speedup_vs_sync"] = found["sync"]["wall_s"] / one["wall_s"]
+        one["reward_at_equal_wall"] = reward_at(rows[mode], earliest)
+        print(f"  {scene} seed {seed} {mode}: " + ", ".join(f"{k} {v:.3f}" for k, v in one.items()), flush=True)
+    return found
+
+
+def summarised(seeds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians of times and ratios; rewards are averaged."""
+    means = ("final_reward", "reward_at_equal_wall")
+    return {
+        mode: {
+            name: sum(one[mode][name] for one in seeds) / len(seeds)
+            if name in means
+            else median([one[mode][name] for one in seeds])
+            for name in seeds[0][mode]
+        }
+        for mode in MODES
+    }
+
+
+def promises(figures: dict[str, Any]) -> list[Promise]:
+    found = []
+    for scene, least in (("plain", 0.88), ("tail", 0.88), ("judge", 0.75)):
+        if scene not in figures:
+            continue
+        sync, ours = figures[scene]["sync"], figures[scene]["fully_async"]
+        found.append(at_least(f"{scene}.fully_async.efficiency", ours["efficiency"], least))
+        lost = ours["final_reward"] - sync["final_reward"]
+        found.append(at_least(f"{scene}: final_reward against sync", lost, -0.03))
+        won = ours["reward_at_equal_wall"] - sync["reward_at_equal_wall"]
+        found.append(at_least(f"{scene}: reward at equal wall time against sync", won, 0.0))
+    if "judge" in figures:
+        found.append(
+            at_least("judge.fully_async.speedup_vs_sync", figures["judge"]["fully_async"]["speedup_vs_sync"], 3)
+        )
+    return found
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--scenes", nargs="+", choices=[*SCENES], default=[*SCENES])
+    given = options.parse_args()
+    seeds, steps, first, last = (1, 8, 2, 7) if given.quick else (given.seeds, STEPS, FIRST, LAST)
+    facts = machine_facts()
+    print(machine_line(facts), flush=True)
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    by_scene: dict[str, list[dict[str, dict[str, float]]]] = {scene: [] for scene in given.scenes}
+    for seed in range(seeds):
+        for scene in given.scenes:
+            by_scene[scene].append(one_seed(scene, seed, steps, first, last, seed))
+    ray.shutdown()
+    figures: dict[str, Any] = {scene: summarised(found) for scene, found in by_scene.items()}
+    for scene, modes in figures.items():
+        head = (scene, "wall, s", "speedup", "efficiency", "trainer waits", "lag", "final reward", "at equal wall")
+        table = [
+            (
+                mode,
+                f"{one['wall_s']:.1f}",
+                f"{one['speedup_vs_sync']:.2f}",
+                f"{one['efficiency']:.2f}",
+                f"{one['trainer_wait_share']:.1%}",
+                f"{one['avg_sample_age']:.1f}",
+                f"{one['final_reward']:.3f}",
+                f"{one['reward_at_equal_wall']:.3f}",
+            )
+            for mode, one in modes.items()
+        ]
+        print("\n" + markdown_table(head, table))
+    kept = promises(figures)
+    print("\n" + promise_table(kept))
+    write_json(given.json, {**figures, "seeds": by_scene, "machine": facts})
+    return exit_code(kept, quick=given.quick)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,296 @@
+"""What passes through the queue: groups/s at saturation, and how long a put takes at half that rate.
+
+    python benchmarks/message_queue.py [--json FILE] [--quick]
+
+    4 producers ── admit ──▶ QueueActor      the real actor, client and protocol: a ticket for every group, blocks of
+                ── put ────▶     ▲  ▲        256 groups of about 10 KB, batches of 256 that are committed and published
+    1 consumer ── take, commit ──┘  └── published
+
+A put at half the rate is open loop: calls go out when the schedule says so, whatever became of the ones before, and a
+latency counts from the scheduled moment, waiting for tickets included. Arrivals are Poisson. `ray.util.queue` with the
+same producers, one put a group, is the baseline of the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the figures would be those of whatever else runs
+
+import numpy as np
+import psutil
+import ray
+from ray.util.queue import Queue
+
+from common import (
+    at_least,
+    at_most,
+    exit_code,
+    machine_facts,
+    machine_line,
+    markdown_table,
+    median,
+    parser,
+    promise_table,
+    write_json,
+)
+from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.queue.ledger import Frontier
+from freewheel.queue.staleness import Bounds
+from freewheel.runtime.actors import MANY, QueueActor, RemoteQueue
+
+PROMISED_SAMPLES_PER_S = 20_000
+PROMISED_PUT_P99_MS = 50.0
+
+PRODUCERS = 4
+BLOCK_GROUPS = 256
+RESPONSES, RESPONSE_TOKENS, PROMPT_TOKENS = 8, 92, 64
+"""A group of these is about 10 KB encoded."""
+STEPS_PER_VERSION = PRODUCERS
+"""A version then makes room for one block of each producer, and a block needs one admission."""
+THRESHOLD = 7
+"""Thirty-two batches alive, about 80 MB: what producers hold tickets for is a third, so that admission is no part of
+a put's latency."""
+ALIVE_GROUPS = (THRESHOLD + 1) * STEPS_PER_VERSION * BLOCK_GROUPS
+WARM_UP_S = 1.0
+PATIENCE_S = 5.0
+"""Longest wait inside a call; the run is over when it is reached."""
+BLOCKS_AHEAD = 2
+"""Blocks to come for which a producer holds tickets: generation has them long before it puts."""
+
+
+def bounds() -> Bounds:
+    return Bounds(
+        groups_per_step=BLOCK_GROUPS,
+        steps_per_version=STEPS_PER_VERSION,
+        threshold=THRESHOLD,
+        window=4 * STEPS_PER_VERSION * BLOCK_GROUPS + 1,
+        max_alive=ALIVE_GROUPS,
+        max_lag_allowed=THRESHOLD + 4,
+    )
+
+
+def encoded_group() -> bytes:
+    rng = np.random.default_rng(0)
+    responses = [
+        Response(
+            tokens=rng.integers(0, 32_000, RESPONSE_TOKENS, dtype=np.int32),
+            logprobs=rng.normal(size=RESPONSE_TOKENS).astype(np.float32),
+            versions=np.zeros(RESPONSE_TOKENS, np.int32),
+            mask=np.ones(RESPONSE_TOKENS, np.uint8),
+            finish="stop",
+            reward=Reward(value=0.5, raw=0.5),
+        )
+        for _ in range(RESPONSES)
+    ]
+    prompt = Prompt(
+        tokens=rng.integers(0, 32_000, PROMPT_TOKENS, dtype=np.int32), row={"data_source": "openai/gsm8k", "uid": "1"}
+    )
+    return PromptGroup.of(Ticket(0, 0), prompt, responses, created_s=0.0).encode()
+
+
+class Producer:
+    """A rollouter's side of the protocol, with groups that are ready at once."""
+
+    def __init__(self, name: str, queue: Any) -> None:
+        self.name = name
+        self.queue = RemoteQueue(queue)
+        self.data = encoded_group()
+
+    async def admitted(self) -> list[Ticket]:
+        """Tickets for a whole block."""
+        tickets: list[Ticket] = []
+        while len(tickets) < BLOCK_GROUPS:
+            want = BLOCK_GROUPS - len(tickets)
+            tickets += (await self.queue.admit(self.name, want=want, load=len(tickets), wait_s=PATIENCE_S)).tickets
+        return tickets
+
+    async def put(self, tickets: list[Ticket]) -> None:
+        await self.queue.put(Block.join([(ticket, 0, self.data) for ticket in tickets]))
+
+    async def saturate(self, until_s: float) -> None:
+        """Puts as fast as admission lets it, until the wall clock says `until_s`."""
+        while time.time() < until_s:
+            await self.put(await self.admitted())
+
+    async def open_loop(self, start_s: float, seconds: float, blocks_per_s: float, seed: int) -> list[float]:
+        """Latencies in seconds of puts at Poisson moments, counted from those."""
+        rng = random.Random(seed)
+        moments, moment = [], 0.0
+        while (moment := moment + rng.expovariate(blocks_per_s)) < seconds:
+            moments.append(start_s + moment)
+        ahead: asyncio.Queue[list[Ticket]] = asyncio.Queue(maxsize=BLOCKS_AHEAD)
+
+        async def ask() -> None:
+            for _ in moments:
+                await ahead.put(await self.admitted())
+
+        async def put_at(moment_s: float) -> float:
+            await asyncio.sleep(moment_s - time.time())
+            await self.put(await ahead.get())
+            return time.time() - moment_s
+
+        latencies = await asyncio.gather(ask(), *map(put_at, moments))
+        return latencies[1:]
+
+    async def put_one_by_one(self, queue: Any, until_s: float) -> None:
+        while time.time() < until_s:
+            await queue.put_async(self.data)
+
+
+class Consumer:
+    """A trainer's side of the protocol: the next batch is asked for while one is committed."""
+
+    def __init__(self, queue: Any) -> None:
+        self.queue = RemoteQueue(queue)
+        self.step = 0
+
+    async def consume(self, until_s: float) -> list[float]:
+        """When each batch was committed; ends when no batch comes after `until_s`."""
+        moments: list[float] = []
+        ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
+        while (taken := await ahead).state == "batch" or time.time() < until_s:
+            if taken.block is None:
+                ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
+                continue
+            assert len(taken.block) == BLOCK_GROUPS
+            self.step += 1
+            ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
+            version = await self.queue.commit(self.step)
+            if self.step % STEPS_PER_VERSION == 0:
+                await self.queue.published(version)
+            moments.append(time.time())
+        return moments
+
+    async def count_one_by_one(self, queue: Any, until_s: float) -> int:
+        count = 0
+        while time.time() < until_s:
+            await queue.get_async(timeout=PATIENCE_S)
+            count += 1
+        return count
+
+
+class Scene:
+    """The actors of one run."""
+
+    def __init__(self, folder: str) -> None:
+        self.queue = actor(QueueActor, folder)
+        ray.get(self.queue.open.remote(bounds(), None, Frontier(), 0, 0))
+        self.producers = [actor(Producer, f"producer-{one}", self.queue) for one in range(PRODUCERS)]
+        self.consumer = actor(Consumer, self.queue)
+        ray.get([one.__ray_ready__.remote() for one in (*self.producers, self.consumer)])
+        self.queue_pid = ray.get(self.queue.__ray_call__.remote(lambda _: os.getpid()))
+
+    def queue_cpu_s(self) -> float:
+        """Of the queue's process, from its start: what it costs wherever the machine is busy with other things."""
+        times = psutil.Process(self.queue_pid).cpu_times()
+        return times.user + times.system
+
+    def saturated(self, seconds: float) -> float:
+        """Groups/s that were put, taken and committed, after the warm-up."""
+        start_s = time.time() + WARM_UP_S
+        until_s = start_s + seconds
+        consuming = self.consumer.consume.remote(until_s)
+        ray.get([one.saturate.remote(until_s) for one in self.producers])
+        moments = [one for one in ray.get(consuming) if start_s <= one < until_s]
+        return len(moments) * BLOCK_GROUPS / seconds
+
+    def put_latencies_ms(self, groups_per_s: float, seconds: float) -> np.ndarray[Any, Any]:
+        start_s = time.time() + WARM_UP_S
+        rate = groups_per_s / BLOCK_GROUPS / PRODUCERS
+        consuming = self.consumer.consume.remote(start_s + seconds)
+        putting = [one.open_loop.remote(start_s, seconds, rate, seed) for seed, one in enumerate(self.producers)]
+        latencies = [one for each in ray.get(putting) for one in each]
+        ray.get(consuming)
+        return np.array(latencies) * 1e3
+
+    def one_by_one(self, seconds: float) -> float:
+        queue = Queue(maxsize=ALIVE_GROUPS, actor_options={"num_cpus": 0})
+        queue.put(b"")  # it is there
+        until_s = time.time() + seconds
+        putting = [one.put_one_by_one.remote(queue, until_s) for one in self.producers]
+        count = ray.get(self.consumer.count_one_by_one.remote(queue, until_s))
+        ray.get(putting)
+        queue.shutdown(force=True)
+        return count / seconds
+
+
+def actor(kind: type, *args: Any) -> Any:
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=MANY).remote(*args)
+
+
+def main() -> int:
+    options = parser(__doc__).parse_args()
+    rounds, seconds, open_s, baseline_s = (1, 1.0, 2.0, 1.0) if options.quick else (3, 5.0, 15.0, 4.0)
+    facts = machine_facts()
+    with tempfile.TemporaryDirectory(prefix="fw-") as folder:  # short: Ray's sockets have paths of 107 bytes at most
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        ray.init(
+            address="local",
+            num_cpus=PRODUCERS,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": environment},
+            _temp_dir=folder,
+        )
+        try:
+            scene = Scene(folder)
+            before_s = scene.queue_cpu_s()
+            saturated = [scene.saturated(seconds) for _ in range(rounds)]
+            so_far = ray.get(scene.queue.call.remote("stats", (), {}))
+            queue_cpu_us = (scene.queue_cpu_s() - before_s) / so_far["total_consumed"] * 1e6
+            samples_per_s = median(saturated)
+            latencies_ms = scene.put_latencies_ms(samples_per_s / 2, open_s)
+            baseline = scene.one_by_one(baseline_s)
+            stats = ray.get(scene.queue.call.remote("stats", (), {}))
+        finally:
+            ray.shutdown()
+    p50, p99, worst = np.percentile(latencies_ms, [50, 99, 100]).tolist()
+    figures = {
+        "samples_per_s": samples_per_s,
+        "put_p99_ms": p99,
+        "put_p50_ms": p50,
+        "put_max_ms": worst,
+        "puts": len(latencies_ms),
+        "offered_samples_per_s": samples_per_s / 2,
+        "queue_cpu_us_per_sample": queue_cpu_us,
+        "rounds_samples_per_s": saturated,
+        "ray_queue_samples_per_s": baseline,
+        "speedup_vs_ray_queue": samples_per_s / baseline,
+        "sample_bytes": len(encoded_group()),
+        "block_groups": BLOCK_GROUPS,
+        "producers": PRODUCERS,
+        "dropped": stats["dropped_samples"],
+        "machine": facts,
+    }
+    print(machine_line(facts), end="\n\n")
+    rows = [
+        ("groups/s at saturation", f"{samples_per_s:,.0f}"),
+        ("its rounds", ", ".join(f"{one:,.0f}" for one in saturated)),
+        ("CPU of the queue's process, us a group", f"{queue_cpu_us:.1f}"),
+        (f"put of {BLOCK_GROUPS} at half of it, p50, ms", f"{p50:.1f}"),
+        ("p99, ms", f"{p99:.1f}"),
+        (f"slowest of {len(latencies_ms)}, ms", f"{worst:.1f}"),
+        ("`ray.util.queue` one by one, groups/s", f"{baseline:,.0f}"),
+        ("times as many", f"{samples_per_s / baseline:.0f}"),
+    ]
+    print(markdown_table(("figure", "value"), rows), end="\n\n")
+    promises = [
+        at_least("samples_per_s", samples_per_s, PROMISED_SAMPLES_PER_S),
+        at_most("put_p99_ms", p99, PROMISED_PUT_P99_MS),
+    ]
+    print(promise_table(promises))
+    write_json(options.json, figures)
+    return exit_code(promises, quick=options.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,329 @@
+"""The terminal view of a run: a live panel on a terminal, one plain line now and then everywhere else.
+
+    FullyAsyncMain ── update(RunSnapshot) ──▶ LiveView (rich, redraws in place) or PlainView (lines without controls)
+                   ├─ say(text)    above the panel, kept
+                   └─ finish(snapshot, summary)
+
+Showing a run never ends it: a terminal that was closed, or a pipe whose reader left, makes the view silent.
+`with view() as shown:` restores the terminal however the run ends; so does the end of the interpreter.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from freewheel.dashboard.charts import curve, sparkline
+from freewheel.observe.snapshot import RunSnapshot, bottleneck
+
+__all__ = ["LiveView", "PlainView", "View", "curve", "says_warnings", "view"]
+
+LINE_EVERY_S = 10.0
+"""A plain line at least this often: a log of hours stays short, and nobody wonders whether the run is alive."""
+LINES_A_RUN = 10
+"""And one each time another tenth of the steps is done."""
+DRAW_EVERY_S = 0.1
+"""Faster than this nobody reads, and each drawing takes a few milliseconds from the run."""
+EVENTS_SHOWN = 3
+NAME_COLUMNS = 10
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Escape sequences and control characters, newline and tab excepted: a message may come from a judge or a model."""
+
+
+class View(Protocol):
+    def update(self, snapshot: RunSnapshot) -> None:
+        """Shows the run as it is now. Cheap; may be called as often as one likes."""
+
+    def say(self, text: str) -> None:
+        """Shows something that happened and stays."""
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        """The last picture, and how it went."""
+
+    def close(self) -> None:
+        """Leaves the terminal as it was. May be called twice."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def view(console: Console | None = None, plain: bool = False) -> LiveView | PlainView:
+    """The live view where `console` (stdout) is a terminal and `plain` is False, else the plain one."""
+    console = console or Console()
+    if plain or not console.is_terminal or console.is_dumb_terminal:
+        return PlainView(console.file)
+    return LiveView(console)
+
+
+@contextmanager
+def says_warnings(shown: View, level: int = logging.WARNING) -> Iterator[None]:
+    """Warnings and errors of `freewheel` in this process are said in the view too, not only in the log file."""
+    handler = _Saying(shown, level)
+    logger = logging.getLogger("freewheel")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class _Saying(logging.Handler):
+    def __init__(self, shown: View, level: int) -> None:
+        super().__init__(level)
+        self._view = shown
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError):  # its arguments do not fit: the author's error, not the run's
+            text = str(record.msg)
+        self._view.say(f"{record.levelname} {text}")
+
+
+class _Showing:
+    """What both views share: they can be closed, and they fall silent rather than raise."""
+
+    def __init__(self) -> None:
+        self.silent = False
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _quietly(self, show: Callable[[], object]) -> None:
+        if self.silent:
+            return
+        try:
+            show()
+        except (OSError, ValueError):  # the reader left, the terminal is gone, the file is closed
+            self.silent = True
+
+
+class PlainView(_Showing):
+    """Lines for files, pipes and CI: a line for the first snapshot, each evaluation, each tenth of the steps, and at
+    least one each `every_s` seconds."""
+
+    def __init__(
+        self, file: IO[str], *, every_s: float = LINE_EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._file = file
+        self._every_s = every_s
+        self._clock = clock
+        self._unicode = _speaks_unicode(getattr(file, "encoding", None))
+        self._shown_at = -math.inf
+        self._part = -1
+        self._evaluations = 0
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        part = snapshot.step * LINES_A_RUN // max(snapshot.total_steps, 1)
+        evaluated = len(snapshot.eval_curve) > self._evaluations
+        if part > self._part or evaluated or self._clock() - self._shown_at >= self._every_s:
+            self._part, self._evaluations = max(part, self._part), len(snapshot.eval_curve)
+            self._shown_at = self._clock()
+            self.say(plain_line(snapshot))
+
+    def say(self, text: str) -> None:
+        self._quietly(lambda: self._write(text))
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        for text in (plain_line(snapshot), curve(snapshot.eval_curve, unicode=self._unicode), summary):
+            if text:
+                self.say(text)
+
+    def close(self) -> None:
+        self._quietly(self._file.flush)
+
+    def _write(self, text: str) -> None:
+        text = clean(text)
+        if not self._unicode:
+            text = text.encode("ascii", "replace").decode()
+        self._file.write(text + "\n")
+        self._file.flush()
+
+
+class LiveView(_Showing):
+    """The panel, drawn in place."""
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._console = console
+        self._clock = clock
+        self._unicode = _speaks_unicode(console.encoding)
+        self._live: Live | None = None
+        self._drawn_at = -math.inf
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        if self._clock() - self._drawn_at >= DRAW_EVERY_S:
+            self._quietly(lambda: self._draw(snapshot))
+
+    def say(self, text: str) -> None:
+        self._quietly(lambda: self._console.print(Text(clean(text))))
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        self._quietly(lambda: self._draw(snapshot))
+        self.close()
+        for text in (curve(snapshot.eval_curve, unicode=self._unicode), summary):
+            if text:
+                self.say(text)
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            atexit.unregister(self.close)
+            silent, self.silent = self.silent, False  # even a terminal that failed once is given its cursor back
+            self._quietly(live.stop)
+            self.silent = self.silent or silent
+
+    def _draw(self, snapshot: RunSnapshot) -> None:
+        picture = panel(snapshot, unicode=self._unicode)
+        if self._live is None:
+            # Drawn when there is something new: a thread that redraws would go on after the run has died.
+            self._live = Live(picture, console=self._console, auto_refresh=False)
+            atexit.register(self.close)
+            self._live.start(refresh=True)
+        else:
+            self._live.update(picture, refresh=True)
+        self._drawn_at = self._clock()
+
+
+def panel(snapshot: RunSnapshot, *, unicode: bool = True) -> RenderableType:
+    """The picture: a bar, and a row for each thing one asks about."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", min_width=NAME_COLUMNS, no_wrap=True)
+    table.add_column(overflow="fold")
+    bar = Table.grid(padding=(0, 2))
+    bar.add_row(
+        ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=30),
+        Text(f"{snapshot.step}/{snapshot.total_steps}   {_times(snapshot)}"),
+    )
+    table.add_row("steps", bar)
+    for name, text in _facts(snapshot, unicode=unicode):
+        table.add_row(name, Text(text))
+    for text in snapshot.alerts:
+        table.add_row("alert", Text(clean(text), style="yellow"))
+    for text in snapshot.events[-EVENTS_SHOWN:]:
+        table.add_row("event", Text(clean(text), style="dim"))
+    title = Text.assemble(("freewheel", "bold"), f"  {snapshot.mode}  ", (clean(snapshot.run_dir), "dim"))
+    return Group(title, table)
+
+
+def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]:
+    for name, now, points in (
+        ("reward", snapshot.reward, snapshot.reward_curve),
+        ("held out", snapshot.eval_curve[-1][1] if snapshot.eval_curve else None, snapshot.eval_curve),
+    ):
+        if now is not None:
+            yield name, f"{now:.3f}  {sparkline([value for _, value in points], unicode=unicode)}".rstrip()
+    yield "weights", f"version {snapshot.version}, engines at {snapshot.published_version}"
+    if snapshot.queue:
+        yield "queue", _queue(snapshot.queue)
+    if snapshot.freshness:
+        yield "age", _age(snapshot.freshness)
+    for component, spans in snapshot.waits.items():
+        yield component, "  ".join(f"{name} {share:.0%}" for name, share in _largest_first(spans))
+    if snapshot.waits:
+        yield "waits for", bottleneck(snapshot.waits)
+    if speed := _speed(snapshot):
+        yield "speed", speed
+
+
+def plain_line(snapshot: RunSnapshot) -> str:
+    """A snapshot in one line."""
+    said = [f"step {snapshot.step}/{snapshot.total_steps}"]
+    if snapshot.reward is not None:
+        said.append(f"reward {snapshot.reward:.3f}")
+    if snapshot.eval_curve:
+        step, value = snapshot.eval_curve[-1]
+        said.append(f"held out {value:.3f} at step {step}")
+    if "queue_size" in snapshot.queue:
+        said.append(f"queue {snapshot.queue['queue_size']:g}")
+    if "avg_sample_age" in snapshot.freshness:
+        said.append(f"age {snapshot.freshness['avg_sample_age']:.1f} versions")
+    if snapshot.waits:
+        said.append(f"waits for {bottleneck(snapshot.waits)}")
+    said += [text for text in (_speed(snapshot), _times(snapshot)) if text]
+    said += [f"alert: {text}" for text in snapshot.alerts]
+    return " | ".join(said).replace("\n", " ")
+
+
+def _queue(queue: Mapping[str, float]) -> str:
+    said = [f"{queue.get('queue_size', 0):g} groups ready"]
+    said += [f"{queue[name]:g} {words}" for name, words in (("in_progress", "in progress"),) if name in queue]
+    if queue.get("dropped_samples"):
+        said.append(f"{queue['dropped_samples']:g} dropped")
+    return ", ".join(said)
+
+
+def _age(freshness: Mapping[str, float]) -> str:
+    said = [
+        f"{words} {freshness[name]:.1f}{unit}"
+        for name, words, unit in (
+            ("avg_sample_age", "mean", " versions"),
+            ("max_sample_age", "most", ""),
+            ("avg_sample_age_s", "mean", " s"),
+        )
+        if name in freshness
+    ]
+    if "stale_samples_ratio" in freshness:
+        said.append(f"{freshness['stale_samples_ratio']:.0%} over the threshold")
+    return ", ".join(said)
+
+
+def _largest_first(spans: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(spans.items(), key=lambda item: -item[1])
+
+
+def _speed(snapshot: RunSnapshot) -> str:
+    both = ((snapshot.tokens_per_s, "tokens/s"), (snapshot.samples_per_s, "samples/s"))
+    return ", ".join(f"{rate:,.0f} {unit}" for rate, unit in both if rate is not None)
+
+
+def _times(snapshot: RunSnapshot) -> str:
+    left = f", {duration(snapshot.eta_s)} left" if snapshot.eta_s is not None else ""
+    return duration(snapshot.elapsed_s) + left
+
+
+def duration(seconds: float) -> str:
+    """`8 s`, `1 min 05 s`, `2 h 03 min`: as exact as one needs it."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    whole = max(0, round(seconds))
+    minutes, rest = divmod(whole, 60)
+    hours, minutes_left = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes_left:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{whole} s"
+
+
+def clean(text: str) -> str:
+    """Without what would move a cursor, ring a bell or colour what follows."""
+    return CONTROL.sub("", text)
+
+
+def _speaks_unicode(encoding: str | None) -> bool:
+    """None is the encoding of what never becomes bytes, such as `StringIO`."""
+    return encoding is None or encoding.lower().replace("-", "").startswith("utf")

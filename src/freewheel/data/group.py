@@ -1,0 +1,273 @@
+"""`PromptGroup`: one prompt and its n responses, the unit that is generated, scored, queued and trained whole.
+
+    Ticket ─▶ Rollouter ─▶ Response … Response ─▶ PromptGroup ─▶ encode ─▶ MessageQueue ─▶ decode ─▶ trainer
+
+Ragged, without padding: the tokens of all responses lie one after the other, and `lengths` says where each ends. A
+padded `DataProto` is made only where a user's code wants one (`freewheel.data.padded`). Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from freewheel.data.errors import DataError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Finish = Literal["stop", "length"]
+"""Why a response ended: it said so itself, or it was cut off at `max_new_tokens`."""
+Status = Literal["scored", "failed", "skipped"]
+
+NO_VERSION = -1
+"""The version of a token that no engine made (a tool's reply inside a response)."""
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Leave to generate one group."""
+
+    ordinal: int
+    """Which prompt of the stream."""
+    sequence: int
+    """Which admission: every one has a new number, re-issues included, and the order of training goes by it."""
+    attempt: int = 0
+    """How often this ordinal was attempted before."""
+
+
+def tickets_to_bytes(tickets: list[Ticket]) -> bytes:
+    """For messages with hundreds of them: pickled one by one, they took longer than the groups beside them."""
+    return msgspec.msgpack.encode(tickets)
+
+
+def tickets_from_bytes(data: bytes) -> list[Ticket]:
+    return _TICKETS.decode(data)
+
+
+_TICKETS = msgspec.msgpack.Decoder(list[Ticket])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of the data, rendered."""
+
+    tokens: Array
+    """int32."""
+    row: Mapping[str, Any]
+    """`data_source`, `reward_model`, `extra_info` and so on, as SPEC's samples have them; plain values only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What scoring found for one response."""
+
+    value: float
+    """What is trained on, shaped. NaN where scoring failed."""
+    raw: float
+    """Before shaping. NaN where scoring failed."""
+    status: Status = "scored"
+    reason: str = ""
+    """Why it is not `scored`."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers to report beside it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One generated response, before or after it was scored."""
+
+    tokens: Array
+    """int32."""
+    logprobs: Array
+    """float32: what the engine sampled each token with; 0 where `mask` is 0."""
+    versions: Array
+    """int32: the weight version that made each token, `NO_VERSION` where `mask` is 0."""
+    mask: Array
+    """uint8: 1 for a token that the policy made. Holes are another's tokens, seen and not trained on."""
+    finish: Finish
+    reward: Reward | None = None
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
+        if len(sizes) != 1 or 0 in sizes:
+            raise DataError(f"response arrays have lengths {sorted(sizes)}: give one entry a token, and at least one")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptGroup:
+    """A prompt with all its responses, scored. `value` is NaN where scoring failed: such a response is masked."""
+
+    ticket: Ticket
+    prompt: Array
+    lengths: Array
+    """int32, a response each."""
+    tokens: Array
+    logprobs: Array
+    versions: Array
+    mask: Array
+    finish: tuple[Finish, ...]
+    rewards: tuple[Reward, ...]
+    row: Mapping[str, Any]
+    created_s: float
+    """When its first token was asked for, in seconds of the wall clock."""
+
+    @classmethod
+    def of(cls, ticket: Ticket, prompt: Prompt, responses: Sequence[Response], created_s: float) -> PromptGroup:
+        assert responses and all(response.reward is not None for response in responses)
+        return cls(
+            ticket=ticket,
+            prompt=np.asarray(prompt.tokens, np.int32),
+            lengths=np.array([len(response.tokens) for response in responses], np.int32),
+            tokens=np.concatenate([response.tokens for response in responses]).astype(np.int32, copy=False),
+            logprobs=np.concatenate([response.logprobs for response in responses]).astype(np.float32, copy=False),
+            versions=np.concatenate([response.versions for response in responses]).astype(np.int32, copy=False),
+            mask=np.concatenate([response.mask for response in responses]).astype(np.uint8, copy=False),
+            finish=tuple(response.finish for response in responses),
+            rewards=tuple(response.reward for response in responses),  # type: ignore[misc]  # asserted above
+            row=prompt.row,
+            created_s=created_s,
+        )
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def ordinal(self) -> int:
+        return self.ticket.ordinal
+
+    @cached_property
+    def offsets(self) -> Array:
+        """Response i is `tokens[offsets[i]:offsets[i + 1]]`."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @cached_property
+    def min_version(self) -> int:
+        """Of the tokens that the policy made: a group's lag is counted from its oldest one."""
+        return int(self.versions[self.mask != 0].min())
+
+    @cached_property
+    def values(self) -> Array:
+        """float64, a response each, NaN where scoring failed."""
+        return np.array([reward.value for reward in self.rewards], np.float64)
+
+    @property
+    def scored(self) -> Array:
+        """Which responses have a reward: the others are left out of baselines and of the loss."""
+        return ~np.isnan(self.values)
+
+    def response(self, index: int) -> Response:
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        return Response(
+            tokens=self.tokens[part],
+            logprobs=self.logprobs[part],
+            versions=self.versions[part],
+            mask=self.mask[part],
+            finish=self.finish[index],
+            reward=self.rewards[index],
+        )
+
+    def encode(self) -> bytes:
+        """As bytes that need no pickle: what travels through the queue, and what the journal keeps."""
+        fields = {name: np.ascontiguousarray(getattr(self, name)).tobytes() for name in _ARRAYS}
+        return _ENCODER.encode(
+            _Wire(
+                ticket=self.ticket,
+                finish=self.finish,
+                rewards=[(one.value, one.raw, one.status, one.reason, dict(one.parts)) for one in self.rewards],
+                row=dict(self.row),
+                created_s=self.created_s,
+                **fields,
+            )
+        )
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> PromptGroup:
+        wire = _DECODER.decode(data)
+        return cls(
+            ticket=wire.ticket,
+            finish=wire.finish,
+            rewards=tuple(Reward(value=v, raw=r, status=s, reason=w, parts=p) for v, r, s, w, p in wire.rewards),
+            row=wire.row,
+            created_s=wire.created_s,
+            **{name: np.frombuffer(getattr(wire, name), kind) for name, kind in _ARRAYS.items()},
+        )
+
+
+_ARRAYS: dict[str, type[np.generic]] = {
+    "prompt": np.int32,
+    "lengths": np.int32,
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "mask": np.uint8,
+}
+
+
+class _Wire(msgspec.Struct, array_like=True):
+    ticket: Ticket
+    prompt: bytes
+    lengths: bytes
+    tokens: bytes
+    logprobs: bytes
+    versions: bytes
+    mask: bytes
+    finish: tuple[Finish, ...]
+    rewards: list[tuple[float, float, Status, str, dict[str, float]]]
+    row: dict[str, Any]
+    created_s: float
+
+
+def _plain(value: object) -> object:
+    """numpy scalars and arrays, as a Parquet file or a dataset gives them."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise DataError(f"a prompt's row holds {type(value).__name__}: give plain values (text, numbers, lists, mappings)")
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_DECODER = msgspec.msgpack.Decoder(_Wire)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Groups as one message: their bytes in one array, so that a message costs one copy however many it carries."""
+
+    tickets: list[Ticket]
+    min_versions: list[int]
+    ends: Array
+    """int64: group i is `data[ends[i-1]:ends[i]]`."""
+    data: Array
+    """uint8."""
+
+    @classmethod
+    def pack(cls, groups: Sequence[PromptGroup]) -> Block:
+        return cls.join([(g.ticket, g.min_version, g.encode()) for g in groups])
+
+    @classmethod
+    def join(cls, parts: Sequence[tuple[Ticket, int, bytes | memoryview]]) -> Block:
+        ends = np.cumsum([len(data) for _, _, data in parts], dtype=np.int64)
+        data = np.frombuffer(b"".join(data for _, _, data in parts), np.uint8)
+        return cls([ticket for ticket, _, _ in parts], [version for _, version, _ in parts], ends, data)
+
+    def parts(self) -> list[memoryview]:
+        view = self.data.data
+        starts = [0, *self.ends[:-1].tolist()] if len(self.tickets) else []
+        return [view[start:end] for start, end in zip(starts, self.ends.tolist(), strict=True)]
+
+    def groups(self) -> list[PromptGroup]:
+        return [PromptGroup.decode(part) for part in self.parts()]
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _block, (tickets_to_bytes(self.tickets), self.min_versions, self.ends, self.data)
+
+
+def _block(tickets: bytes, min_versions: list[int], ends: Array, data: Array) -> Block:
+    return Block(tickets_from_bytes(tickets), min_versions, ends, data)

@@ -1,0 +1,237 @@
+"""Groups as a padded `DataProto`, and back: for hooks and reward managers, which know nothing else.
+
+    PromptGroup … ──to_data_proto──▶ DataProto ─▶ reward manager, _compute_custom_metrics
+    Prompt … ──prompts_to_data_proto──▶ DataProto ─▶ _custom_generation_logic ─▶ DataProto ──from_data_proto──▶ Response
+
+    prompts [P]  . . p p p   padded on the left,    responses [R]  r r h r . .   padded on the right; h is a hole:
+                             so that both meet                                   seen by the model, not trained on
+
+Within the program everything stays ragged (`freewheel.data.group`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from freewheel.data.columns import object_array, plain_copy, tensors_of
+from freewheel.data.data_proto import DataProto
+from freewheel.data.errors import DataError
+from freewheel.data.group import NO_VERSION, Array, Finish, Prompt, PromptGroup, Response, Ticket
+from freewheel.data.merging import TOKEN_COUNTS
+
+ROW_DEFAULTS: Mapping[str, Any] = {
+    "data_source": "",
+    "ability": "",
+    "reward_model": {},
+    "extra_info": {},
+    "tools_kwargs": {},
+    "interaction_kwargs": {},
+}
+"""Columns that every batch has, and what stands there where a row says nothing. verl's code looks them up unasked."""
+
+
+def to_data_proto(
+    groups: Sequence[PromptGroup],
+    *,
+    pad_token_id: int,
+    prompt_length: int | None = None,
+    response_length: int | None = None,
+) -> DataProto:
+    """One row a response, group by group; `uid` is the same within a group and differs between groups.
+
+    Beside the fields of a sample: `rollout_log_probs` and `versions` [R], `token_level_scores` [R] with the reward on
+    the last token, and `reward_mask`, 0 for a response whose scoring failed (its score is then 0: do not read it).
+    The lengths default to the longest there is; a longer one than they allow is a `DataError`."""
+    responses = [group.response(index) for group in groups for index in range(len(group))]
+    if not responses:
+        raise DataError("groups = []: a batch needs at least one response")
+    owners = [group for group in groups for _ in range(len(group))]
+    counts = [len(response.tokens) for response in responses]
+    width = _width("response_length", response_length, counts)
+    prompt_columns = _left_padded([group.prompt for group in owners], pad_token_id, prompt_length)
+
+    def padded(name: str, fill: float, dtype: torch.dtype) -> torch.Tensor:
+        column = torch.full((len(responses), width), fill, dtype=dtype)
+        for row, response in enumerate(responses):
+            column[row, : counts[row]] = torch.from_numpy(np.array(getattr(response, name))).to(dtype)
+        return column
+
+    tokens = padded("tokens", pad_token_id, torch.int64)
+    seen = (torch.arange(width) < torch.tensor(counts)[:, None]).long()
+    attention = torch.cat([prompt_columns["attention_mask"], seen], dim=1)
+    values = torch.tensor([r.reward.value if r.reward else float("nan") for r in responses], dtype=torch.float32)
+    scores = torch.zeros(tokens.shape, dtype=torch.float32)
+    scores[torch.arange(len(counts)), torch.tensor(counts) - 1] = values.nan_to_num(nan=0.0)
+    return DataProto.from_dict(
+        {
+            "prompts": prompt_columns["prompts"],
+            "responses": tokens,
+            "input_ids": torch.cat([prompt_columns["prompts"], tokens], dim=1),
+            "attention_mask": attention,
+            "position_ids": _positions(attention),
+            "response_mask": padded("mask", 0, torch.int64),
+            "rollout_log_probs": padded("logprobs", 0.0, torch.float32),
+            "versions": padded("versions", NO_VERSION, torch.int64),
+            "token_level_scores": scores,
+            "reward_mask": (~values.isnan()).long(),
+        },
+        {
+            **_columns([group.row for group in owners], [group.ordinal for group in owners]),
+            "uid": object_array(str(group.ordinal) for group in owners),
+            "finish": object_array(response.finish for response in responses),
+            "reward_status": object_array(r.reward.status if r.reward else "failed" for r in responses),
+        },
+        {TOKEN_COUNTS: attention.sum(dim=1).tolist()},
+    )
+
+
+def prompts_to_data_proto(
+    prompts: Sequence[Prompt],
+    n: int,
+    *,
+    pad_token_id: int,
+    ordinals: Sequence[int] | None = None,
+    prompt_length: int | None = None,
+    meta_info: Mapping[str, Any] | None = None,
+) -> DataProto:
+    """Each prompt n times in a row, as a generation hook takes them: `prompts`, `input_ids`, `attention_mask`,
+    `position_ids` [P], and the columns of the rows. `uid` is the ordinal as text, without ordinals the place."""
+    if not prompts:
+        raise DataError("prompts = []: a batch needs at least one prompt")
+    numbers = list(range(len(prompts))) if ordinals is None else list(ordinals)
+    if len(numbers) != len(prompts):
+        raise DataError(f"ordinals has {len(numbers)} entries for {len(prompts)} prompts: give one for each")
+    columns = _left_padded([prompt.tokens for prompt in prompts], pad_token_id, prompt_length)
+    tensors = {
+        **columns,
+        "input_ids": columns["prompts"].clone(),
+        "position_ids": _positions(columns["attention_mask"]),
+    }
+    values = _columns([prompt.row for prompt in prompts], numbers) | {"uid": object_array(map(str, numbers))}
+    once = DataProto.from_dict(tensors, values)
+    counts = [len(prompt.tokens) for prompt in prompts for _ in range(n)]
+    return DataProto(*_parts(once.repeat(n)), {TOKEN_COUNTS: counts} | dict(meta_info or {}))
+
+
+def from_data_proto(
+    data: DataProto, ticket: Ticket, prompt: Prompt, version: int, *, stop_token_ids: Collection[int] = ()
+) -> list[Response]:
+    """What a generation hook returned for one prompt, a `Response` a row.
+
+    It needs `responses`, `rollout_log_probs`, and `response_mask` or `attention_mask`. `versions` says which weights
+    made each token; without it all are `version`. A column `finish` says how each ended; without it a response ended by
+    itself if its last token is one of `stop_token_ids`, or, where none are given, if it does not fill its row."""
+    where = f"ordinal {ticket.ordinal}: what the generation hook returned"
+    found = {} if data.batch is None else tensors_of(data.batch)
+    tensors: dict[str, Array] = {key: value.detach().cpu().numpy() for key, value in found.items()}
+    for key in ("responses", "rollout_log_probs"):
+        if key not in tensors:
+            raise DataError(f"{where} has no {key}: add it to batch; it has {[*tensors]}")
+    if not {"response_mask", "attention_mask"} & tensors.keys():
+        raise DataError(f"{where} has neither response_mask nor attention_mask: add one; it has {[*tensors]}")
+    width = tensors["responses"].shape[1]
+    for key in {"rollout_log_probs", "response_mask", "versions"} & tensors.keys():
+        if tensors[key].shape != tensors["responses"].shape:
+            shapes = f"{list(tensors[key].shape)} for responses {list(tensors['responses'].shape)}"
+            raise DataError(f"{where} has a {key} of the shape {shapes}: give one entry a token")
+    if "prompts" in tensors:
+        _check_prompts(tensors["prompts"], prompt, where)
+    # The end of an attention mask over prompt and response is the response's.
+    seen = tensors["attention_mask"][:, -width:] if "attention_mask" in tensors else tensors["response_mask"]
+    lengths = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in seen]
+    finishes = data.non_tensor_batch.get("finish")
+    responses = []
+    for row, count in enumerate(lengths):
+        if not count:
+            raise DataError(f"{where} has no token in row {row}: a response has at least its end")
+        if "attention_mask" in tensors and not seen[row, :count].all():
+            raise DataError(f"{where} is not padded on the right in row {row}: attention_mask has gaps in the response")
+        responses.append(
+            _response(
+                {key: tensors[key][row, :count] for key in _RESPONSE_KEYS if key in tensors},
+                version,
+                _finish(
+                    None if finishes is None else finishes[row],
+                    int(tensors["responses"][row, count - 1]),
+                    stop_token_ids,
+                    is_full=count == width,
+                ),
+                f"{where}, row {row}",
+            )
+        )
+    return responses
+
+
+_RESPONSE_KEYS = ("responses", "rollout_log_probs", "response_mask", "versions")
+
+
+def _response(columns: Mapping[str, Array], version: int, finish: Finish, where: str) -> Response:
+    tokens = columns["responses"]
+    made = columns.get("response_mask", np.ones(len(tokens))) != 0
+    logprobs = np.where(made, columns["rollout_log_probs"], 0.0).astype(np.float32)
+    if not np.isfinite(logprobs).all() or (logprobs > 0).any():
+        wrong = logprobs[~np.isfinite(logprobs) | (logprobs > 0)][0]
+        raise DataError(f"{where}: rollout_log_probs holds {wrong}: log-probabilities are finite and at most 0")
+    if not made.any():
+        raise DataError(f"{where}: response_mask is 0 throughout: at least one token is the policy's")
+    versions = np.where(made, columns.get("versions", version), NO_VERSION).astype(np.int32)
+    return Response(
+        tokens=tokens.astype(np.int32),
+        logprobs=logprobs,
+        versions=versions,
+        mask=made.astype(np.uint8),
+        finish=finish,
+    )
+
+
+def _finish(said: object, last_token: int, stop_token_ids: Collection[int], *, is_full: bool) -> Finish:
+    if said is not None:
+        if said not in ("stop", "length"):
+            raise DataError(f"finish = {said!r}: say 'stop' or 'length'")
+        return said
+    ended = last_token in stop_token_ids if stop_token_ids else not is_full
+    return "stop" if ended else "length"
+
+
+def _check_prompts(rows: Array, prompt: Prompt, where: str) -> None:
+    """A hook that generates from another prompt than it returns would train the policy on what it never saw."""
+    size = len(prompt.tokens)
+    if rows.shape[1] < size or (rows[:, rows.shape[1] - size :] != prompt.tokens).any():
+        raise DataError(f"{where} has other prompts than it was given: leave them, or put what is added into responses")
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], ordinals: Sequence[int]) -> dict[str, Array]:
+    """The rows' values by key. Each row of the batch owns its dicts and lists: a hook may write into them."""
+    keys = dict.fromkeys([*ROW_DEFAULTS, *(key for row in rows for key in row)])
+    columns = {key: object_array(plain_copy(row.get(key, ROW_DEFAULTS.get(key))) for row in rows) for key in keys}
+    columns["index"] = object_array(row.get("index", ordinal) for row, ordinal in zip(rows, ordinals, strict=True))
+    return columns
+
+
+def _left_padded(prompts: Sequence[Array], pad_token_id: int, length: int | None) -> dict[str, torch.Tensor]:
+    width = _width("prompt_length", length, [len(prompt) for prompt in prompts])
+    tokens = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros_like(tokens)
+    for row, prompt in enumerate(prompts):
+        tokens[row, width - len(prompt) :] = torch.from_numpy(np.array(prompt, np.int64))
+        mask[row, width - len(prompt) :] = 1
+    return {"prompts": tokens, "attention_mask": mask}
+
+
+def _positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _width(key: str, given: int | None, lengths: Sequence[int]) -> int:
+    longest = max(lengths)
+    if given is not None and given < longest:
+        raise DataError(f"{key} = {given}: the longest has {longest} tokens; raise it, or leave it out")
+    return longest if given is None else given
+
+
+def _parts(data: DataProto) -> tuple[Any, dict[str, Array]]:
+    return data.batch, data.non_tensor_batch

@@ -1,0 +1,162 @@
+"""`load_rows`: rows from a file, a folder or the Hugging Face hub. Tasks call it.
+
+    data.jsonl(.gz), data.json   ┐
+    data.parquet                 ├─▶ rows: dicts of plain values, in the order of the file
+    a folder, a saved dataset    │
+    owner/name on the hub        ┘
+
+What cannot be read is a `DataError` that names the file, the line and the remedy. Parquet needs pyarrow, saved datasets
+and the hub need `datasets`; both are imported when they are first needed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from freewheel.data.errors import DataError, shown
+
+Rows = list[dict[str, Any]]
+
+JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
+PARQUET = (".parquet",)
+KNOWN = (*JSON_LINES, ".json", *PARQUET)
+SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")
+"""What `save_to_disk` leaves in a folder."""
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def load_rows(path: str | Path, *, split: str | None = None, name: str | None = None, limit: int | None = None) -> Rows:
+    """The first `limit` rows.
+
+    `split` chooses in a folder (files whose names begin with it), a saved dataset or a hub dataset; a single file is
+    taken whole. `name` is the configuration of a hub dataset. No rows at all is an error."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        rows = _folder(place, split)
+    elif place.is_file():
+        rows = _file(place)
+    elif str(path).endswith(KNOWN) or not HUB_ID.fullmatch(str(path)):
+        raise DataError(f"path = {str(path)!r}: there is no such file; relative paths start at {Path.cwd()}")
+    else:
+        rows = _hub(str(path), split, name)
+    found = list(islice(rows, limit))
+    if not found:
+        raise DataError(f"{str(path)!r} has no rows: give a file with at least one")
+    return found
+
+
+def require(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    """Raises unless the row has all of these keys."""
+    if missing := [key for key in keys if row.get(key) is None]:
+        raise DataError(f"{where}: no {' and no '.join(missing)}; its keys are {[*row]}")
+
+
+def _file(path: Path) -> Iterator[dict[str, Any]]:
+    if path.name.endswith(PARQUET):
+        return _parquet(path)
+    if path.name.endswith(JSON_LINES):
+        return _json_lines(path)
+    if path.suffix == ".json":
+        return _json(path)
+    raise DataError(f"path = {str(path)!r}: what it holds is not known by its name; use one of {', '.join(KNOWN)}")
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _object(line, f"{path}, line {number}")
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise DataError(f"{path} is cut short or not gzip after line {number} ({error}): fetch it anew") from error
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        # A file that was cut off ends in such a line, and so does one whose text has bare newlines.
+        raise DataError(f"{where} is not JSON ({error}): {shown(line.decode(errors='replace').strip())}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is {shown(row)}: give one JSON object a line")
+    return row
+
+
+def _json(path: Path) -> Iterator[dict[str, Any]]:
+    """A list of objects. (A file of lines under this name is read as lines.)"""
+    text = path.read_bytes()
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if not isinstance(whole, list):
+        yield from _json_lines(path)
+        return
+    for number, row in enumerate(whole):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, entry {number} is {shown(row)}: give a list of objects")
+        yield row
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    arrow, parquet = _optional("pyarrow", "Parquet files"), _optional("pyarrow.parquet", "Parquet files")
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error}): fetch or write it anew") from error
+
+
+def _folder(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
+    if any((path / mark).is_file() for mark in SAVED_DATASET):
+        return _saved_dataset(path, split)
+    files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(KNOWN))
+    if not files:
+        raise DataError(f"path = {str(path)!r} is a folder without data: it has no file of {', '.join(KNOWN)}")
+    chosen = [file for file in files if split is None or re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name)]
+    if not chosen:
+        names = [file.name for file in files]
+        raise DataError(f"path = {str(path)!r} has no file for the split {split!r}: it has {shown(names)}")
+    return chain.from_iterable(map(_file, chosen))
+
+
+def _saved_dataset(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
+    loaded = _optional("datasets", "saved datasets").load_from_disk(str(path))
+    if isinstance(loaded, dict):
+        if split not in loaded:
+            raise DataError(f"path = {str(path)!r} has no split {split!r}: it has {[*loaded]}")
+        loaded = loaded[split]
+    return _plain_rows(loaded)
+
+
+def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, Any]]:
+    module = _optional("datasets", f"{path!r}, which is no file here and was taken for a dataset on the hub,")
+    try:
+        loaded = module.load_dataset(path, name, split=split or "train")
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"path = {path!r} is no file here, and as a dataset on the hub it could not be loaded "
+            f"({type(error).__name__}: {error}): check its name, split and the network, or give a file"
+        ) from error
+    return _plain_rows(loaded)
+
+
+def _plain_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    return (dict(row) for row in rows)
+
+
+def _optional(module: str, purpose: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        raise DataError(f"{purpose} need {package}: pip install {package}, or give a JSONL file") from error

@@ -1,0 +1,77 @@
+"""`gsm8k`: grade-school mathematics (Cobbe et al. 2021), from any of the files that it comes in.
+
+{"question", "answer"} as OpenAI and the hub have it (JSONL, Parquet)   ┐
+verl's Parquet: `prompt`, `reward_model.ground_truth`, `extra_info`     ┴─▶ rows in one form ─▶ `#### 72` is scored
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import Finish, Prompt
+from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, as_sample, render
+from freewheel.data.sources import load_rows, require
+from freewheel.rewards.answers import marked_answer, number_in
+from freewheel.rewards.rules import RuleScore, gsm8k
+
+DATA_SOURCE = "openai/gsm8k"
+HUB = "openai/gsm8k"
+HUB_NAME = "main"
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""The words of verl's data preparation, so that scores can be compared."""
+
+
+@dataclass(frozen=True)
+class Gsm8k:
+    """The task."""
+
+    name: str = "gsm8k"
+    max_new_tokens: int = 512
+    """The longest solutions of the training set have about 400 tokens, and models are wordier than people."""
+    stop: tuple[str, ...] = ()
+    instruction: str = INSTRUCTION
+    """Said after the question. Rows that bring a `prompt` of their own are left as they are."""
+
+    def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
+        """Without a path from the hub, which needs `datasets` and a network."""
+        found = load_rows(path or HUB, split=split, name=HUB_NAME if path is None else None, limit=limit)
+        return [self._sample(row, index, split, path or HUB) for index, row in enumerate(found)]
+
+    def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
+        return render(row, tokenizer, rendering)
+
+    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
+        """A response that was cut off after its answer has still given it."""
+        return gsm8k(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
+
+    def _sample(self, row: dict[str, Any], index: int, split: str, path: str | Path) -> Row:
+        where = f"{path}, row {index}"
+        if "prompt" in row:
+            require(row, ["prompt", "reward_model"], where)
+            require(row["reward_model"], ["ground_truth"], f"{where}, reward_model")
+            truth = str(row["reward_model"]["ground_truth"])
+            question, answer = "", ""  # as_sample keeps those in its extra_info
+        else:
+            require(row, ["question", "answer"], where)
+            question, answer = str(row["question"]), str(row["answer"])
+            truth = marked_answer(answer) or answer
+            row = {"prompt": f"{question} {self.instruction}"}
+        number = number_in(truth)
+        if number is None:
+            raise DataError(f"{where}: the answer {truth!r} is not a number; gsm8k's end in '#### 72'")
+        return as_sample(
+            row,
+            index=index,
+            data_source=DATA_SOURCE,
+            ability="math",
+            ground_truth=str(number),
+            question=question,
+            answer=answer,
+            split=split,
+        )
+
+
+TASK = Gsm8k()

@@ -1,0 +1,55 @@
+"""`rows`: data in the form of samples already, such as verl's Parquet files, scored by the rule of its `data_source`.
+
+    {"prompt": text | messages, "data_source": …, "reward_model": {"ground_truth": …}}
+
+The way to train on data of one's own without writing a task; `reward.function` replaces the rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import Finish, Prompt
+from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, as_sample, conversation, render
+from freewheel.data.sources import load_rows
+from freewheel.judge.errors import ConfigError
+from freewheel.rewards.rules import RuleScore, rule_score
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The task. A `ground_truth` or `answer` at the top of a row is taken where there is no `reward_model`."""
+
+    name: str = "rows"
+    max_new_tokens: int = 512
+    stop: tuple[str, ...] = ()
+
+    def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
+        if path is None:
+            raise ConfigError("data.train", None, "the task rows brings no data: give a file, a folder or a hub id")
+        found: list[Row] = []
+        for index, row in enumerate(load_rows(path, split=split, limit=limit)):
+            try:
+                found.append(_sample(row, index, split))
+            except DataError as error:
+                raise DataError(f"{path}, row {index}: {error}") from error
+        return found
+
+    def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
+        return render(row, tokenizer, rendering)
+
+    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
+        return rule_score(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
+
+
+def _sample(row: Row, index: int, split: str) -> Row:
+    truth = row.get("ground_truth", row.get("answer"))
+    asked = str(conversation(row)[-1]["content"])
+    return as_sample(
+        row, index=index, data_source="", ground_truth=truth, question=asked, answer=str(truth or ""), split=split
+    )
+
+
+TASK = Rows()

@@ -1,0 +1,189 @@
+"""`word_problems`: arithmetic in words, small enough to be learnt on a CPU in a minute, with a model that comes along.
+
+    Tom has 6 apples, buys 9 and finds 2. How many apples is that?   ─▶   6+9=15;15+2=17#17
+
+The shipped base (`model_path`, made by scripts/make_base_checkpoint.py) mostly guesses `#21` or so, and sometimes shows
+its steps; the reward asks for the right number only, and reinforcement learning finds out that steps pay. The numbers
+of the `test` split occur in no demonstration and in no prompt of `train`, so what is measured there is not memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import Finish, Prompt
+from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, render
+from freewheel.judge.errors import ConfigError
+from freewheel.rewards.rules import NO_ANSWER, RuleScore, register_rule
+
+DATA_SOURCE = "freewheel/word_problems"
+SPLITS = ("train", "test")
+
+SMALL = range(2, 10)
+"""0 and 1 would make steps that change nothing."""
+LARGE = range(11, 20)
+"""More than any small number, so that it can be taken from; and close to them, so that almost every single step of a
+held-out problem occurs in others: unseen are the combinations, not the sums."""
+HELD_OUT = 8
+"""One combination of numbers in so many is kept for `test`."""
+VARIANTS = 3
+"""How often each combination occurs in `train`, with other names and things."""
+
+NAMES = ("Ada", "Ben", "Eva", "Ian", "Ivy", "Kim", "Leo", "Mia", "Noa", "Sam", "Tom", "Zoe")
+THINGS = (
+    *("apples", "books", "cakes", "cards", "coins", "eggs"),
+    *("keys", "pears", "pens", "shells", "stamps", "stones"),
+)
+
+Sign = Literal["+", "-"]
+
+
+@dataclass(frozen=True)
+class Template:
+    """A problem with two steps: `first` over the numbers a and b, `second` over its result and c."""
+
+    name: str
+    text: str
+    first: Sign
+    second: Sign
+    begin: range = SMALL
+    """What a is taken from; b and c are small."""
+
+    def steps(self, a: int, b: int, c: int) -> tuple[int, int]:
+        """The result of each step."""
+        middle = a + b if self.first == "+" else a - b
+        return middle, middle + c if self.second == "+" else middle - c
+
+
+TEMPLATES = (
+    Template("find", "{name} has {a} {thing}, buys {b} and finds {c}. How many {thing} is that?", "+", "+"),
+    Template("lose", "{name} has {a} {thing}, gets {b} and loses {c}. How many {thing} are left?", "+", "-"),
+    Template(
+        "take",
+        "There are {a} {thing}. {name} takes {b} and brings {c} more. How many {thing} is that?",
+        *("-", "+"),
+        begin=LARGE,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One template with its numbers."""
+
+    template: Template
+    a: int
+    b: int
+    c: int
+
+    @property
+    def answer(self) -> int:
+        return self.template.steps(self.a, self.b, self.c)[1]
+
+    @property
+    def solution(self) -> str:
+        """`6+9=15;15+2=17#17`."""
+        middle, answer = self.template.steps(self.a, self.b, self.c)
+        first, second = self.template.first, self.template.second
+        return f"{self.a}{first}{self.b}={middle};{middle}{second}{self.c}={answer}#{answer}"
+
+    @property
+    def held_out(self) -> bool:
+        """By a hash of the numbers: the same on every machine, and the same whatever else the task comes to contain."""
+        name = f"{self.template.name} {self.a} {self.b} {self.c}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
+
+    def question(self, name: str, thing: str) -> str:
+        return self.template.text.format(name=name, thing=thing, a=self.a, b=self.b, c=self.c)
+
+
+def problems(split: str) -> Iterator[Problem]:
+    """All combinations of numbers of a split, in a fixed order."""
+    for template in TEMPLATES:
+        for a in template.begin:
+            for b in SMALL:
+                for c in SMALL:
+                    problem = Problem(template, a, b, c)
+                    # Nobody loses more than they have, and a word problem that ends in nothing is a riddle.
+                    if problem.answer > 0 and problem.held_out == (split == "test"):
+                        yield problem
+
+
+def rows(split: str) -> list[Row]:
+    if split not in SPLITS:
+        raise ConfigError("split", split, f"word_problems has {' and '.join(SPLITS)}")
+    # Seeded by the split alone: the rows are part of the task, and a run's own seed only orders them.
+    draw = np.random.default_rng([SPLITS.index(split)])
+    found: list[Row] = []
+    for problem in problems(split):
+        for _ in range(VARIANTS if split == "train" else 1):
+            name, thing = NAMES[draw.integers(len(NAMES))], THINGS[draw.integers(len(THINGS))]
+            question = problem.question(name, thing)
+            index = len(found)
+            found.append(
+                {
+                    "data_source": DATA_SOURCE,
+                    "prompt": question,
+                    "ability": "math",
+                    "reward_model": {"ground_truth": str(problem.answer), "style": "rule"},
+                    "extra_info": {"answer": problem.solution, "index": index, "question": question, "split": split},
+                    "index": index,
+                }
+            )
+    return found
+
+
+_ANSWER = re.compile(r"[^#]*#([0-9]+)\Z")
+
+
+def score(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+    """1 if the response has one `#`, and nothing but the right number after it. A rule as `freewheel.rewards` has them.
+
+    The steps before it are not read: that they help is for the policy to find out.
+    """
+    told = str(ground_truth)
+    if not told.isascii() or not told.isdigit():
+        raise DataError(f"ground_truth = {ground_truth!r}: word_problems needs a whole number")
+    answer = _ANSWER.fullmatch(response.strip())
+    return NO_ANSWER if answer is None else RuleScore(float(answer[1] == told))
+
+
+def model_path() -> Path:
+    """The folder of the base model and its tokenizer, which `from_pretrained` opens without a network."""
+    return Path(__file__).parent.parent / "embedded" / "word_problems"
+
+
+@dataclass(frozen=True)
+class WordProblems:
+    """The task. It brings its rows along and reads no file."""
+
+    name: str = "word_problems"
+    max_new_tokens: int = 20
+    """The longest solution, `19-2=17;17+2=19#19`, has 19 tokens with its end."""
+    stop: tuple[str, ...] = ()
+
+    def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
+        if path is not None:
+            raise ConfigError("path", str(path), "word_problems makes its own rows: leave data.train and data.eval out")
+        return rows(split)[:limit]
+
+    def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
+        return render(row, tokenizer, rendering)
+
+    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
+        """A response that was cut off has not said its number to the end."""
+        if finish == "length":
+            return NO_ANSWER
+        return score(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
+
+
+TASK = WordProblems()
+register_rule(DATA_SOURCE, score)  # so that reward managers and `compute_score` find it by the rows' data source

@@ -1,0 +1,21 @@
+"""The trainer as a program: `python -m freewheel.fully_async_main` is the same as `freewheel train`."""
+
+from __future__ import annotations
+
+import typer
+
+from freewheel.runtime import commands
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app.command(epilog=commands.EPILOG)(commands.train)
+
+
+def main() -> None:
+    from freewheel.judge.commands.console import guarded_stdout
+
+    with guarded_stdout():
+        app(prog_name="fully_async_main.py")
+
+
+if __name__ == "__main__":
+    main()

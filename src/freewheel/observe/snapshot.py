@@ -1,0 +1,97 @@
+"""What a run looks like at a moment, for those who show it; and what it waits for, in words.
+
+FullyAsyncMain fills a `RunSnapshot` about once a second from the components' statistics; `dashboard.terminal` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+Waits = Mapping[str, Mapping[str, float]]
+"""Component → span → its share of the last interval."""
+
+WAITING = 0.10
+"""A part that waits less than a tenth of the time is busy: what is left is hand-over, which nothing would remove."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSnapshot:
+    """One moment of a run. What is not known yet is None or empty."""
+
+    mode: str
+    step: int
+    total_steps: int
+    reward: float | None = None
+    """Mean of the last step."""
+    reward_curve: list[tuple[int, float]] = field(default_factory=list)
+    """(step, reward)."""
+    eval_curve: list[tuple[int, float]] = field(default_factory=list)
+    """(step, held-out accuracy)."""
+    version: int = 0
+    """The trainer's."""
+    published_version: int = 0
+    """The newest that all engines in use hold."""
+    queue: Mapping[str, float] = field(default_factory=dict)
+    """As the queue's statistics have it."""
+    freshness: Mapping[str, float] = field(default_factory=dict)
+    """As `freshness` gave it for the last step."""
+    waits: Waits = field(default_factory=dict)
+    tokens_per_s: float | None = None
+    samples_per_s: float | None = None
+    elapsed_s: float = 0.0
+    eta_s: float | None = None
+    alerts: list[str] = field(default_factory=list)
+    """Metrics that are out of bounds now."""
+    events: list[str] = field(default_factory=list)
+    """What happened, newest last."""
+    run_dir: str = ""
+
+
+def bottleneck(waits: Waits) -> str:
+    """What the run would be faster without, in words that start with `generation`, `training`, `reward`, `sync`, `save`
+    or `nothing`. Shares of several rollouters (`rollouter`, `rollouter-0`, …) are averaged.
+
+    Each is charged with the time for which others stood still because of it, and the largest charge names it:
+
+        sync         the trainer's `sync` and `pack`, or rollouters' `wait_sync` and `load_weights`, whichever is more
+        save         the trainer's `save`, as far as it did nothing else meanwhile
+        reward       rollouters' `wait_reward`; where they have no such span, the time in which the trainer waited for a
+                     batch and yet nothing was generated: 1 − train − generate − sync − save
+        generation   the trainer's `wait_batch`, less what reward is charged with
+        training     rollouters' `wait_room`, less the same where they cannot tell the two apart
+    """
+    trainer = dict(waits.get("trainer", {}))
+    rollouter = _mean(shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter")
+    if not trainer or not rollouter:
+        return "nothing is known yet"
+    handing_over = trainer.get("sync", 0.0) + trainer.get("pack", 0.0)
+    sync = max(handing_over, rollouter.get("wait_sync", 0.0) + rollouter.get("load_weights", 0.0))
+    starved = trainer.get("wait_batch", 0.0)
+    train = trainer.get("train", max(0.0, 1 - starved - handing_over - trainer.get("save", 0.0)))
+    save = min(trainer.get("save", 0.0), max(0.0, 1 - train - starved - handing_over))
+    waited = sum(share for name, share in rollouter.items() if name.startswith("wait_"))
+    generate = rollouter.get("generate", max(0.0, 1 - waited))
+    held_back = rollouter.get("wait_room", 0.0)
+    if "wait_reward" in rollouter:
+        reward = min(starved, rollouter["wait_reward"])
+    else:  # then rollouters took it for a wait for room
+        reward = min(starved, held_back, max(0.0, 1 - train - generate - sync - save))
+        held_back -= reward
+    charges = {
+        "sync": (sync, "of the time went into bringing weights to the engines"),
+        "save": (save, "of the time went into writing checkpoints"),
+        "reward": (reward, "of the time the trainer waited for scores, with nothing left to generate"),
+        "generation": (starved - reward, "of the time the trainer waited for responses"),
+        "training": (held_back, "of the time generation was held back, so that samples stay fresh"),
+    }
+    part, (share, why) = max(charges.items(), key=lambda item: item[1][0])
+    if share < WAITING:
+        return "nothing: generation and training keep each other busy"
+    return f"{part}: {share:.0%} {why}"
+
+
+def _mean(components: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found = list(components)
+    names = dict.fromkeys(name for shares in found for name in shares)
+    return {name: sum(shares.get(name, 0.0) for shares in found) / len(found) for name in names}

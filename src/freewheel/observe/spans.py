@@ -1,0 +1,97 @@
+"""How long a component spends on what: the seconds behind "what does it wait for".
+
+The trainer (`train`, `wait_batch`, `sync`, `save`) and the rollouter (`generate`, `wait_room`, …) open a span around
+each of these; FullyAsyncMain takes a snapshot now and then, and `shares` of two of them is what the last interval was
+spent on. Snapshots are plain dictionaries, so that they travel between processes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+ELAPSED = "elapsed"
+"""The entry of a snapshot that says how long the clock has run; no span may have this name."""
+
+
+class _Name:
+    """What is known of one name."""
+
+    __slots__ = ("closed_s", "open", "since")
+
+    def __init__(self) -> None:
+        self.closed_s = 0.0
+        self.open = 0
+        self.since = 0.0
+
+
+class _Span:
+    """One use of a name. Each `with` has its own, so that interleaved tasks cannot close each other's."""
+
+    __slots__ = ("_name", "_spans")
+
+    def __init__(self, spans: Spans, name: str) -> None:
+        self._spans = spans
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._spans._enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._spans._leave(self._name)
+
+
+class Spans:
+    """Counts the time in which at least one span of a name is open: a hundred tasks that wait at once for a second
+    have waited one second, and no share is ever above 1. May be used from tasks and threads alike."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._started = clock()
+        self._names: dict[str, _Name] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str) -> _Span:
+        if name == ELAPSED:
+            raise ValueError(f"a span cannot be named {ELAPSED!r}: snapshots keep the whole time there")
+        return _Span(self, name)
+
+    def _enter(self, name: str) -> None:
+        with self._lock:
+            known = self._names.setdefault(name, _Name())
+            if not known.open:
+                known.since = self._clock()
+            known.open += 1
+
+    def _leave(self, name: str) -> None:
+        with self._lock:
+            known = self._names[name]
+            known.open -= 1
+            if not known.open:
+                known.closed_s += self._clock() - known.since
+
+    def snapshot(self) -> dict[str, float]:
+        """Seconds by name since the start, open spans included, and the whole time as `elapsed`."""
+        with self._lock:
+            now = self._clock()
+            seconds = {
+                name: known.closed_s + (now - known.since if known.open else 0.0) for name, known in self._names.items()
+            }
+            return {**seconds, ELAPSED: now - self._started}
+
+
+def shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Of the time between two snapshots, the share that each name had.
+
+    A component that was restarted in between counts from 0 again: then `after` alone is what is known.
+    """
+    if after.get(ELAPSED, 0.0) < before.get(ELAPSED, 0.0):
+        before = {}
+    elapsed = after.get(ELAPSED, 0.0) - before.get(ELAPSED, 0.0)
+    if elapsed <= 0:
+        return {}
+    return {name: (spent - before.get(name, 0.0)) / elapsed for name, spent in after.items() if name != ELAPSED}

@@ -1,0 +1,130 @@
+"""`Ledger`: every prompt of the stream ends exactly once, as trained at a version or abandoned for a reason. Pure.
+
+    issue ─▶ attempt: admitted ─▶ queued ─▶ taken ─▶ trained@v
+      ▲                  └─ fail / stale / lost ─┐
+      └── re-issue while its budget lasts ◀──────┴─▶ abandoned(reason)
+
+Held in memory here; a journal can replay into it, because every change is one of five calls.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from freewheel.queue.failures import BUDGETS, Failure, Kind
+
+
+class Frontier(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint keeps of a ledger: every ordinal below `low` has ended, and so have those in `ended`."""
+
+    low: int = 0
+    ended: tuple[int, ...] = ()
+    trained: int = 0
+    abandoned: dict[str, int] = {}
+
+
+@dataclass
+class _Open:
+    attempts: int = 0
+    failed: dict[Kind, int] = field(default_factory=dict)
+    live: bool = False
+
+
+class Ledger:
+    """No ordinal is skipped and none ends twice: asserted here, whatever the callers do."""
+
+    def __init__(self, *, total: int | None = None, frontier: Frontier | None = None) -> None:
+        start = frontier or Frontier()
+        self.total = total
+        """Ordinals in the stream; None: endless."""
+        self.trained = start.trained
+        self.abandoned: Counter[str] = Counter(start.abandoned)
+        self.failures: Counter[str] = Counter()
+        """Failed attempts by reason, abandoned or not."""
+        self._low = start.low
+        self._ended = set(start.ended)
+        self._next = start.low
+        self._open: dict[int, _Open] = {}
+        self._again: list[int] = []
+
+    # -- attempts -----------------------------------------------------------------------------------------------------
+
+    def issue(self) -> tuple[int, int] | None:
+        """(ordinal, attempts before) of the next prompt; re-issues first. None: none is left for now."""
+        if self._again:
+            ordinal = heapq.heappop(self._again)
+        else:
+            while self._next in self._ended:
+                self._next += 1
+            if self.total is not None and self._next >= self.total:
+                return None
+            ordinal = self._next
+            self._next += 1
+            self._open[ordinal] = _Open()
+        entry = self._open[ordinal]
+        assert not entry.live, f"ordinal {ordinal} is being attempted"
+        entry.live = True
+        entry.attempts += 1
+        return ordinal, entry.attempts - 1
+
+    @property
+    def exhausted(self) -> bool:
+        """`issue` would give None."""
+        if self._again or self.total is None:
+            return False
+        return all(one in self._ended for one in range(self._next, self.total))
+
+    def fail(self, ordinal: int, failure: Failure) -> bool:
+        """The attempt died. True: the prompt will be attempted again; False: its budget is spent, it is abandoned."""
+        self.failures[failure.reason] += 1
+        entry = self._open[ordinal]
+        entry.failed[failure.kind] = entry.failed.get(failure.kind, 0) + 1
+        if entry.failed[failure.kind] >= BUDGETS[failure.kind]:
+            self.abandon(ordinal, failure.reason)
+            return False
+        self._reissue(ordinal)
+        return True
+
+    def retry(self, ordinal: int, reason: str) -> None:
+        """The attempt came to nothing through no fault of its own (stale, lost): it is repeated, at no cost."""
+        self.failures[reason] += 1
+        self._reissue(ordinal)
+
+    def _reissue(self, ordinal: int) -> None:
+        entry = self._open[ordinal]
+        assert entry.live, f"ordinal {ordinal} is not being attempted"
+        entry.live = False
+        heapq.heappush(self._again, ordinal)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def train(self, ordinals: Iterable[int]) -> None:
+        for ordinal in ordinals:
+            self._end(ordinal)
+            self.trained += 1
+
+    def abandon(self, ordinal: int, reason: str) -> None:
+        self._end(ordinal)
+        self.abandoned[reason] += 1
+
+    def _end(self, ordinal: int) -> None:
+        entry = self._open.pop(ordinal, None)
+        assert entry is not None and entry.live, f"ordinal {ordinal} has ended, or was not issued"
+        self._ended.add(ordinal)
+        while self._low in self._ended:
+            self._ended.remove(self._low)
+            self._low += 1
+        self._next = max(self._next, self._low)  # over what had ended before a resume, and is now below `low`
+
+    def frontier(self) -> Frontier:
+        return Frontier(
+            low=self._low,
+            ended=tuple(sorted(self._ended)),
+            trained=self.trained,
+            abandoned=dict(self.abandoned),
+        )

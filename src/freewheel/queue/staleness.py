@@ -1,0 +1,235 @@
+"""`StalenessPolicy`: which group may be generated, and which may be trained on, so that none lags too far. Pure.
+
+    room ─▶ admit ─▶ open ─▶ finish ─▶ ready ─▶ select ─▶ taken ─▶ commit ─▶ held ─▶ publish ─▶ slot free
+                      └────── drop ──────┴─────────────────┘ ─────────────────────────────────▶ slot free at once
+
+With Q = groups per weight version (groups per step × steps per version), T the threshold and W the window:
+
+- admission: at most (T + 1)·Q groups are alive. A trained group stays alive until every engine holds the version that
+  it went into; a dropped one is released at once.
+- selection: with h the oldest sequence not taken, only sequences below h + W may be taken.
+
+**Bound.** A group's lag when it is trained is at most T + ⌈(W − 1) / Q⌉. Let it be admitted with sequence s while all
+engines hold version u, and trained at version v. The (v − u)·Q groups of versions u+1 … v were taken before it. Each
+was alive at that moment (at most (T + 1)·Q − 1 others are) or was admitted later; of the latter at most W − 1 can be
+taken first, as h ≤ s until it is taken itself. So (v − u)·Q ≤ (T + 1)·Q − 1 + W − 1, and therefore
+v − u ≤ T + ⌊(Q − 1 + W − 1) / Q⌋, which is the bound. It needs steps of exactly P groups: short ones would raise v with
+fewer groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The numbers that staleness is made of."""
+
+    groups_per_step: int
+    """P."""
+    steps_per_version: int = 1
+    threshold: int
+    """T: versions that generation may run ahead."""
+    window: int
+    """W."""
+    max_alive: int
+    """A bound on groups alive beside that of the threshold (`max_queue_size`)."""
+    max_lag_allowed: int
+    """Checked again when a group is trained: after a crash one may be older than the arithmetic says."""
+    min_batches: int = 1
+    drain: bool = False
+    """Weights change only when nothing is in progress."""
+    total_groups: int | None = None
+    """Groups that the run trains on. None: until the prompts end."""
+
+    @property
+    def groups_per_version(self) -> int:
+        """Q."""
+        return self.groups_per_step * self.steps_per_version
+
+    @property
+    def capacity(self) -> int:
+        return min((self.threshold + 1) * self.groups_per_version, self.max_alive)
+
+    @property
+    def most_ready(self) -> int:
+        """Groups that can be ready at once, at worst: the earlier steps of an unfinished version hold their slots."""
+        return self.capacity - self.groups_per_step * (self.steps_per_version - 1)
+
+    @property
+    def max_lag(self) -> int:
+        return self.threshold + -(-(self.window - 1) // self.groups_per_version)
+
+
+class StalenessPolicy:
+    """Keeps the bound of this module's head, and never stops a run that could go on."""
+
+    def __init__(self, bounds: Bounds, *, version: int = 0, trained: int = 0) -> None:
+        self.bounds = bounds
+        self.version = version
+        """The trainer's."""
+        self.published = version
+        """What every engine in use holds, at least."""
+        self.trained = trained
+        self.exhausted = False
+        """No prompt is left to be admitted. A re-issue may still set it back."""
+        self._steps_in_version = 0
+        self._next_sequence = 0
+        self._untaken: dict[int, bool] = {}  # sequence → ready; in the order of admission
+        self._ready: set[int] = set()
+        self._taken: set[int] = set()
+        self._held: dict[int, int] = {}  # version that frees them → groups
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> int:
+        return len(self._untaken) + len(self._taken) + sum(self._held.values())
+
+    @property
+    def open(self) -> int:
+        """Admitted and not finished."""
+        return len(self._untaken) - len(self._ready)
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
+
+    @property
+    def room(self) -> int:
+        """How many groups may be admitted now."""
+        room = self.bounds.capacity - self.alive
+        if self.bounds.total_groups is not None:
+            room = min(room, self.bounds.total_groups - self.trained - len(self._untaken) - len(self._taken))
+        return max(0, room)
+
+    def admit(self) -> int:
+        """A new sequence number; a slot is held for it from now on."""
+        assert self.room > 0, "admit without room"
+        sequence = self._next_sequence
+        self._next_sequence += 1
+        self._untaken[sequence] = False
+        return sequence
+
+    def finish(self, sequence: int) -> None:
+        """The group is generated and scored."""
+        assert self._untaken.get(sequence) is False, f"{sequence} is not open"
+        self._untaken[sequence] = True
+        self._ready.add(sequence)
+
+    def drop(self, sequence: int) -> None:
+        """The group will not be trained on; its slot is free at once."""
+        if self._untaken.pop(sequence, None) is None:
+            self._taken.remove(sequence)
+        self._ready.discard(sequence)
+
+    # -- selection ----------------------------------------------------------------------------------------------------
+
+    def select(self, count: int, *, starting: bool = True) -> list[int]:
+        """The next `count` groups to train on, taken; none at all while fewer can be.
+
+        `starting`: a step begins, so `min_batches` must be ready. Only the last step of a run may get fewer than asked.
+        """
+        left = len(self._untaken) if self._ending else None
+        wanted = count * self.bounds.min_batches if starting else count
+        if left is not None:
+            wanted, count = min(wanted, left), min(count, left)
+        eligible = self._eligible(wanted)
+        if count == 0 or len(eligible) < wanted:
+            return []
+        chosen = eligible[:count]
+        for sequence in chosen:
+            del self._untaken[sequence]
+            self._ready.remove(sequence)
+            self._taken.add(sequence)
+        return chosen
+
+    def _eligible(self, wanted: int) -> list[int]:
+        """The first groups, `wanted` at most, that may be taken if those before them are."""
+        found: list[int] = []
+        if len(self._ready) < wanted:
+            return found
+        head: int | None = None  # the oldest that would be left
+        for sequence, ready in self._untaken.items():
+            if len(found) == wanted or (head is not None and sequence >= head + self.bounds.window):
+                break
+            if ready:
+                found.append(sequence)
+            elif head is None:
+                head = sequence
+        return found
+
+    @property
+    def _ending(self) -> bool:
+        """No group will be admitted beyond those that are here."""
+        if self.bounds.total_groups is not None and self._unasked == 0:
+            return True
+        return self.exhausted and self.open == 0
+
+    @property
+    def dry(self) -> bool:
+        """`select` has nothing to give, and never will: all that is left is taken."""
+        return self._ending and not self._untaken
+
+    @property
+    def _unasked(self) -> int:
+        assert self.bounds.total_groups is not None
+        return self.bounds.total_groups - self.trained - len(self._untaken) - len(self._taken)
+
+    def untake(self, sequences: Iterable[int]) -> None:
+        """Groups that were taken and not trained are ready again, in their old places."""
+        for sequence in sequences:
+            self._taken.remove(sequence)
+            self._untaken[sequence] = True
+            self._ready.add(sequence)
+        self._untaken = dict(sorted(self._untaken.items()))
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    def lag(self, min_version: int) -> int:
+        return self.version - min_version
+
+    def too_old(self, min_version: int) -> bool:
+        """The check at consumption: the promise itself."""
+        return self.lag(min_version) > self.bounds.max_lag_allowed
+
+    def commit(self, sequences: Iterable[int]) -> bool:
+        """A step on these groups is done. True: it completed a weight version, which is now to be published."""
+        done = list(sequences)
+        self._taken.difference_update(done)
+        self.trained += len(done)
+        frees = self.version + 1
+        self._held[frees] = self._held.get(frees, 0) + len(done)
+        self._steps_in_version += 1
+        if self._steps_in_version < self.bounds.steps_per_version:
+            return False
+        self.complete_version()
+        return True
+
+    def complete_version(self) -> int:
+        """What was trained since the last version becomes one. By itself only at the end of a run."""
+        if self._steps_in_version:
+            self._steps_in_version = 0
+            self.version += 1
+        return self.version
+
+    def publish(self, version: int) -> None:
+        """Every engine in use holds `version`: the groups that went into it free their slots."""
+        assert version <= self.version, f"version {version} is not trained yet"
+        self.published = max(self.published, version)
+        for frees in [one for one in self._held if one <= version]:
+            del self._held[frees]
+
+    @property
+    def settled(self) -> bool:
+        """Nothing is in progress and nothing more would be admitted: a moment to change weights under `drain`."""
+        return self.open == 0 and (self.room == 0 or self.exhausted)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing is left to train on, and nothing will come."""
+        none_here = not self._untaken and not self._taken
+        spent = self.bounds.total_groups is not None and self.trained >= self.bounds.total_groups
+        return none_here and (spent or self.exhausted)

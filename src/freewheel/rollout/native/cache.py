@@ -1,0 +1,253 @@
+"""The KV slots, in pages, and the attention over them.
+
+    prefill [rows, bucket] ─▶ PromptKV ──place──▶ SlotCache [pages, kv heads, page tokens, head dim] a layer
+    decode  [slots, 1]     ─▶ each row writes at its own position, attends to its own pages
+
+Both are given to the model as its cache; `attend` is its attention. It makes one product a (page, head), all of one
+shape, and adds a row's pages up in their order: to the bit, a row's numbers do not depend on the pages of others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache
+
+from freewheel.data.group import Array
+from freewheel.rollout.native.pages import NO_PAGE, PageTable
+
+ATTENTION = "freewheel_pages"
+"""The name under which transformers knows `attend`."""
+PAGE_TOKENS = 64
+"""Positions a page: smaller ones waste less on a row's last page, and cost more operations a step."""
+SHORT_TILE = 16
+"""A cache shorter than a page has pages of a multiple of this."""
+
+
+class PromptRead(Exception):
+    """Every layer's keys and values are there: what would follow is thrown away, so it is not computed."""
+
+
+class PromptKV(Cache):
+    """Keeps the keys and values of one prefill: of each layer [rows, kv heads, bucket, head dim]."""
+
+    def __init__(self, *, layers: int | None) -> None:
+        super().__init__(layers=[])
+        self.kept: list[tuple[Tensor, Tensor]] = []
+        self._last = layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        assert layer_idx == len(self.kept)
+        self.kept.append((key_states, value_states))
+        if len(self.kept) == self._last:
+            raise PromptRead
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Pages:
+    """What attention must know of the extra pages; it travels through the model's keyword arguments."""
+
+    owners: Tensor
+    """The row of each extra page."""
+    levels: list[tuple[Tensor, Tensor]]
+    """(rows, pages) of the second pages, the third, and so on."""
+
+
+class SlotCache(Cache):
+    """The keys and values of all rows. A row's first page is always there; the others come and go with its length."""
+
+    def __init__(self, *, like: PromptKV, rows: int, length: int) -> None:
+        super().__init__(layers=[])
+        self._length = length
+        self._page = min(PAGE_TOKENS, -(-length // SHORT_TILE) * SHORT_TILE)
+        self._table = PageTable(rows=rows, pages_per_row=-(-length // self._page))
+        keys, _ = like.kept[0]
+        self._device, self._heads = keys.device, keys.shape[1]
+        self._keys = [self._empty(keys) for keys, _ in like.kept]
+        self._values = [self._empty(values) for _, values in like.kept]
+        self._hidden = torch.finfo(keys.dtype).min
+        self._mask = torch.full((self._table.total, self._page), self._hidden, dtype=keys.dtype, device=self._device)
+        positions = torch.arange(self._page, device=self._device)
+        self._mask_rows = torch.zeros(self._page, self._page, dtype=keys.dtype, device=self._device)
+        self._mask_rows.masked_fill_(positions.unsqueeze(0) > positions.unsqueeze(1), self._hidden)
+        self._mask[:rows, 0] = 0  # a row that is not in use looks at its first position, and nobody at it
+        # Row i writes position p into line `_starts[i, head] + p` of the pages, which is in its current page.
+        self._head_starts = torch.arange(self._heads, device=self._device) * self._page
+        self._starts = torch.empty(rows, self._heads, dtype=torch.int64, device=self._device)
+        self._mask_starts = torch.empty(rows, dtype=torch.int64, device=self._device)
+        self._turn_to(np.arange(rows), np.zeros(rows, np.int64))
+        self._at = self._starts.view(-1)
+        self._high = rows
+        self.wipes = False
+        """Whether pages are emptied for their next row. What they hold is masked, but 0 x NaN would be NaN."""
+        self._pages = Pages(torch.empty(0, dtype=torch.int64, device=self._device), [])
+
+    def _empty(self, like: Tensor) -> Tensor:
+        shape = (self._table.total, like.shape[1], self._page, like.shape[3])
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def enter(self, slots: Array, positions: Array) -> None:
+        """Rows begin at `positions`: what lies before is visible once `place` has filled it."""
+        levels = positions // self._page
+        self._table.grow(slots, levels + 1)
+        for level in range(int(levels.max()) + 1):
+            here = levels >= level
+            pages = self._tensor(self._table.pages(slots[here], level))
+            shown = np.minimum(positions[here] - level * self._page, self._page - 1)
+            self._mask[pages] = self._mask_rows[self._tensor(shown)]
+            self._take_over(pages)
+        self._turn_to(slots, levels)
+        self._changed()
+
+    def place(self, kept: Sequence[tuple[Tensor, Tensor]], rows: Array, slots: Array) -> None:
+        """Copies a prefill's rows into slots that have entered; `rows[i]` goes to `slots[i]`."""
+        bucket = kept[0][0].shape[2]
+        for level, start in enumerate(range(0, min(bucket, self._length), self._page)):
+            pages = self._table.pages(slots, level)
+            source, target = self._tensor(rows[pages != NO_PAGE]), self._tensor(pages[pages != NO_PAGE])
+            size = min(self._page, bucket - start)
+            for held_keys, held_values, (keys, values) in zip(self._keys, self._values, kept, strict=True):
+                held_keys[target, :, :size] = keys[source, :, start : start + size]
+                held_values[target, :, :size] = values[source, :, start : start + size]
+
+    def advance(self, slots: Array, positions: Array) -> None:
+        """These rows' next positions, all that are in use: those at the start of a page get one."""
+        crossing = (positions % self._page == 0) & (positions > 0)
+        if not crossing.any():
+            return
+        slots, levels = slots[crossing], positions[crossing] // self._page
+        pages = self._tensor(self._table.grow(slots, levels + 1))
+        self._mask[pages] = self._hidden
+        self._take_over(pages)
+        self._turn_to(slots, levels)
+        self._changed()
+
+    def leave(self, slots: Array) -> None:
+        """These rows are no longer in use; they stand at position 0 until they are."""
+        if self._table.release(slots):
+            self._turn_to(slots, np.zeros_like(slots))
+            self._changed()
+
+    def _take_over(self, pages: Tensor) -> None:
+        if self.wipes:
+            for held in (*self._keys, *self._values):
+                held.index_fill_(0, pages, 0.0)
+
+    def _turn_to(self, slots: Array, levels: Array) -> None:
+        """From now on these rows write into their page of this level."""
+        pages = self._table.pages(slots, levels)
+        where = self._tensor(slots)
+        before = levels * self._page
+        lines = self._tensor(pages * self._heads * self._page - before)
+        self._starts[where] = lines.unsqueeze(1) + self._head_starts
+        self._mask_starts[where] = self._tensor(pages * self._page - before)
+
+    def _changed(self) -> None:
+        self._high = self._table.high
+        levels = [(self._tensor(level.rows), self._tensor(level.pages)) for level in self._table.levels()]
+        self._pages = Pages(self._tensor(self._table.owners()), levels)
+
+    def _tensor(self, values: Array | Sequence[int]) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64).to(self._device)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def open(self, positions: Tensor) -> tuple[Tensor, Pages]:
+        """The next step writes row i at `positions[i]`; the mask and the pages that it attends with."""
+        self._mask.view(-1).index_fill_(0, self._mask_starts + positions, 0.0)
+        self._at = (self._starts + positions.unsqueeze(1)).view(-1)
+        return self._mask[: self._high, None, None], self._pages
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return self._written(self._keys[layer_idx], key_states), self._written(self._values[layer_idx], value_states)
+
+    def _written(self, held: Tensor, fresh: Tensor) -> Tensor:
+        size = held.shape[-1]
+        held.view(-1, size).index_copy_(0, self._at, fresh.reshape(-1, size))
+        return held[: self._high]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    pages: Pages | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: [rows, heads, queries, size] in, [rows, queries, heads, size] out.
+
+    Prefill (no `pages`): causal; padding lies behind a prompt, so nothing in it looks at padding, and the mask is not
+    read. Decode: `key`, `value` and the mask are pages, of which the first are the rows' first ones.
+    """
+    if softcap is not None or s_aux is not None or position_bias is not None:
+        raise NotImplementedError("its attention has soft caps, sinks or position biases")
+    rows, heads, _, size = query.shape
+    kv_heads = key.shape[1]
+    scale = size**-0.5 if scaling is None else scaling
+    if pages is None:
+        gqa = kv_heads != heads
+        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=gqa)
+        return out.transpose(1, 2), None
+    grouped = (query * (scale * math.log2(math.e))).reshape(rows, kv_heads, heads // kv_heads, size)
+    out = _attend_to_pages(grouped, key, value, attention_mask, pages)
+    return out.view(rows, 1, heads, value.shape[-1]), None
+
+
+def _attend_to_pages(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pages: Pages) -> Tensor:
+    """softmax · value, the sums taken page by page: Σ over pages of 2^(score − the row's maximum).
+
+    In powers of two, as `exp` on a CPU takes 20 times as long where its result underflows: at every hidden position.
+    """
+    rows = len(query)
+    extra = bool(pages.levels)
+    if extra:
+        query = torch.cat((query, query.index_select(0, pages.owners)))
+    scores = torch.matmul(query, key.transpose(2, 3))
+    scores += mask
+    highest = scores.amax(dim=-1, keepdim=True)
+    if extra:
+        of_rows = highest[:rows]
+        for of_level, at in pages.levels:
+            larger = torch.maximum(of_rows.index_select(0, of_level), highest.index_select(0, at))
+            of_rows.index_copy_(0, of_level, larger)
+        highest = torch.cat((of_rows, of_rows.index_select(0, pages.owners)))
+    weights = scores.sub_(highest).exp2_()
+    sums = weights.sum(dim=-1, keepdim=True, dtype=torch.float32)
+    out = torch.matmul(weights, value)
+    if extra:
+        all_sums, all_out = sums, out
+        sums, out = sums[:rows], out[:rows]
+        for of_level, at in pages.levels:  # in the order of a row's positions: the order decides the last bit
+            sums.index_add_(0, of_level, all_sums.index_select(0, at))
+            out.index_add_(0, of_level, all_out.index_select(0, at))
+    return (out / sums).to(value.dtype)
+
+
+AttentionInterface.register(ATTENTION, attend)

@@ -1,0 +1,233 @@
+"""`NativeEngine`: the engine protocol over a thread that decodes.
+
+    event loop                                   thread
+    generate ── Flight ──▶ commands ──▶ Scheduler.add
+                                        admit ─▶ prefill ─▶ place ─▶ step ─▶ take     (one token a slot and turn)
+    Flight.get ◀── one call a step ◀─── chunks of the samples that ended
+    pause / update_weights / abort ──▶ between two steps; the answer comes back as a future
+
+The thread waits for: a command, when it is paused or has nothing to do. Unblocked by: any command, `close` included.
+A waiter waits for: its flight. Unblocked by: a chunk, an error, the thread's end, or the watch (no token in time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from freewheel.rollout.engine import (
+    Chunk,
+    EngineError,
+    EngineStats,
+    GenerationAborted,
+    GenerationRequest,
+    GenerationTimeout,
+)
+from freewheel.rollout.native.flight import Flight
+from freewheel.rollout.native.loading import load_weights
+from freewheel.rollout.native.loop import DecodeLoop
+from freewheel.rollout.native.probe import check_agreement, own_logprobs
+from freewheel.rollout.native.requests import check_request
+from freewheel.rollout.native.runner import Runner, use_slot_attention
+from freewheel.rollout.native.support import UnsupportedModel, check_length, check_supported
+from freewheel.sync.weights import checksum
+
+log = logging.getLogger(__name__)
+
+WATCH_S = 0.5
+"""How often waiting requests are checked for a thread that hangs or died: well below any useful timeout."""
+CLOSE_PATIENCE_S = 30.0
+"""A step takes less; one that hangs must not keep the program from ending."""
+
+Command = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class NativeEngine:
+    """Continuous batching over one model. Called from one event loop; the model is the engine's own from now on.
+
+    On a CPU a sample's tokens and log-probabilities follow from its prompt, its parameters and the weights, to the bit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        version: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        for name, value in (
+            ("slots", slots),
+            ("max_prompt_tokens", max_prompt_tokens),
+            ("max_new_tokens", max_new_tokens),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} = {value}: give at least 1")
+        check_supported(model)
+        check_length(model, max_prompt_tokens, max_new_tokens)
+        probe = own_logprobs(model.train(False), max_prompt_tokens)
+        use_slot_attention(model)
+        self._model = model
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        try:
+            runner = Runner(
+                model, slots=slots, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, version=version
+            )
+            check_agreement(runner, *probe)
+        except NotImplementedError as error:  # what only the model's own attention would know how to do
+            raise UnsupportedModel(model, str(error)) from error
+        self._vocabulary = runner.vocabulary
+        self._loop = DecodeLoop(runner, slots=slots, clock=clock)
+        self._flights: dict[str, Flight] = {}
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._open = True
+        self._gate = threading.Lock()  # no command may slip in after the thread has answered the last one
+        self._watch: asyncio.TimerHandle | None = None
+        self._updating = asyncio.Lock()
+        self._thread = threading.Thread(target=self._run, name="freewheel-native-engine", daemon=True)
+        self._thread.start()
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._loop.version
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        check_request(
+            request,
+            max_prompt_tokens=self._max_prompt_tokens,
+            max_new_tokens=self._max_new_tokens,
+            vocabulary=self._vocabulary,
+        )
+        if request.id in self._flights:
+            raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
+        flight = Flight(request, asyncio.get_running_loop())
+        self._flights[request.id] = flight
+        left = len(request.samples)
+        try:
+            self._send(lambda: self._loop.add(flight))
+            self._watch_over(flight.loop)
+            while left:
+                chunk = await flight.get()
+                left -= chunk.finish is not None
+                yield chunk
+        finally:
+            flight.over = True
+            del self._flights[request.id]
+            self._stop_watching()
+            if left and self._open:
+                self._send(lambda: self._loop.forget(flight))
+
+    async def pause(self) -> None:
+        await self._ask(self._loop.pause)
+
+    async def resume(self) -> None:
+        await self._ask(self._loop.resume)
+
+    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> int:
+        async with self._updating:
+            held = await self._ask(lambda: self._loop.update(version, lambda: load_weights(self._model, weights)))
+            # Beside the decoding, which only reads what is summed here.
+            return await asyncio.to_thread(checksum, held.items())
+
+    async def abort(self, request_id: str) -> None:
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            error = GenerationAborted(f"request {request_id!r} was aborted")
+            await self._ask(lambda: self._loop.fail(flight, error))
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    async def close(self) -> None:
+        with self._gate:
+            if self._open:
+                self._open = False
+                self._commands.put((self._loop.stop, Future()))
+        await asyncio.to_thread(self._thread.join, CLOSE_PATIENCE_S)
+        if self._thread.is_alive():
+            log.error("the native engine's thread did not end within %g s: a step hangs", CLOSE_PATIENCE_S)
+        self._stop_watching()
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _send(self, what: Callable[[], Any]) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._gate:
+            if not self._open:
+                raise EngineError("the engine is closed")
+            self._commands.put((what, answer))
+        return answer
+
+    async def _ask(self, what: Callable[[], Any]) -> Any:
+        return await asyncio.wrap_future(self._send(what))
+
+    # -- the watch ----------------------------------------------------------------------------------------------------
+
+    def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._watch is None and self._flights:
+            self._watch = loop.call_later(WATCH_S, self._look, loop)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None and not self._flights:
+            self._watch.cancel()
+            self._watch = None
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """In the event loop: a step that never returns cannot report itself."""
+        self._watch = None
+        dead = not self._thread.is_alive()
+        idle_s = self._loop.idle_s()
+        for flight in list(self._flights.values()):
+            if flight.over:
+                continue
+            if dead:
+                flight.put(EngineError("the engine's thread has ended"))
+            elif flight.holds_slot and idle_s > flight.request.timeout_s:
+                flight.put(GenerationTimeout(f"request {flight.request.id!r}: no token for {idle_s:.3g} s"))
+        self._watch_over(loop)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        reason: EngineError = GenerationAborted("the engine was closed")
+        try:
+            with torch.inference_mode():
+                while not self._loop.stopped:
+                    self._obey()
+                    if not self._loop.stopped:
+                        self._loop.turn()
+        except BaseException as error:  # whatever it was, nobody may wait for this thread any longer
+            log.exception("the native engine's thread failed")
+            reason = EngineError(f"the engine failed: {error!r}")
+        with self._gate:
+            self._open = False
+        while not self._commands.empty():
+            what, answer = self._commands.get()
+            if what != self._loop.stop and answer.set_running_or_notify_cancel():
+                answer.set_exception(EngineError("the engine is closed"))
+        self._loop.fail_all(reason, list(self._flights.values()))
+
+    def _obey(self) -> None:
+        """Waits for a command only where there is nothing to do."""
+        while not self._loop.stopped and (not self._loop.has_work or not self._commands.empty()):
+            what, answer = self._commands.get()
+            if not answer.set_running_or_notify_cancel():
+                continue
+            try:
+                answer.set_result(what())
+            except Exception as error:  # noqa: BLE001  # it is the asker's
+                answer.set_exception(error)

@@ -1,0 +1,328 @@
+"""The model and its tensors: one prefill a prompt, then one decode step a token for all slots. The thread's hands.
+
+    prefill(prompts) ─▶ Prefilled ──place(slots)──▶ KV, token, position, parameters of the slot
+    step(): forward of all rows ─▶ sample ─▶ log of the last tokens ─▶ which slots ended, and why
+    take(slots) ─▶ Output(tokens, logprobs, versions)
+
+A prompt's last token is not prefilled: it is the first input of the decode loop. So every token of a response comes out
+of the same step, at the same shapes.
+
+Every shape that a sequence passes through follows from itself and the configuration: decode runs at all slots, over
+pages of one size; a prefill at [rows(bucket), bucket(prompt)]. On a CPU its numbers are then the same, to the bit,
+whatever shares the batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from freewheel.data.group import Array, Finish
+from freewheel.rollout.engine import SamplingParams
+from freewheel.rollout.native import sampling
+from freewheel.rollout.native.cache import ATTENTION, PromptKV, PromptRead, SlotCache
+from freewheel.rollout.native.support import vocabulary_size
+
+ROW_TILE = 16
+"""Rows come in multiples of it: a matrix product's kernel treats the rows of a last, partial tile differently."""
+PREFILL_WORK = 100_000_000
+"""Parameters x tokens below which the calls of a prefill, not its numbers, take the time: it may as well be larger."""
+PREFILL_TOKENS_MOST = 512
+"""Beyond it even a tiny model's numbers count."""
+SEED_BITS = 64
+
+_TOKEN, _POSITION, _COUNT, _ACTIVE, _SEED, _TOP_K, _GREEDY = range(7)
+_INT_COLUMNS = 7
+_TEMPERATURE, _TOP_P = range(2)
+_FLOAT_COLUMNS = 2
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """One prompt's keys and values: a row of the prefill it was part of."""
+
+    batch: PromptKV | None
+    """None for a prompt of one token."""
+    row: int
+
+
+@dataclass(frozen=True)
+class Placing:
+    """A sample that enters a slot."""
+
+    slot: int
+    prompt: Array
+    prefilled: Prefilled
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Output:
+    """A slot's newest tokens."""
+
+    tokens: Array
+    logprobs: Array
+    versions: Array
+    sound: bool
+    """Whether all log-probabilities are finite."""
+
+
+def prompt_bucket(tokens: int) -> int:
+    """The prefill length for so many tokens: 16, 32, 48, 64, 96, 128, 192, …"""
+    if tokens <= 0:
+        return 0
+    power = ROW_TILE
+    while power < tokens:
+        power *= 2
+    three_quarters = power * 3 // 4
+    return three_quarters if three_quarters >= tokens and three_quarters % ROW_TILE == 0 else power
+
+
+class Runner:
+    """Tensors of all slots. Not thread-safe: the engine's thread owns it."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, slots: int, max_prompt_tokens: int, max_new_tokens: int, version: int
+    ) -> None:
+        self.model = model
+        self.version = version
+        self.rows = -(-slots // ROW_TILE) * ROW_TILE
+        self.max_prompt_tokens = max_prompt_tokens
+        self.max_new_tokens = max_new_tokens
+        self.device = model.device
+        self.vocabulary = vocabulary_size(model)
+        self._decoder = getattr(model, model.base_model_prefix)
+        self._dummy_mask = torch.zeros(1, 1, 1, 1, dtype=model.dtype, device=self.device)
+
+        cheap_tokens = PREFILL_WORK // max(1, model.num_parameters())
+        self._prefill_tokens = max(self.rows, min(PREFILL_TOKENS_MOST, cheap_tokens))
+        self._layers: int | None = None
+        like = self._forward_prompts([], ROW_TILE)
+        self._layers = len(like.kept)
+        self._cache = SlotCache(like=like, rows=self.rows, length=max_prompt_tokens + max_new_tokens)
+
+        self._ints = torch.zeros(self.rows, _INT_COLUMNS, dtype=torch.int64, device=self.device)
+        self._floats = torch.ones(self.rows, _FLOAT_COLUMNS, dtype=torch.float32, device=self.device)
+        self._stops = torch.full((self.rows, 1), _NO_TOKEN, dtype=torch.int64, device=self.device)
+
+        # The last tokens of all rows, one line a step: a sample's count never exceeds the lines.
+        self._log_tokens = torch.zeros(max_new_tokens, self.rows, dtype=torch.int64, device=self.device)
+        self._log_logprobs = torch.zeros(max_new_tokens, self.rows, dtype=torch.float32, device=self.device)
+        self._step = 0
+        self._versions = [(0, version)]  # (first step, version)
+
+        # What the host knows of each row.
+        self._started = np.zeros(self.rows, np.int64)
+        self._ends = np.full(self.rows, np.iinfo(np.int64).max)
+        self._busy = np.zeros(self.rows, bool)
+        self._at = np.zeros(self.rows, np.int64)
+        self._is_greedy = np.zeros(self.rows, bool)
+        self._is_truncated = np.zeros(self.rows, bool)
+        self._has_stops = np.zeros(self.rows, bool)
+
+    # -- prompts ------------------------------------------------------------------------------------------------------
+
+    def bucket(self, prompt: Array) -> int:
+        """The length at which a prompt is read: a function of its own length and the configuration."""
+        return min(prompt_bucket(len(prompt) - 1), -(-self.max_prompt_tokens // ROW_TILE) * ROW_TILE)
+
+    def prefill_rows(self, bucket: int) -> int:
+        """How many prompts one prefill takes: together about as many tokens as a decode step has rows, or more."""
+        return max(1, self._prefill_tokens // bucket) if bucket else 1
+
+    def prefill(self, prompts: Sequence[Array]) -> list[Prefilled]:
+        """Of prompts of one bucket, `prefill_rows` of them at most."""
+        bucket = self.bucket(prompts[0])
+        if not bucket:
+            return [Prefilled(None, 0) for _ in prompts]
+        assert len(prompts) <= self.prefill_rows(bucket)
+        batch = self._forward_prompts(prompts, bucket)
+        return [Prefilled(batch, row) for row in range(len(prompts))]
+
+    @torch.inference_mode()
+    def _forward_prompts(self, prompts: Sequence[Array], bucket: int) -> PromptKV:
+        ids = np.zeros((self.prefill_rows(bucket), bucket), np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt) - 1] = prompt[:-1]
+        positions = torch.arange(bucket, device=self.device).clamp_(max=self.max_prompt_tokens - 1)  # padding has none
+        kept = PromptKV(layers=self._layers)
+        with contextlib.suppress(PromptRead):
+            self._decoder(
+                input_ids=torch.from_numpy(ids).to(self.device),
+                attention_mask=self._dummy_mask,
+                position_ids=positions.unsqueeze(0).expand(ids.shape),
+                past_key_values=kept,
+                use_cache=True,
+            )
+        return kept
+
+    @torch.inference_mode()
+    def place(self, entering: Sequence[Placing]) -> None:
+        """Gives samples their slots, in one go."""
+        slots = np.array([one.slot for one in entering])
+        where = torch.from_numpy(slots).to(self.device)
+        self._cache.enter(slots, np.array([len(one.prompt) - 1 for one in entering]))
+        batches: dict[int, tuple[PromptKV, list[int], list[int]]] = {}
+        for one in entering:
+            batch = one.prefilled.batch
+            if batch is not None:
+                _, rows, into = batches.setdefault(id(batch), (batch, [], []))
+                rows.append(one.prefilled.row)
+                into.append(one.slot)
+        for batch, rows, into in batches.values():
+            self._cache.place(batch.kept, np.array(rows), np.array(into))
+
+        vocabulary = self.vocabulary
+        ints, floats, ends = [], [], []
+        for one in entering:
+            params, last = one.params, len(one.prompt) - 1
+            seed = params.seed % 2**SEED_BITS
+            seed -= 2**SEED_BITS if seed >= 2 ** (SEED_BITS - 1) else 0  # the same bits, as torch holds them
+            greedy = params.temperature == 0
+            ints.append((one.prompt[-1], last, 0, 1, seed, params.top_k or vocabulary, greedy))
+            floats.append((1.0 if greedy else params.temperature, params.top_p))
+            ends.append(params.max_new_tokens)
+        table = np.array(ints, np.int64)
+        self._ints[where] = torch.from_numpy(table).to(self.device)
+        self._floats[where] = torch.tensor(floats, dtype=torch.float32).to(self.device)
+        self._place_stops(entering, where)
+
+        self._busy[slots] = True
+        self._started[slots] = self._step
+        self._ends[slots] = self._step + np.array(ends)
+        self._at[slots] = table[:, _POSITION]
+        self._is_greedy[slots] = table[:, _GREEDY] != 0
+        self._is_truncated[slots] = [p.top_p < 1 or p.top_k > 0 for p in (one.params for one in entering)]
+        self._has_stops[slots] = [bool(one.params.stop_token_ids) for one in entering]
+
+    def _place_stops(self, entering: Sequence[Placing], where: Tensor) -> None:
+        widest = max(len(one.params.stop_token_ids) for one in entering)
+        if widest > self._stops.shape[1]:
+            grown = torch.full((self.rows, widest), _NO_TOKEN, dtype=torch.int64, device=self.device)
+            grown[:, : self._stops.shape[1]] = self._stops
+            self._stops = grown
+        width = self._stops.shape[1]
+        padded = [
+            (*p.stop_token_ids, *[_NO_TOKEN] * (width - len(p.stop_token_ids))) for p in (e.params for e in entering)
+        ]
+        self._stops[where] = self._tensor(padded)
+
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64).to(self.device)
+
+    # -- tokens -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[tuple[int, Finish]]:
+        """One token for every slot in use; the slots whose sample has ended with it, and why."""
+        busy = self._busy
+        ints, floats = self._ints, self._floats
+        mask, pages = self._cache.open(ints[:, _POSITION])
+        logits = self.model(
+            input_ids=ints[:, _TOKEN : _TOKEN + 1],
+            attention_mask=mask,
+            position_ids=ints[:, _POSITION : _POSITION + 1],
+            past_key_values=self._cache,
+            use_cache=True,
+            pages=pages,
+        ).logits[:, -1]
+        greedy = self._is_greedy[busy]
+        tokens, logprobs = sampling.sample(
+            logits,
+            sampling.Rows(
+                seeds=ints[:, _SEED],
+                index=ints[:, _COUNT],
+                temperature=floats[:, _TEMPERATURE],
+                greedy=ints[:, _GREEDY] != 0,
+                top_p=floats[:, _TOP_P],
+                top_k=ints[:, _TOP_K],
+                any_random=not greedy.all(),
+                any_greedy=bool(greedy.any()),
+                any_truncated=bool(self._is_truncated[busy].any()),
+            ),
+        )
+        line = self._step % self.max_new_tokens
+        self._log_tokens[line] = tokens
+        self._log_logprobs[line] = logprobs
+        ints[:, _TOKEN] = tokens
+        ints[:, _POSITION : _COUNT + 1] += ints[:, _ACTIVE : _ACTIVE + 1]
+        self._step += 1
+        self._at += busy
+        return self._ended(tokens)
+
+    def advance(self) -> None:
+        """Before the next step, once what ended has left: rows at the end of a page get another."""
+        used = np.flatnonzero(self._busy)
+        self._cache.advance(used, self._at[used])
+
+    def _ended(self, tokens: Tensor) -> list[tuple[int, Finish]]:
+        full = self._busy & (self._ends <= self._step)
+        if not self._has_stops[self._busy].any():
+            return [(slot, "length") for slot in np.flatnonzero(full).tolist()]
+        stopped = (tokens.unsqueeze(1) == self._stops).any(dim=1).cpu().numpy() & self._busy
+        ended = np.flatnonzero(full | stopped)
+        return [(slot, "stop" if stopped[slot] else "length") for slot in ended.tolist()]
+
+    def take(self, slots: Sequence[int], since: Sequence[int]) -> list[Output]:
+        """Copies the slots' tokens out, each from its `since`-th on."""
+        if len(slots) == 0:
+            return []
+        counts = self._step - self._started[slots] - np.array(since)
+        steps = np.arange(self._step - counts.max(), self._step)
+        lines = torch.from_numpy(steps % self.max_new_tokens).to(self.device).unsqueeze(1)
+        where = self._tensor(slots)
+        tokens = self._log_tokens[lines, where].T.to(torch.int32).cpu().contiguous().numpy()
+        logprobs = self._log_logprobs[lines, where].T.cpu().contiguous().numpy()
+        versions = self._versions_of(steps)
+        sound = bool(np.isfinite(logprobs).all())
+        outputs = []
+        for row, first in enumerate((len(steps) - counts).tolist()):
+            mine = logprobs[row, first:]
+            outputs.append(
+                Output(tokens[row, first:], mine, versions[first:].copy(), sound or bool(np.isfinite(mine).all()))
+            )
+        return outputs
+
+    def _versions_of(self, steps: Array) -> Array:
+        if len(self._versions) == 1 or self._versions[-1][0] <= steps[0]:
+            return np.full(len(steps), self._versions[-1][1], np.int32)
+        firsts = np.array([first for first, _ in self._versions])
+        versions = np.array([version for _, version in self._versions], np.int32)
+        return versions[np.searchsorted(firsts, steps, side="right") - 1]
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Parks slots: their rows go on being computed, at position 0, and nobody looks."""
+        if len(slots) == 0:
+            return
+        self._busy[slots] = False
+        self._at[slots] = 0
+        with torch.inference_mode():
+            self._cache.leave(np.array(slots))
+            self._ints[self._tensor(slots)] = 0
+
+    def distrust(self) -> None:
+        """From now on, nothing that a slot held before is left in it for the next sample."""
+        self._cache.wipes = True
+
+    def set_version(self, version: int) -> None:
+        """For the tokens from the next step on."""
+        self.version = version
+        oldest = int(self._started[self._busy].min(initial=self._step))
+        known = [*self._versions, (self._step, version)]
+        while len(known) > 1 and known[1][0] <= oldest:
+            known.pop(0)
+        self._versions = known
+
+
+def use_slot_attention(model: PreTrainedModel) -> None:
+    """Makes the model attend through `cache.attend`; it is the engine's from now on."""
+    model.train(False)
+    model.requires_grad_(False)
+    model.set_attn_implementation(ATTENTION)

@@ -1,0 +1,153 @@
+"""From rule scores to rewards: an LLM judge's verdicts and a length penalty on top, where a run has them.
+
+    rule known ─▶ ask ─ all of one tick as a batch ─▶ Judge ─▶ verdict ─▶ then(verdict)
+    whole group ─▶ compose: rule + coefficient × verdict − penalty ─▶ Reward, Reward, …
+
+`RewardStage` calls it. The arithmetic is that of `freewheel.rewards.scoring`; but where its trainers cannot mask a row,
+ours can: a failed verdict is NaN here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from freewheel.data.group import Reward
+from freewheel.judge.errors import ConfigError, EngineDied, JudgeClosed
+from freewheel.judge.judge import Judge
+from freewheel.judge.request import JudgeRequest
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
+from freewheel.rewards.config import as_config
+from freewheel.rewards.rules import RuleScore
+from freewheel.rewards.scoring import JUDGE_OFF, Sample, combine, judge_requests
+from freewheel.rollout.reward_functions import Outcome, from_verdict
+from freewheel.rollout.reward_workers import in_thread
+
+log = logging.getLogger("freewheel.rollout")
+
+Then = Callable[[Verdict], None]
+
+
+class Judging:
+    """One judge for all groups. Nothing is started before the first request."""
+
+    def __init__(self, settings: Any, *, timeout_s: float) -> None:
+        """`settings`: a `LengthPenaltyConfig` in any of its forms."""
+        config = as_config(settings)
+        self._rule_only = config.failure_policy.kind == "rule_only"
+        if config.failure_policy.kind in ("raise", "fallback"):
+            raise ConfigError(
+                "reward.judge.on_failure",
+                config.failure_policy.kind,
+                "reward.on_failure says it for the whole reward: set that, and leave this out or at rule_only",
+            )
+        # What `combine` would fill in for a trainer that cannot mask is not looked at, so it must only not raise.
+        self.config = dataclasses.replace(config, on_failure="group_mean", num_async_workers=None)
+        self._deadline_s = min(timeout_s, config.batch_timeout_s)
+        self._asked: list[tuple[JudgeRequest, Then]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._judge = Judge(config.judge_config()) if config.judges else None
+        if self._judge is None and config.enable_openai_reward is not False and config.names_endpoint:
+            log.warning(
+                "No API key: the judge at %s is off, and rewards are rule score and length penalty only. Set %s",
+                *(config.api_endpoint, config.key_variable),
+            )
+
+    @property
+    def asks(self) -> bool:
+        """False: only the length penalty is on."""
+        return self._judge is not None
+
+    def ask(self, sample: Sample, rule: RuleScore, then: Then) -> None:
+        """`then` gets the verdict, on the loop. What becomes ready in one tick of the loop goes out together."""
+        if not self.asks:
+            then(JUDGE_OFF)
+            return
+        (request,) = judge_requests([sample], [rule], self.config)
+        if request.skip:
+            then(Skipped(request.skip))
+            return
+        if not self._asked:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._asked.append((request, then))
+
+    def _send(self) -> None:
+        asked, self._asked = self._asked, []
+        task = asyncio.get_running_loop().create_task(self._collect(asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _collect(self, asked: list[tuple[JudgeRequest, Then]]) -> None:
+        assert self._judge is not None
+        requests = [request for request, _ in asked]
+        try:
+            handle = self._judge.submit(requests, deadline_s=self._deadline_s)
+        except (EngineDied, JudgeClosed) as error:
+            self._renew(error)
+            try:
+                handle = self._judge.submit(requests, deadline_s=self._deadline_s)
+            except (EngineDied, JudgeClosed) as again:
+                for _, then in asked:
+                    then(Failed(Reason.ENGINE.value, 0, str(again)))
+                return
+        try:
+            async for index, verdict in handle.as_completed():
+                asked[index][1](verdict)
+        finally:
+            handle.cancel()
+
+    def _renew(self, error: Exception) -> None:
+        """The judge's process kept dying. Later responses may fare better with another."""
+        assert self._judge is not None
+        log.error("The judge broke down, and another one is started: %s", error)
+        broken, self._judge = self._judge, Judge(self._judge.config)
+        broken.close(timeout_s=0.0)  # its process is gone already
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._judge is not None:
+            await in_thread(self._judge.close)
+
+    def compose(self, samples: Sequence[Sample], found: Sequence[tuple[Outcome, Verdict]]) -> list[Reward]:
+        """The rewards of a whole group: the penalty needs its median length."""
+        rules = [outcome.rule for outcome, _ in found]
+        made = combine(samples, rules, [verdict for _, verdict in found], self.config)
+        rewards = []
+        for index, (outcome, verdict) in enumerate(found):
+            parts = {
+                **outcome.rule.parts,
+                "rule": rules[index].value,
+                "quality": float(made.quality[index]),
+                "length_penalty": float(made.penalty[index]),
+                "judged": float(isinstance(verdict, Scored)),
+            }
+            parts = {name: value for name, value in parts.items() if not math.isnan(value)}
+            if outcome.status != "scored":
+                rewards.append(unscored(outcome, parts))
+            elif not isinstance(verdict, Failed):
+                value, raw = float(made.reward[index]), float(made.raw[index])
+                rewards.append(Reward(value=value, raw=raw, parts=parts))
+            else:
+                raw = rules[index].value if self._rule_only else math.nan
+                value = raw - float(made.penalty[index])
+                reason = from_verdict(verdict).reason
+                rewards.append(Reward(value=value, raw=raw, status="failed", reason=reason, parts=parts))
+        return rewards
+
+
+def plain_reward(outcome: Outcome) -> Reward:
+    """Of a function alone: nothing shapes it."""
+    if outcome.status != "scored":
+        return unscored(outcome, {})
+    return Reward(value=outcome.rule.value, raw=outcome.rule.value, parts=outcome.rule.parts)
+
+
+def unscored(outcome: Outcome, parts: dict[str, float]) -> Reward:
+    return Reward(value=math.nan, raw=math.nan, status=outcome.status, reason=outcome.reason, parts=parts)

@@ -1,0 +1,410 @@
+"""`Rollouter`: generates without end, scores, and puts whole groups into the queue.
+
+    admit ─▶ ticket ─▶ prompt ─▶ engine ─▶ response, response, … ─▶ reward stage ─▶ group ─▶ outbox ─▶ put
+      │ waits for: room                        each scored as it ends   │ waits for: rewards      │ coalesced
+      ▼                                                                 ▼
+    capacity: groups in generation          a group in scoring holds no generation capacity
+
+New weights arrive in mid-flight (`load_weights`); each token carries the version that made it. A failed attempt is
+reported with its kind, and the queue decides whether the prompt is tried again. Runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import Array, Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.observe.spans import Spans
+from freewheel.queue.failures import Failure, data, infra
+from freewheel.queue.message_queue import Admission
+from freewheel.rollout.engine import (
+    Collector,
+    Completion,
+    Engine,
+    EngineError,
+    GenerationRequest,
+    GenerationTimeout,
+    PromptRefused,
+    SamplingParams,
+)
+from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
+from freewheel.rollout.seeds import sample_seed
+from freewheel.sync.weights import Weights
+from freewheel.trainer.advantages import has_no_variance
+
+log = logging.getLogger("freewheel.rollout")
+
+ADMIT_WAIT_S = 5.0
+"""A wait for room is asked for anew this often, so that a queue that went away is noticed."""
+PUT_LINGER_S = 0.05
+"""Groups that finish within it share a message: a message costs more than a group."""
+LOOKAHEAD = 2.0
+"""Groups admitted, in units of what the engine runs at a time: it must not run dry between two admissions."""
+
+
+class QueueClient(Protocol):
+    """What a rollouter asks of the queue; `MessageQueue` itself, or an actor around one."""
+
+    async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission: ...
+
+    async def put(self, block: Block) -> None: ...
+
+    async def fail(self, ticket: Ticket, failure: Failure) -> None: ...
+
+    async def abandon(self, ticket: Ticket, reason: str) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a group is sampled."""
+
+    n: int
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    """The run's."""
+
+    def params(self, ordinal: int) -> tuple[SamplingParams, ...]:
+        return tuple(
+            SamplingParams(
+                max_new_tokens=self.max_new_tokens,
+                seed=sample_seed(self.seed, ordinal, index),
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                stop_token_ids=self.stop_token_ids,
+            )
+            for index in range(self.n)
+        )
+
+
+class Rollouter:
+    """Keeps its engine busy while there is room, and brings every ticket to exactly one end.
+
+    Subclass it and override `_custom_generation_logic` to generate in a way of your own (tools, several turns).
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        engine: Engine,
+        prompt: Callable[[int], Prompt],
+        rewards: RewardStage,
+        queue: QueueClient,
+        sampling: Sampling,
+        decode: Callable[[Array], str],
+        capacity: int,
+        generation_timeout_s: float = 30.0,
+        interval_s: float = 0.1,
+        drop_zero_variance: bool = False,
+        pad_token_id: int = 0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.name = name
+        self.engine = engine
+        self.rewards = rewards
+        self.sampling = sampling
+        self.spans = Spans()
+        self.total_generated_samples = 0
+        self.generation_errors = 0
+        self.param_sync_requests = 0
+        self.dropped_zero_variance = 0
+        self._prompt = prompt
+        self._queue = queue
+        self._decode = decode
+        self._capacity = capacity
+        self._timeout_s = generation_timeout_s
+        self._interval_s = interval_s
+        self._drop_zero_variance = drop_zero_variance
+        self._pad_token_id = pad_token_id
+        self._wall_clock = wall_clock
+        self._generating = 0
+        self._making: set[asyncio.Task[None]] = set()
+        self._outbox: list[tuple[Ticket, int, bytes]] = []
+        self._room = asyncio.Event()
+        self._mail = asyncio.Event()
+        self._quiet = asyncio.Event()  # nothing is being made
+        self._over = asyncio.Event()
+        self._fatal: BaseException | None = None
+        self._doing = ""
+        self._span = ExitStack()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the queue says that no ticket will come any more. Raises what ends a run."""
+        posting = asyncio.create_task(self._post())
+        posting.add_done_callback(self._look_at)
+        self._note()
+        try:
+            while not self._over.is_set() and await self._admit():
+                pass
+        finally:
+            await self._wind_up(posting)
+        if self._fatal is not None:
+            raise self._fatal
+
+    async def _wind_up(self, posting: asyncio.Task[None]) -> None:
+        for task in self._making:
+            task.cancel()
+        await asyncio.gather(*self._making, return_exceptions=True)
+        posting.cancel()
+        await asyncio.gather(posting, return_exceptions=True)
+
+    async def stop(self) -> None:
+        self._over.set()
+        self._room.set()
+
+    async def close(self) -> None:
+        try:
+            await self.engine.close()
+        finally:
+            await self.rewards.close()
+
+    def _look_at(self, task: asyncio.Task[None]) -> None:
+        """What a task of ours raises (the queue is gone, say) ends `run`: nobody else would hear of it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._fatal = self._fatal or error
+        self._over.set()
+        self._room.set()
+
+    async def _admit(self) -> bool:
+        """One look for tickets. False: none will come any more."""
+        most = int(self._capacity * LOOKAHEAD)
+        want = most - self._generating
+        if want <= 0:
+            self._room.clear()
+            await _wait(self._room, ADMIT_WAIT_S)  # set when groups leave the engine
+            return True
+        admission = await self._asked(want)
+        if admission is None:
+            return False
+        self._generating += len(admission.tickets)
+        for ticket in admission.tickets:
+            task = asyncio.create_task(self._make(ticket))
+            self._making.add(task)
+            self._quiet.clear()
+            task.add_done_callback(self._made)
+        self._note()
+        if admission.tickets and self._interval_s:
+            self._room.clear()
+            if self._generating >= self._capacity:  # else the engine has slots to fill, and there is no time to lose
+                await _wait(self._room, self._interval_s)
+        return not admission.closed
+
+    async def _asked(self, want: int) -> Admission | None:
+        """The queue's answer; None where `run` is over before it comes."""
+        asking = asyncio.ensure_future(
+            self._queue.admit(self.name, want=want, load=self._generating, wait_s=ADMIT_WAIT_S)
+        )
+        ending = asyncio.ensure_future(self._over.wait())
+        try:
+            await asyncio.wait([asking, ending], return_when=asyncio.FIRST_COMPLETED)
+            return asking.result() if asking.done() else None
+        finally:
+            asking.cancel()
+            ending.cancel()
+
+    def _made(self, task: asyncio.Task[None]) -> None:
+        self._making.discard(task)
+        if not self._making:
+            self._quiet.set()
+        self._look_at(task)
+        self._note()
+
+    def _note(self) -> None:
+        """What this rollouter does now, for the accounts of who waits for whom."""
+        now = "generate" if self._generating else "wait_reward" if self._making else "wait_room"
+        if now != self._doing:
+            self._doing = now
+            self._span.close()
+            self._span.enter_context(self.spans(now))
+
+    # -- one group ----------------------------------------------------------------------------------------------------
+
+    async def _make(self, ticket: Ticket) -> None:
+        """From a ticket to its one end: put, abandoned or failed."""
+        try:
+            group = await self._group(ticket)
+            packed = (ticket, group.min_version, group.encode())  # a row that cannot travel is its prompt's failure
+        except PromptRefused as error:
+            await self._failed(ticket, data("prompt", error))
+        except GenerationTimeout as error:
+            await self._failed(ticket, infra("timeout", error))
+        except EngineError as error:
+            await self._failed(ticket, infra("engine", error))
+        except ScoringFailed as error:
+            await self._failed(ticket, (infra if error.is_infra else data)("reward", error))
+        except Exception as error:  # a user's task, hook or reward stage may raise anything; the run goes on
+            log.exception("Prompt %d failed", ticket.ordinal)
+            if isinstance(error, FatalRewardFailure):
+                self._fail(error)
+            await self._failed(ticket, data("hook", f"{type(error).__name__}: {error}"))
+        else:
+            if self._drop_zero_variance and has_no_variance(group):
+                self.dropped_zero_variance += len(group)
+                await self._queue.abandon(ticket, "zero_variance")
+            else:
+                self._outbox.append(packed)
+                self._mail.set()
+
+    async def _failed(self, ticket: Ticket, failure: Failure) -> None:
+        self.generation_errors += 1
+        log.warning(
+            "Prompt %d, attempt %d failed (%s): %s", ticket.ordinal, ticket.attempt, failure.reason, failure.detail
+        )
+        await self._queue.fail(ticket, failure)
+
+    async def _group(self, ticket: Ticket) -> PromptGroup:
+        created_s = self._wall_clock()
+        scoring: GroupScoring | None = None
+        try:
+            prompt = self._render(ticket)
+            scoring = self.rewards.group(ticket, prompt, self.sampling.n)
+            responses = await self._responses(ticket, prompt, scoring)
+        except BaseException:
+            if scoring is not None:
+                scoring.cancel()  # no judge is paid for what nobody will use
+            raise
+        finally:
+            self._generating -= 1
+            self._note()
+            if self._generating < self._capacity:
+                self._room.set()
+        rewards = await scoring.result()
+        scored = [replace(response, reward=reward) for response, reward in zip(responses, rewards, strict=True)]
+        return PromptGroup.of(ticket, prompt, scored, created_s)
+
+    def _render(self, ticket: Ticket) -> Prompt:
+        try:
+            return self._prompt(ticket.ordinal)
+        except Exception as error:
+            raise PromptRefused(f"the task could not render it: {type(error).__name__}: {error}") from error
+
+    async def _responses(self, ticket: Ticket, prompt: Prompt, scoring: GroupScoring) -> list[Response]:
+        if type(self)._custom_generation_logic is not Rollouter._custom_generation_logic:
+            responses = await self._by_hook(ticket, prompt)
+            for index, response in enumerate(responses):
+                self._score(scoring, index, response)
+            return responses
+        found: dict[int, Response] = {}
+        async with aclosing(self._complete(ticket, prompt)) as completions:
+            async for index, completion in completions:
+                found[index] = self._response(completion)
+                self._score(scoring, index, found[index])
+        return [found[index] for index in range(self.sampling.n)]
+
+    async def _complete(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Completion], None]:
+        request = GenerationRequest(
+            id=f"{ticket.sequence}",
+            prompt=prompt.tokens,
+            samples=self.sampling.params(ticket.ordinal),
+            timeout_s=self._timeout_s,
+        )
+        collector = Collector()
+        async for chunk in self.engine.generate(request):
+            completion = collector.add(chunk)
+            if completion is not None:
+                yield chunk.index, completion
+
+    def _response(self, completion: Completion) -> Response:
+        return Response(
+            tokens=completion.tokens,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+            mask=np.ones(len(completion.tokens), np.uint8),
+            finish=completion.finish,
+        )
+
+    def _score(self, scoring: GroupScoring, index: int, response: Response) -> None:
+        self.total_generated_samples += 1
+        scoring.add(index, self._decode(response.tokens), response)
+
+    async def _by_hook(self, ticket: Ticket, prompt: Prompt) -> list[Response]:
+        from freewheel.data.padded import from_data_proto, prompts_to_data_proto
+
+        batch = prompts_to_data_proto(
+            [prompt], self.sampling.n, pad_token_id=self._pad_token_id, ordinals=[ticket.ordinal]
+        )
+        version = self.engine.version
+        made = self._custom_generation_logic(batch)
+        if inspect.isawaitable(made):
+            made = await made
+        responses = from_data_proto(made, ticket, prompt, version, stop_token_ids=self.sampling.stop_token_ids)
+        if len(responses) != self.sampling.n:
+            raise DataError(f"_custom_generation_logic gave {len(responses)} rows: give rollout.n = {self.sampling.n}")
+        return list(responses)
+
+    def _custom_generation_logic(self, batch: Any) -> Any:
+        """Hook. `batch`: a DataProto with the prompt, repeated n times. Gives (or awaits to) a DataProto of n rows with
+        `responses`, `response_mask` and `rollout_log_probs`; `self.engine` generates. Not called unless overridden."""
+        raise NotImplementedError
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    async def _post(self) -> None:
+        while True:
+            await self._mail.wait()
+            if self._making:  # others may finish in a moment
+                await _wait(self._quiet, PUT_LINGER_S)
+            self._mail.clear()
+            groups, self._outbox = self._outbox, []
+            if groups:
+                await self._queue.put(Block.join(groups))
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def load_weights(self, version: int, weights: Weights) -> int:
+        """Takes over a version in mid-flight; gives the checksum of what the engine then holds."""
+        self.param_sync_requests += 1
+        if version < self.engine.version:  # an attempt that was given up, and arrives after its successors
+            raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
+        with self.spans("load_weights"):
+            return await self.engine.update_weights(version, weights.tensors())
+
+    # -- what it knows ------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        engine = self.engine.stats()
+        return {
+            "total_generated_samples": self.total_generated_samples,
+            "generation_errors": self.generation_errors,
+            "param_sync_requests": self.param_sync_requests,
+            "dropped_zero_variance": self.dropped_zero_variance,
+            "generating_groups": self._generating,
+            "scoring_groups": len(self._making) - self._generating,
+            "version": engine.version,
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "slots": engine.slots,
+            "generated_tokens": engine.generated_tokens,
+            "prompt_tokens": engine.prompt_tokens,
+            "engine_busy_s": engine.busy_s,
+            "rewards": self.rewards.stats(),
+            "spans": self.spans.snapshot(),
+        }
+
+
+async def _wait(event: asyncio.Event, wait_s: float) -> None:
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait([waiting], timeout=wait_s)
+    finally:
+        waiting.cancel()

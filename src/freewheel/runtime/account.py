@@ -1,0 +1,284 @@
+"""`RunAccount`: what is known of a run, put together from its components' answers: rows, statistics, snapshot, summary.
+
+    stats of all components, rows of the trainer ─▶ look ─▶ metrics.jsonl, the view, `Component Statistics`
+
+Called by `FullyAsyncMain`, which does the asking. No Ray in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from freewheel.observe.recorder import Recorder
+from freewheel.observe.snapshot import RunSnapshot, bottleneck
+from freewheel.observe.spans import ELAPSED, shares
+from freewheel.runtime.config import TrainConfig
+
+EVENTS_KEPT = 20
+"""For the view; the log has all."""
+RECENT_STEPS = 20
+"""What the time to the end is judged by."""
+RATE_NEEDS_S = 2.0
+"""Steps are seen about once a second: over a shorter time their rate means nothing."""
+HOPELESS_BATCHES = 4
+"""Batches' worth of prompts that were given up since the last step, after which a step is not to be expected: a reward
+function that always raises would otherwise use up every prompt there is, or go on for ever."""
+FILTERS = ("zero_variance",)
+"""Reasons for which a prompt is given up on purpose."""
+REPLICA_COUNTERS = (
+    *("total_generated_samples", "generation_errors", "param_sync_requests", "dropped_zero_variance"),
+    *("generated_tokens", "prompt_tokens", "engine_busy_s"),
+)
+"""What a replica did stays done when it dies; its successor counts from 0."""
+LEAST = ("version",)
+"""Of several replicas the least is told, and not the sum."""
+FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
+REWARD = "rollout/reward_mean"
+HELD_OUT = "eval/reward"
+
+
+class View(Protocol):
+    """Who shows a run; `freewheel.dashboard.terminal` has one."""
+
+    def update(self, snapshot: RunSnapshot) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None: ...
+
+
+class Progress:
+    """Since when nothing has moved: not whether processes live, but whether work gets done."""
+
+    def __init__(self, now: float) -> None:
+        self._marks: object = None
+        self._since = now
+
+    def note(self, marks: object, *, busy: bool, now: float) -> None:
+        if busy or marks != self._marks:
+            self._marks, self._since = marks, now
+
+    def stalled_s(self, now: float) -> float:
+        return now - self._since
+
+
+class RunAccount:
+    """One run's accounts. `look` takes what was found, and says when statistics are due."""
+
+    def __init__(
+        self, *, config: TrainConfig, run_dir: Path, recorder: Recorder, view: View | None, clock: Any = time.monotonic
+    ) -> None:
+        self.step = 0
+        self.statistics: dict[str, dict[str, Any]] = {}
+        """By component: trainer, rollouter (all replicas together), queue, sync."""
+        self.progress = Progress(clock())
+        self.waits: dict[str, dict[str, float]] = {}
+        """By component, of the whole run so far."""
+        self._config = config
+        self._run_dir = run_dir
+        self._recorder = recorder
+        self._view = view
+        self._clock = clock
+        self._began = clock()
+        self._started: float | None = None
+        self._first_step = 0
+        self._spans: dict[str, Mapping[str, float]] = {}
+        self._recent: dict[str, dict[str, float]] = {}
+        self._tokens = (clock(), 0.0)
+        self._tokens_per_s: float | None = None
+        self._rewards: list[tuple[int, float]] = []
+        self._held_out: list[tuple[int, float]] = []
+        self._freshness: dict[str, float] = {}
+        self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
+        self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._said_at = clock()
+        self._saved_step = 0
+        self._replicas: dict[str, Mapping[str, Any]] = {}
+        self._died: list[Mapping[str, Any]] = []
+        """Counters of replicas that were replaced."""
+        self._given_up: Counter[str] = Counter()
+        self._given_up_before: tuple[int, int] | None = None
+        """The queue's step, and how many prompts had been given up when it was reached."""
+
+    def begin(self, step: int) -> None:
+        self.step = self._first_step = self._saved_step = step
+        self.say(f"Run directory: {self._run_dir}")
+
+    def started(self) -> None:
+        now = self._started = self._clock()
+        self.progress = Progress(now)
+        self.say(f"Started in {now - self._began:.1f} s")
+
+    def say(self, text: str) -> None:
+        self._events.append(text)
+        self._recorder.record("event", self.step, {"text": text})
+        if self._view is not None:
+            self._view.say(text)
+
+    # -- a look -------------------------------------------------------------------------------------------------------
+
+    def look(
+        self, stats: Mapping[str, Mapping[str, Any]], rows: Sequence[Any], now: float, *, last: bool = False
+    ) -> bool:
+        """Takes in what the components said. True: statistics are due, as they are at the last look, and `statistics`
+        has them."""
+        for row in rows:
+            self._row(row, now)
+        replicas = {name: found for name, found in stats.items() if name.startswith("rollouter")}
+        trainer, queue, sync = (dict(stats.get(name, {})) for name in ("trainer", "queue", "sync"))
+        self._note_replaced(replicas)
+        rollouter = _summed([*self._replicas.values(), *self._died])
+        rollouter["dropped_stale_samples"] = trainer.get("dropped_stale_samples", 0)  # found by who consumes them
+        self._saved_step = int(trainer.get("saved_step", self._saved_step))
+        self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
+        self._account_spans({"trainer": trainer, **replicas})
+        self._note_given_up(queue)
+        tokens = float(rollouter.get("generated_tokens", 0))
+        before, count = self._tokens
+        if now > before and tokens >= count:
+            self._tokens_per_s = (tokens - count) / (now - before)
+        self._tokens = (now, tokens)
+        marks = (queue.get("step"), queue.get("total_produced"), tokens, str(rollouter.get("rewards")))
+        self.progress.note(marks, busy=bool(trainer.get("training")), now=now)
+        if self._view is not None:
+            self._view.update(self.snapshot(now))
+        if not last and now - self._said_at < self._config.observe.statistics_every_s:
+            return False
+        self._said_at = now
+        self._recorder.record("statistics", self.step, self.statistics)
+        return True
+
+    def _row(self, row: Any, now: float) -> None:
+        self._recorder.record(row.kind, row.step, row.values)
+        if row.kind == "eval":
+            self._held_out.append((row.step, float(row.values[HELD_OUT])))
+            return
+        self.step = row.step
+        self._step_times.append((row.step, now))
+        if REWARD in row.values:
+            self._rewards.append((row.step, float(row.values[REWARD])))
+        self._freshness = {name: row.values[name] for name in FRESHNESS if name in row.values}
+
+    def _account_spans(self, components: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, found in components.items():
+            spans = found.get("spans")
+            if not spans:
+                continue
+            self._recent[name] = shares(self._spans.get(name, {}), spans)
+            self._spans[name] = spans
+            self.waits[name] = shares({}, spans)
+
+    def _note_replaced(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, found in replicas.items():
+            if not found:  # it is being started
+                continue
+            before = self._replicas.get(name)
+            if before is not None and found["spans"][ELAPSED] < before["spans"][ELAPSED]:
+                self._died.append({counter: before[counter] for counter in REPLICA_COUNTERS if counter in before})
+            self._replicas[name] = found
+
+    def _note_given_up(self, queue: Mapping[str, Any]) -> None:
+        abandoned: Mapping[str, int] = queue.get("abandoned", {})
+        self._given_up = Counter({reason: count for reason, count in abandoned.items() if reason not in FILTERS})
+        step = int(queue.get("step", 0))
+        if self._given_up_before is None or step > self._given_up_before[0]:
+            self._given_up_before = (step, self._given_up.total())
+
+    @property
+    def hopeless(self) -> str:
+        """Why no step is to be expected any more; empty while one is."""
+        before = self._given_up_before[1] if self._given_up_before is not None else 0
+        count = self._given_up.total() - before
+        if count < HOPELESS_BATCHES * self._config.trainer.groups_per_step:
+            return ""
+        reasons = ", ".join(f"{reason} {count}" for reason, count in self._given_up.most_common())
+        return f"{count} prompts were given up since step {self.step} ({reasons}): see the warnings in the log for why"
+
+    def snapshot(self, now: float) -> RunSnapshot:
+        queue, sync = self.statistics.get("queue", {}), self.statistics.get("sync", {})
+        return RunSnapshot(
+            mode=self._config.mode,
+            step=self.step,
+            total_steps=self._config.trainer.total_steps,
+            reward=self._rewards[-1][1] if self._rewards else None,
+            reward_curve=self._rewards,
+            eval_curve=self._held_out,
+            version=int(queue.get("version", 0)),
+            published_version=int(sync.get("published_version", 0)),
+            queue={name: value for name, value in queue.items() if isinstance(value, int | float)},
+            freshness=self._freshness,
+            waits=self._recent,
+            tokens_per_s=self._tokens_per_s,
+            samples_per_s=self._samples_per_s(now),
+            elapsed_s=now - (self._started or now),
+            eta_s=self._eta_s(now),
+            alerts=self._recorder.alerts,
+            events=list(self._events),
+            run_dir=str(self._run_dir),
+        )
+
+    def _rate(self, now: float) -> float | None:
+        """Steps a second, lately."""
+        if not self._step_times or now - self._step_times[0][1] < RATE_NEEDS_S:
+            return None
+        first, since = self._step_times[0]
+        return (self.step - first) / (now - since)
+
+    def _samples_per_s(self, now: float) -> float | None:
+        rate = self._rate(now)
+        per_step = self._config.trainer.groups_per_step * self._config.rollout.n
+        return None if rate is None else rate * per_step
+
+    def _eta_s(self, now: float) -> float | None:
+        rate = self._rate(now)
+        return None if not rate else (self._config.trainer.total_steps - self.step) / rate
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def finish(self, outcome: str, error: BaseException | None) -> list[str]:
+        """What is said at the end."""
+        now = self._clock()
+        summary = [f"{outcome.capitalize()} at step {self.step} of {self._config.trainer.total_steps}"]
+        if self._started is None:
+            summary[0] = f"{outcome.capitalize()} before training began"
+        else:
+            took, start = now - self._started, self._started - self._began
+            summary[0] += f" after {took:.1f} s of training ({start:.1f} s to start)"
+        if error is not None:
+            summary.append(f"{type(error).__name__}: {error}")
+        if len(self._held_out) > 1:
+            (first, was), (last, now_is) = self._held_out[0], self._held_out[-1]
+            summary.append(f"Held-out reward {was:.3f} at step {first}, {now_is:.3f} at step {last}")
+        if self.waits:
+            summary.append(self._waited())
+        summary.append(f"Run directory: {self._run_dir}")
+        if outcome != "finished" and self._started is not None:
+            saved = f"The checkpoint of step {self._saved_step} is there" if self._saved_step else "No checkpoint yet"
+            summary.append(f"{saved}; go on with: freewheel train --resume {self._run_dir}")
+        if self._view is not None:
+            self._view.finish(self.snapshot(now), "\n".join(summary))
+        return summary
+
+    def _waited(self) -> str:
+        trainer = self.waits.get("trainer", {}).get("wait_batch", 0.0)
+        replicas = [spans for name, spans in self.waits.items() if name != "trainer"]
+        idle = [1 - spans.get("generate", 0.0) for spans in replicas]
+        generation = sum(idle) / len(idle) if idle else 0.0
+        return f"Training waited {trainer:.1%} of the time, generation {generation:.1%}; {bottleneck(self.waits)}"
+
+
+def _summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Numbers of all replicas together; what is no number is the first one's."""
+    total: dict[str, Any] = {}
+    for found in replicas:
+        for name, value in found.items():
+            known = total.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and isinstance(known, int | float):
+                total[name] = min(known, value) if name in LEAST else known + value
+            else:
+                total.setdefault(name, value)
+    return total

@@ -1,0 +1,360 @@
+"""From a checked configuration to plain components, without Ray: what a rollouter's and a trainer's process hold.
+
+    RolloutSide: tokenizer, task, prompts, engine, reward stage ─▶ Rollouter
+    TrainSide:   model, backend, checkpoints                    ─▶ FullyAsyncTrainer
+
+Called by the actors, and by tests that run a whole pipeline in one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from freewheel.data.prompts import PromptStream
+from freewheel.data.rendering import Rendering, render_rows
+from freewheel.data.tasks import Task, get_task
+from freewheel.judge.errors import ConfigError
+from freewheel.runtime.config import EMBEDDED, TrainConfig
+
+if TYPE_CHECKING:
+    from freewheel.data.group import Array, Prompt
+    from freewheel.rollout.engine import Completion
+    from freewheel.rollout.evaluating import EvalResult, Score
+    from freewheel.rollout.reward_functions import RewardFunction
+    from freewheel.rollout.reward_stage import RewardStage
+    from freewheel.rollout.rollouter import QueueClient as RolloutQueue
+    from freewheel.rollout.rollouter import Rollouter
+    from freewheel.runtime.plan import Plan
+    from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
+    from freewheel.trainer.trainer import QueueClient as TrainQueue
+
+
+def model_folder(config: TrainConfig) -> str:
+    """Where the model is loaded from."""
+    if config.model.path == EMBEDDED:
+        from freewheel.data.tasks.word_problems import model_path
+
+        return str(model_path())
+    return config.model.path
+
+
+def load_tokenizer(config: TrainConfig) -> Any:
+    from transformers import AutoTokenizer
+
+    path = config.model.tokenizer or model_folder(config)
+    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+
+
+def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    return AutoModelForCausalLM.from_pretrained(
+        path, dtype=getattr(torch, dtype), trust_remote_code=config.model.trust_remote_code
+    )
+
+
+def use_threads(count: int) -> None:
+    """This process's share of the cores."""
+    import torch
+
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    torch.set_num_threads(count)
+
+
+class Prompts:
+    """What a run trains on and is measured on, rendered."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
+        self.task: Task = get_task(config.data.task)
+        self.longest_tokens = 1
+        """Of the prompts rendered so far: what an engine's slots must hold."""
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def train(self) -> PromptStream:
+        data = self._config.data
+        rows = self.task.load(data.train_split, data.train, limit=data.limit)
+        return PromptStream(self._rendered(rows), seed=self._config.seed, shuffle=data.shuffle, epochs=data.epochs)
+
+    def held_out(self) -> list[Prompt]:
+        """`eval.prompts` of them, spread over all that there are: rows may be sorted. None where the task has no
+        held-out rows of its own and no file is given."""
+        data, count = self._config.data, self._config.eval.prompts
+        if not count or (data.eval is None and data.train is not None):
+            return []
+        rows = self.task.load(data.eval_split, data.eval)
+        count = min(count, len(rows))
+        return self._rendered([rows[place * len(rows) // count] for place in range(count)])
+
+    def _rendered(self, rows: Sequence[Any]) -> list[Prompt]:
+        data = self._config.data
+        rendering = Rendering(system_prompt=data.system_prompt, chat_template=data.chat_template)
+        prompts = render_rows(
+            rows,
+            lambda row: self.task.render(row, self._tokenizer, rendering),
+            max_prompt_tokens=data.max_prompt_tokens,
+            too_long=data.too_long,
+        )
+        self.longest_tokens = max(self.longest_tokens, *(len(prompt.tokens) for prompt in prompts))
+        return prompts
+
+
+def stop_token_ids(tokenizer: Any, generation_config: Any, task: Task) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's and the model's own ends, and the task's."""
+    found: set[int] = set()
+    for ids in (tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    for text in task.stop:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise ConfigError("data.task", task.name, f"its stop {text!r} is {len(ids)} tokens here, not one")
+        found.update(ids)
+    return tuple(sorted(found))
+
+
+def decoder(tokenizer: Any) -> Callable[[Array], str]:
+    """The text of a response, without special tokens. A fast tokenizer is asked without the way around it, which takes
+    longer than the decoding."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None or tokenizer.clean_up_tokenization_spaces:
+        return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
+    return lambda tokens: str(fast.decode(tokens.tolist(), skip_special_tokens=True))
+
+
+def pad_token_id(tokenizer: Any) -> int:
+    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if found is not None:
+            return int(found)
+    return 0
+
+
+class RolloutSide:
+    """All that a rollouter's process holds."""
+
+    def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
+        from freewheel.rollout.native import NativeEngine
+        from freewheel.rollout.reward_functions import load_reward
+
+        use_threads(plan.threads_rollout)
+        self.config, self.plan, self.name = config, plan, name
+        self.tokenizer = load_tokenizer(config)
+        source = Prompts(config, self.tokenizer)
+        self.task = source.task
+        self.prompts = source.train()
+        self.held_out = source.held_out()
+        model = load_causal_lm(model_path, config, plan.dtype).to(plan.device_rollout)
+        self.stop_token_ids = stop_token_ids(self.tokenizer, model.generation_config, self.task)
+        longest = source.longest_tokens
+        if config.rollout.rollouter_class is not None:  # which may go on from a response: a later turn is a prompt too
+            positions = getattr(model.config, "max_position_embeddings", None) or math.inf
+            longest = max(longest, int(min(plan.max_prompt_tokens, positions - plan.max_new_tokens)))
+        self.engine = NativeEngine(
+            model,
+            slots=plan.slots,
+            max_prompt_tokens=longest,
+            max_new_tokens=plan.max_new_tokens,
+            version=version,
+        )
+        self.reward = load_reward(config.reward.function, self.task)
+
+    def rollouter(self, queue: RolloutQueue) -> Rollouter:
+        from freewheel.rollout.rollouter import Rollouter, Sampling
+
+        config = self.config
+        made: type[Rollouter] = named("rollout.rollouter_class", config.rollout.rollouter_class, Rollouter)
+        return made(
+            name=self.name,
+            engine=self.engine,
+            prompt=self.prompts.prompt,
+            rewards=self._reward_stage(),
+            queue=queue,
+            sampling=Sampling(
+                n=config.rollout.n,
+                max_new_tokens=self.plan.max_new_tokens,
+                temperature=config.rollout.temperature,
+                top_p=config.rollout.top_p,
+                top_k=config.rollout.top_k,
+                stop_token_ids=self.stop_token_ids,
+                seed=config.seed,
+            ),
+            decode=decoder(self.tokenizer),
+            capacity=max(1, self.plan.slots // config.rollout.n),
+            generation_timeout_s=config.async_training.generation_timeout,
+            interval_s=config.async_training.batch_generation_interval,
+            drop_zero_variance=config.algorithm.zero_variance == "drop",
+            pad_token_id=pad_token_id(self.tokenizer),
+        )
+
+    def _reward_stage(self) -> RewardStage:
+        from freewheel.rollout.reward_stage import RewardStage
+
+        reward = self.config.reward
+        return RewardStage(
+            score=self.reward,
+            judge=reward.judge,
+            concurrency=reward.concurrency,
+            timeout_s=reward.timeout_s,
+            workers=reward.workers,
+            executor=reward.executor,
+            retries=reward.retries,
+            on_failure=reward.on_failure,
+        )
+
+    async def evaluate(self, share: int, shares: int) -> EvalResult | None:
+        """Over every `shares`-th held-out prompt, with the weights that the engine holds; None where there is none."""
+        from freewheel.rollout.evaluating import evaluate
+
+        places = range(share, len(self.held_out), shares)
+        if not places:
+            return None
+        settings = self.config.eval
+        return await evaluate(
+            self.engine,
+            [self.held_out[place] for place in places],
+            held_out_score(self.reward, self.tokenizer),
+            samples=settings.samples,
+            temperature=settings.temperature,
+            max_new_tokens=self.plan.max_new_tokens,
+            stop_token_ids=self.stop_token_ids,
+            seed=self.config.seed,
+            timeout_s=self.config.async_training.generation_timeout,
+            ordinals=places,
+        )
+
+
+def held_out_score(function: RewardFunction, tokenizer: Any) -> Score:
+    """The reward function alone, without judge and length penalty: what is measured must not move with them."""
+    from freewheel.rollout.reward_functions import Call
+
+    decode = decoder(tokenizer)
+
+    async def score(prompt: Prompt, completion: Completion) -> float:
+        text = decode(completion.tokens)
+        tokens = completion.tokens.tolist() if function.wants_tokens else ()
+        calls = [Call(text=text, row=prompt.row, finish=completion.finish, tokens=tokens)]
+        if function.is_async:
+            (outcome,) = await function.score_async(calls)
+        else:
+            (outcome,) = await asyncio.to_thread(function.score, calls)
+        return outcome.rule.value  # NaN unless it was scored
+
+    return score
+
+
+def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float] | None:
+    """From replicas' shares to metrics. None: nobody had a prompt."""
+    from freewheel.rollout.evaluating import EvalResult
+
+    found = [result for result in results if result is not None]
+    if not found:
+        return None
+    whole = EvalResult.joined(found)
+    return {
+        "eval/reward": whole.mean,
+        "eval/prompts": float(len(whole.scores)),
+        "eval/failed": float(whole.failed),
+        "eval/truncation_ratio": whole.truncated_share,
+        "eval/response_length_mean": whole.mean_tokens,
+        "eval/version_min": float(whole.versions[0]),
+        "eval/version_max": float(whole.versions[-1]),
+    }
+
+
+class TrainSide:
+    """All that the trainer's process holds."""
+
+    def __init__(self, *, config: TrainConfig, plan: Plan, run_dir: str, resume: str | None) -> None:
+        from freewheel.trainer.backend import BackendState
+        from freewheel.trainer.checkpoint import CheckpointStore
+        from freewheel.trainer.saving import TRAINING, Resumed, RunSaver
+        from freewheel.trainer.torch_backend import TorchBackend
+
+        use_threads(plan.threads_trainer)
+        self.config, self.plan = config, plan
+        self.tokenizer = load_tokenizer(config)
+        model = load_causal_lm(model_folder(config), config, "float32")
+        self.backend = TorchBackend(
+            model,
+            algorithm=config.algorithm,
+            optimizer=config.optimizer,
+            lr=config.lr,
+            device=plan.device_trainer,
+            dtype=config.model.dtype,
+            lora=config.model.lora,
+            activation_checkpointing=config.model.gradient_checkpointing,
+            micro_batch_tokens=config.trainer.micro_batch_tokens,
+            temperature=config.rollout.temperature,
+            seed=config.seed,
+        )
+        store = CheckpointStore(Path(run_dir), keep_last=config.trainer.keep_last)
+        self.saver = RunSaver(store=store, model=model, tokenizer=self.tokenizer, config=config.to_dict())
+        self.resumed: Resumed | None = None
+        if resume is not None:
+            loaded = store.load(Path(resume))
+            self.resumed = Resumed.of(Path(resume), loaded.state)
+            tensors = loaded.tensors(TRAINING)
+            self.backend.load_state(BackendState(tensors=tensors, values=loaded.state["backend"]))
+
+    def trainer(self, queue: TrainQueue, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
+        from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule
+
+        config = self.config
+        made: type[FullyAsyncTrainer] = named("trainer.trainer_class", config.trainer.trainer_class, FullyAsyncTrainer)
+        return made(
+            backend=self.backend,
+            queue=queue,
+            publisher=publisher,
+            saver=self.saver,
+            evaluate=evaluate,
+            bounds=config.bounds,
+            schedule=Schedule(
+                total_steps=config.trainer.total_steps,
+                save_every=config.trainer.save_every_steps,
+                eval_every=config.eval.every_steps,
+                eval_at_start=config.eval.at_start,
+                batch_timeout_s=config.async_training.batch_timeout,
+                max_errors=config.trainer.max_errors,
+            ),
+            step=self.resumed.step if self.resumed else 0,
+            version=self.resumed.version if self.resumed else 0,
+            pad_token_id=pad_token_id(self.tokenizer),
+        )
+
+    def export(self, folder: str) -> None:
+        self.backend.save_hf(Path(folder), self.tokenizer)
+
+
+def imported(key: str, spec: str) -> Any:
+    """The object at `module:name`."""
+    module, _, name = spec.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(key, spec, f"it cannot be imported: {error}") from error
+
+
+def named_function(key: str, spec: str | None) -> Any:
+    """The function at `module:name`; None where nothing is named."""
+    found = None if spec is None else imported(key, spec)
+    if found is not None and not callable(found):
+        raise ConfigError(key, spec, "it cannot be called: name a function")
+    return found
+
+
+def named(key: str, spec: str | None, base: Any) -> Any:
+    """The class at `module:name`, which must be made from `base`; `base` itself where nothing is named."""
+    if spec is None:
+        return base
+    found = imported(key, spec)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(key, spec, f"it must be a subclass of {base.__name__}")
+    return found

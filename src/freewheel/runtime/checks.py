@@ -1,0 +1,199 @@
+"""Checks of settings that more than one section of the schema needs, and of every pair of keys that must agree.
+
+`freewheel.runtime.config` calls them while a config is made. What depends on the machine is the plan's business
+(`freewheel.runtime.plan`). A key that another makes useless is refused where somebody must have given it on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from freewheel.judge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from freewheel.runtime.config import TrainConfig
+
+OWN_ROWS = "word_problems"
+"""The task that makes its rows itself."""
+NO_ROWS = "rows"
+"""The task that brings none."""
+WORDS_ELSEWHERE = ("gsm8k",)
+"""Built-in tasks whose words the embedded model does not know."""
+
+
+def auto_or_integer(key: str, value: Any, *, low: int) -> None:
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+        raise ConfigError(key, value, f"give 'auto' or a whole number of at least {low}")
+
+
+def object_name(key: str, value: str | None) -> None:
+    if value is not None and (not isinstance(value, str) or not all(value.partition(":")[::2])):
+        raise ConfigError(key, value, "give module:name, such as my_package.rewards:score")
+
+
+def at_most(key: str, value: int | float | None, high: int | float, what: str) -> None:
+    if value is not None and value > high:
+        raise ConfigError(key, value, f"{what}: give at most {high}")
+
+
+def judge_settings(judge: Mapping[str, Any] | None) -> None:
+    """What the reward manager would refuse when it is made, said by its full name. A key must not stand in it."""
+    if judge is None:
+        return
+    where = _find_key(judge)
+    if where is not None:
+        raise ConfigError(
+            f"reward.judge.{where}",
+            "<hidden>",
+            "a run's settings are written to its folder, and a key must not be: put it into the environment as "
+            "OPENAI_API_KEY, or name another variable in reward.judge.judge.api_key_env",
+        )
+    from freewheel.rewards.config import as_config
+
+    try:
+        as_config(dict(judge))
+    except ConfigError as error:
+        raise error.renamed(f"reward.judge.{error.key.removeprefix('length_penalty_config.')}") from None
+
+
+def _find_key(value: Any) -> str | None:
+    """The dotted place of an `api_key` within."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        if name == "api_key" and inner is not None:
+            return str(name)
+        found = _find_key(inner)
+        if found is not None:
+            return f"{name}.{found}"
+    return None
+
+
+def check_pairs(config: TrainConfig) -> None:
+    """Every two keys that must agree."""
+    for check in (_staleness, _queue, _devices, _algorithm, _optimizer, _data, _evaluation):
+        check(config)
+
+
+def _staleness(config: TrainConfig) -> None:
+    a, threshold = config.async_training, config.staleness_threshold
+    if config.mode != "fully_async":
+        return  # the mode fixes threshold and window
+    if a.max_staleness_allowed < threshold:
+        raise ConfigError(
+            "async_training.max_staleness_allowed",
+            a.max_staleness_allowed,
+            f"it must be at least async_training.staleness_threshold ({threshold})",
+        )
+    if config.bounds.max_lag > a.max_staleness_allowed:
+        raise ConfigError(
+            "async_training.selection_window",
+            a.selection_window,
+            f"samples could then lag {config.bounds.max_lag} versions, and async_training.max_staleness_allowed is "
+            f"{a.max_staleness_allowed}: give at most {config.widest_window}, or auto",
+        )
+
+
+def _queue(config: TrainConfig) -> None:
+    a = config.async_training
+    per_version = config.bounds.groups_per_version
+    if a.max_queue_size < per_version:
+        raise ConfigError(
+            "async_training.max_queue_size",
+            a.max_queue_size,
+            f"a weight version takes trainer.groups_per_step × async_training.sync_every_steps = {per_version} "
+            "groups, and all of them must fit: give at least that",
+        )
+    ready = config.bounds.most_ready // config.trainer.groups_per_step
+    if a.min_batch_count > ready:
+        raise ConfigError(
+            "async_training.min_batch_count",
+            a.min_batch_count,
+            f"no more than {ready} batches of trainer.groups_per_step ({config.trainer.groups_per_step}) can be ready "
+            f"at once under async_training.staleness_threshold ({config.staleness_threshold}) and max_queue_size "
+            f"({a.max_queue_size}): give at most {ready}",
+        )
+
+
+def _devices(config: TrainConfig) -> None:
+    for name, section in (("trainer", config.trainer), ("rollout", config.rollout)):
+        gpus = section.n_gpus_per_node
+        if section.device == "cpu" and gpus not in ("auto", 0):
+            raise ConfigError(f"{name}.n_gpus_per_node", gpus, f"{name}.device is cpu: give 0, or device=cuda")
+        if section.device == "cuda" and gpus == 0:
+            raise ConfigError(f"{name}.n_gpus_per_node", gpus, f"{name}.device is cuda: give 1 or more, or auto")
+    r = config.rollout
+    if isinstance(r.replicas, int) and isinstance(r.n_gpus_per_node, int):
+        gpus = r.n_gpus_per_node * r.nnodes
+        if r.replicas < gpus:
+            raise ConfigError(
+                "rollout.replicas",
+                r.replicas,
+                f"a replica of the native engine uses one GPU, and rollout.n_gpus_per_node × nnodes = {gpus}: give "
+                "replicas=auto, or fewer GPUs",
+            )
+
+
+def _algorithm(config: TrainConfig) -> None:
+    algorithm, groups = config.algorithm, config.trainer.groups_per_step
+    if algorithm.name != "ppo" and config.rollout.n < 2:
+        raise ConfigError(
+            "rollout.n", config.rollout.n, f"{algorithm.name} compares the responses of a group: give at least 2"
+        )
+    if algorithm.mini_batches > groups:
+        raise ConfigError(
+            "algorithm.mini_batches",
+            algorithm.mini_batches,
+            f"a mini-batch holds whole groups, and trainer.groups_per_step is {groups}: give at most that",
+        )
+
+
+def _optimizer(config: TrainConfig) -> None:
+    optimizer, total = config.optimizer, config.trainer.total_steps
+    if optimizer.warmup_steps > total:
+        raise ConfigError(
+            "optimizer.warmup_steps",
+            optimizer.warmup_steps,
+            f"the run has trainer.total_steps = {total} and would never reach its learning rate: give at most that",
+        )
+    if optimizer.critic_lr is not None and config.algorithm.name != "ppo":
+        raise ConfigError(
+            "optimizer.critic_lr",
+            optimizer.critic_lr,
+            f"{config.algorithm.name} has no critic: leave it out, or set algorithm.name=ppo",
+        )
+
+
+def _data(config: TrainConfig) -> None:
+    data = config.data
+    if data.task == OWN_ROWS and (data.train or data.eval):
+        key = "train" if data.train else "eval"
+        raise ConfigError(
+            f"data.{key}",
+            getattr(data, key),
+            f"{OWN_ROWS} makes its own rows: leave it out, or choose another data.task",
+        )
+    if data.task == NO_ROWS and data.train is None:
+        raise ConfigError("data.train", None, f"the task {NO_ROWS} brings no data: give a file, a folder or a hub id")
+    if config.uses_embedded_model and data.task in WORDS_ELSEWHERE:
+        raise ConfigError(
+            "model.path",
+            config.model.path,
+            f"the embedded model knows the words of {OWN_ROWS} only: give a folder or a hub id for {data.task}",
+        )
+
+
+def _evaluation(config: TrainConfig) -> None:
+    data, evaluation = config.data, config.eval
+    if evaluation.samples > 1 and evaluation.temperature == 0:
+        raise ConfigError(
+            "eval.samples",
+            evaluation.samples,
+            "at eval.temperature 0 all responses to a prompt are the same: give 1, or a temperature above 0",
+        )
+    if evaluation.prompts and (data.train, data.train_split) == (data.eval, data.eval_split):
+        raise ConfigError(
+            "data.eval_split",
+            data.eval_split,
+            "the held-out prompts would be those that are trained on: give another split or file, or eval.prompts=0",
+        )

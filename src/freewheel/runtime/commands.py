@@ -1,0 +1,236 @@
+"""`freewheel train` and `freewheel eval`: a command line in, a run or a measurement, words and an exit code out.
+
+`python fully_async_main.py` and `python -m freewheel.fully_async_main` are `freewheel train` under the name that its
+users know. Nothing heavy is imported before a command runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from freewheel.rollout.evaluating import EvalResult
+    from freewheel.runtime.config import TrainConfig
+    from freewheel.runtime.plan import Plan
+
+MERGES = ("hydra",)
+"""What it takes to read a configuration."""
+TRAINS = ("hydra", "torch", "transformers", "safetensors", "ray")
+EVALUATES = ("hydra", "torch", "transformers", "safetensors")
+
+EPILOG = """
+Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
+and saved, to be continued with `--resume`.
+"""
+_CONFIG, _SHOW = "Configuration", "Output"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("train", epilog=EPILOG)(train)
+    app.command("eval")(evaluate)
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Hydra's grammar: "
+                       "lists [1,2], mappings {a: 1}, null; ~KEY goes back to the default.", show_default=False),
+    ] = None,
+    config_path: Annotated[
+        str | None,
+        typer.Option(help="The folder with your YAML files. Without it: those that come with freewheel.",
+                     metavar="DIR", rich_help_panel=_CONFIG),
+    ] = None,
+    config_name: Annotated[
+        str | None,
+        typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=_CONFIG),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(help="Continue the run in this folder, from its last checkpoint.", metavar="RUN_DIR",
+                     rich_help_panel=_CONFIG),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would run where: actors, batches, staleness bound, memory.",
+                     rich_help_panel=_SHOW),
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines instead of a live view, also on a terminal.", rich_help_panel=_SHOW)
+    ] = False,
+) -> None:  # fmt: skip
+    """Train a policy with reinforcement learning; generation and training go on side by side.
+
+    Without any setting the model that comes along learns word problems on this machine, with or without a GPU.
+    """
+    with _plain_errors():
+        _need(MERGES if dry_run else TRAINS)
+        _find_local_modules()
+        config = _config(overrides or [], config_path, config_name, resume)
+        plan = _plan(config, count_rows=dry_run)
+        if dry_run:
+            _show(plan)
+            return
+        plan.check()
+        raise typer.Exit(_run(config, plan, resume=resume is not None, plain=plain))
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, one of its checkpoints, a HF folder, a hub id, or "
+                       "'embedded'."),
+    ],
+    task: Annotated[
+        str | None, typer.Option(help="What it is measured on (the run's own task): word_problems, gsm8k, rows, or "
+                                 "module:name.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Held-out prompts (the run's, or those that come with the task).")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many of them (128).")] = None,
+    samples: Annotated[int | None, typer.Option(help="Responses to each (1).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling (0: the likeliest token each time).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+) -> None:  # fmt: skip
+    """Measure a model on held-out prompts, in this process and without Ray."""
+    import asyncio
+
+    from freewheel.judge.commands.console import print_json, print_text, say
+
+    with _plain_errors():
+        _need(EVALUATES)
+        _find_local_modules()
+        from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
+
+        config = eval_config(
+            find_target(target), task=task, data=data, prompts=prompts, samples=samples, temperature=temperature
+        )
+        result = asyncio.run(run_evaluation(config))
+        if as_json:
+            print_json(_as_json(target, config, result))
+        else:
+            print_text(_in_words(target, config, result))
+        if result.failed:
+            say(f"warning: {result.failed} responses have no score and are left out")
+            raise typer.Exit(1)
+
+
+def _config(overrides: list[str], config_path: str | None, config_name: str | None, resume: str | None) -> TrainConfig:
+    from freewheel.judge.errors import ConfigError
+    from freewheel.runtime.compose import compose
+    from freewheel.runtime.run_dir import new_run, resumed_run
+
+    if resume is None:
+        return new_run(compose(overrides, config_path=config_path, config_name=config_name))
+    given = "--config-path" if config_path else "--config-name" if config_name else None
+    if given:
+        raise ConfigError(given, config_path or config_name, "--resume goes on with the run's own: give overrides only")
+    return resumed_run(resume, overrides)
+
+
+def _plan(config: TrainConfig, *, count_rows: bool) -> Plan:
+    from freewheel.runtime.checks import OWN_ROWS
+    from freewheel.runtime.model_size import find_folder, read_model_size
+    from freewheel.runtime.placement import Machine
+    from freewheel.runtime.plan import resolve
+
+    folder = find_folder(config)
+    rows = None
+    here = config.data.task == OWN_ROWS or (config.data.train is not None and Path(config.data.train).exists())
+    if count_rows and here:  # a download only to count is too much for a plan
+        from freewheel.data.tasks import get_task
+
+        rows = len(get_task(config.data.task).load(config.data.train_split, config.data.train, limit=config.data.limit))
+    return resolve(config, Machine.here(), model=read_model_size(folder) if folder else None, rows=rows)
+
+
+def _run(config: TrainConfig, plan: Plan, *, resume: bool, plain: bool) -> int:
+    from freewheel.dashboard.terminal import says_warnings, view
+    from freewheel.runtime.main import FullyAsyncMain
+
+    with view(plain=plain) as shown, says_warnings(shown):
+        return FullyAsyncMain(config=config, plan=plan, resume=resume, view=shown).run().exit_code
+
+
+def _show(plan: Plan) -> None:
+    """In colour on a terminal; what wraps is wrapped already."""
+    from rich.console import Console
+
+    from freewheel.judge.commands.console import writing_stdout
+
+    with writing_stdout():
+        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(plan.render())
+
+
+def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
+    prompts, samples = result.scores.shape
+    return {
+        "model": target,
+        "task": config.data.task,
+        "mean_reward": _number(result.mean),
+        "best_of_samples": _number(result.best),
+        "prompts": prompts,
+        "samples": samples,
+        "temperature": config.eval.temperature,
+        "failed": result.failed,
+        "truncated_share": _number(result.truncated_share),
+        "mean_tokens": _number(result.mean_tokens),
+        "per_prompt": [_number(value) for value in result.per_prompt.tolist()],
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if value != value else value
+
+
+def _in_words(target: str, config: TrainConfig, result: EvalResult) -> str:
+    prompts, samples = result.scores.shape
+    how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
+    several = f", best of {samples}: {result.best:.3f}" if samples > 1 else ""
+    return (
+        f"{target} on {config.data.task}: mean reward {result.mean:.3f}{several} "
+        f"({prompts} prompts × {samples}, {how}; {result.truncated_share:.1%} cut off, {result.mean_tokens:.1f} tokens)"
+    )
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """A setting or a file that cannot work ends the program with one line, red on a terminal, and no traceback."""
+    from freewheel.data.errors import DataError
+    from freewheel.judge.commands.console import ExitCode
+    from freewheel.judge.errors import ConfigError
+
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        typer.secho(f"freewheel: error: {error}", fg="red", err=True)
+        raise typer.Exit(ExitCode.USAGE) from None
+
+
+def _need(packages: tuple[str, ...]) -> None:
+    from freewheel.judge.commands.console import ExitCode
+
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        what = ", ".join(missing)
+        typer.secho(f"freewheel: error: training needs {what}: pip install 'freewheel[train]'", fg="red", err=True)
+        raise typer.Exit(ExitCode.USAGE)
+
+
+def _find_local_modules() -> None:
+    """`module:name` may be in the working directory, after all else: nothing there takes an installed module's place.
+
+    Ray's workers take over where this process looks."""
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)

@@ -1,0 +1,267 @@
+"""From a YAML file and a command line to a `TrainConfig`. Hydra merges, and does nothing else.
+
+    schema defaults ◀─ NAME.yaml (--config-path, or what comes with the package) ◀─ key=value overrides
+           └─ Hydra's compose API ─▶ plain values ─▶ `to_config`: each key and each pair of keys checked
+
+No file has a default: those are the schema's. Hydra's runtime is not used, so the working directory, logging and the
+file system stay as they are, and an application's own Hydra state is put back. What a run used is written to its folder
+with `to_yaml` and read again with `load`. Called by `freewheel.runtime.commands`; needs hydra-core when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from freewheel.judge.config import shown_value
+from freewheel.judge.errors import ConfigError
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.typed import to_config
+
+PACKAGED = Path(__file__).parent / "configs"
+DEFAULT_NAME = "default"
+SUFFIX = ".yaml"
+HYDRA_ONLY_MERGES = "Hydra merges settings here and does nothing else: leave it out"
+
+_ROOT, _SCHEMA = "_freewheel_root", "_freewheel_schema"
+"""Names in Hydra's store of configs while one is composed."""
+_LOCK = threading.Lock()
+"""That store belongs to the whole process."""
+_GRAMMAR = "write key=value, with quotes around text that has commas, brackets or quotes: 'data.system_prompt=\"a, b\"'"
+
+
+def compose(
+    overrides: Sequence[str] = (),
+    *,
+    config_path: str | os.PathLike[str] | None = None,
+    config_name: str | None = None,
+    base: TrainConfig | None = None,
+) -> TrainConfig:
+    """The config of a run. `base` takes the place of the schema's defaults, and then no file is read.
+
+    `config_path`: a folder, relative to the working directory; None: what comes with the package. `config_name`: a file
+    there, with `.yaml` or without.
+    """
+    values = (base or TrainConfig()).to_dict()
+    folder, name = (PACKAGED, None) if base else _find(config_path, config_name)
+    if name is not None:
+        _check_file(folder / f"{name}{SUFFIX}")
+    return to_config(_merged(values, folder, name, _parsed(overrides, folder)))
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Every key of a config with its value, in the schema's order."""
+    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load(path: str | os.PathLike[str]) -> TrainConfig:
+    """What `to_yaml` wrote, checked as if it were new. Nothing in it is interpolated."""
+    return to_config(_read(Path(path)))
+
+
+def configs(folder: Path = PACKAGED) -> list[str]:
+    """Names that `config_name` may have."""
+    return sorted(file.stem for file in folder.glob(f"*{SUFFIX}"))
+
+
+def _find(config_path: str | os.PathLike[str] | None, config_name: str | None) -> tuple[Path, str]:
+    folder = PACKAGED if config_path is None else Path(config_path).expanduser().absolute()
+    name = (config_name or DEFAULT_NAME).removesuffix(SUFFIX)
+    if not folder.is_dir():
+        remedy = "that is a file: give its folder, and its name with --config-name" if folder.is_file() else (
+            f"there is no such folder; relative paths start at {Path.cwd()}"
+        )  # fmt: skip
+        raise ConfigError("--config-path", os.fspath(config_path or folder), remedy)
+    if not (folder / f"{name}{SUFFIX}").is_file():
+        where = "freewheel comes" if config_path is None else f"{folder} comes"
+        there = ", ".join(configs(folder)) or f"no {SUFFIX} file"
+        remedy = f"{where} with {there}"
+        if config_path is None:
+            remedy += "; a file of your own needs --config-path DIR"
+        raise ConfigError("--config-name", config_name or DEFAULT_NAME, remedy)
+    return folder, name
+
+
+def _check_file(path: Path) -> None:
+    """What Hydra would say without the file's name and line, or would take in silence."""
+    values = _read(path)
+    if "hydra" in values:
+        raise ConfigError(f"{path.name}: hydra", "…", HYDRA_ONLY_MERGES)
+
+
+def _parsed(overrides: Sequence[str], folder: Path) -> list[str]:
+    """The overrides as Hydra takes them. Any key may be set: `to_config` knows what is there, and what is near."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import OverrideType
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    found = []
+    for text in overrides:
+        try:
+            (override,) = parser.parse_overrides([text])
+        except HydraException as error:
+            reason = "" if _shown(text) != text else f"{_reason(error)}; "
+            raise ConfigError("override", _shown(text), reason + _GRAMMAR) from None
+        key = override.key_or_group
+        if not key:
+            raise ConfigError("override", text, _GRAMMAR)
+        if key.partition(".")[0] == "hydra":
+            raise ConfigError(key, text.partition("=")[2], HYDRA_ONLY_MERGES)
+        if override.is_sweep_override():
+            raise ConfigError(key, text.partition("=")[2], "a run takes one value; a list is written [1,2]")
+        is_group = override.package is not None or (folder / key).is_dir()
+        sets = override.type in (OverrideType.CHANGE, OverrideType.ADD) and not is_group
+        found.append(f"++{text.lstrip('+')}" if sets else text)
+    return found
+
+
+def _merged(values: Mapping[str, Any], folder: Path, name: str | None, overrides: list[str]) -> dict[Any, Any]:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    defaults = [_SCHEMA, *([f"{name}@_global_"] if name is not None else []), "_self_"]
+    # A file of the user's may build on one of the package's.
+    root = {"defaults": defaults, "hydra": {"searchpath": [f"file://{PACKAGED}"]}}
+    try:
+        with (
+            _LOCK,
+            _borrowed({_ROOT: root, _SCHEMA: _escaped(values)}),
+            initialize_config_dir(config_dir=str(folder), job_name="freewheel", version_base="1.3"),
+        ):
+            merged = OmegaConf.to_container(hydra_compose(_ROOT, overrides=overrides), resolve=True)
+    except yaml.YAMLError as error:
+        raise _bad_yaml(error, folder) from None
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", None) or "configuration")
+        raise ConfigError(key, _reason(error), "correct what stands in ${…}: a full key, or oc.env:NAME") from None
+    except HydraException as error:
+        raise _composition_error(error, overrides) from None
+    assert isinstance(merged, dict)
+    return merged
+
+
+@contextmanager
+def _borrowed(nodes: Mapping[str, Any]) -> Iterator[None]:
+    """Hydra's state of the whole process, with `nodes` in its store of configs; all is put back at the end."""
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+
+    store = ConfigStore.instance()
+    applications = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        for name, node in nodes.items():
+            store.store(name=name, node=node)
+        yield
+    finally:
+        GlobalHydra.instance().hydra = applications  # by now another instance: Hydra puts back copies
+        for name in nodes:
+            store.repo.pop(f"{name}{SUFFIX}", None)
+
+
+def _composition_error(error: Exception, overrides: list[str]) -> ConfigError:
+    message = _reason(error)
+    for text in overrides:
+        if text.lstrip("+~").partition("=")[0] in message:
+            return ConfigError("override", _shown(text), message)
+    return ConfigError("configuration", type(error).__name__, message)
+
+
+def _shown(override: str) -> object:
+    return shown_value(override.partition("=")[0], override)
+
+
+def _escaped(value: Any) -> Any:
+    """Text as it is: `${` in a value that was resolved before is no interpolation any more."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+    if isinstance(value, dict):
+        return {key: _escaped(one) for key, one in value.items()}
+    return [_escaped(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _reason(error: Exception) -> str:
+    """What Hydra or OmegaConf say, without the lines that say where to read about it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [
+        line for line in lines if line and not line.startswith(("Error parsing", "See http", "full_key", "object_"))
+    ]
+    return " ".join(told)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as OmegaConf reads it: `1e-6` is a number, and a key stands once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} stands twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value)
+        return dict(super().construct_mapping(node, deep))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Its counterpart: quotes text that `_Loader` would take for a number."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+\Z"),
+        list("-+0123456789"),
+    )
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+    except OSError as error:
+        raise ConfigError("config", str(path), f"the file cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError("config", str(path), "the file is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        raise _bad_yaml(error, path) from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError("config", str(path), "the file must hold keys with values")
+    return values
+
+
+def _bad_yaml(error: yaml.YAMLError, path: Path) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or _reason(error)
+    name = getattr(mark, "name", "<")
+    where = str(path) if name.startswith("<") else name  # text that was read has no name of a file
+    return ConfigError(
+        "config", f"{where}:{mark.line + 1}" if mark else where, f"this is not YAML: {problem}; correct the line"
+    )
+
+
+def differing(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Dotted key → its values in both, where they differ."""
+    return dict(_differing(old, new, ""))
+
+
+def _differing(old: Any, new: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    for name in old.__struct_fields__:
+        before, after = getattr(old, name), getattr(new, name)
+        if isinstance(before, msgspec.Struct) and isinstance(after, msgspec.Struct):
+            yield from _differing(before, after, f"{path}{name}.")
+        elif before != after:
+            yield f"{path}{name}", (before, after)

@@ -1,0 +1,412 @@
+"""Everything that a training run needs to know: the only place where a default stands.
+
+    schema defaults ◀─ a YAML file ◀─ key=value overrides        merged by `freewheel.runtime.compose`
+           └─▶ TrainConfig: every key checked, and every pair of keys that must agree, before anything starts
+
+`docs/training-configuration.md` is generated from here. A setting that cannot work is refused with the key, the value
+and the remedy. Needs no torch and no ray.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import msgspec
+
+from freewheel.judge.config import check_integer, check_number, check_text
+from freewheel.judge.errors import ConfigError
+from freewheel.queue.staleness import Bounds
+from freewheel.runtime.checks import at_most, auto_or_integer, check_pairs, judge_settings, object_name
+from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
+
+Mode = Literal["sync", "one_step_off", "fully_async"]
+Auto = Literal["auto"]
+
+EMBEDDED = "embedded"
+"""`model.path` of the model that comes with the package."""
+EMBEDDED_LR = 3e-4
+USUAL_LR = 1e-6
+"""What is usual for models of a billion parameters and more; `lr: auto` takes it for any but the embedded one."""
+
+LARGEST_SEED = 2**64 - 1
+LARGEST_PORT = 2**16 - 1
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model that is trained."""
+
+    path: str = EMBEDDED
+    """`embedded` (it comes with the package), a HF folder, or a hub id."""
+    tokenizer: str | None = None
+    """Where it differs from `path`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a GPU that has it, else float32."""
+    lora: LoraConfig | None = None
+    """None trains all parameters."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model's files."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, a third more time."""
+
+    def __post_init__(self) -> None:
+        check_text("model.path", self.path, "give 'embedded', a folder or a hub id")
+        check_text("model.tokenizer", self.tokenizer, "give a folder or a hub id", optional=True)
+
+
+class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where prompts come from."""
+
+    task: str = "word_problems"
+    """A built-in task (`word_problems`, `gsm8k`, `rows` for data in the form of samples), or `module:name` of your own:
+    how to load, render and score."""
+    train: str | None = None
+    """A JSONL or Parquet file, a folder or a hub id, as the task reads it. None: what comes with the task."""
+    eval: str | None = None
+    """The same for held-out prompts. None: what comes with the task, or no evaluation."""
+    train_split: str = "train"
+    """Which part of `train`, where it has several."""
+    eval_split: str = "test"
+    """Which part of `eval`, where it has several."""
+    limit: int | None = None
+    """Use the first so many rows."""
+    shuffle: bool = True
+    """A new order in each epoch, by `seed`. Off: the order of the file."""
+    epochs: int | None = None
+    """How often each prompt may be used. None: as often as `trainer.total_steps` needs."""
+    system_prompt: str | None = None
+    """Put before every prompt, in place of one that a row has."""
+    chat_template: Literal["auto", "on", "off"] = "auto"
+    """`auto`: the tokenizer's, if it has one."""
+    max_prompt_tokens: int = 512
+    """Longest prompt."""
+    too_long: Literal["filter", "truncate_left", "error"] = "filter"
+    """What happens to a longer prompt."""
+
+    def __post_init__(self) -> None:
+        check_text("data.task", self.task, "give a built-in task's name, or module:name")
+        check_integer("data.limit", self.limit, low=1, optional=True)
+        check_integer("data.epochs", self.epochs, low=1, optional=True)
+        check_integer("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
+
+
+class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How responses are generated, and where."""
+
+    engine: Literal["native"] = "native"
+    """`native`: continuous batching over a HF decoder, on a CPU or one GPU."""
+    n: int = 8
+    """Responses to a prompt: the size of a group."""
+    temperature: float = 1.0
+    """Of sampling; training uses the same."""
+    top_p: float = 1.0
+    """Sample from the likeliest tokens that make up this share. 1: from all."""
+    top_k: int = 0
+    """0: all tokens."""
+    max_new_tokens: int | Auto = "auto"
+    """`auto`: the task's own."""
+    slots: int | Auto = "auto"
+    """Sequences generated at a time by a replica. `auto`: a training step's worth, at most 256."""
+    replicas: int | Auto = "auto"
+    """Rollouters, each with an engine. `auto`: one a GPU, or one on a CPU."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU if there is one."""
+    n_gpus_per_node: int | Auto = "auto"
+    """GPUs for generation on each of `nnodes`. `auto`: what is there and the trainer leaves."""
+    nnodes: int = 1
+    """Machines for generation. More than one need `ray.address`."""
+    threads: int = 1
+    """Of a replica on a CPU. Two on two busy cores are slower than one."""
+    rollouter_class: str | None = None
+    """`module:name` of a subclass of `Rollouter`."""
+
+    def __post_init__(self) -> None:
+        check_integer("rollout.n", self.n, low=1)
+        check_number("rollout.temperature", self.temperature, above=0)
+        check_number("rollout.top_p", self.top_p, above=0)
+        at_most("rollout.top_p", self.top_p, 1, "it is a share")
+        check_integer("rollout.top_k", self.top_k, low=0)
+        for key in ("max_new_tokens", "slots", "replicas", "n_gpus_per_node"):
+            auto_or_integer(f"rollout.{key}", getattr(self, key), low=0 if key == "n_gpus_per_node" else 1)
+        check_integer("rollout.nnodes", self.nnodes, low=1)
+        check_integer("rollout.threads", self.threads, low=1)
+        object_name("rollout.rollouter_class", self.rollouter_class)
+
+
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a response becomes a number."""
+
+    function: str | None = None
+    """`module:name` of a function, sync or async, of one response or of a batch. None: the task's own."""
+    judge: dict[str, Any] | None = None
+    """Settings of `LengthPenaltyConfig` for an LLM judge and a length penalty on top of the function. None: neither."""
+    concurrency: int = 2048
+    """Responses that are scored at a time by a replica. They hold no generation slot."""
+    timeout_s: float = 300.0
+    """Longest time to score a response; then it has failed."""
+    workers: int = 4
+    """Threads (or processes) for functions that are not async."""
+    executor: Literal["thread", "process"] = "thread"
+    """`process` keeps a function that is busy in Python from slowing the engine beside it."""
+    retries: int = 2
+    """How often a group is scored again that has fewer than two scored responses, before it is dropped."""
+    on_failure: str = "mask"
+    """A response whose scoring failed: `mask` leaves it out of baseline and loss, `raise` ends the run,
+    `fallback: -1.0` gives it that number."""
+
+    def __post_init__(self) -> None:
+        object_name("reward.function", self.function)
+        check_integer("reward.concurrency", self.concurrency, low=1)
+        check_number("reward.timeout_s", self.timeout_s, above=0)
+        check_integer("reward.workers", self.workers, low=1)
+        check_integer("reward.retries", self.retries, low=0)
+        judge_settings(self.judge)
+        self.fallback  # noqa: B018  # checks on_failure
+
+    @property
+    def fallback(self) -> float | None:
+        """The number of `fallback: number`; None for `mask` and `raise`."""
+        if self.on_failure in ("mask", "raise"):
+            return None
+        name, _, number = self.on_failure.partition(":")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if name.strip() != "fallback" or not math.isfinite(value):
+            raise ConfigError("reward.on_failure", self.on_failure, "choose mask, raise, or 'fallback: NUMBER'")
+        return value
+
+
+class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How steps are taken, and where."""
+
+    total_steps: int = 40
+    """Training steps of the run."""
+    groups_per_step: int = 32
+    """P: groups that a step trains on."""
+    micro_batch_tokens: int = 16384
+    """Longest micro-batch, padding included. Gradients are accumulated over a step's micro-batches."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU if there is one."""
+    n_gpus_per_node: int | Auto = "auto"
+    """GPUs for training on each of `nnodes`. `auto`: one if there is one."""
+    nnodes: int = 1
+    """Machines for training. More than one need `ray.address`."""
+    threads: int = 1
+    """On a CPU. Two on two busy cores are slower than one."""
+    save_every_steps: int | None = 20
+    """None: only at the end."""
+    keep_last: int = 2
+    """Checkpoints kept; the best one is kept beside them."""
+    max_errors: int = 3
+    """Attempts at a step that fails (out of memory, say) before the run ends."""
+    trainer_class: str | None = None
+    """`module:name` of a subclass of `FullyAsyncTrainer`."""
+
+    def __post_init__(self) -> None:
+        for key in ("total_steps", "groups_per_step", "micro_batch_tokens", "nnodes", "threads", "max_errors"):
+            check_integer(f"trainer.{key}", getattr(self, key), low=1)
+        auto_or_integer("trainer.n_gpus_per_node", self.n_gpus_per_node, low=0)
+        check_integer("trainer.save_every_steps", self.save_every_steps, low=1, optional=True)
+        check_integer("trainer.keep_last", self.keep_last, low=1)
+        object_name("trainer.trainer_class", self.trainer_class)
+
+
+class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far generation may run ahead of training, and how long each waits for the other."""
+
+    staleness_threshold: int = 3
+    """Versions a sample may lag before generation is held back. `mode` sets it to 0 (sync) or 1 (one_step_off)."""
+    max_staleness_allowed: int = 5
+    """Versions a sample may lag at most when it is trained on; older is never trained on."""
+    selection_window: int | Auto = "auto"
+    """W: how far behind the oldest untaken group one that finished earlier may be taken. `auto`: what
+    `max_staleness_allowed` leaves; 1 takes groups strictly in order."""
+    max_queue_size: int = 1000
+    """Groups alive at a time: admitted, generated, scored, queued or in training."""
+    min_batch_count: int = 1
+    """Fewest batches of `groups_per_step` that must be ready before a step."""
+    batch_timeout: float = 30.0
+    """Seconds that the trainer waits for a batch before it says so and its peers are checked."""
+    generation_timeout: float = 30.0
+    """Seconds without a new token, pauses excluded, before a response is given up and its prompt issued again."""
+    batch_generation_interval: float = 0.1
+    """Pause in seconds between looks for new prompts while there is no room for any. Room wakes it at once."""
+    sync_every_steps: int = 1
+    """Steps between two weight versions."""
+    in_flight_updates: bool = True
+    """New weights reach responses in mid-generation. Off: they wait until all that was admitted is done. `mode` sync
+    and one_step_off turn it off."""
+    max_sync_retries: int = 3
+    """How often a weight sync that failed is tried again; until then the old version serves."""
+    sync_timeout: float = 30.0
+    """Seconds that an engine has to take a version and confirm it."""
+    sync_retry_delay: float = 1.0
+    """Seconds before a sync is tried again."""
+    verify_weights: bool = True
+    """Engines confirm a version with a checksum of what they hold."""
+
+    def __post_init__(self) -> None:
+        for key, low in (
+            ("staleness_threshold", 0),
+            ("max_staleness_allowed", 0),
+            ("max_queue_size", 1),
+            ("min_batch_count", 1),
+            ("sync_every_steps", 1),
+            ("max_sync_retries", 0),
+        ):
+            check_integer(f"async_training.{key}", getattr(self, key), low=low)
+        for key in ("batch_timeout", "generation_timeout", "sync_timeout"):
+            check_number(f"async_training.{key}", getattr(self, key), above=0)
+        for key in ("batch_generation_interval", "sync_retry_delay"):
+            check_number(f"async_training.{key}", getattr(self, key), low=0)
+        auto_or_integer("async_training.selection_window", self.selection_window, low=1)
+
+
+class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Greedy accuracy on held-out prompts, beside training."""
+
+    every_steps: int | None = 5
+    """None: only at the start and at the end."""
+    prompts: int = 128
+    """How many held-out prompts; 0 turns evaluation off."""
+    at_start: bool = True
+    """Also before the first step: what there is to compare with."""
+    temperature: float = 0.0
+    """0: the likeliest token each time."""
+    samples: int = 1
+    """Responses to each, averaged."""
+
+    def __post_init__(self) -> None:
+        check_integer("eval.every_steps", self.every_steps, low=1, optional=True)
+        check_integer("eval.prompts", self.prompts, low=0)
+        check_number("eval.temperature", self.temperature, low=0)
+        check_integer("eval.samples", self.samples, low=1)
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a metric is worth a warning. Names as in metrics.jsonl."""
+
+    above: float | None = None
+    """Warn when it is higher."""
+    below: float | None = None
+    """Warn when it is lower."""
+
+
+class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is recorded, and where it goes beside `metrics.jsonl` in the run directory."""
+
+    tensorboard: bool = False
+    """Event files under `tensorboard/` in the run directory."""
+    wandb_project: str | None = None
+    """None: no Weights & Biases."""
+    prometheus_port: int | None = None
+    """Serve the metrics on this port of 127.0.0.1; 0 takes any free one."""
+    statistics_every_s: float = 10.0
+    """Seconds between two `Component Statistics` in the log."""
+    alerts: dict[str, Alert] = {}
+    """Metric name → thresholds."""
+    custom_monitor: str | None = None
+    """`module:name` of a function `(trainer_stats, rollouter_stats)`, called with each `Component Statistics`."""
+
+    def __post_init__(self) -> None:
+        check_text("observe.wandb_project", self.wandb_project, "give the project's name", optional=True)
+        check_integer("observe.prometheus_port", self.prometheus_port, low=0, optional=True)
+        at_most("observe.prometheus_port", self.prometheus_port, LARGEST_PORT, "no port is higher")
+        check_number("observe.statistics_every_s", self.statistics_every_s, above=0)
+        object_name("observe.custom_monitor", self.custom_monitor)
+        for name, alert in self.alerts.items():
+            if alert.above is None and alert.below is None:
+                raise ConfigError(f"observe.alerts.{name}", {}, "give above, below or both")
+            if alert.above is not None and alert.below is not None and alert.above < alert.below:
+                raise ConfigError(
+                    f"observe.alerts.{name}",
+                    {"above": alert.above, "below": alert.below},
+                    "every value would then raise it: above must not be less than below",
+                )
+
+
+class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Ray cluster."""
+
+    address: str | None = None
+    """`auto` or `host:port` of a running cluster. None starts one here and ends it with the run."""
+
+    def __post_init__(self) -> None:
+        check_text("ray.address", self.address, "give 'auto' or host:port", optional=True)
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole run. The defaults run on the machine at hand."""
+
+    mode: Mode = "fully_async"
+    """`sync`: generate, then train. `one_step_off`: batch k trains while k+1 generates. `fully_async`: streaming."""
+    seed: int = 0
+    """Of the order of prompts and of every draw."""
+    run_dir: str | None = None
+    """None: a new folder under `runs/`."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    async_training: AsyncTrainingConfig = AsyncTrainingConfig()
+    eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
+    ray: RayConfig = RayConfig()
+
+    def __post_init__(self) -> None:
+        check_integer("seed", self.seed, low=0)
+        at_most("seed", self.seed, LARGEST_SEED, "seeds have 64 bits")
+        check_text("run_dir", self.run_dir, "give a folder's path", optional=True)
+        check_pairs(self)
+
+    @property
+    def staleness_threshold(self) -> int:
+        """What holds: `mode` fixes it for the two synchronous modes."""
+        return {"sync": 0, "one_step_off": 1}.get(self.mode, self.async_training.staleness_threshold)
+
+    @property
+    def in_flight_updates(self) -> bool:
+        return self.mode == "fully_async" and self.async_training.in_flight_updates
+
+    @property
+    def uses_embedded_model(self) -> bool:
+        return self.model.path == EMBEDDED
+
+    @property
+    def widest_window(self) -> int:
+        """W under which no sample lags more than `max_staleness_allowed`."""
+        per_version = self.trainer.groups_per_step * self.async_training.sync_every_steps
+        return (self.async_training.max_staleness_allowed - self.staleness_threshold) * per_version + 1
+
+    @property
+    def bounds(self) -> Bounds:
+        """The arithmetic of DESIGN §2, resolved."""
+        a = self.async_training
+        window = 1 if self.mode != "fully_async" else a.selection_window
+        return Bounds(
+            groups_per_step=self.trainer.groups_per_step,
+            steps_per_version=a.sync_every_steps,
+            threshold=self.staleness_threshold,
+            window=self.widest_window if window == "auto" else window,
+            max_alive=a.max_queue_size,
+            max_lag_allowed=max(a.max_staleness_allowed, self.staleness_threshold),
+            min_batches=a.min_batch_count,
+            drain=not self.in_flight_updates,
+            total_groups=self.trainer.total_steps * self.trainer.groups_per_step,
+        )
+
+    @property
+    def lr(self) -> float:
+        """`optimizer.lr`, `auto` resolved."""
+        if self.optimizer.lr != "auto":
+            return self.optimizer.lr
+        return EMBEDDED_LR if self.uses_embedded_model else USUAL_LR
+
+    def to_dict(self) -> dict[str, Any]:
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain

@@ -1,0 +1,129 @@
+"""`freewheel eval` without its flags: which model, which prompts, an engine in this process, a result.
+
+    RUN, a checkpoint, a HF folder, a hub id or `embedded` ─▶ Target ─▶ model, task, prompts ─▶ evaluate ─▶ EvalResult
+
+A run says itself what it was trained on; anything else needs to be told its task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rollout.evaluating import EvalResult, evaluate
+from freewheel.runtime.compose import load
+from freewheel.runtime.config import EMBEDDED, TrainConfig
+from freewheel.runtime.placement import MOST_SLOTS, Machine
+from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_dir import CONFIG
+from freewheel.runtime.typed import to_config
+
+FINAL, BEST, CHECKPOINTS = "final", "best", "checkpoints"
+"""What a run leaves: its last weights, its best ones, and one folder a checkpoint."""
+MODEL_CONFIG = "config.json"
+LEVELS_UP = 2
+"""From RUN/checkpoints/step_000040 to RUN."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A model, and the run that it is from, if it is from one."""
+
+    path: str
+    run: TrainConfig | None
+
+
+def find_target(name: str) -> Target:
+    """Of a run the weights at its end, or of its last checkpoint while it has not ended."""
+    if name == EMBEDDED:
+        return Target(path=EMBEDDED, run=TrainConfig())
+    folder = Path(name).expanduser()
+    if not folder.exists() and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return Target(path=name, run=None)  # a hub id
+    if not folder.is_dir():
+        raise ConfigError(
+            "RUN_OR_MODEL", name, "there is no such folder: give a run, a HF folder, a hub id or embedded"
+        )
+    if (folder / MODEL_CONFIG).is_file():
+        run = next((up for up in list(folder.absolute().parents)[:LEVELS_UP] if (up / CONFIG).is_file()), None)
+        return Target(path=str(folder), run=load(run / CONFIG) if run else None)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError("RUN_OR_MODEL", name, f"it has neither {MODEL_CONFIG} of a model nor {CONFIG} of a run")
+    steps = sorted((folder / CHECKPOINTS).glob("step_*"), reverse=True)
+    for found in (folder / FINAL, *steps, folder / BEST):
+        if (found / MODEL_CONFIG).is_file():
+            return Target(path=str(found), run=load(folder / CONFIG))
+    raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
+
+
+def eval_config(
+    target: Target,
+    *,
+    task: str | None = None,
+    data: str | None = None,
+    prompts: int | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+) -> TrainConfig:
+    """What the run had, with what was asked for."""
+    if target.run is None and task is None:
+        raise ConfigError(
+            "--task", None, "a model by itself does not say what it is measured on: give word_problems, …"
+        )
+    values = (target.run or TrainConfig()).to_dict()
+    values["model"] |= {"path": target.path, "lora": None}  # adapters are merged in what a run saves
+    asked: dict[str, dict[str, Any]] = {
+        "data": {"task": task, "eval": data},
+        "eval": {"prompts": prompts, "samples": samples, "temperature": temperature},
+    }
+    if task is not None and target.run is not None and task != target.run.data.task:
+        values["data"] |= {"train": None, "eval": None}
+        values["reward"]["function"] = None  # it was for the run's own task
+    for section, given in asked.items():
+        values[section] |= {key: value for key, value in given.items() if value is not None}
+    if data is not None and values["data"]["train"] is None:
+        values["data"]["train"] = data  # nothing is trained; a task without rows of its own wants to see it
+    return to_config(values)
+
+
+async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None] | None = None) -> EvalResult:
+    """Loads the model into this process, and measures it."""
+    from freewheel.rollout.native import NativeEngine
+    from freewheel.rollout.reward_functions import load_reward
+    from freewheel.runtime import building
+
+    plan = resolve(config, Machine.here())
+    building.use_threads(plan.threads_rollout)
+    tokenizer = building.load_tokenizer(config)
+    source = building.Prompts(config, tokenizer)
+    prompts = source.held_out()
+    if not prompts:
+        raise ConfigError(
+            "--data", config.data.eval, "there are no held-out prompts: give a file, and --prompts above 0"
+        )
+    model = building.load_causal_lm(building.model_folder(config), config, plan.dtype).to(plan.device_rollout)
+    function = load_reward(config.reward.function, source.task)
+    engine = NativeEngine(
+        model,
+        slots=min(MOST_SLOTS, len(prompts) * config.eval.samples),
+        max_prompt_tokens=source.longest_tokens,
+        max_new_tokens=plan.max_new_tokens,
+    )
+    try:
+        return await evaluate(
+            engine,
+            prompts,
+            building.held_out_score(function, tokenizer),
+            samples=config.eval.samples,
+            temperature=config.eval.temperature,
+            max_new_tokens=plan.max_new_tokens,
+            stop_token_ids=building.stop_token_ids(tokenizer, model.generation_config, source.task),
+            seed=config.seed,
+            timeout_s=config.async_training.generation_timeout,
+            progress=progress,
+        )
+    finally:
+        await engine.close()

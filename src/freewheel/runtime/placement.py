@@ -1,0 +1,265 @@
+"""What the machine has, and which part of a run gets which of it.
+
+    Machine.here() ─▶ place(config, machine) ─▶ Placement: devices, replicas, GPU shares, and what stands against it
+
+`place` is pure; `Machine.here` asks the operating system and nvidia-smi, and torch only where there is a GPU. A setting
+that this machine cannot serve is kept as a problem, so that a plan can be shown for a machine that is elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from freewheel.judge.errors import ConfigError
+from freewheel.runtime.config import TrainConfig
+
+Device = Literal["cpu", "cuda"]
+Dtype = Literal["float32", "bfloat16"]
+
+BFLOAT16_CAPABILITY = (8, 0)
+"""NVIDIA's Ampere: the first that computes in bfloat16 without emulation."""
+SMI_TIMEOUT_S = 10.0
+"""A driver that is stuck must not hold up the start."""
+SMI_QUERY = "index,uuid,name,memory.total,compute_cap"
+SHARED = 0.5
+"""The part of a GPU that the trainer asks Ray for where generation is on the same one."""
+MIB = 1 << 20
+MOST_SLOTS = 256
+"""Sequences at a time where nobody says otherwise: more gain little on one device, and cost KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU that this process may use."""
+
+    name: str
+    memory_bytes: int
+    bfloat16: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What there is to run on."""
+
+    cpus: int
+    memory_bytes: int
+    gpus: tuple[Gpu, ...] = ()
+
+    @classmethod
+    def here(cls) -> Machine:
+        return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus(os.environ))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Who runs where."""
+
+    device_trainer: Device
+    device_rollout: Device
+    replicas: int
+    slots: int
+    dtype: Dtype
+    gpus_trainer: float
+    """What the trainer asks Ray for."""
+    gpus_per_replica: float
+    """What each rollouter asks Ray for."""
+    shared_gpu: bool
+    """Trainer and rollouters are on one GPU."""
+    problems: tuple[ConfigError, ...]
+
+
+def place(config: TrainConfig, machine: Machine) -> Placement:
+    """Resolves every `auto` of placement. With `ray.address` the GPUs are the cluster's, and Ray counts them."""
+    problems: list[ConfigError] = []
+    elsewhere = config.ray.address is not None
+    gpus_here = len(machine.gpus)
+    trainer = _device(config.trainer.device, config.trainer.n_gpus_per_node, gpus_here)
+    rollout = _device(config.rollout.device, config.rollout.n_gpus_per_node, gpus_here)
+    wanted_trainer = _wanted_by_trainer(config, trainer)
+    wanted_rollout = _wanted_by_rollout(config, rollout, gpus_here - wanted_trainer)
+    if not elsewhere:
+        problems += _missing(config, trainer, rollout, gpus_here, wanted_trainer, wanted_rollout)
+    if wanted_trainer > 1:
+        per_node = config.trainer.n_gpus_per_node
+        key, value = ("n_gpus_per_node", per_node) if per_node != 1 else ("nnodes", config.trainer.nnodes)
+        problems.append(
+            ConfigError(
+                f"trainer.{key}",
+                value,
+                f"training on {wanted_trainer} GPUs needs the fsdp backend, which is not in this release: give 1 "
+                "(generation can use any number)",
+            )
+        )
+    shared = trainer == rollout == "cuda" and wanted_rollout == 0
+    replicas = config.rollout.replicas
+    count = replicas if replicas != "auto" else max(1, wanted_rollout if rollout == "cuda" else 1)
+    if rollout == "cpu":
+        share = 0.0
+    elif shared:
+        share = (1 - SHARED) / count
+    else:
+        share = 1 / -(-count // max(1, wanted_rollout))
+    groups = config.trainer.groups_per_step * config.rollout.n
+    slots = config.rollout.slots
+    return Placement(
+        device_trainer=trainer,
+        device_rollout=rollout,
+        replicas=count,
+        slots=slots if slots != "auto" else min(MOST_SLOTS, -(-groups // count)),
+        dtype=_dtype(config, machine, trainer, rollout),
+        gpus_trainer=0.0 if trainer == "cpu" else SHARED if shared else float(wanted_trainer),
+        gpus_per_replica=share,
+        shared_gpu=shared,
+        problems=tuple(problems),
+    )
+
+
+def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
+    if wanted == "auto":
+        asked = isinstance(gpus, int) and gpus > 0
+        return "cuda" if asked or (gpus == "auto" and gpus_here) else "cpu"
+    return "cuda" if wanted == "cuda" else "cpu"
+
+
+def _wanted_by_trainer(config: TrainConfig, device: Device) -> int:
+    if device == "cpu":
+        return 0
+    per_node = config.trainer.n_gpus_per_node
+    return config.trainer.nnodes * (1 if per_node == "auto" else per_node)
+
+
+def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
+    """GPUs of its own; 0 on a GPU means that it shares the trainer's."""
+    if device == "cpu":
+        return 0
+    per_node = config.rollout.n_gpus_per_node
+    if per_node != "auto":
+        return config.rollout.nnodes * per_node
+    if isinstance(config.rollout.replicas, int):
+        return max(0, min(left, config.rollout.replicas))
+    return max(0, left)
+
+
+def _missing(
+    config: TrainConfig, trainer: Device, rollout: Device, here: int, by_trainer: int, by_rollout: int
+) -> list[ConfigError]:
+    """GPUs and machines that are asked for and not there."""
+    found = []
+    for name, section, device in (("trainer", config.trainer, trainer), ("rollout", config.rollout, rollout)):
+        if section.nnodes > 1:
+            remedy = "several machines need a Ray cluster: start one and give ray.address=auto, or give 1"
+            found.append(ConfigError(f"{name}.nnodes", section.nnodes, remedy))
+        if device == "cuda" and here == 0:
+            key, value = (
+                ("device", "cuda") if section.device == "cuda" else ("n_gpus_per_node", section.n_gpus_per_node)
+            )
+            remedy = "no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, and torch built with CUDA): give "
+            found.append(
+                ConfigError(f"{name}.{key}", value, remedy + ("auto or cpu" if key == "device" else "auto or 0"))
+            )
+    if here and by_trainer + by_rollout > here:
+        # Sharing is chosen by leaving the rollouts' number out, never by asking for more than there is.
+        name = "trainer" if by_trainer > here else "rollout"
+        section = config.trainer if name == "trainer" else config.rollout
+        remedy = (
+            f"trainer and rollouts ask for {by_trainer} + {by_rollout} GPUs, and {here} are here: give fewer, or auto"
+        )
+        found.append(ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, remedy))
+    return found
+
+
+def _dtype(config: TrainConfig, machine: Machine, trainer: Device, rollout: Device) -> Dtype:
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    everywhere = trainer == rollout == "cuda" and all(gpu.bfloat16 for gpu in machine.gpus)
+    return "bfloat16" if everywhere else "float32"
+
+
+# -- what is here -----------------------------------------------------------------------------------------------------
+
+
+def _cpus() -> int:
+    """Cores that this process may use: a container often has fewer than its machine."""
+    try:
+        allowed = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every system
+        allowed = os.cpu_count() or 1
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit() and int(period):
+        allowed = min(allowed, max(1, int(quota) // int(period)))
+    return allowed
+
+
+def _memory_bytes() -> int:
+    try:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
+    limit = _read("/sys/fs/cgroup/memory.max")
+    return min(total, int(limit)) if limit.isdigit() else total
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
+    found = _visible(_ask_smi(), environment.get("CUDA_VISIBLE_DEVICES"))
+    return found if found and _torch_has_cuda() else ()
+
+
+def _ask_smi() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return ""
+    command = [program, f"--query-gpu={SMI_QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _visible(smi: str, allowed: str | None) -> tuple[Gpu, ...]:
+    """Those of nvidia-smi's table that CUDA_VISIBLE_DEVICES leaves, in its order, up to the first that is not there."""
+    table: dict[str, Gpu] = {}
+    for line in smi.splitlines():
+        cells = [cell.strip() for cell in line.split(",")]
+        if len(cells) != len(SMI_QUERY.split(",")):
+            continue
+        index, uuid, name, memory, capability = cells
+        whole = tuple(int(part) for part in capability.split(".") if part.isdigit())
+        gpu = Gpu(
+            name=name,
+            memory_bytes=int(memory) * MIB if memory.isdigit() else 0,
+            bfloat16=whole >= BFLOAT16_CAPABILITY,
+        )
+        table[index] = table[uuid] = gpu
+    if allowed is None:
+        return tuple(gpu for key, gpu in table.items() if key.isdigit())
+    chosen: list[Gpu] = []
+    for key in (part.strip() for part in allowed.split(",")):
+        # An index in full, or the beginning of a UUID.
+        names = [name for name in table if name == key or (key and not key.isdigit() and name.startswith(key))]
+        if not names:
+            break
+        chosen.append(table[names[0]])
+    return tuple(chosen)
+
+
+def _torch_has_cuda() -> bool:
+    """A GPU that torch was not built for is none."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return True  # a plan is possible without it, and a run says what is missing
+    return torch.cuda.is_available()

@@ -1,0 +1,266 @@
+"""`ParameterSynchronizer`: brings each new version to every engine, and says so only when all in use hold it.
+
+    trainer ── submit(v) ─▶ pending ─▶ (drain: wait until settled) ─▶ load on all replicas ─▶ confirmed ─▶ published(v)
+                 │ newest wins           │ waits for: the queue          │ retries, deadline      │ slots are released
+                 ▼ never waits           ▼ (sync and one_step_off)       ▼ lagging: fenced, tried again, rejoined
+
+A failed sync leaves the old version serving. Of a replica that died only its successor is waited for, which whoever
+watches the processes starts and lets `join`. Transport is the caller's: `weights` is handed to `Replica.load_weights`
+as it came (an object-store reference under Ray).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+log = logging.getLogger("freewheel.sync")
+
+State = Literal["idle", "draining", "loading", "closed"]
+SETTLE_WAIT_S = 5.0
+"""A wait for the queue is asked for anew this often, so that a queue that went away is noticed."""
+
+
+class Replica(Protocol):
+    """An engine's end of the transport."""
+
+    async def load_weights(self, version: int, weights: Any) -> int:
+        """Gives the checksum of what the engine holds then."""
+
+
+class QueueClient(Protocol):
+    async def published(self, version: int) -> None: ...
+
+    async def settled(self, *, wait_s: float) -> bool: ...
+
+    async def fence(self, replica: str, *, fenced: bool) -> None: ...
+
+
+class SyncFailed(RuntimeError):
+    """No engine took a version, however often it was tried."""
+
+
+class ReplicaGone(Exception):
+    """Raised by `Replica.load_weights`: its process has died, and trying again is of no use."""
+
+
+@dataclass
+class Member:
+    """One replica of the communication group."""
+
+    replica: Replica
+    version: int
+    fenced: bool = False
+    gone: bool = False
+    """It died, and its successor has not joined."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    version: int
+    weights: Any
+    checksum: int | None
+
+
+@dataclass
+class Times:
+    """How long syncs took."""
+
+    count: int = 0
+    total_s: float = 0.0
+    last_s: float = 0.0
+    longest_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total_s += seconds
+        self.last_s = seconds
+        self.longest_s = max(self.longest_s, seconds)
+
+
+class ParameterSynchronizer:
+    """A version is published only after every engine in use confirmed it."""
+
+    def __init__(
+        self,
+        *,
+        replicas: Mapping[str, Replica],
+        queue: QueueClient,
+        version: int = 0,
+        timeout_s: float = 30.0,
+        max_retries: int = 3,
+        retry_delay_s: float = 1.0,
+        drain: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.group = {name: Member(replica, version) for name, replica in replicas.items()}
+        self.state: State = "idle"
+        self.version = version
+        """The newest that is published."""
+        self.param_sync_count = 0
+        self.sync_failures = 0
+        self.times = Times()
+        self._queue = queue
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._retry_delay_s = retry_delay_s
+        self._drain = drain
+        self._clock = clock
+        self._pending: Pending | None = None
+        self._newest: Pending | None = None
+        self._changed = asyncio.Condition()
+        self._loading = asyncio.Lock()
+        """Who joins gets the newest version, and not the one before a sync that is under way."""
+
+    # -- the trainer's side -------------------------------------------------------------------------------------------
+
+    async def submit(self, version: int, weights: Any, checksum: int | None = None) -> None:
+        """Weights to bring to all engines. Returns at once; one that is still waiting is superseded."""
+        async with self._changed:
+            self._pending = Pending(version=version, weights=weights, checksum=checksum)
+            self._changed.notify_all()
+
+    async def prime(self, version: int, weights: Any, checksum: int | None = None) -> None:
+        """The weights that engines started with: nobody needs them, but for a replica that joins later."""
+        self._newest = Pending(version=version, weights=weights, checksum=checksum)
+
+    async def wait_published(self, version: int, *, wait_s: float) -> bool:
+        async with self._changed:
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait_for(lambda: self.version >= version)
+            except TimeoutError:
+                return False
+        return True
+
+    # -- the work -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled. Raises `SyncFailed` when no engine can be reached any more."""
+        try:
+            while True:
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._pending is not None)
+                    pending, self._pending = self._pending, None
+                assert pending is not None
+                await self._bring(pending)
+        finally:
+            self.state = "closed"
+
+    async def _bring(self, pending: Pending) -> None:
+        if self._drain:
+            self.state = "draining"
+            while not await self._queue.settled(wait_s=SETTLE_WAIT_S):
+                pass
+        self.state = "loading"
+        since = self._clock()
+        while not any(loaded := await self._load_all(pending)):
+            if not any(member.gone for member in self.group.values()):
+                raise self._failed(pending.version)
+            async with self._changed:  # waits for: `join`, by the one who watches over the processes
+                await self._changed.wait_for(lambda: not all(member.gone for member in self.group.values()))
+        self.times.add(self._clock() - since)
+        self.param_sync_count += 1
+        async with self._changed:
+            self.version = pending.version
+            self.state = "idle"
+            self._changed.notify_all()
+        log.info(
+            "Parameter sync: version %d on %d of %d engines in %.3f s",
+            pending.version,
+            sum(loaded),
+            len(loaded),
+            self.times.last_s,
+        )
+
+    async def _load_all(self, pending: Pending) -> list[bool]:
+        """One round over all replicas; the version is published where any of them has it then."""
+        async with self._loading:
+            # One that was fenced off has had its chances: it gets one, and does not hold up the others for long.
+            chances = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
+            loaded = await asyncio.gather(*(self._load(name, pending, chances[name]) for name in self.group))
+            if any(loaded):
+                self._newest = pending
+                await self._queue.published(pending.version)
+        return loaded
+
+    def _failed(self, version: int) -> SyncFailed:
+        return SyncFailed(
+            f"no engine took version {version} in {self._max_retries + 1} attempts of at most {self._timeout_s:g} s "
+            f"each; version {self.version} is still serving. See the errors above; a slow transfer needs a longer "
+            "async_training.sync_timeout"
+        )
+
+    async def _load(self, name: str, pending: Pending, chances: int) -> bool:
+        """Brings one replica up to date; one that will not come is fenced off until a later version reaches it."""
+        member = self.group[name]
+        for attempt in range(chances if not member.gone else 0):
+            if attempt:
+                await asyncio.sleep(self._retry_delay_s)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    found = await member.replica.load_weights(pending.version, pending.weights)
+            except ReplicaGone as error:
+                self.sync_failures += 1
+                member.gone = True
+                log.warning("Parameter sync: %s is gone: %s", name, error)
+                break
+            except Exception as error:  # noqa: BLE001  # a transport may raise anything; it did not load
+                self.sync_failures += 1
+                log.warning(
+                    "Parameter sync: %s did not take version %d (attempt %d of %d): %s: %s",
+                    name,
+                    pending.version,
+                    attempt + 1,
+                    chances,
+                    type(error).__name__,
+                    str(error) or f"no answer within async_training.sync_timeout = {self._timeout_s:g} s",
+                )
+                continue
+            if pending.checksum is not None and found != pending.checksum:
+                self.sync_failures += 1
+                log.warning("Parameter sync: %s holds other weights than version %d's", name, pending.version)
+                continue
+            member.version = pending.version
+            if member.fenced:
+                member.fenced = False
+                await self._queue.fence(name, fenced=False)
+                log.info("Parameter sync: %s is back with version %d", name, pending.version)
+            return True
+        if not member.fenced:
+            member.fenced = True
+            await self._queue.fence(name, fenced=True)
+            log.error("Parameter sync: %s is fenced off at version %d", name, member.version)
+        return False
+
+    async def join(self, name: str, replica: Replica) -> None:
+        """A replica that was started anew: it gets the newest version before it gets any work."""
+        async with self._loading:
+            self.group[name] = Member(replica, version=-1, fenced=True)
+            await self._queue.fence(name, fenced=True)
+            if self._newest is None:  # no version was published since it was started from the same files
+                self.group[name] = Member(replica, self.version)
+                await self._queue.fence(name, fenced=False)
+            else:
+                loaded = await self._load(name, self._newest, self._max_retries + 1)
+                if not loaded and all(member.fenced for member in self.group.values()):  # no version will come any more
+                    raise self._failed(self._newest.version)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "param_sync_count": self.param_sync_count,
+            "sync_failures": self.sync_failures,
+            "published_version": self.version,
+            "state": self.state,
+            "last_sync_s": self.times.last_s,
+            "mean_sync_s": self.times.total_s / self.times.count if self.times.count else 0.0,
+            "longest_sync_s": self.times.longest_s,
+            "fenced": sorted(name for name, member in self.group.items() if member.fenced),
+            "versions": {name: member.version for name, member in self.group.items()},
+        }

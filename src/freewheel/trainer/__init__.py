@@ -1,0 +1,1 @@
+"""Learning from scored groups: `FullyAsyncTrainer`, advantages, losses, backends, checkpoints."""

@@ -1,0 +1,401 @@
+"""`CheckpointStore`: checkpoints that are there whole or not at all, whatever happens while they are written.
+
+    save ─▶ .tmp-…/ files, fsync, checksums, state.json last ─ rename ─▶ checkpoints/step_000040/ ─▶ older ones pruned
+    latest ◀─ the newest one whose files all have their checksums; a damaged one is passed over, with a warning
+
+    RUN/checkpoints/step_000040/   state.json, *.safetensors and what `hf` wrote
+    RUN/best/                      a HF folder of the best weights so far, with best.json
+    RUN/run.lock                   held by the process that writes here
+
+One writer (`RunLock`), any number of readers. Tensors are safetensors and the rest is JSON: nothing is unpickled.
+Opened without torch; tensors need it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("freewheel.trainer")
+
+FOLDER = "checkpoints"
+BEST = "best"
+STATE = "state.json"
+BEST_STATE = "best.json"
+LOCK = "run.lock"
+FORMAT = 1
+"""Of `state.json`. A later one is refused rather than misread."""
+RESERVED = ("format", "step", "saved_at", "files", "checksum")
+"""Keys of `state.json` that are the store's own."""
+
+READ_BYTES = 1 << 22
+"""Read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and nobody forges checkpoints here."""
+MB = 1e6
+
+_STEP = re.compile(r"step_(\d+)(\.replaced)?")
+_LEFTOVER = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-.+")
+
+WriteHf = Callable[[Path], None]
+
+
+class CheckpointFailed(Exception):
+    """A checkpoint could not be written; those before it are as they were."""
+
+
+class CheckpointDamaged(ValueError):
+    """A checkpoint is not what was written. The message says where."""
+
+
+class RunLocked(RuntimeError):
+    """Another process writes to this run directory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """One that was found whole."""
+
+    path: Path
+    state: Mapping[str, Any]
+    """What `save` was given, with `step`."""
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+    def tensors(self, stem: str) -> dict[str, Tensor]:
+        """Those that were saved under this name, on the CPU."""
+        from safetensors.torch import load_file
+
+        return load_file(self.path / f"{stem}.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best weights of a run."""
+
+    path: Path
+    step: int
+    score: float
+
+
+class CheckpointStore:
+    """After `save` returned, its checkpoint survives a power cut; while it runs, a kill leaves the one before it.
+
+    Saving one at a time is the caller's part.
+    """
+
+    def __init__(self, run_dir: Path | str, *, keep_last: int) -> None:
+        assert keep_last >= 1
+        self.run_dir = Path(run_dir)
+        self.folder = self.run_dir / FOLDER
+        self._keep_last = keep_last
+        self._clean(only_dead=True)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        *,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        hf: WriteHf | None = None,
+    ) -> Path:
+        """Writes a checkpoint and gives its folder. `tensors`: file stem → tensors by name. `hf` writes into the same
+        folder what else belongs there. Raises `CheckpointFailed`, whatever went wrong."""
+        clash = sorted(set(state) & set(RESERVED))
+        assert not clash, f"state has {clash}, which the store writes itself"
+
+        def fill(folder: Path) -> None:
+            for stem, named in tensors.items():
+                _write_tensors(folder / f"{stem}.safetensors", named)
+            if hf is not None:
+                hf(folder)
+            _write_state(folder, STATE, {**state, "step": step})
+
+        target = self.folder / f"step_{step:06d}"
+        self._write(target, fill, f"the checkpoint of step {step}", _size(tensors))
+        self._prune(step)
+        return target
+
+    def save_best(self, step: int, score: float, hf: WriteHf) -> bool:
+        """Exports the weights to `best/` if `score` is above that of what is there. Raises `CheckpointFailed`."""
+        before = self.best()
+        if math.isnan(score) or (before is not None and score <= before.score):
+            return False
+
+        def fill(folder: Path) -> None:
+            hf(folder)
+            _write_state(folder, BEST_STATE, {"step": step, "score": score})
+
+        self._write(self.run_dir / BEST, fill, f"the best weights (step {step})", 0)
+        return True
+
+    def _write(self, target: Path, fill: Callable[[Path], None], what: str, tensor_bytes: int) -> None:
+        beside = target.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{target.name}"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _sync_folder(self.run_dir)
+            self._clean(only_dead=False)  # before it is needed: what a killed save left takes room
+            beside.mkdir()
+            fill(beside)
+            _sync_folder(beside)
+            _put_in_place(beside, target)
+            _sync_folder(target.parent)
+        except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is no better than a full disk
+            shutil.rmtree(beside, ignore_errors=True)
+            self._refuse(target, what, error, max(tensor_bytes, self._size_before()))
+
+    def _refuse(self, target: Path, what: str, error: Exception, needed: int) -> NoReturn:
+        why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+        message = f"{target}: {what} was not written: {type(error).__name__}: {why}"
+        if _is_about_space(error):
+            with contextlib.suppress(OSError):
+                free = shutil.disk_usage(self.run_dir).free
+                message += f". It needs about {needed / MB:.0f} MB, and {free / MB:.0f} MB are free there: make room"
+        raise CheckpointFailed(message) from error
+
+    def _size_before(self) -> int:
+        """Of the newest checkpoint: the next one is about as large."""
+        with contextlib.suppress(OSError, IndexError):
+            return sum(file.stat().st_size for file in _files(self._paths()[0]))
+        return 0
+
+    def _clean(self, *, only_dead: bool) -> None:
+        """Removes what a killed save left. `only_dead`: of processes of this machine that are gone, since a reader
+        must not disturb a writer; whoever saves is the only writer, and removes all."""
+        for parent in (self.folder, self.run_dir):
+            for path in parent.glob(".tmp-*") if parent.is_dir() else ():
+                named = _LEFTOVER.fullmatch(path.name)
+                if named is None or (only_dead and _is_alive(named["host"], int(named["pid"]))):
+                    continue
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _prune(self, step: int) -> None:
+        """Keeps the newest `keep_last` that look whole, and what is damaged among them: somebody may want to see it.
+
+        Checkpoints of later steps than the one that was just saved are of a path that was left, by resuming from an
+        earlier one: the next resume must not take them for this one's future."""
+        whole = 0
+        for path in self._paths():
+            if whole >= self._keep_last or _step(path) > step:
+                shutil.rmtree(path, ignore_errors=True)
+            elif not path.name.endswith(".replaced") and _looks_whole(path):
+                whole += 1
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is whole. Those that are not are passed over, with a warning."""
+        for path in self._paths():
+            try:
+                return self.load(path).path
+            except CheckpointDamaged as error:
+                log.warning("Passing over a damaged checkpoint: %s", error)
+        return None
+
+    def load(self, path: Path | str) -> Checkpoint:
+        """Reads a checkpoint's state and checks every byte of its files. Raises `CheckpointDamaged`."""
+        path = Path(path)
+        state = _read_state(path, STATE)
+        for name, told in state["files"].items():
+            try:
+                found = _described(path / name)
+            except OSError as error:
+                raise CheckpointDamaged(f"{path / name}: {error.strerror or error}") from error
+            if found != told:
+                raise CheckpointDamaged(f"{path / name}: written as {told}, and it is {found}")
+        return Checkpoint(path=path, state={key: state[key] for key in state if key not in RESERVED or key == "step"})
+
+    def best(self) -> Best | None:
+        """The best weights so far, with the score that they were kept for."""
+        for path in (self.run_dir / BEST, self.run_dir / f"{BEST}.replaced"):
+            with contextlib.suppress(CheckpointDamaged):
+                told = _read_state(path, BEST_STATE)
+                return Best(path=path, step=int(told["step"]), score=float(told["score"]))
+        return None
+
+    def _paths(self) -> list[Path]:
+        """Newest first. A `.replaced` one is there only while its successor of the same step is put in place."""
+        found = [path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name)]
+        return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
+
+
+class RunLock:
+    """Keeps two runs out of one directory. The kernel lets go of it when its process ends, however that happens."""
+
+    def __init__(self, run_dir: Path | str) -> None:
+        self._path = Path(run_dir) / LOCK
+        self._file: int | None = None
+
+    def acquire(self) -> None:
+        """Raises `RunLocked`, which names the process that holds it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(file, 1024).decode(errors="replace").strip() or "another process"
+            os.close(file)
+            raise RunLocked(
+                f"{self._path.parent} is in use by {holder}: wait for it, end it, or give another run_dir"
+            ) from None
+        except BaseException:
+            os.close(file)
+            raise
+        os.ftruncate(file, 0)
+        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        self._file = file
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    held: set[int] = set()
+    plain: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory: they are written twice, and read as two.
+        plain[name] = own.clone() if storage in held else own
+        held.add(storage)
+    save_file(plain, path)
+
+
+def _size(tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
+    return sum(one.numel() * one.element_size() for named in tensors.values() for one in named.values())
+
+
+def _write_state(folder: Path, name: str, values: Mapping[str, Any]) -> None:
+    """With a table of all other files of the folder, which lie on the disk when this is written."""
+    files = {}
+    for path in _files(folder):
+        _sync(path)
+        files[str(path.relative_to(folder))] = _described(path)
+    told = {**values, "format": FORMAT, "saved_at": time.time(), "files": files}
+    told["checksum"] = _checksum(told)
+    path = folder / name
+    path.write_text(json.dumps(told, indent=1))
+    _sync(path)
+    for inner in {file.parent for file in _files(folder)} - {folder}:
+        _sync_folder(inner)
+
+
+def _read_state(folder: Path, name: str) -> dict[str, Any]:
+    try:
+        told = json.loads((folder / name).read_text())
+        checksum = told.pop("checksum")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointDamaged(f"{folder / name}: {type(error).__name__}: {error}") from error
+    if _checksum(told) != checksum:
+        raise CheckpointDamaged(f"{folder / name}: its checksum does not fit")
+    if told["format"] != FORMAT:
+        raise CheckpointDamaged(f"{folder / name}: it has format {told['format']}, and this freewheel reads {FORMAT}")
+    read: dict[str, Any] = told
+    return read
+
+
+def _checksum(told: Mapping[str, Any]) -> int:
+    """Over the values as they come back from JSON, so that keys and tuples that JSON changes do no harm."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(told)), sort_keys=True).encode())
+
+
+def _step(path: Path) -> int:
+    named = _STEP.fullmatch(path.name)
+    assert named is not None
+    return int(named[1])
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _described(path: Path) -> dict[str, int]:
+    size = value = 0
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            size += len(data)
+            value = zlib.crc32(data, value)
+    return {"bytes": size, "crc32": value}
+
+
+def _looks_whole(path: Path) -> bool:
+    """Without reading the files through: that takes a minute for a large model."""
+    try:
+        files = _read_state(path, STATE)["files"]
+        return all((path / name).stat().st_size == told["bytes"] for name, told in files.items())
+    except (OSError, CheckpointDamaged):
+        return False
+
+
+def _put_in_place(beside: Path, target: Path) -> None:
+    """A folder that is there already steps aside under a name that readers know, until the other has its place."""
+    aside = target.with_name(f"{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.replace(aside)
+    beside.replace(target)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+_sync_folder = _sync
+"""A name is safe on the disk only when its folder is."""
+
+
+def _is_about_space(error: Exception) -> bool:
+    """safetensors gives the kernel's error as text."""
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
+
+
+def _is_alive(host: str, pid: int) -> bool:
+    if host != socket.gethostname():
+        return True  # as far as one can tell from here
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,152 @@
+"""A group travels as bytes and comes back the same, holes, failed scores and all."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import NO_VERSION, Block, Prompt, PromptGroup, Response, Reward, Ticket
+
+ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72", "style": "rule"}, "index": 3}
+
+
+def response(
+    tokens: list[int], *, version: int = 0, mask: list[int] | None = None, value: float = 1.0, **reward: Any
+) -> Response:
+    made = np.array(mask if mask is not None else [1] * len(tokens), np.uint8)
+    return Response(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.where(made, -0.5 - np.arange(len(tokens)), 0).astype(np.float32),
+        versions=np.where(made, version, NO_VERSION).astype(np.int32),
+        mask=made,
+        finish="stop",
+        reward=Reward(value=value, raw=value, **reward),
+    )
+
+
+def group(*responses: Response, ticket: Ticket | None = None, row: Any = ROW) -> PromptGroup:
+    prompt = Prompt(tokens=np.array([5, 6, 7], np.int32), row=row)
+    return PromptGroup.of(ticket or Ticket(4, 9, 1), prompt, responses, created_s=12.5)
+
+
+def same(left: PromptGroup, right: PromptGroup) -> bool:
+    """By content: arrays by their values and types, NaN equal to NaN."""
+
+    def plain(value: PromptGroup) -> dict[str, Any]:
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {
+            key: (str(one.dtype), one.tolist()) if isinstance(one, np.ndarray) else repr(one)
+            for key, one in fields.items()
+        }
+
+    return plain(left) == plain(right)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> Response:
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=6))
+    mask = [1, *draw(st.lists(st.integers(0, 1), min_size=len(tokens) - 1, max_size=len(tokens) - 1))]
+    return response(
+        tokens,
+        version=draw(st.integers(0, 2**31 - 1)),
+        mask=mask,
+        value=draw(st.floats(width=64)),
+        status=draw(st.sampled_from(["scored", "failed", "skipped"])),
+        reason=draw(st.text(max_size=5)),
+        parts=draw(st.dictionaries(st.text(max_size=3), st.floats(), max_size=2)),
+    )
+
+
+groups = st.builds(
+    lambda made, ordinal: group(*made, ticket=Ticket(ordinal, ordinal + 7)),
+    st.lists(responses(), min_size=1, max_size=4),
+    st.integers(0, 2**62),
+)
+
+
+@given(groups)
+def test_a_group_survives_its_way_through_bytes(sent: PromptGroup):
+    assert same(PromptGroup.decode(sent.encode()), sent)
+
+
+@given(st.lists(groups, max_size=4))
+def test_a_block_gives_back_its_groups_in_order(sent: list[PromptGroup]):
+    block = Block.pack(sent)
+    assert len(block) == len(sent)
+    assert block.tickets == [one.ticket for one in sent] and block.min_versions == [one.min_version for one in sent]
+    assert all(map(same, block.groups(), sent))
+    joined = Block.join(list(zip(block.tickets, block.min_versions, block.parts(), strict=True)))
+    assert all(map(same, joined.groups(), sent))
+
+
+def test_responses_of_different_lengths_lie_one_after_the_other():
+    whole = group(response([1, 2, 3]), response([4]), response([5, 6], value=0.0))
+    assert len(whole) == 3 and whole.ordinal == 4
+    assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 6] and whole.offsets.tolist() == [0, 3, 4, 6]
+    assert [whole.response(index).tokens.tolist() for index in range(3)] == [[1, 2, 3], [4], [5, 6]]
+    assert whole.response(2).reward == Reward(value=0.0, raw=0.0)
+    assert whole.response(2).logprobs.tolist() == [-0.5, -1.5]
+
+
+def test_a_failed_score_stays_one_and_a_zero_stays_a_zero():
+    failed = response([1], value=math.nan, status="failed", reason="timeout")
+    sent = PromptGroup.decode(group(failed, response([2], value=0.0)).encode())
+    assert sent.scored.tolist() == [False, True]
+    assert math.isnan(sent.values[0]) and sent.values[1] == 0.0
+    assert (sent.rewards[0].status, sent.rewards[0].reason) == ("failed", "timeout")
+
+
+def test_the_lag_is_counted_from_the_oldest_token_that_the_policy_made():
+    with_hole = response([1, 2, 3], version=6, mask=[1, 0, 1])
+    assert with_hole.versions.tolist() == [6, NO_VERSION, 6]
+    assert group(with_hole, response([4], version=8)).min_version == 6
+    assert group(response([1], version=7), response([2], version=5)).min_version == 5
+
+
+def test_rows_from_parquet_travel_as_plain_values():
+    row = {"index": np.int64(3), "scores": np.array([1.5, 2.5]), "nested": {"ok": np.bool_(True)}, "none": None}
+    sent = PromptGroup.decode(group(response([1]), row=row).encode())
+    assert sent.row == {"index": 3, "scores": [1.5, 2.5], "nested": {"ok": True}, "none": None}
+
+
+def test_an_object_in_a_row_is_refused_by_its_type():
+    with pytest.raises(DataError, match="a prompt's row holds complex: give plain values"):
+        group(response([1]), row={"index": 1j}).encode()
+
+
+def test_a_response_has_one_entry_a_token_and_at_least_one():
+    good = response([1, 2])
+    with pytest.raises(DataError, match=r"lengths \[1, 2\]: give one entry a token"):
+        dataclasses.replace(good, logprobs=good.logprobs[:1])
+    with pytest.raises(DataError, match=r"lengths \[0\]"):
+        response([])
+
+
+def test_bytes_that_are_no_group_are_not_taken_for_one():
+    data = group(response([1, 2])).encode()
+    for broken in (b"", data[: len(data) // 2], msgspec.msgpack.encode({"ticket": 1}), b"\xc1" + data[1:]):
+        with pytest.raises((msgspec.DecodeError, msgspec.ValidationError)):
+            PromptGroup.decode(broken)
+
+
+def test_arrays_keep_their_types_whatever_they_were_given_as():
+    made = Response(
+        tokens=np.array([1, 2]),
+        logprobs=np.array([-1.0, -2.0]),
+        versions=np.array([3, 3]),
+        mask=np.array([True, True]),
+        finish="length",
+        reward=Reward(value=1.0, raw=1.0),
+    )
+    sent = PromptGroup.decode(group(made).encode())
+    kinds = [sent.prompt.dtype, sent.tokens.dtype, sent.logprobs.dtype, sent.versions.dtype, sent.mask.dtype]
+    assert kinds == [np.int32, np.int32, np.float32, np.int32, np.uint8]
+    assert sent.finish == ("length",) and sent.mask.tolist() == [1, 1]

@@ -1,0 +1,228 @@
+"""What a hook or a reward manager gets, and what it may give back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from freewheel.data import DataProto
+from freewheel.data.errors import DataError
+from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
+from freewheel.rewards import LengthPenaltyRewardManager
+
+PAD = 0
+TICKET = Ticket(7, 70)
+
+
+def prompt(tokens: list[int], **row: Any) -> Prompt:
+    return Prompt(tokens=np.array(tokens, np.int32), row={"data_source": "openai/gsm8k"} | row)
+
+
+def response(tokens: list[int], *, mask: list[int] | None = None, value: float = 1.0) -> Response:
+    made = np.array(mask or [1] * len(tokens), np.uint8)
+    return Response(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.where(made, -np.arange(1, len(tokens) + 1), 0).astype(np.float32),
+        versions=np.where(made, 3, NO_VERSION).astype(np.int32),
+        mask=made,
+        finish="stop",
+        reward=Reward(value=value, raw=value, status="failed" if math.isnan(value) else "scored"),
+    )
+
+
+def groups() -> list[PromptGroup]:
+    first = prompt([5, 6, 7], reward_model={"ground_truth": "1", "style": "rule"}, index=11, level=3)
+    second = prompt([8], reward_model={"ground_truth": "2", "style": "rule"}, index=12)
+    holed = response([21, 22, 23, 24], mask=[1, 0, 0, 1], value=0.5)
+    return [
+        PromptGroup.of(Ticket(4, 40), first, [response([11, 12]), holed], 0.0),
+        PromptGroup.of(Ticket(9, 41), second, [response([31], value=math.nan)], 0.0),
+    ]
+
+
+def batch() -> DataProto:
+    return to_data_proto(groups(), pad_token_id=PAD)
+
+
+def column(data: DataProto, key: str) -> list[Any]:
+    assert data.batch is not None
+    values: list[Any] = data.batch[key].tolist()
+    return values
+
+
+def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+    data = batch()
+    assert column(data, "prompts") == [[5, 6, 7], [5, 6, 7], [0, 0, 8]]
+    assert column(data, "responses") == [[11, 12, 0, 0], [21, 22, 23, 24], [31, 0, 0, 0]]
+    assert column(data, "input_ids")[2] == [0, 0, 8, 31, 0, 0, 0]
+    assert column(data, "attention_mask") == [[1, 1, 1, 1, 1, 0, 0], [1] * 7, [0, 0, 1, 1, 0, 0, 0]]
+    assert column(data, "position_ids")[2] == [0, 0, 0, 1, 1, 1, 1]
+    assert data.meta_info == {"global_token_num": [5, 7, 2]}
+
+
+def test_tensors_have_the_types_that_samples_have():
+    data = batch()
+    assert data.batch is not None
+    whole = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "versions")
+    assert {data.batch[key].dtype for key in whole} == {torch.int64}
+    assert {data.batch[key].dtype for key in ("rollout_log_probs", "token_level_scores")} == {torch.float32}
+
+
+def test_a_hole_is_attended_to_and_not_trained_on():
+    data = batch()
+    assert column(data, "response_mask")[1] == [1, 0, 0, 1]
+    assert column(data, "attention_mask")[1][3:] == [1, 1, 1, 1]
+    assert column(data, "rollout_log_probs")[1] == [-1.0, 0.0, 0.0, -4.0]
+    assert column(data, "versions")[1] == [3, NO_VERSION, NO_VERSION, 3]
+
+
+def test_the_reward_is_on_the_last_token_and_a_failed_one_is_masked():
+    data = batch()
+    assert column(data, "token_level_scores") == [[0, 1.0, 0, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]]
+    assert column(data, "reward_mask") == [1, 1, 0]
+    assert data.non_tensor_batch["reward_status"].tolist() == ["scored", "scored", "failed"]
+
+
+def test_rows_become_columns_and_a_group_has_one_uid():
+    data = batch()
+    assert data.non_tensor_batch["uid"].tolist() == ["4", "4", "9"]
+    assert data.non_tensor_batch["index"].tolist() == [11, 11, 12]
+    assert data.non_tensor_batch["level"].tolist() == [3, 3, None]
+    assert data.non_tensor_batch["tools_kwargs"].tolist() == [{}, {}, {}]
+    truths = [one["ground_truth"] for one in data.non_tensor_batch["reward_model"]]
+    assert truths == ["1", "1", "2"]
+
+
+def test_what_a_hook_writes_into_a_row_stays_there():
+    made = groups()
+    data = to_data_proto(made, pad_token_id=PAD)
+    data.non_tensor_batch["reward_model"][0]["ground_truth"] = "changed"
+    data.non_tensor_batch["extra_info"][0]["seen"] = True
+    assert data.non_tensor_batch["reward_model"][1]["ground_truth"] == "1"
+    assert made[0].row["reward_model"]["ground_truth"] == "1"
+    assert data.non_tensor_batch["extra_info"][2] == {}
+
+
+def test_lengths_may_be_given_and_must_suffice():
+    data = to_data_proto(groups(), pad_token_id=PAD, prompt_length=5, response_length=6)
+    assert data.batch is not None and data.batch["input_ids"].shape == (3, 11)
+    assert column(data, "prompts")[2] == [0, 0, 0, 0, 8]
+    with pytest.raises(DataError, match="prompt_length = 2: the longest has 3 tokens"):
+        to_data_proto(groups(), pad_token_id=PAD, prompt_length=2)
+    with pytest.raises(DataError, match="response_length = 3: the longest has 4 tokens"):
+        to_data_proto(groups(), pad_token_id=PAD, response_length=3)
+    with pytest.raises(DataError, match="at least one response"):
+        to_data_proto([], pad_token_id=PAD)
+
+
+def test_a_reward_manager_takes_the_batch():
+    class Tokenizer:
+        def decode(self, ids: Any, **_: Any) -> str:
+            return f"#### {int(ids[0])}"
+
+    made = PromptGroup.of(
+        TICKET, prompt([5], reward_model={"ground_truth": "11", "style": "rule"}), [response([11]), response([12])], 0.0
+    )
+    manager = LengthPenaltyRewardManager(Tokenizer(), num_examine=0, length_penalty_config={"enable": False})
+    scores = manager(to_data_proto([made], pad_token_id=PAD))
+    assert scores.sum(-1).tolist() == [1.0, 0.0]
+
+
+def test_prompts_are_repeated_for_a_generation_hook():
+    data = prompts_to_data_proto(
+        [prompt([5, 6], index=1), prompt([7], index=2)],
+        2,
+        pad_token_id=PAD,
+        ordinals=[30, 31],
+        meta_info={"temperature": 0.7},
+    )
+    assert column(data, "input_ids") == column(data, "prompts") == [[5, 6], [5, 6], [0, 7], [0, 7]]
+    assert column(data, "position_ids") == [[0, 1], [0, 1], [0, 0], [0, 0]]
+    assert data.non_tensor_batch["uid"].tolist() == ["30", "30", "31", "31"]
+    assert data.meta_info == {"global_token_num": [2, 2, 1, 1], "temperature": 0.7}
+    with pytest.raises(DataError, match="ordinals has 1 entries for 2 prompts"):
+        prompts_to_data_proto([prompt([5]), prompt([6])], 2, pad_token_id=PAD, ordinals=[1])
+    with pytest.raises(DataError, match="at least one prompt"):
+        prompts_to_data_proto([], 2, pad_token_id=PAD)
+
+
+def test_what_is_padded_comes_back_as_it_was():
+    first = groups()[0]
+    back = from_data_proto(to_data_proto([first], pad_token_id=PAD), TICKET, prompt([5, 6, 7]), 99)
+    for index, one in enumerate(back):
+        was = first.response(index)
+        for name in ("tokens", "logprobs", "versions", "mask"):
+            assert getattr(one, name).tolist() == getattr(was, name).tolist(), name
+            assert getattr(one, name).dtype == getattr(was, name).dtype
+        assert one.finish == was.finish and one.reward is None
+
+
+def hook_result(**changes: Any) -> DataProto:
+    tensors: dict[str, Any] = {
+        "responses": torch.tensor([[11, 12, 0], [21, 22, 23]]),
+        "response_mask": torch.tensor([[1, 1, 0], [1, 0, 1]]),
+        "rollout_log_probs": torch.tensor([[-1.0, -2.0, -9.0], [-1.0, math.nan, -3.0]]),
+    } | changes
+    return DataProto.from_dict({key: value for key, value in tensors.items() if value is not None})
+
+
+def read(data: DataProto, **options: Any) -> list[Response]:
+    return from_data_proto(data, TICKET, prompt([5]), 8, **options)
+
+
+def test_without_versions_all_tokens_have_the_present_one():
+    first, second = read(hook_result())
+    assert first.versions.tolist() == [8, 8] and second.versions.tolist() == [8, NO_VERSION, 8]
+    assert second.mask.tolist() == [1, 0, 1] and second.logprobs.tolist() == [-1.0, 0.0, -3.0]
+
+
+def test_an_attention_mask_serves_where_there_is_no_response_mask():
+    attention = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])  # one token of the prompt before
+    data = hook_result(
+        response_mask=None,
+        attention_mask=attention,
+        rollout_log_probs=-torch.ones(2, 3),
+        prompts=torch.tensor([[5]] * 2),
+    )
+    assert [one.tokens.tolist() for one in read(data)] == [[11, 12], [21, 22, 23]]
+    gap = hook_result(attention_mask=torch.tensor([[1, 0, 1], [1, 1, 1]]))
+    with pytest.raises(DataError, match="not padded on the right in row 0"):
+        read(gap)
+
+
+def test_how_a_response_ended_is_told_or_seen():
+    assert [one.finish for one in read(hook_result())] == ["stop", "length"]  # the second fills its row
+    assert [one.finish for one in read(hook_result(), stop_token_ids=[23])] == ["length", "stop"]
+    told = hook_result()
+    told.non_tensor_batch["finish"] = np.array(["length", "stop"], dtype=object)
+    assert [one.finish for one in read(told)] == ["length", "stop"]
+    told.non_tensor_batch["finish"][0] = "eos"
+    with pytest.raises(DataError, match="finish = 'eos': say 'stop' or 'length'"):
+        read(told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"responses": None}, "ordinal 7: .* has no responses: add it to batch; it has .*response_mask"),
+        ({"rollout_log_probs": None}, "has no rollout_log_probs"),
+        ({"response_mask": None}, "neither response_mask nor attention_mask"),
+        ({"rollout_log_probs": -torch.ones(2, 2)}, r"rollout_log_probs of the shape \[2, 2\] for responses \[2, 3\]"),
+        ({"rollout_log_probs": torch.full((2, 3), math.nan)}, "row 0: rollout_log_probs holds nan"),
+        ({"rollout_log_probs": torch.ones(2, 3)}, r"rollout_log_probs holds 1\.0: .*at most 0"),
+        ({"response_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "no token in row 1"),
+        ({"prompts": torch.tensor([[5], [6]])}, "other prompts than it was given"),
+        (
+            {"response_mask": torch.zeros(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3)},
+            "response_mask is 0 throughout",
+        ),
+    ],
+)
+def test_what_a_hook_forgot_is_named(changes: dict[str, Any], said: str):
+    with pytest.raises(DataError, match=said):
+        read(hook_result(**({"rollout_log_probs": -torch.ones(2, 3)} | changes)))

@@ -1,0 +1,124 @@
+"""A prompt stream is a mapping and nothing else: every epoch whole, every ordinal always the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import Prompt
+from freewheel.data.prompts import KEPT_EPOCHS, KEPT_PROMPTS, PromptStream
+from freewheel.judge.errors import ConfigError
+
+sizes = st.integers(1, 60)
+seeds = st.integers(0, 2**64 - 1)
+
+
+def prompt_of(row: int) -> Prompt:
+    return Prompt(tokens=np.array([row], np.int32), row={"index": row})
+
+
+@given(sizes, seeds, st.integers(0, 5))
+def test_each_epoch_has_every_row_once(size: int, seed: int, epoch: int):
+    stream = PromptStream(range(size), seed=seed)
+    places = [stream.place(ordinal) for ordinal in range(epoch * size, (epoch + 1) * size)]
+    assert {at for at, _ in places} == {epoch}
+    assert sorted(index for _, index in places) == list(range(size))
+
+
+@given(sizes, seeds, st.data())
+def test_an_ordinal_means_the_same_in_whatever_order_it_is_asked_for(size: int, seed: int, data: st.DataObject):
+    """So a resumed run, which begins in the middle, goes on with what would have come next."""
+    forwards = PromptStream(range(size), seed=seed)
+    expected = [forwards.place(ordinal) for ordinal in range(7 * size)]
+    asked = data.draw(st.lists(st.integers(0, 7 * size - 1), max_size=50))
+    resumed = PromptStream(range(size), seed=seed)
+    assert [resumed.place(ordinal) for ordinal in asked] == [expected[ordinal] for ordinal in asked]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    stream, other = PromptStream(range(100), seed=1), PromptStream(range(100), seed=2)
+    first, second = ([stream.place(start + place)[1] for place in range(100)] for start in (0, 100))
+    elsewhere = [other.place(place)[1] for place in range(100)]
+    assert first != second and first != elsewhere and second != elsewhere and first != sorted(first)
+
+
+def test_neighbouring_seeds_do_not_share_epochs():
+    """Epoch 1 of seed 7 must not be epoch 0 of seed 8, as it would be with seed + epoch."""
+    orders = {
+        tuple(PromptStream(range(50), seed=seed).place(epoch * 50 + place)[1] for place in range(50))
+        for seed in range(10)
+        for epoch in range(10)
+    }
+    assert len(orders) == 100
+
+
+def test_the_order_is_one_that_was_written_down():
+    """A change of it would make runs that are resumed across versions skip some prompts and repeat others."""
+    stream = PromptStream(range(8), seed=42)
+    assert [stream.place(ordinal)[1] for ordinal in range(16)] == [3, 6, 0, 4, 7, 1, 2, 5, 0, 1, 6, 5, 3, 7, 4, 2]
+
+
+def test_every_place_is_equally_likely():
+    counts = np.zeros((4, 4))
+    for seed in range(2000):
+        stream = PromptStream(range(4), seed=seed)
+        for place in range(4):
+            counts[place, stream.place(place)[1]] += 1
+    assert np.abs(counts / 2000 - 0.25).max() < 0.05  # five standard deviations
+
+
+def test_without_shuffling_rows_come_in_order_again_and_again():
+    stream = PromptStream(range(3), seed=0, shuffle=False)
+    assert [stream.place(ordinal) for ordinal in range(7)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
+
+
+def test_a_stream_of_two_epochs_ends_and_one_without_a_number_does_not():
+    finite, endless = PromptStream(range(3), seed=0, epochs=2), PromptStream(range(3), seed=0)
+    assert (len(finite), finite.total) == (3, 6)
+    assert (len(endless), endless.total) == (3, None)
+    assert finite.place(5)[0] == 1 and endless.place(3 * 10**9)[0] == 10**9
+    for ordinal in (6, -1):
+        with pytest.raises(IndexError, match=f"ordinal {ordinal} of a stream with 6"):
+            finite.place(ordinal)
+
+
+def test_rows_are_rendered_when_asked_for_and_not_each_time():
+    rendered: list[int] = []
+
+    def render(row: int) -> Prompt:
+        rendered.append(row)
+        return prompt_of(row)
+
+    stream = PromptStream([10, 20, 30], seed=0, render=render)
+    assert rendered == []
+    first = stream.prompt(0)
+    again = stream.prompt(0)
+    assert again is first and len(rendered) == 1 and first.row["index"] in (10, 20, 30)
+
+
+def test_prompts_that_are_rendered_already_need_no_function():
+    prompts = [prompt_of(row) for row in range(3)]
+    stream = PromptStream(prompts, seed=0, shuffle=False)
+    assert stream.prompt(4) is prompts[1]
+
+
+def test_memory_does_not_grow_with_what_was_asked_for():
+    stream = PromptStream(range(KEPT_PROMPTS + 50), seed=0, render=prompt_of)
+    for ordinal in range(KEPT_PROMPTS + 50):
+        stream.prompt(ordinal)
+    short = PromptStream(range(3), seed=0)
+    for ordinal in range(300):
+        short.place(ordinal)
+    assert len(stream._prompts) == KEPT_PROMPTS and len(short._orders) == KEPT_EPOCHS
+
+
+def test_what_cannot_be_a_stream_is_said():
+    with pytest.raises(DataError, match="at least one prompt"):
+        PromptStream([], seed=0)
+    with pytest.raises(ConfigError, match=r"data\.epochs = 0: give 1 or more"):
+        PromptStream([1], seed=0, epochs=0)
+    with pytest.raises(ConfigError, match="seed = -1: give a whole number"):
+        PromptStream([1], seed=-1)

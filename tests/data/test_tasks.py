@@ -1,0 +1,384 @@
+"""Tasks: what they load, how it reads as tokens, and which responses they pay for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import Prompt
+from freewheel.data.rendering import Rendering, conversation, render, render_rows
+from freewheel.data.tasks import BUILTIN, get_task
+from freewheel.data.tasks.gsm8k import INSTRUCTION
+from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, model_path, problems
+from freewheel.judge.errors import ConfigError
+from freewheel.rewards import rule_score
+
+CHATML = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+NATALIA = {"question": "Natalia sold 48 clips and 24 more. How many?", "answer": "48+24 = <<48+24=72>>72\n#### 72"}
+WENG = {"question": "Weng earns $1,000 twice.", "answer": "She earns 2 x 1,000.\n#### 2,000"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(model_path())
+
+
+class Letters:
+    """A tokenizer with one token a character, and a first one that marks the beginning."""
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]}
+
+    def apply_chat_template(
+        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert add_generation_prompt and not tokenize
+        return "".join(f"[{one['role']}]{one['content']}" for one in conversation) + "[assistant]"
+
+
+def text_of(prompt: Prompt) -> str:
+    return "".join("^" if token == 1 else chr(token) for token in prompt.tokens)
+
+
+# -- rendering ------------------------------------------------------------------------------------------------------
+
+
+def test_text_without_a_chat_template_is_tokenized_as_it_stands():
+    prompt = render({"prompt": "Hello", "index": 3}, Letters())
+    assert text_of(prompt) == "^Hello" and prompt.tokens.dtype == np.int32
+    assert prompt.row == {"index": 3}  # the text is in the tokens
+
+
+def test_a_chat_template_is_used_where_there_is_one_and_writes_its_own_special_tokens():
+    assert text_of(render({"question": "Hi"}, Letters(CHATML))) == "[user]Hi[assistant]"
+    assert text_of(render({"question": "Hi"}, Letters(CHATML), Rendering(chat_template="off"))) == "^Hi"
+    with pytest.raises(ConfigError, match=r"data\.chat_template = 'on': this tokenizer has none"):
+        render({"question": "Hi"}, Letters(), Rendering(chat_template="on"))
+
+
+def test_a_system_prompt_comes_first_and_replaces_the_rows_own():
+    rendering = Rendering(system_prompt="Be brief.")
+    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hi"}]
+    assert text_of(render({"prompt": "Hi"}, Letters(CHATML), rendering)) == "[system]Be brief.[user]Hi[assistant]"
+    assert text_of(render({"prompt": own}, Letters(CHATML), rendering)) == "[system]Be brief.[user]Hi[assistant]"
+    assert text_of(render({"prompt": own}, Letters(CHATML))) == "[system]Be long.[user]Hi[assistant]"
+    assert text_of(render({"prompt": "Hi"}, Letters(), rendering)) == "^Be brief.\n\nHi"
+
+
+def test_earlier_turns_need_a_chat_template():
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
+    assert text_of(render({"prompt": turns}, Letters(CHATML))) == "[user]u[assistant]a[user]u[assistant]"
+    with pytest.raises(DataError, match="only a chat template can tell who speaks"):
+        render({"prompt": turns}, Letters())
+
+
+def test_a_real_tokenizer_renders_its_template(tokenizer: PreTrainedTokenizerFast):
+    chat = AutoTokenizer.from_pretrained(model_path())
+    chat.chat_template = "{% for m in messages %}{{ m['content'] }} ? {% endfor %}"
+    prompt = render({"prompt": "Tom has 6 apples"}, chat)
+    assert chat.decode(prompt.tokens) == "Tom has 6 apples?"
+    assert render({"prompt": "Tom has 6 apples"}, tokenizer).tokens.tolist() == prompt.tokens.tolist()[:-1]
+
+
+def test_rows_that_hold_no_prompt_are_refused_with_what_they_hold():
+    with pytest.raises(DataError, match=r"no prompt, messages or question: its keys are \['text'\]"):
+        conversation({"text": "Hi"})
+    for wrong in (3, [], [{"role": "user"}], ["Hi"]):
+        with pytest.raises(DataError, match="give text, or a list of messages with role and content"):
+            conversation({"prompt": wrong})
+    messages = np.array([{"role": "user", "content": "Hi"}], dtype=object)  # as pandas gives a Parquet file's
+    assert conversation({"prompt": messages}) == [{"role": "user", "content": "Hi"}]
+    with pytest.raises(DataError, match="has no tokens"):
+        render({"prompt": ""}, AutoTokenizer.from_pretrained(model_path()))
+
+
+def rendered(*texts: str, **options: Any) -> list[str]:
+    rows = [{"prompt": text} for text in texts]
+    return [text_of(prompt) for prompt in render_rows(rows, lambda row: render(row, Letters()), **options)]
+
+
+def test_prompts_that_are_too_long_are_left_out_cut_or_refused(caplog: pytest.LogCaptureFixture):
+    texts = ("ab", "abcdef", "abcd", "abcdefgh")
+    with caplog.at_level(logging.WARNING, "freewheel.data"):
+        assert rendered(*texts, max_prompt_tokens=5) == ["^ab", "^abcd"]
+    assert caplog.messages == ["2 of 4 prompts left out: over max_prompt_tokens=5 (longest 9)"]
+    assert rendered(*texts, max_prompt_tokens=5, too_long="truncate_left") == ["^ab", "bcdef", "^abcd", "defgh"]
+    with pytest.raises(DataError, match="row 1: its prompt has 7 tokens, over max_prompt_tokens = 5: raise that"):
+        rendered(*texts, max_prompt_tokens=5, too_long="error")
+    with pytest.raises(DataError, match="none of 4 prompts is left: raise max_prompt_tokens = 2, the longest has 9"):
+        rendered(*texts, max_prompt_tokens=2)
+    assert rendered(*texts)[3] == "^abcdefgh"
+
+
+def test_a_bad_row_is_named_by_its_place():
+    with pytest.raises(DataError, match="row 1: a row has no prompt"):
+        render_rows([{"prompt": "a"}, {"text": "b"}], lambda row: render(row, Letters()))
+
+
+# -- gsm8k ----------------------------------------------------------------------------------------------------------
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.parquet"])
+def test_gsm8k_reads_the_published_files(tmp_path: Path, name: str):
+    rows = get_task("gsm8k").load("train", write_rows(tmp_path / name, [NATALIA, WENG]))
+    assert rows[0] == {
+        "data_source": "openai/gsm8k",
+        "ability": "math",
+        "index": 0,
+        "prompt": f"{NATALIA['question']} {INSTRUCTION}",
+        "reward_model": {"ground_truth": "72", "style": "rule"},
+        "extra_info": {**NATALIA, "index": 0, "split": "train"},
+    }
+    assert rows[1]["reward_model"]["ground_truth"] == "2000"
+
+
+def test_gsm8k_reads_what_verl_prepared(tmp_path: Path):
+    prepared = {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "Natalia …"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"split": "test", "index": 17, **NATALIA},
+    }
+    (row,) = get_task("gsm8k").load("train", write_rows(tmp_path / "test.parquet", [prepared]))
+    assert row == prepared | {"index": 0}
+    assert text_of(get_task("gsm8k").render(row, Letters(CHATML))) == "[user]Natalia …[assistant]"
+
+
+def test_gsm8k_names_the_row_that_it_cannot_use(tmp_path: Path):
+    task = get_task("gsm8k")
+    with pytest.raises(DataError, match=r"row 1: no answer; its keys are \['question', 'solution'\]"):
+        task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, {"question": "?", "solution": "1"}]))
+    with pytest.raises(DataError, match="row 0: the answer 'many' is not a number"):
+        task.load("train", write_rows(tmp_path / "b.jsonl", [{"question": "?", "answer": "So:\n#### many"}]))
+    with pytest.raises(DataError, match="reward_model: no ground_truth"):
+        task.load("train", write_rows(tmp_path / "c.jsonl", [{"prompt": "?", "reward_model": {"style": "rule"}}]))
+
+
+def test_gsm8k_pays_for_the_number_after_the_mark(tmp_path: Path):
+    task = get_task("gsm8k")
+    _, row = task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, WENG]))
+    for text, value in [("#### 2,000", 1.0), ("so #### $2000.00", 1.0), ("2000", 0.0), ("#### 72", 0.0)]:
+        found = task.score(text, row)
+        assert not isinstance(found, float | dict) and found.value == value, text
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_any_data_source_are_scored_by_its_rule(tmp_path: Path):
+    task = get_task("rows")
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        [
+            {"prompt": "1 + 1?", "data_source": "openai/gsm8k", "answer": "2", "level": 5},
+            {"prompt": "2 + 2?", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "4"}},
+        ],
+    )
+    first, second = task.load("train", path)
+    assert first["extra_info"] == {"answer": "2", "index": 0, "question": "1 + 1?", "split": "train"}
+    assert first["level"] == 5 and second["reward_model"] == {"ground_truth": "4", "style": "rule"}
+    assert [task.score("#### 2", row).value for row in (first, second)] == [1.0, 0.0]  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match=r"data\.train = None: the task rows brings no data"):
+        task.load("train")
+
+
+# -- word_problems --------------------------------------------------------------------------------------------------
+
+
+def test_no_numbers_of_the_test_split_occur_in_training():
+    found = {split: {(p.template.name, p.a, p.b, p.c) for p in problems(split)} for split in SPLITS}
+    assert not found["train"] & found["test"]
+    share = len(found["test"]) / (len(found["train"]) + len(found["test"]))
+    assert 0.10 < share < 0.15
+    assert {name for name, *_ in found["test"]} == {template.name for template in TEMPLATES}
+    asked = [tuple(map(int, re.findall("[0-9]+", row["prompt"]))) for row in load("test")]
+    assert sorted(asked) == sorted(combination[1:] for combination in found["test"])
+
+
+def load(split: str) -> list[Any]:
+    return list(get_task("word_problems").load(split))
+
+
+def test_rows_are_the_same_each_time_and_as_many_as_asked_for():
+    assert load("train") == load("train")
+    assert get_task("word_problems").load("train", limit=5) == load("train")[:5]
+    with pytest.raises(ConfigError, match="split = 'dev': word_problems has train and test"):
+        load("dev")
+    with pytest.raises(ConfigError, match="word_problems makes its own rows"):
+        get_task("word_problems").load("train", "a.jsonl")
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_solution_is_right_and_fits(split: str, tokenizer: PreTrainedTokenizerFast):
+    task = get_task("word_problems")
+    for row in load(split):
+        solution = row["extra_info"]["answer"]
+        steps, _, answer = solution.partition("#")
+        assert all(eval(left) == int(right) for left, right in (step.split("=") for step in steps.split(";")))
+        assert task.score(solution, row).value == 1.0  # type: ignore[union-attr]
+        tokens = tokenizer(solution + tokenizer.eos_token)["input_ids"]
+        assert len(tokens) <= task.max_new_tokens and answer == row["reward_model"]["ground_truth"]
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("#16", 1.0),
+        ("6+9=15;15+1=16#16", 1.0),
+        ("9+9=3#16", 1.0),  # steps are not read
+        (" #16 ", 1.0),
+        ("#15", 0.0),
+        ("16", 0.0),
+        ("#16#16", 0.0),
+        ("#15#16", 0.0),
+        ("#16;", 0.0),
+        ("#", 0.0),
+        ("#016", 0.0),
+        ("#16 apples", 0.0),
+        ("#１６", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_only_one_number_after_one_mark_is_paid_for(response: str, value: float):
+    task = get_task("word_problems")
+    row = {"reward_model": {"ground_truth": "16"}}
+    assert task.score(response, row).value == value  # type: ignore[union-attr]
+    assert task.score(response, row, finish="length").value == 0.0  # type: ignore[union-attr]  # not said to its end
+
+
+def test_reward_managers_know_the_rule_by_the_data_source():
+    row = load("test")[0]
+    found = rule_score(row["data_source"], row["extra_info"]["answer"], row["reward_model"]["ground_truth"])
+    assert found.value == 1.0
+
+
+# -- the shipped base -----------------------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_knows_every_word_and_gives_it_back(tokenizer: PreTrainedTokenizerFast):
+    assert len(tokenizer) == 61 and tokenizer.padding_side == "left"
+    for row in [*load("train"), *load("test")]:
+        for text in (row["prompt"], row["extra_info"]["answer"]):
+            tokens = tokenizer(text)["input_ids"]
+            assert tokenizer.unk_token_id not in tokens
+            assert tokenizer.decode(tokens) == text
+    assert tokenizer.decode([]) == "" and tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
+
+
+def test_the_base_is_small_and_opens_without_a_network():
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    assert model.config.model_type == "llama" and model.dtype == torch.float32
+    assert 130_000 < sum(parameter.numel() for parameter in model.parameters()) < 140_000
+    assert sum(file.stat().st_size for file in model_path().iterdir()) < 600_000
+    assert model.generation_config.eos_token_id == 1 and model.generation_config.pad_token_id == 0
+
+
+def test_the_base_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
+    """What a demonstration of learning needs: little by greedy decoding, enough reward by sampling to begin with."""
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    task, rows = get_task("word_problems"), load("test")
+    batch = tokenizer([row["prompt"] for row in rows], padding=True, return_tensors="pt")
+    inputs = {key: batch[key] for key in ("input_ids", "attention_mask")}
+
+    def reward(**options: Any) -> float:
+        torch.manual_seed(0)
+        made = model.generate(**inputs, max_new_tokens=task.max_new_tokens, **options)[
+            :, inputs["input_ids"].shape[1] :
+        ]
+        texts = tokenizer.batch_decode(made, skip_special_tokens=True)
+        return float(np.mean([task.score(text, row).value for text, row in zip(texts, rows, strict=True)]))  # type: ignore[union-attr]
+
+    assert reward(do_sample=False) <= 0.25
+    assert 0.2 < reward(do_sample=True, top_k=0, top_p=1.0, temperature=1.0) < 0.45
+
+
+# -- the registry ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_built_in_tasks_go_by_their_names(name: str):
+    assert get_task(name).name == name
+
+
+def test_a_task_of_ones_own_is_found_as_an_object_or_a_class(monkeypatch: pytest.MonkeyPatch):
+    class Mine:
+        name, max_new_tokens, stop = "mine", 5, ()
+
+        def load(self, split: str, path: Any = None, *, limit: int | None = None) -> list[Any]:
+            return [{"prompt": split}]
+
+        def render(self, row: Any, tokenizer: Any, rendering: Any = None) -> Prompt:
+            return render(row, tokenizer)
+
+        def score(self, response: str, row: Any, *, finish: str = "stop") -> float:
+            return 1.0
+
+    module = ModuleType("my_tasks")
+    module.Mine, module.mine, module.half = Mine, Mine(), object()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_tasks", module)
+    assert get_task("my_tasks:mine") is module.mine  # type: ignore[attr-defined]
+    assert isinstance(get_task("my_tasks:Mine"), Mine)
+    with pytest.raises(ConfigError, match="a task needs name, max_new_tokens, stop, load, render, score"):
+        get_task("my_tasks:half")
+    with pytest.raises(ConfigError, match="the module my_tasks has no other"):
+        get_task("my_tasks:other")
+
+
+def test_a_name_that_leads_nowhere_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=r"data\.task = 'gsm9k': choose word_problems, gsm8k, rows, or give module"):
+        get_task("gsm9k")
+    with pytest.raises(ConfigError, match="there is no module no_such_module"):
+        get_task("no_such_module:task")
+    (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):  # the user's own module, and a fault in it
+        get_task("needs_more:task")
+
+
+# -- what it needs and what the page says ---------------------------------------------------------------------------
+
+
+def test_loading_and_scoring_need_no_torch():
+    """Reward workers import tasks: each would else take half a gigabyte."""
+    modules = ["prompts", "rendering", "sources", "group", *(f"tasks.{name}" for name in BUILTIN)]
+    code = f"import sys, {', '.join(f'freewheel.data.{module}' for module in modules)}; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_examples_of_the_page_run():
+    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    run = [block for block in blocks if "load_rows" not in block]  # that one names files of the reader
+    assert len(blocks) - len(run) == 1
+    for block in run:
+        exec(block, {"__name__": "page"})

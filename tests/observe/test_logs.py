@@ -1,0 +1,155 @@
+"""The log: one file for all processes, lines that grep finds, and no exception into training."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+
+import pytest
+
+from freewheel.observe.logs import AppendHandler, attach_log, component_statistics, detach_log
+
+LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \[[\w-]+\] ")
+
+
+@pytest.fixture(autouse=True)
+def detached():
+    level = logging.getLogger("freewheel").level
+    yield
+    detach_log()
+    logging.getLogger("freewheel").setLevel(level)
+
+
+def handlers():
+    return [one for one in logging.getLogger("freewheel").handlers if isinstance(one, AppendHandler)]
+
+
+def test_a_line_has_time_level_component_and_message(tmp_path):
+    path = attach_log(tmp_path, "trainer")
+    assert path == tmp_path / "fully_async_training.log"
+    logging.getLogger("freewheel.trainer").info("step %d", 3)
+    logging.getLogger("freewheel").debug("too quiet for INFO")
+    (line,) = path.read_text().splitlines()
+    assert LINE.match(line) and line.endswith(" INFO [trainer] step 3")
+
+
+def test_a_second_attach_changes_component_and_level_and_doubles_nothing(tmp_path):
+    attach_log(tmp_path, "main")
+    path = attach_log(tmp_path, "queue", "DEBUG")
+    logging.getLogger("freewheel").debug("once")
+    assert len(handlers()) == 1
+    assert [line[line.index("DEBUG") :] for line in path.read_text().splitlines()] == ["DEBUG [queue] once"]
+
+
+def test_another_run_of_the_same_process_has_its_own_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    first, second = attach_log(tmp_path / "a", "main"), attach_log(tmp_path / "b", "main")
+    logging.getLogger("freewheel").warning("hello")
+    assert (first.read_text(), len(second.read_text().splitlines())) == ("", 1)
+    with pytest.raises(OSError, match="missing"):
+        attach_log(tmp_path / "missing", "main")
+    logging.getLogger("freewheel").warning("still there")
+    assert len(second.read_text().splitlines()) == 2
+
+
+def test_detached_means_silent_and_can_be_said_twice(tmp_path):
+    path = attach_log(tmp_path, "main")
+    detach_log()
+    detach_log()
+    logging.getLogger("freewheel").error("not for this file")
+    assert path.read_text() == "" and not handlers()
+
+
+def test_a_traceback_stays_in_one_piece_and_a_bad_message_is_still_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("freewheel"), "propagate", False)  # pytest raises for bad messages
+    path = attach_log(tmp_path, "100%")
+    log = logging.getLogger("freewheel")
+    try:
+        raise RuntimeError("boom \ud800")
+    except RuntimeError:
+        log.exception("failed")
+    log.info("%d steps", "three")
+    text = path.read_text()
+    assert "ERROR [100%] failed\nTraceback (most recent call last):\n" in text
+    assert "RuntimeError: boom" in text
+    assert "cannot be formatted: '%d steps'" in text.splitlines()[-1]
+
+
+WRITER = """
+import logging, sys
+from freewheel.observe.logs import attach_log
+attach_log(sys.argv[1], sys.argv[2])
+log = logging.getLogger("freewheel")
+for number in range(300):
+    log.info("%d %s\\n  second line of %s", number, sys.argv[2] * 300, sys.argv[2])
+"""
+
+
+def test_processes_write_to_one_file_without_mixing(tmp_path):
+    names = ["alpha", "beta", "gamma"]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name]) for name in names]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    lines = (tmp_path / "fully_async_training.log").read_text().splitlines()
+    assert len(lines) == 2 * 300 * len(names)
+    for first, second in zip(lines[::2], lines[1::2], strict=True):
+        name = re.search(r"\[(\w+)\]", first)[1]
+        assert first.endswith(" " + name * 300) and second == f"  second line of {name}"
+
+
+FULL = """
+import logging, resource, sys
+from freewheel.observe.logs import attach_log
+attach_log(sys.argv[1], "main")
+log = logging.getLogger("freewheel")
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (450, hard))
+for number in range(10):
+    log.info("before %d %s", number, "x" * 60)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+log.info("after")
+log.info("and after")
+"""
+
+
+def test_a_full_disk_loses_lines_raises_nothing_and_is_told_afterwards(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = (tmp_path / "fully_async_training.log").read_text().splitlines()
+    whole = [line for line in lines if LINE.match(line) and line.endswith("x" * 60)]
+    assert 0 < len(whole) < 10
+    assert lines[-3] == f"WARNING [main] {10 - len(whole)} lines before this one were lost"
+    assert lines[-2].endswith("[main] after") and LINE.match(lines[-2])
+    assert lines[-1].endswith("[main] and after")
+
+
+# -- Component Statistics ---------------------------------------------------------------------------------------------
+
+STATS = {
+    "trainer": {"global_steps": 12, "processed_samples": 3072, "current_param_version": 12, "param_sync_count": 11},
+    "rollouter": {"total_generated_samples": 4000, "generation_errors": 0, "spans": {"wait_room": 0.123456}},
+    "queue": {"queue_size": 5, "waiting_for": "5 groups ready, 3 in generation\nor scoring", "dropped": {"stale": 2}},
+    "sync": {"sync_failures": 1, "last_sync_s": 0.0123456, "fenced": ["rollouter-1"]},
+}
+
+
+def test_one_line_of_statistics_covers_all_four_components():
+    first, *more = component_statistics(STATS)
+    assert first == (
+        "Component Statistics | "
+        "trainer: global_steps=12 processed_samples=3072 current_param_version=12 param_sync_count=11 | "
+        "rollouter: total_generated_samples=4000 generation_errors=0 | queue: queue_size=5 | "
+        "sync: sync_failures=1 last_sync_s=0.01235"
+    )
+    assert more == [
+        "Component Statistics of rollouter: spans={wait_room=0.1235}",
+        'Component Statistics of queue: waiting_for="5 groups ready, 3 in generation\\nor scoring" dropped={stale=2}',
+        "Component Statistics of sync: fenced=[rollouter-1]",
+    ]
+
+
+def test_a_component_that_did_not_answer_is_in_the_line_too():
+    (line, *_) = component_statistics({"trainer": {"global_steps": 1}, "reward": {"scored": 3}})
+    assert line.endswith("trainer: global_steps=1 | rollouter: no answer | queue: no answer | sync: no answer")

@@ -1,0 +1,85 @@
+"""An engine without a model: says what it is told to, when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from freewheel.rollout.engine import Chunk, EngineStats, GenerationRequest
+
+Behave = Callable[[GenerationRequest, int], Any]
+"""Called with a request and how often its prompt was asked for before; may be async, may raise."""
+
+
+class FakeEngine:
+    """Each response is `prompt's first token, index of the sample`, unless `behave` raises or gives other tokens."""
+
+    def __init__(self, behave: Behave | None = None, *, version: int = 0) -> None:
+        self.version = version
+        self.loaded: list[int] = []
+        self.requests: list[GenerationRequest] = []
+        self.running = 0
+        self.most_running = 0
+        self.closed_early = 0
+        self.closed = False
+        self.gate = asyncio.Event()
+        """Between the first and the second half of each response; open unless a test closes it."""
+        self.gate.set()
+        self._behave = behave
+        self._asked: dict[bytes, int] = {}
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self.requests.append(request)
+        key = np.asarray(request.prompt).tobytes()
+        before = self._asked.get(key, 0)
+        self._asked[key] = before + 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        left = len(request.samples)
+        try:
+            if self._behave is not None:
+                found = self._behave(request, before)
+                if asyncio.iscoroutine(found):
+                    await found
+            for index in range(len(request.samples)):
+                yield self._chunk(index, int(request.prompt[0]))
+                await self.gate.wait()
+                left -= 1
+                yield self._chunk(index, index, finish="stop")
+                await asyncio.sleep(0)
+        finally:
+            self.running -= 1
+            self.closed_early += left > 0
+
+    def _chunk(self, index: int, token: int, **more: Any) -> Chunk:
+        tokens = np.array([token], np.int32)
+        return Chunk(index, tokens, np.full(1, -0.5, np.float32), np.full(1, self.version, np.int32), **more)
+
+    async def pause(self) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> int:
+        self.version = version
+        self.loaded.append(version)
+        return 7
+
+    async def abort(self, request_id: str) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            running=self.running,
+            waiting=0,
+            slots=8,
+            prompt_tokens=0,
+            generated_tokens=0,
+            busy_s=0.0,
+            paused=False,
+        )
+
+    async def close(self) -> None:
+        self.closed = True

@@ -1,0 +1,138 @@
+"""An evaluation averages what was scored, counts what was not, and asks the same of an engine every time."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freewheel.data.group import Prompt
+from freewheel.rollout.engine import Chunk, Completion, EngineError, GenerationRequest, PromptRefused
+from freewheel.rollout.evaluating import EvalResult, evaluate
+
+
+class Echo:
+    """An engine that answers a prompt with its own tokens, and refuses those that begin with 0."""
+
+    def __init__(self, *, slots: int = 4, limit: int = 100) -> None:
+        self.slots, self.limit = slots, limit
+        self.version = 7
+        self.requests: list[GenerationRequest] = []
+        self.at_once = self.most_at_once = 0
+
+    def stats(self) -> Any:
+        return SimpleNamespace(slots=self.slots)
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        self.requests.append(request)
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(0)
+            if request.prompt[0] == 0:
+                raise PromptRefused("it begins with 0")
+            for index, _ in reversed(list(enumerate(request.samples))):
+                tokens = request.prompt[: self.limit]
+                cut = "length" if len(request.prompt) > self.limit else "stop"
+                half = len(tokens) // 2
+                for part, finish in ((tokens[:half], None), (tokens[half:], cut)):
+                    versions = np.full(len(part), self.version, np.int32)
+                    yield Chunk(index, part, np.zeros(len(part), np.float32), versions, finish)
+                self.version += 1
+        finally:
+            self.at_once -= 1
+
+
+def prompts(*rows: list[int]) -> list[Prompt]:
+    return [Prompt(tokens=np.array(row, np.int32), row={"place": place}) for place, row in enumerate(rows)]
+
+
+def total(prompt: Prompt, completion: Completion) -> float:
+    return float(completion.tokens.sum())
+
+
+async def test_scores_are_averaged_over_prompts_and_samples():
+    found = await evaluate(Echo(), prompts([1, 1], [1, 3]), total, samples=2, temperature=1.0, max_new_tokens=9)
+    assert found.scores.tolist() == [[2, 2], [4, 4]]
+    assert (found.mean, found.best, found.per_prompt.tolist()) == (3.0, 3.0, [2.0, 4.0])
+    assert (found.failed, found.scored, found.truncated_share, found.mean_tokens) == (0, 4, 0.0, 2.0)
+
+
+async def test_versions_of_all_tokens_are_known():
+    assert (await evaluate(Echo(), prompts([1], [1]), total, samples=2, max_new_tokens=9)).versions == (7, 8, 9, 10)
+
+
+async def test_what_could_not_be_generated_or_scored_is_counted_and_not_a_zero(caplog: pytest.LogCaptureFixture):
+    def score(prompt: Prompt, completion: Completion) -> float:
+        if prompt.row["place"] == 1:
+            raise KeyError("ground_truth")
+        return math.nan if prompt.row["place"] == 2 else 1.0
+
+    found = await evaluate(Echo(), prompts([1], [1], [1], [0]), score, max_new_tokens=9)
+    assert (found.mean, found.failed, found.scored) == (1.0, 3, 1)
+    assert np.isnan(found.per_prompt[1:]).all()
+    assert "1 of 4 prompts could not be generated for: it begins with 0" in caplog.text
+    assert "KeyError" in caplog.text
+
+
+async def test_an_engine_that_can_do_nothing_is_an_error_and_not_a_result():
+    with pytest.raises(EngineError, match="begins with 0"):
+        await evaluate(Echo(), prompts([0], [0]), total, max_new_tokens=9)
+    with pytest.raises(ValueError, match="at least one"):
+        await evaluate(Echo(), [], total, max_new_tokens=9)
+
+
+async def test_nothing_scored_has_no_mean():
+    found = await evaluate(Echo(), prompts([1]), lambda prompt, completion: math.nan, max_new_tokens=9)
+    assert math.isnan(found.mean) and math.isnan(found.best)
+
+
+async def test_responses_that_were_cut_off_are_counted():
+    found = await evaluate(Echo(limit=2), prompts([1, 1, 1], [1, 1]), total, max_new_tokens=2)
+    assert found.truncated_share == 0.5
+
+
+async def test_a_share_of_the_prompts_is_sampled_as_in_the_whole():
+    whole, part = Echo(), Echo()
+    rows = prompts([1], [2], [3], [4])
+    await evaluate(whole, rows, total, samples=2, temperature=1.0, max_new_tokens=9, seed=5)
+    await evaluate(part, rows[1::2], total, samples=2, temperature=1.0, max_new_tokens=9, seed=5, ordinals=[1, 3])
+    seeds = {int(request.prompt[0]): request.samples for request in whole.requests}
+    assert len({one.seed for samples in seeds.values() for one in samples}) == 8
+    assert all(seeds[int(request.prompt[0])] == request.samples for request in part.requests)
+    assert not {one.id for one in whole.requests} & {one.id for one in part.requests}, "both may use one engine at once"
+
+
+async def test_shares_are_joined():
+    parts = [await evaluate(Echo(), prompts(row), total, max_new_tokens=9) for row in ([1], [3])]
+    found = EvalResult.joined(parts)
+    assert found.mean == 2.0 and found.scores.shape == (2, 1) and found.versions == (7,)
+
+
+async def test_an_engine_is_not_asked_for_everything_at_once():
+    engine = Echo(slots=4)
+    done: list[int] = []
+    await evaluate(engine, prompts(*[[1]] * 30), total, samples=2, max_new_tokens=9, progress=done.append)
+    assert engine.most_at_once == 4, "twice what it runs at a time"
+    assert done == list(range(1, 31))
+
+
+async def test_slow_scoring_does_not_keep_the_engine_waiting():
+    engine, scoring, all_generated = Echo(slots=1), 0, asyncio.Event()
+
+    async def score(prompt: Prompt, completion: Completion) -> float:
+        nonlocal scoring
+        scoring += 1
+        if scoring == 8:
+            all_generated.set()
+        await all_generated.wait()
+        return 1.0
+
+    async with asyncio.timeout(20):
+        found = await evaluate(engine, prompts(*[[1]] * 8), score, max_new_tokens=9, keep_responses=True)
+    assert found.mean == 1.0 and len(found.responses) == 8

@@ -1,0 +1,707 @@
+"""Responses are scored as they finish; whatever a function or a judge does, each one ends, and nothing else suffers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from freewheel.data.group import Prompt, Response, Reward, Ticket
+from freewheel.judge import ConfigError
+from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.rollout import reward_policy, reward_stage
+from freewheel.rollout.reward_functions import load_reward
+from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
+
+WAIT_S = 30.0
+"""Longer than anything here takes on a busy machine, shorter than pytest's own limit."""
+KEY = "sk-test-0123456789-very-secret"
+ROW = {
+    "data_source": "test/words",
+    "reward_model": {"ground_truth": "yes"},
+    "extra_info": {"question": "Is it?"},
+}
+
+MakeStage = Callable[..., RewardStage]
+
+
+def yes(response: str, row: Any) -> float:
+    return float(row["reward_model"]["ground_truth"] in response)
+
+
+def response(text: str, **fields: Any) -> Response:
+    """One token a character."""
+    size = max(len(text), 1)
+    arrays = {
+        "tokens": np.arange(size, dtype=np.int32),
+        "logprobs": np.zeros(size, np.float32),
+        "versions": np.zeros(size, np.int32),
+        "mask": np.ones(size, np.uint8),
+    }
+    return Response(**{**arrays, "finish": "stop", **fields})
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_policy, "RETRY_DELAY_S", 0.0)
+
+
+@pytest.fixture
+async def make_stage() -> AsyncIterator[MakeStage]:
+    """`make_stage(function, retries=0)`; closed with the test, after which nothing may be left."""
+    made: list[RewardStage] = []
+
+    def make(function: Any = yes, **settings: Any) -> RewardStage:
+        usual = {
+            "judge": None,
+            "concurrency": 256,
+            "timeout_s": WAIT_S,
+            "workers": 2,
+            "executor": "thread",
+            "retries": 0,
+            "on_failure": "mask",
+        }
+        made.append(RewardStage(score=load_reward(function), **{**usual, **settings}))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        await asyncio.wait_for(stage.close(), WAIT_S)
+
+
+def begin(stage: RewardStage, texts: Sequence[str], ordinal: int = 0) -> GroupScoring:
+    group = stage.group(Ticket(ordinal, ordinal), Prompt(tokens=np.ones(1, np.int32), row=ROW), len(texts))
+    for index, text in enumerate(texts):
+        group.add(index, text, response(text))
+    return group
+
+
+async def scored(stage: RewardStage, *texts: str, ordinal: int = 0) -> list[Reward]:
+    return await asyncio.wait_for(begin(stage, texts, ordinal).result(), WAIT_S)
+
+
+def numbers(rewards: Sequence[Reward]) -> list[float | None]:
+    """None where a response is masked."""
+    return [None if math.isnan(reward.value) else reward.value for reward in rewards]
+
+
+# -- the way of a response --------------------------------------------------------------------------------------------
+
+
+async def test_rewards_come_in_the_order_of_the_indexes_whatever_the_order_of_their_ends(make_stage: MakeStage):
+    stage = make_stage()
+    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 3)
+    for index, text in ((2, "yes"), (0, "yes"), (1, "no")):
+        group.add(index, text, response(text))
+    assert numbers(await group.result()) == [1.0, 0.0, 1.0]
+
+
+async def test_a_response_is_scored_before_the_others_of_its_group_have_finished(make_stage: MakeStage):
+    seen = asyncio.Event()
+
+    async def score(response: str, row: Any) -> float:
+        seen.set()
+        return 1.0
+
+    stage = make_stage(score)
+    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 2)
+    group.add(0, "first", response("first"))
+    await asyncio.wait_for(seen.wait(), WAIT_S)
+    group.add(1, "second", response("second"))
+    assert numbers(await group.result()) == [1.0, 1.0]
+
+
+async def test_a_function_that_sleeps_does_not_hold_up_the_loop(make_stage: MakeStage):
+    release = threading.Event()
+    stage = make_stage(lambda response, row: float(release.wait(WAIT_S)))
+    group = begin(stage, ["a", "b"])
+    for _ in range(5):
+        await asyncio.sleep(0)  # the loop turns while both threads are in the function
+    release.set()
+    assert numbers(await group.result()) == [1.0, 1.0]
+
+
+async def test_no_more_than_concurrency_responses_are_scored_at_a_time(make_stage: MakeStage):
+    running = most = 0
+
+    async def score(response: str, row: Any) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return 1.0
+
+    stage = make_stage(score, concurrency=3)
+    await scored(stage, *"abcdefghij")
+    assert most == 3
+
+
+async def test_a_task_of_the_data_scores_where_no_function_is_named(make_stage: MakeStage):
+    from freewheel.data.tasks import get_task
+
+    stage = RewardStage(
+        score=load_reward(None, get_task("gsm8k")),
+        judge=None,
+        concurrency=8,
+        timeout_s=WAIT_S,
+        workers=1,
+        executor="thread",
+        retries=0,
+        on_failure="mask",
+    )
+    row = {"reward_model": {"ground_truth": "42"}, "extra_info": {}}
+    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=row), 2)
+    group.add(0, "#### 42", response("x"))
+    group.add(1, "#### 41", response("x"))
+    assert numbers(await group.result()) == [1.0, 0.0]
+    await stage.close()
+
+
+async def test_named_parts_travel_with_the_reward(make_stage: MakeStage):
+    stage = make_stage(lambda solution_str: {"score": 0.5, "acc": 1, "note": "text"})
+    rewards = await scored(stage, "a", "b")
+    assert rewards[0] == Reward(value=0.5, raw=0.5, parts={"acc": 1.0})
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_batch_function_gets_whole_groups_as_soon_as_they_are_whole(make_stage: MakeStage, monkeypatch):
+    monkeypatch.setattr(reward_stage, "LINGER_S", WAIT_S)  # nobody waits for it
+    sizes: list[int] = []
+
+    def score(solution_strs: list[str]) -> list[float]:
+        sizes.append(len(solution_strs))
+        return [float(len(text)) for text in solution_strs]
+
+    stage = make_stage(score)
+    first, second = begin(stage, ["a", "bb"]), begin(stage, ["ccc", "dddd"])
+    assert numbers(await first.result()) == [1.0, 2.0]
+    assert numbers(await second.result()) == [3.0, 4.0]
+    assert sizes == [4]
+
+
+async def test_a_batch_function_does_not_wait_for_the_slowest_of_a_group(make_stage: MakeStage):
+    seen: asyncio.Queue[list[str]] = asyncio.Queue()
+
+    async def score(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        seen.put_nowait(completions)
+        return [1.0] * len(completions)
+
+    stage = make_stage(score)
+    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 3)
+    group.add(0, "a", response("a"))
+    group.add(1, "b", response("b"))
+    assert await asyncio.wait_for(seen.get(), WAIT_S) == ["a", "b"]
+    group.add(2, "c", response("c"))
+    assert numbers(await group.result()) == [1.0] * 3
+
+
+async def test_one_response_that_brings_a_batch_down_fails_alone(make_stage: MakeStage):
+    stage = make_stage(lambda solution_strs: [1 / len(text) for text in solution_strs])
+    rewards = await scored(stage, "a", "", "bb")
+    assert numbers(rewards) == [1.0, None, 0.5]
+    assert rewards[1].reason.startswith("ZeroDivisionError")
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_function_that_raises_masks_that_response_and_says_so_once(make_stage: MakeStage, caplog):
+    def score(response: str, row: Any) -> float:
+        if response.startswith("bad"):
+            raise KeyError("answer")
+        return 1.0
+
+    stage = make_stage(score)
+    rewards = await scored(stage, "good", "bad", "good", *["bad"] * 8)
+    assert numbers(rewards) == [1.0, None, 1.0, *[None] * 8]
+    assert rewards[1].status == "failed" and rewards[1].reason == "KeyError: 'answer'" and math.isnan(rewards[1].raw)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and 'raise KeyError("answer")' in said[0], "the first, with its traceback, and no other"
+    await scored(stage, "good", "good", "bad", ordinal=1)
+    assert "10 times by now" in caplog.records[-1].getMessage()
+    assert stage.stats()["failed"] == {"KeyError": 10}
+
+
+async def test_a_response_that_the_function_leaves_out_is_masked_and_is_no_failure(make_stage: MakeStage, caplog):
+    stage = make_stage(lambda completions: [1.0, None, 0.0], on_failure="raise")
+    rewards = await scored(stage, "a", "b", "c")
+    assert numbers(rewards) == [1.0, None, 0.0]
+    assert rewards[1].status == "skipped"
+    assert not stage.stats()["failed"] and stage.stats()["skipped"] == 1 and not caplog.records
+
+
+async def test_a_number_that_is_not_finite_is_a_failure(make_stage: MakeStage):
+    rewards = await scored(make_stage(lambda response, row: float(response)), "1", "nan", "2", "-inf")
+    assert numbers(rewards) == [1.0, None, 2.0, None]
+    assert "finite" in rewards[1].reason
+
+
+async def test_a_group_is_scored_again_and_only_what_failed(make_stage: MakeStage):
+    seen: list[str] = []
+
+    def score(response: str, row: Any) -> float:
+        seen.append(response)
+        if response != "a" and seen.count(response) < 2:
+            raise ConnectionError("not now")
+        return 1.0
+
+    stage = make_stage(score, retries=1)
+    assert numbers(await scored(stage, "a", "b", "c")) == [1.0, 1.0, 1.0]
+    assert sorted(seen) == ["a", "b", "b", "c", "c"]
+    assert stage.stats()["retried_groups"] == 1
+
+
+async def test_a_group_with_two_rewards_is_not_scored_again(make_stage: MakeStage):
+    calls: list[str] = []
+
+    def score(response: str, row: Any) -> float:
+        calls.append(response)
+        return {"a": 1.0, "b": 2.0}[response]
+
+    assert numbers(await scored(make_stage(score, retries=3), "a", "b", "c")) == [1.0, 2.0, None]
+    assert len(calls) == 3
+
+
+async def test_a_group_without_a_baseline_is_given_up_after_its_retries_with_the_reasons(make_stage: MakeStage):
+    calls: list[str] = []
+
+    def score(response: str, row: Any) -> float:
+        calls.append(response)
+        return {"a": 1.0}[response]
+
+    stage = make_stage(score, retries=2)
+    with pytest.raises(ScoringFailed, match=r"1 of 3 responses have a reward after 3 tries: .* KeyError") as caught:
+        await scored(stage, "a", "b", "c")
+    assert sum(caught.value.reasons.values()) == 2
+    assert len(calls) == 1 + 2 * 3
+    assert stage.stats()["dropped_groups"] == 1
+
+
+@pytest.mark.parametrize(("error", "is_infra"), [(ConnectionError("down"), True), (KeyError("answer"), False)])
+async def test_a_service_that_is_down_is_not_the_prompts_fault(make_stage: MakeStage, error, is_infra):
+    def score(response: str, row: Any) -> float:
+        raise error
+
+    with pytest.raises(ScoringFailed) as caught:
+        await scored(make_stage(score), "a", "b")
+    assert caught.value.is_infra == is_infra
+
+
+async def test_a_single_response_needs_one_reward_only(make_stage: MakeStage):
+    stage = make_stage(lambda response, row: {"a": 1.0}[response])
+    assert numbers(await scored(stage, "a")) == [1.0]
+    with pytest.raises(ScoringFailed):
+        await scored(stage, "b", ordinal=1)
+
+
+async def test_a_group_that_was_left_out_whole_is_not_scored_again(make_stage: MakeStage):
+    calls: list[int] = []
+    stage = make_stage(lambda completions: calls.append(1) or [None] * len(completions), retries=5)
+    with pytest.raises(ScoringFailed, match="None"):
+        await scored(stage, "a", "b")
+    assert len(calls) == 1
+
+
+async def test_on_failure_raise_ends_the_run(make_stage: MakeStage):
+    stage = make_stage(lambda response, row: {"a": 1.0}[response], on_failure="raise")
+    with pytest.raises(FatalRewardFailure, match=r"1 of 3 .* KeyError") as caught:
+        await scored(stage, "a", "b", "a")
+    assert caught.value.ends_the_run
+
+
+@pytest.mark.parametrize("on_failure", ["fallback: -1.0", {"fallback": -1.0}])
+async def test_on_failure_fallback_gives_the_number_and_keeps_the_status(make_stage: MakeStage, on_failure):
+    rewards = await scored(make_stage(lambda response, row: {"a": 1.0}[response], on_failure=on_failure), "a", "b")
+    assert numbers(rewards) == [1.0, -1.0]
+    assert rewards[1].status == "failed" and math.isnan(rewards[1].raw)
+
+
+@pytest.mark.parametrize("on_failure", ["zero", "rule_only", "fallback: nan"])
+def test_an_unknown_policy_is_refused(on_failure: str):
+    with pytest.raises(ConfigError, match=r"reward\.on_failure"):
+        RewardStage(
+            score=load_reward(yes),
+            judge=None,
+            concurrency=1,
+            timeout_s=1,
+            workers=1,
+            executor="thread",
+            retries=0,
+            on_failure=on_failure,
+        )
+
+
+async def test_a_function_that_never_scored_anything_is_called_broken(make_stage: MakeStage, caplog):
+    stage = make_stage(lambda response, row: row["answer"])
+    for ordinal in range(5):
+        with pytest.raises(ScoringFailed):
+            await scored(stage, "a", "b", ordinal=ordinal)
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == 1 and "looks broken" in errors[0] and "KeyError: 'answer'" in errors[0]
+
+
+async def test_a_function_that_scores_something_is_not_called_broken(make_stage: MakeStage, caplog):
+    stage = make_stage()
+    await scored(stage, "yes", "no")
+    for ordinal in range(1, 5):
+        await scored(stage, "yes", "no", ordinal=ordinal)
+    assert not [record for record in caplog.records if record.levelno == logging.ERROR]
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_other(make_stage: MakeStage):
+    forever = threading.Event()
+
+    def score(response: str, row: Any) -> float:
+        if response == "hang":
+            forever.wait()
+        return 1.0
+
+    stage = make_stage(score, workers=1, timeout_s=0.5)
+    rewards = await scored(stage, "hang", "a", "hang", "b")
+    assert numbers(rewards) == [None, 1.0, None, 1.0]
+    assert "reward.timeout_s = 0.5" in rewards[0].reason
+    assert stage.stats()["lost_threads"] == 2
+    forever.set()
+
+
+async def test_an_async_function_that_ignores_its_cancelling_is_not_waited_for(make_stage: MakeStage):
+    stop = asyncio.Event()
+
+    async def score(response: str, row: Any) -> float:
+        while response == "hang" and not stop.is_set():
+            try:
+                await stop.wait()
+            except asyncio.CancelledError:
+                continue
+        return 1.0
+
+    stage = make_stage(score, timeout_s=0.3)
+    assert numbers(await scored(stage, "hang", "a", "b")) == [None, 1.0, 1.0]
+    stop.set()
+
+
+async def test_a_timeout_of_the_functions_own_is_its_exception(make_stage: MakeStage):
+    async def score(response: str, row: Any) -> float:
+        if response == "slow":
+            async with asyncio.timeout(0):
+                await asyncio.sleep(1)
+        return 1.0
+
+    rewards = await scored(make_stage(score), "slow", "a", "b")
+    assert rewards[0].reason.startswith("TimeoutError")
+
+
+async def test_an_async_function_that_cancels_itself_fails(make_stage: MakeStage):
+    async def score(response: str, row: Any) -> float:
+        if response == "odd":
+            raise asyncio.CancelledError
+        return 1.0
+
+    assert numbers(await scored(make_stage(score), "odd", "a", "b")) == [None, 1.0, 1.0]
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+REWARDS_OF_PROCESSES = """
+import os, pathlib, time
+
+def score(response, row):
+    kind, _, rest = response.partition(" ")
+    if kind == "die":
+        os._exit(9)
+    if kind == "die_once" and not pathlib.Path(rest).exists():
+        pathlib.Path(rest).write_text("died")
+        os._exit(9)
+    if kind == "hang":
+        time.sleep(3600)
+    if kind == "raise":
+        raise KeyError(rest)
+    return {"score": 1.0, "pid": os.getpid()}
+"""
+
+
+@pytest.fixture
+def in_processes(make_stage: MakeStage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeStage:
+    (tmp_path / "rewards_in_processes.py").write_text(REWARDS_OF_PROCESSES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return lambda **settings: make_stage("rewards_in_processes:score", executor="process", **settings)
+
+
+async def test_processes_score_and_fail_as_threads_do(in_processes: MakeStage):
+    rewards = await scored(in_processes(workers=1), "a", "raise answer", "b")
+    assert numbers(rewards) == [1.0, None, 1.0]
+    assert rewards[1].reason == "KeyError: 'answer'"
+    assert rewards[0].parts["pid"] != os.getpid()
+
+
+async def test_a_process_that_dies_is_replaced_and_its_response_tried_once_more(in_processes, tmp_path: Path):
+    stage = in_processes(workers=1)
+    rewards = await scored(stage, "a", f"die_once {tmp_path / 'mark'}", "die", "b")
+    assert numbers(rewards) == [1.0, 1.0, None, 1.0]
+    assert "exit code 9" in rewards[2].reason
+
+
+async def test_a_process_that_hangs_is_killed(in_processes: MakeStage):
+    stage = in_processes(workers=1, timeout_s=1.0)
+    first = await scored(stage, "a", "b")
+    rewards = await scored(stage, "hang", "c", "d", ordinal=1)
+    assert numbers(rewards) == [None, 1.0, 1.0]
+    async with asyncio.timeout(WAIT_S):
+        while psutil.pid_exists(int(first[0].parts["pid"])):
+            await asyncio.sleep(0.01)
+
+
+def test_a_process_that_is_busy_ends_with_its_parent(tmp_path: Path):
+    (tmp_path / "rewards_in_processes.py").write_text(REWARDS_OF_PROCESSES)
+    code = """
+        import os, threading, time
+        from freewheel.rollout import reward_workers
+        from freewheel.rollout.reward_functions import Call, load_reward
+
+        function = load_reward("rewards_in_processes:score")
+        child = reward_workers._Child(reward_workers._pickled(function))
+        child.start()
+        threading.Thread(target=child.ask, args=([Call(text="hang", row={})],), daemon=True).start()
+        time.sleep(0.1)
+        print(child._process.pid, flush=True)
+        os.kill(os.getpid(), 9)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.stdout, "it was killed before its child was busy"
+    orphans = [psutil.Process(pid) for pid in map(int, done.stdout.split()) if psutil.pid_exists(pid)]
+    assert not psutil.wait_procs(orphans, timeout=WAIT_S)[1]
+
+
+async def test_a_function_that_cannot_travel_is_refused_at_the_start(make_stage: MakeStage):
+    with pytest.raises(ConfigError, match=r"reward\.executor"):
+        make_stage(lambda response, row: 1.0, executor="process")
+
+
+# -- judge and length penalty -----------------------------------------------------------------------------------------
+
+
+def judged(mock: RunningJudge, **settings: Any) -> dict[str, Any]:
+    usual = {"api_key": KEY, "api_endpoint": mock.url, "model_name": "m", "enable": False, "judge_gate": "off"}
+    return {**usual, "judge": {"placement": "thread"}, **settings}
+
+
+async def test_the_judge_is_added_to_the_rule_and_raw_and_shaped_are_kept_apart(make_stage: MakeStage):
+    async with MockJudge(JudgeProfile(scores={"fine": "8", "poor": "3"})) as mock:
+        stage = make_stage(judge=judged(mock, enable=True, reward_coefficient=0.1))
+        rewards = await scored(stage, "fine yes", "fine yes", "fine yes, and yes again", "poor one")
+        await stage.close()
+    assert [reward.raw for reward in rewards] == pytest.approx([1.8, 1.8, 1.8, 0.3])
+    assert rewards[0].value == pytest.approx(1.8)
+    assert rewards[2].value == pytest.approx(0.8), "three times the median length costs max_penalty"
+    assert rewards[2].parts == {"rule": 1.0, "quality": pytest.approx(0.8), "length_penalty": 1.0, "judged": 1.0}
+
+
+async def test_a_response_is_judged_before_its_group_is_whole(make_stage: MakeStage):
+    async with MockJudge(JudgeProfile()) as mock:
+        stage = make_stage(judge=judged(mock))
+        group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 2)
+        group.add(0, "first", response("first"))
+        async with asyncio.timeout(WAIT_S):
+            while stage.stats()["scored"] == 0:
+                await asyncio.sleep(0.01)
+        assert mock.counts().most_received == 1
+        group.add(1, "second", response("second"))
+        assert len(await group.result()) == 2
+        await stage.close()
+
+
+async def test_a_gated_response_keeps_its_rule_score_and_is_not_sent(make_stage: MakeStage):
+    async with MockJudge(JudgeProfile(scores={"fine": "8"})) as mock:
+        stage = make_stage(judge=judged(mock, judge_gate="on"))
+        rewards = await scored(stage, "fine yes", "fine", "yes, fine")
+        await stage.close()
+        assert len(mock.counts().contents) == 2
+    assert numbers(rewards) == [9.0, 0.0, 9.0]
+    assert [reward.parts["judged"] for reward in rewards] == [1.0, 0.0, 1.0]
+    assert all(reward.status == "scored" for reward in rewards)
+
+
+async def test_a_judge_that_throttles_and_talks_nonsense_costs_time_and_no_reward(make_stage: MakeStage):
+    profile = JudgeProfile(
+        scores={"good": "7"}, garbage_share=0.3, error_share=0.2, faults_per_content=1, reject_above=4,
+        retry_after_s=0.02, latency_s=0.005,
+    )  # fmt: skip
+    async with MockJudge(profile) as mock:
+        stage = make_stage(judge=judged(mock))
+        found = await asyncio.gather(
+            *(scored(stage, *(f"good {ordinal} {n}" for n in range(8)), ordinal=ordinal) for ordinal in range(6))
+        )
+        assert mock.counts().rejected > 0
+        await stage.close()
+    assert [numbers(rewards) for rewards in found] == [[7.0] * 8] * 6
+
+
+async def test_a_verdict_that_fails_is_masked_and_not_a_zero(make_stage: MakeStage, caplog):
+    async with MockJudge(JudgeProfile(scores={"bad": "no score at all", "good": "5"})) as mock:
+        stage = make_stage(judge=judged(mock))
+        rewards = await scored(stage, "good yes", "bad yes", "good")
+        await stage.close()
+    assert numbers(rewards) == [6.0, None, 5.0]
+    assert rewards[1].status == "failed" and rewards[1].reason.startswith("judge unparseable")
+    assert stage.stats()["failed"] == {"judge unparseable": 1}
+    assert KEY not in caplog.text
+
+
+async def test_rule_only_keeps_the_rule_where_the_verdict_fails(make_stage: MakeStage):
+    async with MockJudge(JudgeProfile(scores={"bad": "no score at all", "good": "5"})) as mock:
+        stage = make_stage(judge=judged(mock, on_failure="rule_only"), on_failure="raise")
+        rewards = await scored(stage, "good yes", "bad yes", "good")
+        await stage.close()
+    assert numbers(rewards) == [6.0, 1.0, 5.0]
+    assert rewards[1].status == "failed"
+
+
+async def test_only_the_judge_is_asked_again_where_the_rule_is_known(make_stage: MakeStage):
+    ruled: list[str] = []
+
+    def score(response: str, row: Any) -> float:
+        ruled.append(response)
+        return 1.0
+
+    # Neither the first ask nor the re-ask, which is worded otherwise, gets anything to read; then the judge recovers.
+    profile = JudgeProfile(scores={"good": "5"}, unparseable_share=1.0, faults_per_content=1)
+    async with MockJudge(profile) as mock:
+        stage = make_stage(score, judge=judged(mock), retries=1)
+        assert numbers(await scored(stage, "good a", "good b")) == [6.0, 6.0]
+        await stage.close()
+    assert sorted(ruled) == ["good a", "good b"]
+    assert stage.stats()["retried_groups"] == 1
+
+
+async def test_a_response_whose_rule_failed_is_not_judged(make_stage: MakeStage):
+    async with MockJudge(JudgeProfile(scores={"fine": "5"})) as mock:
+        stage = make_stage(lambda response, row: {"fine": 1.0}[response], judge=judged(mock))
+        rewards = await scored(stage, "fine", "odd", "fine")
+        await stage.close()
+        assert len(mock.counts().contents) == 1
+    assert numbers(rewards) == [6.0, None, 6.0]
+    assert rewards[1].reason == "KeyError: 'odd'"
+
+
+async def test_without_a_key_the_length_penalty_works_alone(make_stage: MakeStage, caplog):
+    stage = make_stage(judge={"api_endpoint": "http://127.0.0.1:9/v1", "enable": True})
+    rewards = await scored(stage, "yes", "yes", "yes and yes and yes")
+    assert numbers(rewards) == [1.0, 1.0, 0.0]
+    assert rewards[2].raw == 1.0
+    assert "No API key" in caplog.text
+
+
+async def test_what_another_wrote_into_a_response_is_not_its_length(make_stage: MakeStage):
+    stage = make_stage(judge={"enable": True})
+    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 3)
+    holes = np.array([1, 1, 1] + [0] * 17, np.uint8)
+    group.add(0, "yes", response("yes"))
+    group.add(1, "yes", response("yes"))
+    group.add(2, "yes", response("y" * 20, mask=holes))
+    assert numbers(await group.result()) == [1.0, 1.0, 1.0]
+
+
+def test_the_judges_own_policy_does_not_compete_with_the_stages():
+    with pytest.raises(ConfigError, match=r"reward\.judge\.on_failure"):
+        RewardStage(
+            score=load_reward(yes),
+            judge={"on_failure": "raise"},
+            concurrency=1,
+            timeout_s=1,
+            workers=1,
+            executor="thread",
+            retries=0,
+            on_failure="mask",
+        )
+
+
+# -- life -------------------------------------------------------------------------------------------------------------
+
+
+async def test_closing_leaves_no_thread_process_or_open_group(in_processes: MakeStage):
+    before = set(threading.enumerate())
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    async with MockJudge(JudgeProfile(hang_share=1.0)) as mock:
+        stage = in_processes(judge=judged(mock, judge={"placement": "process"}))
+        group = begin(stage, ["a", "b"])
+        waiting = asyncio.create_task(group.result())
+        async with asyncio.timeout(WAIT_S):
+            while mock.counts().in_flight < 2:
+                await asyncio.sleep(0.02)
+        await stage.close()
+        with pytest.raises(ScoringFailed, match="closed"):
+            await waiting
+        await stage.close()
+    assert set(threading.enumerate()) <= before
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= children
+
+
+async def test_a_stage_that_was_never_used_closes_at_once(make_stage: MakeStage):
+    await make_stage(judge={"api_key": KEY, "api_endpoint": "http://127.0.0.1:9/v1"}).close()
+
+
+async def test_a_group_that_nobody_wants_any_more_gives_its_permits_back(make_stage: MakeStage):
+    started: list[str] = []
+    go_on = asyncio.Event()
+
+    async def score(response: str, row: Any) -> float:
+        started.append(response)
+        await go_on.wait()
+        return 1.0
+
+    stage = make_stage(score, concurrency=1)
+    unwanted = begin(stage, ["a", "b", "c"])
+    waiting = asyncio.create_task(unwanted.result())
+    while not started:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    wanted = begin(stage, ["d", "e"], ordinal=1)
+    go_on.set()
+    assert numbers(await wanted.result()) == [1.0, 1.0]
+    assert started == ["a", "d", "e"]
+
+
+async def test_stats_say_what_goes_on(make_stage: MakeStage):
+    now = 0.0
+    go_on = asyncio.Event()
+
+    async def score(response: str, row: Any) -> float:
+        await go_on.wait()
+        return 1.0
+
+    stage = make_stage(score, concurrency=1, clock=lambda: now)
+    group = begin(stage, ["a", "b"])
+    await asyncio.sleep(0)
+    assert stage.stats()["in_flight"] == 1 and stage.stats()["waiting"] == 1
+    now = 3.0
+    go_on.set()
+    await group.result()
+    now = 10.0
+    stats = stage.stats()
+    assert (stats["in_flight"], stats["waiting"], stats["scored"]) == (0, 0, 2)
+    assert stats["mean_latency_s"] == 3.0
+    assert stats["busy_s"] == 3.0, "what comes after the last response is idle time"

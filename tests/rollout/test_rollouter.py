@@ -1,0 +1,582 @@
+"""Every ticket ends exactly once, whatever engines, tasks, hooks and reward functions do; and engines are kept busy."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from freewheel.data.data_proto import DataProto
+from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
+from freewheel.queue.message_queue import Admission, MessageQueue
+from freewheel.queue.staleness import Bounds
+from freewheel.rollout.engine import EngineError, GenerationRequest, GenerationTimeout, PromptRefused
+from freewheel.rollout.reward_functions import load_reward
+from freewheel.rollout.reward_stage import FatalRewardFailure, RewardStage
+from freewheel.rollout.rollouter import Rollouter, Sampling
+from freewheel.sync.weights import pack
+
+from .fake_engine import Behave, FakeEngine
+
+WAIT_S = 30.0
+"""Longer than anything here takes on a busy machine."""
+SOON_S = 3.0
+"""Well under what a wait for room takes, and long for a thing that is to happen at once."""
+N = 3
+
+
+def by_index(response: str, row: Any) -> float:
+    """The text is the tokens: the prompt's number, then the sample's."""
+    return float(response.split()[-1])
+
+
+def as_numbers(tokens: Any) -> str:
+    return " ".join(map(str, tokens.tolist()))
+
+
+def prompt_of(ordinal: int) -> Prompt:
+    return Prompt(tokens=np.array([ordinal, 1], np.int32), row={"data_source": "test", "index": ordinal})
+
+
+def bounds_of(**changes: Any) -> Bounds:
+    usual = {"groups_per_step": 4, "threshold": 1, "window": 100, "max_alive": 100, "max_lag_allowed": 100}
+    return Bounds(**{**usual, **changes})
+
+
+class Scene:
+    """A rollouter with its queue, running."""
+
+    def __init__(self, rollouter: Rollouter, engine: FakeEngine, queue: MessageQueue) -> None:
+        self.rollouter = rollouter
+        self.engine = engine
+        self.queue = queue
+        self.running = asyncio.create_task(rollouter.run())
+
+    async def taken(self, step: int = 1) -> list[PromptGroup]:
+        """The groups of a step, which must come while the rollouter runs."""
+        asked = asyncio.ensure_future(self.queue.take(step, wait_s=WAIT_S))
+        await asyncio.wait([asked, self.running], return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            self.running.result()
+        found = await asked
+        assert found.block is not None, found
+        return found.block.groups()
+
+    async def until(self, holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+        async with asyncio.timeout(wait_s):
+            while not holds():
+                await asyncio.sleep(0.005)
+
+
+Build = Callable[..., Awaitable[Scene]]
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Build]:
+    """`await scene(behave, reward=…)`: all closed with the test, after which no task of theirs may be left."""
+    made: list[Scene] = []
+
+    async def build(
+        behave: Behave | None = None,
+        *,
+        kind: type[Rollouter] = Rollouter,
+        reward: Any = by_index,
+        bounds: Bounds | None = None,
+        total: int | None = None,
+        queue: Any = None,
+        rewards: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> Scene:
+        engine = FakeEngine(behave)
+        stage = RewardStage(
+            score=load_reward(reward),
+            **{
+                "judge": None,
+                "concurrency": 64,
+                "timeout_s": WAIT_S,
+                "workers": 2,
+                "executor": "thread",
+                "retries": 0,
+                "on_failure": "mask",
+                **(rewards or {}),
+            },
+        )
+        queue = queue or MessageQueue(bounds=bounds or bounds_of(), total_prompts=total)
+        usual = {"capacity": 2, "prompt": prompt_of, "interval_s": 0.0, "decode": as_numbers}
+        rollouter = kind(
+            name="rollouter-0",
+            engine=engine,
+            rewards=stage,
+            queue=queue,
+            sampling=Sampling(n=N, max_new_tokens=4, seed=3, stop_token_ids=(0,)),
+            **{**usual, **settings},
+        )
+        made.append(Scene(rollouter, engine, queue))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.running.cancel()
+        await asyncio.gather(one.running, return_exceptions=True)
+        await asyncio.wait_for(one.rollouter.close(), WAIT_S)
+        assert one.engine.closed
+        assert one.engine.running == 0
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# -- the ordinary way -------------------------------------------------------------------------------------------------
+
+
+async def test_groups_arrive_whole_with_tokens_versions_and_rewards_in_the_order_of_samples(scene: Build) -> None:
+    one = await scene()
+    groups = await one.taken()
+    assert sorted(group.ordinal for group in groups) == [0, 1, 2, 3]
+    for group in groups:
+        assert group.tokens.tolist() == [token for index in range(N) for token in (group.ordinal, index)]
+        assert group.values.tolist() == [0.0, 1.0, 2.0]
+        assert group.mask.all()
+        assert set(group.versions.tolist()) == {0}
+        assert group.row["index"] == group.ordinal
+    assert one.rollouter.total_generated_samples >= 4 * N
+
+
+async def test_seeds_follow_from_the_prompt_and_not_from_the_attempt(scene: Build) -> None:
+    def fails_once(request: GenerationRequest, before: int) -> None:
+        if before == 0 and request.prompt[0] == 1:
+            raise EngineError("out of memory")
+
+    one = await scene(fails_once)
+    await one.taken()
+    of_first = [request.samples for request in one.engine.requests if request.prompt[0] == 1]
+    assert len(of_first) == 2
+    assert of_first[0] == of_first[1]
+    assert len({params.seed for request in one.engine.requests for params in request.samples}) == N * len(
+        {int(request.prompt[0]) for request in one.engine.requests}
+    )
+
+
+async def test_the_end_of_the_prompts_ends_the_loop(scene: Build) -> None:
+    one = await scene(total=6, bounds=bounds_of(total_groups=6))
+    for step in (1, 2):
+        await one.taken(step)
+        await one.queue.commit(step)
+        await one.queue.published(step)
+    await asyncio.wait_for(one.running, WAIT_S)
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_failing_engine_is_an_infrastructure_failure_and_the_prompt_is_tried_again(scene: Build) -> None:
+    def fails_twice(request: GenerationRequest, before: int) -> None:
+        if before < 2 and request.prompt[0] == 2:
+            raise EngineError("a kernel broke")
+
+    one = await scene(fails_twice)
+    groups = await one.taken()
+    groups += [] if 2 in {group.ordinal for group in groups} else await one.taken(2)
+    (again,) = [group for group in groups if group.ordinal == 2]
+    assert again.ticket.attempt == 2
+    assert (await one.queue.stats())["failed_attempts"] == {"engine": 2}
+    assert one.rollouter.generation_errors == 2
+
+
+async def test_a_time_out_is_counted_by_its_own_name(scene: Build) -> None:
+    def late(request: GenerationRequest, before: int) -> None:
+        if before == 0 and request.prompt[0] == 0:
+            raise GenerationTimeout("no token for 30 s")
+
+    one = await scene(late)
+    await one.taken()
+    assert (await one.queue.stats())["failed_attempts"] == {"timeout": 1}
+
+
+async def test_a_prompt_that_no_engine_takes_is_abandoned_after_two_attempts(scene: Build) -> None:
+    def refuses(request: GenerationRequest, before: int) -> None:
+        if request.prompt[0] == 1:
+            raise PromptRefused("too long")
+
+    one = await scene(refuses)
+    assert 1 not in {group.ordinal for group in await one.taken()}
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    stats = await one.queue.stats()
+    assert stats["failed_attempts"] == {"prompt": 2}
+    assert stats["abandoned"] == {"prompt": 1}
+
+
+async def test_a_prompt_that_cannot_be_rendered_is_the_datas_fault(scene: Build) -> None:
+    def broken(ordinal: int) -> Prompt:
+        if ordinal == 0:
+            raise KeyError("question")
+        return prompt_of(ordinal)
+
+    one = await scene(prompt=broken)
+    assert 0 not in {group.ordinal for group in await one.taken()}
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    assert (await one.queue.stats())["abandoned"] == {"prompt": 1}
+
+
+async def test_a_row_that_cannot_travel_fails_its_own_prompt_and_no_other(scene: Build) -> None:
+    def odd(ordinal: int) -> Prompt:
+        row = {"data_source": "test", "index": ordinal, "image": object() if ordinal == 0 else "none"}
+        return Prompt(tokens=np.array([ordinal, 1], np.int32), row=row)
+
+    one = await scene(prompt=odd)
+    assert 0 not in {group.ordinal for group in await one.taken()}
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
+
+
+async def test_a_response_that_cannot_be_decoded_frees_the_engine_at_once(scene: Build) -> None:
+    def picky(tokens: Any) -> str:
+        if tokens[0] == 0:
+            raise UnicodeDecodeError("utf-8", b"", 0, 1, "no text")
+        return as_numbers(tokens)
+
+    one = await scene(decode=picky)
+    await one.taken()
+    await one.until(lambda: one.engine.closed_early == 2)  # two attempts, each given up after its first response
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
+
+
+async def test_a_reward_function_that_raises_masks_its_response_only(scene: Build) -> None:
+    def fragile(response: str, row: Any) -> float:
+        if response.endswith(" 1"):
+            raise ZeroDivisionError("no tokens")
+        return by_index(response, row)
+
+    one = await scene(reward=fragile)
+    for group in await one.taken():
+        assert group.scored.tolist() == [True, False, True]
+        assert group.rewards[1].status == "failed"
+        assert "ZeroDivisionError" in group.rewards[1].reason
+    assert one.rollouter.generation_errors == 0
+
+
+async def test_a_group_without_any_score_is_a_data_failure(scene: Build) -> None:
+    def fails_for_three(response: str, row: Any) -> float:
+        if row["index"] == 3:
+            raise ValueError("no answer in this row")
+        return by_index(response, row)
+
+    one = await scene(reward=fails_for_three)
+    assert 3 not in {group.ordinal for group in await one.taken()}
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    stats = await one.queue.stats()
+    assert stats["failed_attempts"] == {"reward": 2}
+    assert stats["abandoned"] == {"reward": 1}
+
+
+async def test_on_failure_raise_ends_the_loop_at_once(scene: Build) -> None:
+    def fails(response: str, row: Any) -> float:
+        raise ValueError("the scoring service is gone")
+
+    one = await scene(reward=fails, rewards={"on_failure": "raise"})
+    with pytest.raises(FatalRewardFailure, match="the scoring service is gone"):
+        await asyncio.wait_for(one.running, SOON_S)
+
+
+async def test_what_was_scored_of_a_failed_group_is_given_up(scene: Build) -> None:
+    """A judge is paid by the call: nothing is asked for a group whose generation failed."""
+    calls: list[str] = []
+    gate = asyncio.Event()
+
+    async def judge(response: str, row: Any) -> float:
+        calls.append(response)
+        await gate.wait()
+        return by_index(response, row)
+
+    class Breaks(FakeEngine):
+        async def generate(self, request: GenerationRequest) -> Any:
+            async for chunk in super().generate(request):
+                if chunk.index == N - 1 and request.prompt[0] == 0 and len(self.requests) < 3:
+                    raise EngineError("broke at the last response")
+                yield chunk
+
+    one = await scene(reward=judge, rewards={"concurrency": 1}, capacity=1)
+    one.rollouter.engine = one.engine = Breaks()
+    await one.until(lambda: one.rollouter.generation_errors >= 1)
+    gate.set()
+    await one.taken()
+    assert calls.count("0 0") == 2  # the first of each attempt
+    assert calls.count("0 1") == 1  # its group broke while it waited for a permit: asked for the second time only
+
+
+async def test_a_queue_that_went_away_ends_the_loop(scene: Build) -> None:
+    """Where nothing can be put, generating on would only lose work."""
+
+    class Gone:
+        def __init__(self) -> None:
+            self.tickets = [Ticket(0, 0), Ticket(1, 1)]
+
+        async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission:
+            if self.tickets:
+                given, self.tickets = self.tickets, []
+                return Admission(given)
+            await asyncio.sleep(wait_s)
+            return Admission([])
+
+        async def put(self, block: Block) -> None:
+            raise ConnectionError("the queue died")
+
+        async def fail(self, ticket: Ticket, failure: Any) -> None:
+            raise ConnectionError("the queue died")
+
+    one = await scene(queue=Gone())
+    with pytest.raises(ConnectionError, match="the queue died"):
+        await asyncio.wait_for(one.running, SOON_S)
+
+    def fails(request: GenerationRequest, before: int) -> None:
+        raise EngineError("broken")
+
+    two = await scene(fails, queue=Gone())
+    with pytest.raises(ConnectionError, match="the queue died"):
+        await asyncio.wait_for(two.running, SOON_S)
+
+
+# -- capacity ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_reward_holds_no_generation_capacity(scene: Build) -> None:
+    held = threading.Event()
+
+    def slow(response: str, row: Any) -> float:
+        held.wait(WAIT_S)
+        return by_index(response, row)
+
+    one = await scene(reward=slow, capacity=1, bounds=bounds_of(threshold=3))
+    try:
+        await one.until(lambda: len(one.engine.requests) == 16)  # all that may be alive, though none is scored
+        stats = one.rollouter.stats()
+        assert stats["generating_groups"] == 0
+        assert stats["scoring_groups"] == 16
+        assert stats["rewards"]["scored"] == 0
+    finally:
+        held.set()
+    assert len(await one.taken()) == 4
+
+
+async def test_no_more_groups_are_in_the_engine_than_it_was_said_to_carry(scene: Build) -> None:
+    one = await scene(capacity=3, bounds=bounds_of(threshold=9))
+    one.engine.gate.clear()
+    await one.until(lambda: len(one.engine.requests) == 6)  # twice its capacity: it must not run dry
+    await asyncio.sleep(0.05)
+    assert len(one.engine.requests) == 6
+    one.engine.gate.set()
+    await one.until(lambda: one.rollouter.total_generated_samples == 40 * N)
+    assert one.engine.most_running <= 6
+
+
+async def test_spans_tell_generation_from_waiting_for_rewards_and_for_room(scene: Build) -> None:
+    held = threading.Event()
+
+    def slow(response: str, row: Any) -> float:
+        held.wait(WAIT_S)
+        return by_index(response, row)
+
+    one = await scene(reward=slow, bounds=bounds_of(threshold=0))
+    await one.until(lambda: one.rollouter.stats()["spans"].get("wait_reward", 0) > 0)
+    held.set()
+    await one.taken()
+    await one.until(lambda: one.rollouter.stats()["spans"].get("wait_room", 0) > 0)
+    assert one.rollouter.stats()["spans"]["generate"] > 0
+
+
+async def test_groups_that_end_together_travel_together(scene: Build) -> None:
+    blocks: list[int] = []
+
+    class Counting(MessageQueue):
+        async def put(self, block: Block) -> None:
+            blocks.append(len(block))
+            await super().put(block)
+
+    one = await scene(queue=Counting(bounds=bounds_of(threshold=3)), capacity=8)
+    await one.until(lambda: sum(blocks) == 16)
+    assert len(blocks) < 16
+
+
+# -- zero variance ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_group_whose_rewards_are_all_the_same_is_dropped_and_another_takes_its_place(scene: Build) -> None:
+    def even_ones_teach_nothing(response: str, row: Any) -> float:
+        return 1.0 if row["index"] % 2 == 0 else by_index(response, row)
+
+    one = await scene(reward=even_ones_teach_nothing, drop_zero_variance=True)
+    groups = await one.taken()
+    assert sorted(group.ordinal for group in groups) == [1, 3, 5, 7]
+    stats = await one.queue.stats()
+    assert stats["abandoned"]["zero_variance"] >= 4
+    assert one.rollouter.dropped_zero_variance == N * stats["abandoned"]["zero_variance"]
+    assert stats["failed_attempts"] == {}
+
+
+async def test_failed_rewards_do_not_count_as_a_difference(scene: Build) -> None:
+    def same_but_for_a_failure(response: str, row: Any) -> float:
+        if response.endswith(" 2") and row["index"] < 4:
+            raise ValueError("no")
+        return by_index(response, row) if row["index"] >= 4 else 1.0
+
+    one = await scene(reward=same_but_for_a_failure, drop_zero_variance=True)
+    assert sorted(group.ordinal for group in await one.taken()) == [4, 5, 6, 7]
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_weights_that_arrive_in_mid_flight_mark_the_tokens_after_them(scene: Build) -> None:
+    one = await scene(bounds=bounds_of(threshold=0))
+    one.engine.gate.clear()
+    await one.until(lambda: one.engine.running == 4)
+    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}))
+    one.engine.gate.set()
+    for group in await one.taken():
+        assert group.versions.tolist() == [0, 1, 1, 1, 1, 1]
+        assert group.min_version == 0
+    assert one.rollouter.param_sync_requests == 1
+    assert one.rollouter.stats()["version"] == 1
+
+
+async def test_weights_that_come_late_do_not_turn_the_engine_back(scene: Build) -> None:
+    """A transfer that timed out may still arrive after the next one."""
+    one = await scene()
+    weights = pack({"w": torch.ones(1)})
+    await one.rollouter.load_weights(2, weights)
+    with pytest.raises(ValueError, match="version 1 comes late"):
+        await one.rollouter.load_weights(1, weights)
+    await one.rollouter.load_weights(2, weights)  # tried again
+    assert one.engine.loaded == [2, 2]
+
+
+# -- hooks ------------------------------------------------------------------------------------------------------------
+
+
+def by_hand(batch: DataProto, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> DataProto:
+    return DataProto.from_dict(
+        {
+            "responses": torch.tensor(rows),
+            "response_mask": torch.tensor(masks),
+            "attention_mask": torch.ones(len(rows), batch.batch["prompts"].shape[1] + len(rows[0]), dtype=torch.long),
+            "rollout_log_probs": torch.full((len(rows), len(rows[0])), -0.25),
+        }
+    )
+
+
+class SyncHook(Rollouter):
+    def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+        assert len(batch) == N
+        return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+
+class TwoTurns(Rollouter):
+    """Asks the engine, lets a tool answer with two tokens, and asks again."""
+
+    async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+        prompt = batch.batch["prompts"][0].numpy().astype(np.int32)
+        turns: list[list[int]] = []
+        for turn in range(2):
+            request = GenerationRequest(id=f"{batch.non_tensor_batch['uid'][0]}/{turn}", prompt=prompt, samples=(None,))  # type: ignore[arg-type]
+            turns.append([int(chunk.tokens[0]) async for chunk in self.engine.generate(request)])
+        rows = [[turns[0][0], 90, 91, turns[1][0], index] for index in range(N)]
+        return by_hand(batch, rows, [[1, 0, 0, 1, 1]] * N)
+
+
+async def test_a_plain_generation_hook_is_used(scene: Build) -> None:
+    one = await scene(kind=SyncHook)
+    for group in await one.taken():
+        assert group.tokens.tolist() == [7, 0, 7, 1, 7, 2]
+        assert group.mask.all()
+        assert group.values.tolist() == [0.0, 1.0, 2.0]
+    assert one.engine.requests == []
+
+
+async def test_an_async_hook_keeps_a_tools_tokens_and_does_not_train_on_them(scene: Build) -> None:
+    one = await scene(kind=TwoTurns)
+    for group in await one.taken():
+        first = group.response(0)
+        assert first.tokens.tolist() == [group.ordinal, 90, 91, group.ordinal, 0]
+        assert first.mask.tolist() == [1, 0, 0, 1, 1]
+        assert first.versions.tolist() == [0, -1, -1, 0, 0]
+        assert first.logprobs.tolist() == [-0.25, 0.0, 0.0, -0.25, -0.25]
+        assert group.min_version == 0
+
+
+async def test_weights_that_arrive_during_a_hook_leave_its_tokens_as_old_as_they_may_be(scene: Build) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Waits(Rollouter):
+        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+            begun.set()
+            await go_on.wait()
+            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+    one = await scene(kind=Waits, bounds=bounds_of(threshold=0))
+    await asyncio.wait_for(begun.wait(), WAIT_S)
+    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}))
+    go_on.set()
+    assert {group.min_version for group in await one.taken()} == {0}
+
+
+@pytest.mark.parametrize("wrong", ["raises", "too few", "nothing"])
+async def test_a_hook_that_goes_wrong_costs_its_prompt_and_is_told(
+    scene: Build, wrong: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(Rollouter):
+        async def _custom_generation_logic(self, batch: DataProto) -> Any:
+            if int(batch.non_tensor_batch["index"][0]) == 0:
+                if wrong == "raises":
+                    raise RuntimeError("the sandbox is gone")
+                if wrong == "nothing":
+                    return None
+                return by_hand(batch, [[1, 1]], [[1, 1]])
+            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+    one = await scene(kind=Wrong)
+    assert 0 not in {group.ordinal for group in await one.taken()}
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
+    said = {"raises": "the sandbox is gone", "too few": f"give rollout.n = {N}", "nothing": "NoneType"}
+    assert said[wrong] in caplog.text
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("doing", ["waiting for room", "generating", "scoring"])
+async def test_stop_ends_promptly_whatever_goes_on(scene: Build, doing: str) -> None:
+    async def never(response: str, row: Any) -> float:
+        await asyncio.sleep(WAIT_S)
+        return 0.0
+
+    one = await scene(reward=never if doing == "scoring" else by_index, bounds=bounds_of(threshold=0))
+    if doing == "generating":
+        one.engine.gate.clear()
+        await one.until(lambda: one.engine.running == 4)
+    elif doing == "scoring":
+        await one.until(lambda: one.rollouter.stats()["scoring_groups"] == 4)
+    else:
+        await one.taken()
+    began = time.monotonic()
+    await one.rollouter.stop()
+    await asyncio.wait_for(one.running, SOON_S)
+    assert time.monotonic() - began < SOON_S
+    assert one.engine.running == 0
+
+
+async def test_a_cancelled_loop_leaves_nothing_in_the_engine(scene: Build) -> None:
+    one = await scene()
+    one.engine.gate.clear()
+    await one.until(lambda: one.engine.running == 4)
+    one.running.cancel()
+    await asyncio.gather(one.running, return_exceptions=True)
+    assert one.engine.running == 0
+    assert one.engine.closed_early == 4

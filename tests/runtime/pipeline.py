@@ -1,0 +1,237 @@
+"""A whole run in one process and without Ray: every component as it is, joined by direct calls.
+
+    Rollouter, Rollouter … ─▶ MessageQueue ─▶ FullyAsyncTrainer ─▶ ParameterSynchronizer ─▶ Rollouter …
+
+`run_pipeline` gives what a run can be compared by: what each step was trained on, its metrics, and the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from freewheel.data.group import PromptGroup
+from freewheel.queue.ledger import Frontier
+from freewheel.queue.message_queue import MessageQueue
+from freewheel.rollout.reward_functions import load_reward
+from freewheel.rollout.rollouter import Rollouter
+from freewheel.runtime.building import RolloutSide, TrainSide, evaluation_metrics, model_folder
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.model_size import find_folder, read_model_size
+from freewheel.runtime.placement import Machine
+from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.typed import to_config
+from freewheel.sync.synchronizer import ParameterSynchronizer
+from freewheel.sync.weights import Weights
+from freewheel.trainer.trainer import Ending, FullyAsyncTrainer, Row
+
+RUN_S = 60.0
+"""A run here takes seconds; on a machine that is busy with other things, tens of them."""
+SMALL: dict[str, Any] = {
+    "trainer": {"total_steps": 4, "groups_per_step": 4, "save_every_steps": None},
+    "rollout": {"n": 4, "device": "cpu"},
+    "data": {"limit": 128},
+    "optimizer": {"lr": 3e-3},
+    "eval": {"prompts": 0, "at_start": False},
+    "async_training": {"sync_retry_delay": 0.01},
+}
+"""A second on one core, with the model that comes along; it learns so fast that other weights say other things."""
+
+
+def small_config(**sections: Any) -> TrainConfig:
+    """`SMALL` with what is given on top, section by section: `small_config(mode="sync", rollout={"slots": 3})`."""
+    values: dict[str, Any] = {name: dict(section) for name, section in SMALL.items()}
+    for name, given in sections.items():
+        values[name] = values.get(name, {}) | given if isinstance(given, dict) else given
+    return to_config(values)
+
+
+def plan_of(config: TrainConfig) -> Plan:
+    """On a machine with two cores, whatever this one has."""
+    folder = find_folder(config)
+    assert folder is not None
+    return resolve(config, Machine(cpus=2, memory_bytes=8 << 30), model=read_model_size(folder))
+
+
+@dataclass(kw_only=True)
+class Finished:
+    """How a run went."""
+
+    ending: Ending
+    trained: list[list[PromptGroup]] = field(default_factory=list)
+    """What each step was trained on, in the order in which the loss sees it."""
+    versions: list[int] = field(default_factory=list)
+    """The trainer's, before each step."""
+    rows: list[Row] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    queue: dict[str, Any] = field(default_factory=dict)
+    rollouters: list[dict[str, Any]] = field(default_factory=list)
+    sync: dict[str, Any] = field(default_factory=dict)
+    frontier: Frontier = Frontier()  # noqa: RUF009  # frozen
+
+    @property
+    def ordinals(self) -> list[list[int]]:
+        return [[group.ordinal for group in groups] for groups in self.trained]
+
+    @property
+    def lags(self) -> list[int]:
+        """Of every group that was trained on."""
+        pairs = zip(self.versions, self.trained, strict=True)
+        return [version - group.min_version for version, groups in pairs for group in groups]
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """Of the steps, without what tells the time."""
+        return [
+            {name: value for name, value in row.values.items() if not name.endswith("_s") and name != SUBMITTED}
+            for row in self.rows
+            if row.kind == "step"
+        ]
+
+    def same_groups_as(self, other: Finished) -> bool:
+        """Tokens, log-probabilities, versions and rewards, bit for bit."""
+        return [[_facts(group) for group in step] for step in self.trained] == [
+            [_facts(group) for group in step] for step in other.trained
+        ]
+
+    def same_weights_as(self, other: Finished) -> bool:
+        return self.weights.keys() == other.weights.keys() and all(
+            torch.equal(tensor, other.weights[name]) for name, tensor in self.weights.items()
+        )
+
+
+SUBMITTED = "param_sync_count"
+"""A step's row is written beside the hand-over of the version before it: whether that counts yet depends on timing."""
+
+
+def _facts(group: PromptGroup) -> tuple[Any, ...]:
+    arrays = (group.prompt, group.lengths, group.tokens, group.logprobs, group.versions, group.mask)
+    rewards = tuple((reward.value, reward.status) for reward in group.rewards)
+    return (group.ordinal, *(array.tobytes() for array in arrays), group.finish, rewards)
+
+
+class DirectPublisher:
+    """The synchronizer as the trainer sees it, with no process in between."""
+
+    def __init__(self, sync: ParameterSynchronizer) -> None:
+        self._sync = sync
+
+    async def submit(self, version: int, weights: Weights) -> None:
+        await self._sync.submit(version, weights, weights.checksum)
+
+    async def wait_published(self, version: int, *, wait_s: float) -> bool:
+        return await self._sync.wait_published(version, wait_s=wait_s)
+
+
+class Watched:
+    """A backend that keeps what it was given."""
+
+    def __init__(self, backend: Any, finished: Finished) -> None:
+        self._backend = backend
+        self._finished = finished
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def step(self, groups: Sequence[PromptGroup], *, version: int, step: int, total_steps: int) -> dict[str, float]:
+        found: dict[str, float] = self._backend.step(groups, version=version, step=step, total_steps=total_steps)
+        self._finished.trained.append(sorted(groups, key=lambda group: group.ordinal))
+        self._finished.versions.append(version)
+        return found
+
+
+@dataclass(kw_only=True)
+class Pipeline:
+    """What `during` may reach into while a run goes on."""
+
+    queue: MessageQueue
+    rollouters: list[Rollouter]
+    sync: ParameterSynchronizer
+    trainer: FullyAsyncTrainer
+
+
+async def run_pipeline(
+    config: TrainConfig,
+    *,
+    run_dir: Path,
+    replicas: int = 1,
+    reward: Callable[..., Any] | None = None,
+    resume: Path | None = None,
+    during: Callable[[Pipeline], Any] | None = None,
+) -> Finished:
+    """Runs `config` to its end. `reward`: in place of the task's own. `during` is awaited beside the run."""
+    config = msgspec.structs.replace(config, run_dir=str(run_dir))
+    plan = plan_of(config)
+    train_side = TrainSide(
+        config=config, plan=plan, run_dir=str(run_dir), resume=None if resume is None else str(resume)
+    )
+    resumed = train_side.resumed
+    path = resumed.path if resumed else model_folder(config)
+    version, step = (resumed.version, resumed.step) if resumed else (0, 0)
+    sides = [
+        RolloutSide(config=config, plan=plan, name=f"rollouter-{index}", model_path=path, version=version)
+        for index in range(replicas)
+    ]
+    if reward is not None:
+        for side in sides:
+            side.reward = load_reward(reward)
+    queue = MessageQueue(
+        bounds=config.bounds,
+        total_prompts=sides[0].prompts.total,
+        frontier=resumed.frontier if resumed else Frontier(),
+        version=version,
+        step=step,
+    )
+    rollouters = [side.rollouter(queue) for side in sides]
+    sync = ParameterSynchronizer(
+        replicas={rollouter.name: rollouter for rollouter in rollouters},
+        queue=queue,
+        version=version,
+        retry_delay_s=config.async_training.sync_retry_delay,
+        drain=not config.in_flight_updates,
+    )
+
+    async def evaluate(_: int) -> dict[str, float] | None:
+        return evaluation_metrics([await side.evaluate(i, len(sides)) for i, side in enumerate(sides)])
+
+    finished = Finished(ending="finished")
+    trainer = train_side.trainer(queue, DirectPublisher(sync), evaluate)
+    trainer.backend = Watched(train_side.backend, finished)  # type: ignore[assignment]
+    working = [asyncio.create_task(part.run()) for part in (*rollouters, sync)]
+    training = asyncio.create_task(trainer.run())
+    if during is not None:
+        pipeline = Pipeline(queue=queue, rollouters=rollouters, sync=sync, trainer=trainer)
+        working.append(asyncio.create_task(during(pipeline)))
+    try:
+        async with asyncio.timeout(RUN_S):
+            await _first_error(training, working)
+        finished.ending = training.result()
+        finished.rows = trainer.drain_rows()
+        finished.weights = {name: tensor.clone() for name, tensor in train_side.backend.weights().items()}
+        finished.queue, finished.sync = await queue.stats(), sync.stats()
+        finished.rollouters = [rollouter.stats() for rollouter in rollouters]
+        finished.frontier = await queue.frontier()
+    finally:
+        await queue.close()
+        for task in (training, *working):
+            task.cancel()
+        await asyncio.gather(training, *working, return_exceptions=True)
+        for rollouter in rollouters:
+            await rollouter.close()
+        trainer.close()
+    return finished
+
+
+async def _first_error(training: asyncio.Task[Ending], beside: list[asyncio.Task[None]]) -> None:
+    """Waits for the trainer, and for nobody who has failed."""
+    waiting = {training, *beside}
+    while not training.done():
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()

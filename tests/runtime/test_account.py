@@ -1,0 +1,249 @@
+"""What is known of a run is put together from whatever its components answer: also where one died, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freewheel.observe.recorder import Recorder, read_metrics
+from freewheel.observe.snapshot import RunSnapshot
+from freewheel.runtime.account import HOPELESS_BATCHES, Progress, RunAccount
+from freewheel.trainer.trainer import Row
+
+from .pipeline import small_config
+
+P = 4
+
+
+class View:
+    def __init__(self) -> None:
+        self.snapshots: list[RunSnapshot] = []
+        self.said: list[str] = []
+        self.end = ""
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        self.end = summary
+
+
+class Scene:
+    def __init__(self, folder: Path) -> None:
+        self.now = 100.0
+        self.folder = folder
+        self.view = View()
+        self.recorder = Recorder(run_dir=folder)
+        config = small_config(trainer={"total_steps": 10}, observe={"statistics_every_s": 10.0})
+        self.account = RunAccount(
+            config=config, run_dir=folder, recorder=self.recorder, view=self.view, clock=lambda: self.now
+        )
+        self.account.begin(0)
+        self.account.started()
+
+    def look(self, *rows: Row, last: bool = False, **stats: Any) -> bool:
+        named = {name.replace("_", "-"): found for name, found in stats.items()}
+        return self.account.look(named, rows, self.now, last=last)
+
+
+def replica(*, elapsed: float = 1.0, generate: float = 0.5, **numbers: Any) -> dict[str, Any]:
+    spans = {"elapsed": elapsed, "generate": generate * elapsed, "wait_room": (1 - generate) * elapsed}
+    return {"total_generated_samples": 0, "generated_tokens": 0, "version": 0, **numbers, "spans": spans}
+
+
+def step_row(step: int, **values: float) -> Row:
+    return Row("step", step, {"rollout/reward_mean": step / 10, "max_sample_age": 1.0, **values})
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Scene]:
+    made = Scene(tmp_path)
+    yield made
+    made.recorder.close()
+
+
+def test_rows_are_recorded_as_they_come_and_shown(scene: Scene) -> None:
+    scene.look(step_row(1), step_row(2), Row("eval", 2, {"eval/reward": 0.4}), trainer={"global_steps": 2})
+    assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2]
+    shown = scene.view.snapshots[-1]
+    assert shown.reward_curve == [(1, 0.1), (2, 0.2)]
+    assert shown.eval_curve == [(2, 0.4)]
+    assert shown.freshness == {"max_sample_age": 1.0}
+    assert (shown.step, shown.reward) == (2, 0.2)
+
+
+def test_statistics_are_due_by_the_clock_and_at_the_last_look(scene: Scene) -> None:
+    assert not scene.look(queue={"queue_size": 3})
+    scene.now += 10
+    assert scene.look(queue={"queue_size": 4})
+    scene.now += 1
+    assert not scene.look(queue={"queue_size": 5})
+    assert scene.look(queue={"queue_size": 6}, last=True)
+    assert [row["queue"]["queue_size"] for row in read_metrics(scene.folder, "statistics")] == [4, 6]
+
+
+def test_replicas_are_added_up_and_the_oldest_version_is_told(scene: Scene) -> None:
+    scene.look(
+        rollouter_0=replica(total_generated_samples=5, version=3, engine_busy_s=1.5),
+        rollouter_1=replica(total_generated_samples=7, version=2, engine_busy_s=0.5),
+    )
+    found = scene.account.statistics["rollouter"]
+    assert (found["total_generated_samples"], found["version"], found["engine_busy_s"]) == (12, 2, 2.0)
+
+
+def test_what_a_replica_did_before_it_died_stays_counted(scene: Scene) -> None:
+    scene.look(rollouter_0=replica(elapsed=50, total_generated_samples=90, running=8), rollouter_1=replica(elapsed=50))
+    scene.look(rollouter_1=replica(elapsed=51, total_generated_samples=1))  # it does not answer
+    scene.look(rollouter_0={}, rollouter_1=replica(elapsed=51, total_generated_samples=1))  # it is being started
+    assert scene.account.statistics["rollouter"]["total_generated_samples"] == 91
+    scene.look(
+        rollouter_0=replica(elapsed=1, total_generated_samples=2, running=3),
+        rollouter_1=replica(elapsed=52, total_generated_samples=1),
+    )
+    found = scene.account.statistics["rollouter"]
+    assert found["total_generated_samples"] == 93
+    assert found["running"] == 3  # what it was doing is over
+    scene.look(rollouter_0=replica(elapsed=2, total_generated_samples=4, running=3))
+    assert scene.account.statistics["rollouter"]["total_generated_samples"] == 95
+
+
+def test_stale_samples_are_told_with_the_rollouters_by_whoever_found_them(scene: Scene) -> None:
+    scene.look(trainer={"dropped_stale_samples": 6}, rollouter_0=replica())
+    assert scene.account.statistics["rollouter"]["dropped_stale_samples"] == 6
+
+
+def test_a_look_at_which_nobody_answers_is_no_error(scene: Scene) -> None:
+    scene.look()
+    assert scene.view.snapshots[-1].step == 0
+    assert scene.account.hopeless == ""
+
+
+def test_shares_are_of_the_last_interval_and_of_the_whole_run(scene: Scene) -> None:
+    scene.look(rollouter_0=replica(elapsed=10, generate=1.0))
+    scene.look(rollouter_0=replica(elapsed=20, generate=0.5))
+    assert scene.view.snapshots[-1].waits["rollouter-0"]["generate"] == pytest.approx(0.0)
+    assert scene.account.waits["rollouter-0"]["generate"] == pytest.approx(0.5)
+
+
+def test_tokens_a_second_are_those_of_all_replicas_since_the_last_look(scene: Scene) -> None:
+    scene.look(rollouter_0=replica(generated_tokens=100), rollouter_1=replica(generated_tokens=50))
+    scene.now += 2
+    scene.look(rollouter_0=replica(generated_tokens=300), rollouter_1=replica(generated_tokens=150))
+    assert scene.view.snapshots[-1].tokens_per_s == 150.0
+
+
+def test_the_time_to_the_end_follows_from_the_latest_steps(scene: Scene) -> None:
+    scene.look(step_row(1))
+    assert scene.view.snapshots[-1].eta_s is None
+    scene.now += 6
+    scene.look(step_row(2), step_row(3), step_row(4))
+    assert scene.view.snapshots[-1].eta_s == pytest.approx(12.0)  # six steps at half a step a second
+    assert scene.view.snapshots[-1].samples_per_s == pytest.approx(0.5 * P * 4)
+
+
+def test_progress_is_work_that_gets_done() -> None:
+    progress = Progress(0.0)
+    progress.note("a", busy=False, now=1.0)
+    progress.note("a", busy=False, now=5.0)
+    assert progress.stalled_s(7.0) == 6.0
+    progress.note("a", busy=True, now=8.0)
+    assert progress.stalled_s(9.0) == 1.0
+    progress.note("b", busy=False, now=10.0)
+    assert progress.stalled_s(10.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("mark", "before", "after"),
+    [
+        ("a step", {"queue": {"step": 1}}, {"queue": {"step": 2}}),
+        ("a group", {"queue": {"total_produced": 1}}, {"queue": {"total_produced": 2}}),
+        ("a token", {"rollouter_0": replica(generated_tokens=1)}, {"rollouter_0": replica(generated_tokens=2)}),
+        ("a score", {"rollouter_0": replica(rewards={"scored": 1})}, {"rollouter_0": replica(rewards={"scored": 2})}),
+        ("training", {}, {"trainer": {"training": True}}),
+    ],
+)
+def test_every_kind_of_work_counts_as_progress(
+    scene: Scene, mark: str, before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    scene.look(**before)
+    scene.now += 50
+    scene.look(**before)
+    assert scene.account.progress.stalled_s(scene.now) == 50, mark
+    scene.look(**after)
+    assert scene.account.progress.stalled_s(scene.now) == 0, mark
+
+
+def test_prompts_that_are_given_up_one_after_the_other_are_hopeless_and_the_reasons_are_told(scene: Scene) -> None:
+    limit = HOPELESS_BATCHES * P
+    scene.look(queue={"step": 0, "abandoned": {}})
+    scene.look(queue={"step": 0, "abandoned": {"reward": limit - 1}})
+    assert scene.account.hopeless == ""
+    scene.look(queue={"step": 0, "abandoned": {"reward": limit - 1, "prompt": 1}})
+    assert f"{limit} prompts were given up since step 0" in scene.account.hopeless
+    assert f"reward {limit - 1}, prompt 1" in scene.account.hopeless
+
+
+def test_a_step_shows_that_there_is_hope(scene: Scene) -> None:
+    for step in range(6):
+        scene.look(queue={"step": step, "abandoned": {"reward": HOPELESS_BATCHES * P * step}})
+        assert scene.account.hopeless == ""
+
+
+def test_groups_that_a_filter_turned_down_are_no_failures(scene: Scene) -> None:
+    scene.look(queue={"step": 0, "abandoned": {}})
+    scene.look(queue={"step": 0, "abandoned": {"zero_variance": 10_000}})
+    assert scene.account.hopeless == ""
+
+
+def test_what_a_resumed_run_gave_up_before_is_not_held_against_it(scene: Scene) -> None:
+    scene.look(queue={"step": 7, "abandoned": {"reward": 900}})
+    assert scene.account.hopeless == ""
+
+
+End = Callable[..., str]
+
+
+@pytest.fixture
+def end(scene: Scene) -> End:
+    def finish(outcome: str, error: BaseException | None = None) -> str:
+        lines = scene.account.finish(outcome, error)
+        assert scene.view.end == "\n".join(lines)
+        return scene.view.end
+
+    return finish
+
+
+def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
+    scene.now += 30
+    scene.look(
+        Row("eval", 0, {"eval/reward": 0.125}),
+        step_row(10),
+        Row("eval", 10, {"eval/reward": 0.9}),
+        trainer={"spans": {"elapsed": 30.0, "wait_batch": 3.0, "train": 27.0}},
+        rollouter_0=replica(elapsed=30.0, generate=0.9),
+    )
+    said = end("finished")
+    assert "Finished at step 10 of 10 after 30.0 s of training" in said
+    assert "Held-out reward 0.125 at step 0, 0.900 at step 10" in said
+    assert "Training waited 10.0% of the time, generation 10.0%" in said
+    assert str(scene.folder) in said
+    assert "--resume" not in said
+
+
+def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene, end: End) -> None:
+    scene.look(step_row(3), trainer={"saved_step": 3})
+    said = end("stopped")
+    assert "Stopped at step 3 of 10" in said
+    assert f"The checkpoint of step 3 is there; go on with: freewheel train --resume {scene.folder}" in said
+
+
+def test_a_run_that_failed_says_why_and_what_is_there(scene: Scene, end: End) -> None:
+    said = end("failed", RuntimeError("the GPU fell off"))
+    assert "RuntimeError: the GPU fell off" in said
+    assert "No checkpoint yet" in said

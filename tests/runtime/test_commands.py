@@ -1,0 +1,304 @@
+"""`freewheel train` and `freewheel eval` as users meet them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from freewheel.cli import app
+from freewheel.judge.errors import ConfigError
+from freewheel.runtime import commands, placement
+from freewheel.runtime.compose import to_yaml
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.evaluation import eval_config, find_target
+from freewheel.runtime.run_dir import new_run, resumed_run, write_config
+from freewheel.trainer.checkpoint import RunLock
+
+ROOT = Path(__file__).parent.parent.parent
+WAIT_S = 60.0
+"""Longer than anything here takes on a busy machine."""
+
+
+class Runs:
+    """Stands where `FullyAsyncMain` does, and keeps what it was given."""
+
+    given: ClassVar[dict[str, Any]]
+    exit_code = 0
+    summary = ("done",)
+
+    def __init__(self, **given: Any) -> None:
+        type(self).given = given
+
+    def run(self) -> Runs:
+        return self
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(placement, "_ask_smi", lambda: "")  # whatever GPUs the machine of these tests has
+    return tmp_path
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> type[Runs]:
+    class ThisRun(Runs):
+        given: ClassVar[dict[str, Any]] = {}
+
+    module = ModuleType("freewheel.runtime.main")
+    module.FullyAsyncMain = ThisRun  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "freewheel.runtime.main", module)
+    return ThisRun
+
+
+def freewheel(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def refused(*arguments: object) -> str:
+    done = freewheel(*arguments)
+    assert done.exit_code == 2 and not done.stdout, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("freewheel: error: ")
+    return str(line)
+
+
+# -- train ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_starts_with_the_config_the_plan_and_a_folder_of_its_own(runs: type[Runs], elsewhere: Path):
+    done = freewheel("train", "trainer.total_steps=3", "rollout.n=4")
+    assert done.exit_code == 0, done.output
+    config, plan = runs.given["config"], runs.given["plan"]
+    assert (config.trainer.total_steps, config.rollout.n, runs.given["resume"]) == (3, 4, False)
+    assert plan.config == config and plan.samples_per_step == 128
+    assert Path(config.run_dir).parent == Path("runs")
+
+
+def test_the_exit_code_is_the_runs(runs: type[Runs]):
+    runs.exit_code = 130
+    assert freewheel("train").exit_code == 130
+
+
+def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: type[Runs], elsewhere: Path):
+    assert "trainer.total_step = 3: unknown key; did you mean trainer.total_steps?" in refused(
+        "train", "trainer.total_step=3"
+    )
+    assert (
+        "trainer.device = 'cuda'" in refused("train", "trainer.device=cuda")
+        or commands._plan(TrainConfig(), count_rows=False).machine.gpus
+    )
+    assert "--config-name = 'nope'" in refused("train", "--config-name", "nope")
+    assert not runs.given and not list(elsewhere.iterdir())
+
+
+def test_data_that_is_not_there_is_told_by_a_dry_run():
+    text = refused("train", "--dry-run", "data.task=nobodys.module:task", "model.path=x")
+    assert "data.task = 'nobodys.module:task'" in text and "nobodys" in text
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(runs: type[Runs], elsewhere: Path):
+    done = freewheel("train", "--dry-run", "trainer.groups_per_step=8")
+    assert done.exit_code == 0
+    for part in ("8 groups × 8 responses", "lags at most 5 versions", "FullyAsyncTrainer", "KV cache", "an epoch"):
+        assert part in done.stdout
+    assert not runs.given and not list(elsewhere.iterdir())
+
+
+def test_a_dry_run_of_the_cluster_names_what_stands_against_it_and_a_run_refuses(runs: type[Runs]):
+    done = freewheel("train", "--dry-run", "--config-name", "cluster")
+    assert done.exit_code == 0 and "trainer.n_gpus_per_node = 4" in done.stdout and "fsdp" in done.stdout
+    assert "trainer.n_gpus_per_node = 4" in refused("train", "--config-name", "cluster")
+    assert not runs.given
+
+
+def test_a_file_of_ones_own_is_taken(runs: type[Runs], elsewhere: Path):
+    (elsewhere / "mine").mkdir()
+    (elsewhere / "mine" / "first.yaml").write_text("seed: 5\n")
+    assert freewheel("train", "--config-path", "mine", "--config-name", "first", "rollout.n=2").exit_code == 0
+    assert (runs.given["config"].seed, runs.given["config"].rollout.n) == (5, 2)
+
+
+def test_modules_of_the_working_directory_are_found(runs: type[Runs], elsewhere: Path):
+    (elsewhere / "task_of_mine.py").write_text(
+        "from freewheel.data.tasks.word_problems import WordProblems\ntask = WordProblems(max_new_tokens=33)\n"
+    )
+    assert freewheel("train", "data.task=task_of_mine:task").exit_code == 0
+    assert runs.given["plan"].max_new_tokens == 33
+
+
+@pytest.mark.parametrize("missing", ["torch", "ray", "hydra"])
+def test_without_what_training_needs_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch):
+    found = commands.find_spec
+    monkeypatch.setattr(commands, "find_spec", lambda name: None if name == missing else found(name))
+    text = refused("train")
+    assert missing in text and "pip install 'freewheel[train]'" in text
+    assert (freewheel("train", "--dry-run").exit_code == 0) == (missing != "hydra"), "a plan needs no torch"
+
+
+def test_the_three_programs_are_one(elsewhere: Path):
+    ways = (
+        [sys.executable, "-m", "freewheel.cli", "train"],
+        [sys.executable, "-m", "freewheel.fully_async_main"],
+        [sys.executable, str(ROOT / "fully_async_main.py")],
+    )
+    more = ["--dry-run", "--config-name", "sync", "trainer.total_steps=5", "run_dir=here"]
+    begun = [subprocess.Popen([*way, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE) for way in ways]
+    first, *others = [(*program.communicate(timeout=WAIT_S), program.returncode) for program in begun]
+    assert first[2] == 0 and b"sync, 5 steps" in first[0], first
+    assert others == [first, first]
+    assert not list(elsewhere.iterdir())
+
+
+def test_help_and_version_import_nothing_heavy():
+    heavy = ("torch", "ray", "hydra", "transformers", "omegaconf")
+    code = f"import sys, freewheel.cli, freewheel.fully_async_main; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# -- resume -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(elsewhere: Path) -> Path:
+    config = msgspec.structs.replace(TrainConfig(), run_dir="runs/one", seed=4)
+    write_config(config)
+    return Path("runs/one")
+
+
+def test_a_run_goes_on_in_its_folder_with_its_own_settings(runs: type[Runs], run_dir: Path):
+    assert freewheel("train", "--resume", run_dir, "trainer.total_steps=80").exit_code == 0
+    config = runs.given["config"]
+    assert runs.given["resume"] is True
+    assert (config.run_dir, config.seed, config.trainer.total_steps) == ("runs/one", 4, 80)
+
+
+def test_a_run_in_progress_is_left_alone(run_dir: Path):
+    before = (run_dir / "config.yaml").read_text()
+    with RunLock(run_dir):
+        assert "is in use by process" in refused("train", "--resume", run_dir, "trainer.total_steps=80")
+    assert (run_dir / "config.yaml").read_text() == before
+
+
+def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
+    moved = run_dir.rename("elsewhere")
+    assert resumed_run(str(moved), []).run_dir == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("seed=1", "seed"),
+        ("data.shuffle=false", "data.shuffle"),
+        ("data.limit=5", "data.limit"),
+        ("rollout.n=4", "rollout.n"),
+        ("trainer.groups_per_step=16", "trainer.groups_per_step"),
+        ("model.path=other", "model.path"),
+        ("model.lora.rank=4", "model.lora"),
+        ("algorithm.name=ppo", "algorithm.name"),
+        ("run_dir=other", "run_dir"),
+    ],
+)
+def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key: str):
+    with pytest.raises(ConfigError, match="a resumed run keeps") as caught:
+        resumed_run(str(run_dir), [override])
+    assert caught.value.key == key
+    same = override.replace("seed=1", "seed=4").replace("rollout.n=4", "rollout.n=8")
+    if same != override:
+        resumed_run(str(run_dir), [same])
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["rollout.temperature=0.7", "rollout.replicas=2", "rollout.n_gpus_per_node=0", "optimizer.lr=1e-5", "mode=sync"],
+)
+def test_what_a_run_has_not_promised_may_change(run_dir: Path, override: str):
+    resumed_run(str(run_dir), [override])
+
+
+def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):
+    assert "--resume = 'nowhere': there is no such folder" in refused("train", "--resume", "nowhere")
+    assert "there is no config.yaml in it" in refused("train", "--resume", "runs")
+    assert "--config-name = 'sync'" in refused("train", "--resume", run_dir, "--config-name", "sync")
+
+
+def test_a_new_run_never_goes_into_the_folder_of_another(run_dir: Path, elsewhere: Path):
+    text = refused("train", "run_dir=runs/one")
+    assert "run_dir = 'runs/one'" in text and "--resume runs/one" in text
+    (elsewhere / "file").write_text("")
+    assert "that is a file" in refused("train", "run_dir=file")
+    first = new_run(TrainConfig(), now_s=0)
+    write_config(first)
+    assert new_run(TrainConfig(), now_s=0).run_dir not in (None, first.run_dir), "two in the same second"
+
+
+def test_a_config_that_was_written_is_whole(run_dir: Path):
+    assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    assert yaml.safe_load((run_dir / "config.yaml").read_text())["async_training"]["staleness_threshold"] == 3
+
+
+# -- eval -------------------------------------------------------------------------------------------------------------
+
+
+def model_in(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_of_a_run_its_end_is_measured_or_its_last_checkpoint(run_dir: Path):
+    with pytest.raises(ConfigError, match="no weights yet"):
+        find_target(str(run_dir))
+    model_in(run_dir / "best")
+    assert find_target(str(run_dir)).path.endswith("best")
+    older, newer = (model_in(run_dir / "checkpoints" / f"step_{step:06d}") for step in (9, 10))
+    assert find_target(str(run_dir)).path == str(newer)
+    final = model_in(run_dir / "final")
+    found = find_target(str(run_dir))
+    assert found.path == str(final) and found.run is not None and found.run.seed == 4
+    named = find_target(str(older))
+    assert named.path == str(older) and named.run is not None, "a checkpoint knows the run that it is from"
+
+
+def test_what_is_no_model_is_refused(elsewhere: Path):
+    assert "RUN_OR_MODEL = 'nowhere': there is no such folder" in refused("eval", "nowhere")
+    (elsewhere / "empty").mkdir()
+    assert "neither config.json" in refused("eval", "empty")
+    model_in(elsewhere / "model")
+    assert "--task = None" in refused("eval", "model")
+    assert "eval.samples = 4" in refused("eval", "embedded", "--samples", "4")
+
+
+def test_a_run_is_measured_on_its_own_task_unless_told_otherwise(run_dir: Path, elsewhere: Path):
+    config = msgspec.convert(
+        {"model": {"path": "x", "lora": {}}, "data": {"task": "gsm8k", "train": "a.jsonl", "eval": "b.jsonl"}},
+        TrainConfig,
+    )
+    (run_dir / "config.yaml").write_text(to_yaml(config))
+    model_in(run_dir / "final")
+    target = find_target(str(run_dir))
+    own = eval_config(target, prompts=5)
+    assert (own.data.task, own.data.eval, own.eval.prompts, own.model.lora) == ("gsm8k", "b.jsonl", 5, None)
+    other = eval_config(target, task="rows", data="c.jsonl")
+    assert (other.data.task, other.data.eval) == ("rows", "c.jsonl")
+
+
+def test_the_embedded_model_has_much_to_learn(tmp_path: Path):
+    done = freewheel("eval", "embedded", "--prompts", "32", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["mean_reward"] <= 0.25 and found["failed"] == 0
+    assert found["prompts"] == 32 and len(found["per_prompt"]) == 32
+    again = freewheel("eval", "embedded", "--prompts", "32", "--samples", "2", "--temperature", "1")
+    assert again.exit_code == 0 and "best of 2" in again.stdout

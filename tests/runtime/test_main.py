@@ -1,0 +1,352 @@
+"""Whole runs under Ray, in small: they record what they promised, survive a killed rollouter, end as told, leave
+nothing behind, and go on where they were."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from freewheel.observe.recorder import read_metrics
+from freewheel.observe.snapshot import RunSnapshot
+from freewheel.rollout.reward_stage import FatalRewardFailure
+from freewheel.runtime.main import FullyAsyncMain, NothingToTrainOn, RunResult
+from freewheel.trainer.checkpoint import CheckpointStore, RunLock
+
+from .pipeline import plan_of, small_config
+
+pytestmark = pytest.mark.timeout(300)  # starts take ten times as long on a machine that is busy
+
+WAIT_S = 120.0
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TELLING = "user_code:TellingTrainer"
+RAY_GOES_S = 30.0
+"""Until the last of Ray's own processes has gone after its shutdown."""
+
+SPEC = {
+    "trainer": ["global_steps", "processed_samples", "current_param_version", "param_sync_count"],
+    "rollouter": ["total_generated_samples", "dropped_stale_samples", "generation_errors", "param_sync_requests"],
+    "queue": ["queue_size", "total_produced", "total_consumed", "dropped_samples"],
+    "sync": ["sync_failures", "last_sync_s", "mean_sync_s"],
+}
+FRESHNESS = ["avg_sample_age", "max_sample_age", "stale_samples_ratio"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user_modules() -> Iterator[None]:
+    """`user_code` is importable here, as it is for a user who starts a run in its folder."""
+    sys.path.append(str(HERE))
+    yield
+    sys.path.remove(str(HERE))
+
+
+@pytest.fixture(scope="module")
+def cluster(user_modules: None) -> Iterator[None]:
+    """One Ray for the runs of this module: a start of it takes longer than they do."""
+    environment = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=128 << 20,
+        runtime_env={"env_vars": environment},
+    )
+    yield
+    ray.shutdown()
+
+
+class Watching:
+    """A view that keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[RunSnapshot] = []
+        self.said: list[str] = []
+        self.summary = ""
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        self.summary = summary
+
+
+def main_of(run_dir: Path, *, view: Any = None, resume: bool = False, **sections: Any) -> FullyAsyncMain:
+    config = small_config(run_dir=str(run_dir), **sections)
+    return FullyAsyncMain(config=config, plan=plan_of(config), view=view, resume=resume)
+
+
+def trained_ordinals(run_dir: Path) -> list[int]:
+    return [ordinal for row in read_metrics(run_dir, "step") for ordinal in row["ordinals"]]
+
+
+def wait_until(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One run with all that a user may name, looked at from several sides."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.view = Watching()
+        self.monitored = folder / "monitored"
+        os.environ["FREEWHEEL_TEST_MONITORED"] = str(self.monitored)
+        before = actor_processes()
+        self.result: RunResult = main_of(
+            folder,
+            view=self.view,
+            trainer={"trainer_class": TELLING, "total_steps": 6, "save_every_steps": 2},
+            rollout={"rollouter_class": "user_code:MarkingRollouter", "replicas": 2},
+            reward={"function": "user_code:slow_score"},
+            eval={"prompts": 8, "every_steps": 3, "at_start": True},
+            observe={"custom_monitor": "user_code:monitor", "statistics_every_s": 0.5},
+        ).run()
+        del os.environ["FREEWHEEL_TEST_MONITORED"]
+        self.left = actor_processes() - before
+
+
+def actor_processes() -> set[int]:
+    """Workers of this process's Ray that are actors of ours."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline())
+            if title.startswith("ray::") and "Actor" in title:
+                found.add(process.pid)
+    return found
+
+
+def check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run: Run) -> None:
+    assert run.result.error is None
+    assert (run.result.outcome, run.result.exit_code, run.result.steps) == ("finished", 0, 6)
+    assert [row["step"] for row in read_metrics(run.folder, "step")] == [1, 2, 3, 4, 5, 6]
+    assert sorted(trained_ordinals(run.folder)) == list(range(24))
+
+
+def check_that_the_metrics_have_every_name_that_was_promised(run: Run) -> None:
+    for row in read_metrics(run.folder, "step"):
+        assert {*SPEC["trainer"], *FRESHNESS} <= row.keys()
+        assert row["max_sample_age"] <= 5
+    last = read_metrics(run.folder, "statistics")[-1]
+    for component, names in SPEC.items():
+        assert set(names) <= last[component].keys(), component
+    assert last["trainer"]["global_steps"] == 6
+    assert last["trainer"]["processed_samples"] == 24 * 4
+    assert last["queue"]["total_consumed"] == 24
+    assert last["rollouter"]["total_generated_samples"] == 24 * 4  # of both replicas
+    assert last["sync"]["sync_failures"] == 0
+
+
+def check_that_the_log_has_what_people_grep_for(run: Run) -> None:
+    text = (run.folder / "fully_async_training.log").read_text()
+    (*_, statistics) = [line for line in text.splitlines() if "Component Statistics |" in line]
+    assert all(f"{component}:" in statistics for component in SPEC)
+    assert "Parameter sync: version 6 on 2 of 2 engines" in text
+    assert " ERROR " not in text
+    assert {"[main]", "[trainer]", "[sync]"} <= {word for line in text.splitlines() for word in line.split()[3:4]}
+
+
+def check_that_held_out_prompts_are_measured_at_the_start_between_and_at_the_end(run: Run) -> None:
+    rows = read_metrics(run.folder, "eval")
+    assert {0, 6} <= {row["step"] for row in rows}
+    assert all(row["eval/prompts"] == 8 for row in rows)
+    assert any("Held-out reward" in line for line in run.result.summary)
+
+
+def check_that_the_export_and_every_checkpoint_open(run: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    store = CheckpointStore(run.folder, keep_last=2)
+    paths = sorted(store.folder.iterdir())
+    assert [path.name for path in paths] == ["step_000004", "step_000006"]
+    final = AutoModelForCausalLM.from_pretrained(run.folder / "final").state_dict()
+    AutoTokenizer.from_pretrained(run.folder / "final")
+    for path in paths:
+        assert store.load(path).step == int(path.name[-6:])
+    last = AutoModelForCausalLM.from_pretrained(paths[-1]).state_dict()
+    assert all(bool((last[name] == tensor).all()) for name, tensor in final.items())
+    assert (run.folder / "best" / "model.safetensors").is_file()
+
+
+def check_that_the_classes_and_the_monitor_that_were_named_are_used(run: Run) -> None:
+    told = [json.loads(line) for line in run.monitored.read_text().splitlines()]
+    assert told[-1] == [6, 2]  # all steps; one mark of each replica
+    assert read_metrics(run.folder, "statistics")[-1]["rollouter"]["marks"] == 2
+
+
+def check_that_the_view_is_kept_up_to_date_and_told_the_end(run: Run) -> None:
+    assert run.view.snapshots
+    last = run.view.snapshots[-1]
+    assert (last.step, last.total_steps, last.published_version) == (6, 6, 6)
+    assert last.waits.keys() >= {"trainer", "rollouter-0", "rollouter-1"}
+    assert "Finished at step 6 of 6" in run.view.summary
+    assert any(str(run.folder) in text for text in run.view.said)
+
+
+def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in run.left), RAY_GOES_S)
+    with RunLock(run.folder):
+        pass
+    assert not list(run.folder.rglob(".tmp-*"))
+
+
+def test_a_whole_run_does_records_and_leaves_what_was_promised(cluster: None, tmp_path: Path) -> None:
+    """One test of one run: split among workers, each would run it again."""
+    run = Run(tmp_path)
+    check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run)
+    check_that_the_metrics_have_every_name_that_was_promised(run)
+    check_that_the_log_has_what_people_grep_for(run)
+    check_that_held_out_prompts_are_measured_at_the_start_between_and_at_the_end(run)
+    check_that_the_export_and_every_checkpoint_open(run)
+    check_that_the_classes_and_the_monitor_that_were_named_are_used(run)
+    check_that_the_view_is_kept_up_to_date_and_told_the_end(run)
+    check_that_a_run_leaves_no_actor_and_no_lock_behind(run)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_rollouter_is_replaced_and_every_prompt_is_trained_once(cluster: None, tmp_path: Path) -> None:
+    """The only one, and no sync is tried twice: the run waits for its successor."""
+    main = main_of(
+        tmp_path,
+        trainer={"trainer_class": TELLING, "total_steps": 12, "max_errors": 1},
+        reward={"function": "user_code:slow_score"},
+        async_training={"max_sync_retries": 0, "staleness_threshold": 1},
+    )
+    found: list[RunResult] = []
+    running = threading.Thread(target=lambda: found.append(main.run()))
+    running.start()
+    try:
+        wait_until(lambda: len(read_metrics(tmp_path, "step")) >= 2 or bool(found))
+        victim = main._rollouters["rollouter-0"]
+        os.kill(ray.get(victim.__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S), signal.SIGKILL)
+    finally:
+        running.join(WAIT_S)
+    (result,) = found
+    assert result.error is None
+    assert (result.outcome, result.steps) == ("finished", 12)
+    assert sorted(trained_ordinals(tmp_path)) == list(range(48))
+    events = [row["text"] for row in read_metrics(tmp_path, "event")]
+    assert any("rollouter-0 died and is started anew" in text for text in events)
+    log = (tmp_path / "fully_async_training.log").read_text()
+    assert "rollouter-0 died; " in log
+
+
+def test_a_reward_function_that_always_raises_ends_the_run_with_a_word_on_why(cluster: None, tmp_path: Path) -> None:
+    result = main_of(tmp_path, reward={"function": "user_code:broken_score", "retries": 0}).run()
+    assert isinstance(result.error, NothingToTrainOn)
+    assert "reward" in str(result.error)
+    assert (result.outcome, result.exit_code, result.steps) == ("failed", 1, 0)
+    log = (tmp_path / "fully_async_training.log").read_text()
+    assert "ZeroDivisionError: a bug in the reward function" in log
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_reward_that_may_not_fail_ends_the_run_at_once(cluster: None, tmp_path: Path) -> None:
+    result = main_of(tmp_path, reward={"function": "user_code:broken_score", "on_failure": "raise"}).run()
+    assert isinstance(result.error, FatalRewardFailure)
+    assert "a bug in the reward function" in str(result.error)
+    assert result.exit_code == 1
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """`python fully_async_main.py …` in a process of its own, as from a terminal."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.output = folder / "output"
+        self.run_dir = folder / "run"
+        with self.output.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "fully_async_main.py"), "--plain", *arguments],
+                cwd=HERE,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.family: list[psutil.Process] = []
+
+    def steps(self) -> int:
+        return len(read_metrics(self.run_dir, "step"))
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: self.steps() >= step or self.process.poll() is not None)
+        assert self.process.poll() is None, self.output.read_text()
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> int:
+        code = self.process.wait(WAIT_S)
+        gone, alive = psutil.wait_procs(self.family, timeout=RAY_GOES_S)
+        assert len(gone) >= 4 or not self.family  # Ray's own, and the actors
+        assert alive == []
+        return code
+
+    def close(self) -> None:
+        for process in [*self.family, psutil.Process(self.process.pid)] if self.process.poll() is None else self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(WAIT_S)
+
+
+def test_ctrl_c_and_sigterm_save_and_the_run_goes_on_where_it_was(cluster: None, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        *("trainer.total_steps=30", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
+        *(f"trainer.trainer_class={TELLING}", "reward.function=user_code:slow_score", "eval.prompts=0"),
+    ]
+    programs: list[Program] = []
+    try:
+        first = Program(tmp_path, f"run_dir={run_dir}", *settings)
+        programs.append(first)
+        first.wait_for_step(2)
+        os.killpg(first.process.pid, signal.SIGINT)  # a terminal sends it to all
+        assert first.end() == 130
+        said = first.output.read_text()
+        assert f"freewheel train --resume {run_dir}" in said
+        assert "Stopped at step" in said
+        assert "Traceback" not in said
+        stopped_at = first.steps()
+        assert stopped_at < 30
+
+        second = Program(tmp_path, "--resume", str(run_dir))
+        programs.append(second)
+        second.wait_for_step(stopped_at + 2)
+        second.process.terminate()
+        assert second.end() == 130
+        assert stopped_at < second.steps() < 30
+    finally:
+        for program in programs:
+            program.close()
+    assert main_of(run_dir, resume=True, trainer={"trainer_class": TELLING, "total_steps": 30}).run().exit_code == 0
+    assert [row["step"] for row in read_metrics(run_dir, "step")] == list(range(1, 31))
+    assert sorted(trained_ordinals(run_dir)) == list(range(120))
+    assert (run_dir / "final" / "model.safetensors").is_file()

@@ -1,0 +1,282 @@
+"""What a config means on a machine: devices, arithmetic, memory, and what stands against a run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.judge.errors import ConfigError
+from freewheel.queue.staleness import StalenessPolicy
+from freewheel.runtime import placement
+from freewheel.runtime.compose import compose
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
+from freewheel.runtime.placement import Gpu, Machine
+from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.typed import to_config
+
+GIB = 1 << 30
+H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB)
+T4 = Gpu(name="Tesla T4", memory_bytes=15 * GIB, bfloat16=False)
+LAPTOP = Machine(cpus=2, memory_bytes=16 * GIB)
+SMALL = ModelSize(parameters=500_000_000, layers=24, hidden=896, vocabulary=151_936, kv_width=128)
+
+
+def machine(*gpus: Gpu) -> Machine:
+    return Machine(cpus=16, memory_bytes=128 * GIB, gpus=gpus)
+
+
+def plan(where: Machine, **sections: dict[str, Any]) -> Plan:
+    return resolve(to_config(sections), where)
+
+
+def test_a_laptop_gets_one_replica_on_its_cpu():
+    found = plan(LAPTOP)
+    assert (found.device_trainer, found.device_rollout, found.dtype) == ("cpu", "cpu", "float32")
+    assert (found.replicas, found.gpus_trainer, found.gpus_per_replica) == (1, 0.0, 0.0)
+    assert found.slots == 256 and found.max_new_tokens == 20
+    found.check()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "replicas", "trainer", "each"), [(1, 1, 0.5, 0.5), (2, 1, 1.0, 1.0), (4, 3, 1.0, 1.0), (8, 7, 1.0, 1.0)]
+)
+def test_gpus_are_split_between_training_and_generation(gpus: int, replicas: int, trainer: float, each: float):
+    found = plan(machine(*[H200] * gpus))
+    assert (found.replicas, found.gpus_trainer, found.gpus_per_replica) == (replicas, trainer, each)
+    assert found.gpus_trainer + found.replicas * found.gpus_per_replica <= gpus
+    found.check()
+
+
+@pytest.mark.parametrize(("gpus", "replicas"), [(1, 3), (2, 2), (3, 3), (4, 7)])
+def test_replicas_that_are_asked_for_never_ask_ray_for_more_than_there_is(gpus: int, replicas: int):
+    found = plan(machine(*[H200] * gpus), rollout={"replicas": replicas})
+    assert found.replicas == replicas
+    assert found.gpus_trainer + replicas * found.gpus_per_replica <= gpus + 1e-9
+    found.check()
+
+
+def test_bfloat16_needs_a_gpu_that_has_it():
+    assert plan(machine(H200)).dtype == "bfloat16"
+    assert plan(machine(T4)).dtype == "float32"
+    assert plan(machine(H200), rollout={"device": "cpu"}).dtype == "float32", "engine and trainer compute alike"
+    assert plan(LAPTOP, model={"dtype": "bfloat16"}).dtype == "bfloat16"
+
+
+def test_cpu_can_be_chosen_beside_a_gpu():
+    found = plan(machine(H200), trainer={"device": "cpu"}, rollout={"n_gpus_per_node": 0})
+    assert (found.device_trainer, found.device_rollout) == ("cpu", "cpu")
+    found.check()
+
+
+@pytest.mark.parametrize(
+    ("where", "sections", "key"),
+    [
+        (LAPTOP, {"trainer": {"device": "cuda"}}, "trainer.device"),
+        (LAPTOP, {"rollout": {"device": "cuda"}}, "rollout.device"),
+        (LAPTOP, {"rollout": {"n_gpus_per_node": 2}}, "rollout.n_gpus_per_node"),
+        (machine(H200), {"rollout": {"n_gpus_per_node": 1}}, "rollout.n_gpus_per_node"),
+        (machine(H200, H200), {"rollout": {"n_gpus_per_node": 2}}, "rollout.n_gpus_per_node"),
+        (machine(*[H200] * 4), {"trainer": {"n_gpus_per_node": 2}}, "trainer.n_gpus_per_node"),
+        (machine(H200), {"trainer": {"n_gpus_per_node": 2}}, "trainer.n_gpus_per_node"),
+        (machine(H200), {"trainer": {"nnodes": 2}}, "trainer.nnodes"),
+        (machine(H200, H200), {"rollout": {"nnodes": 2}}, "rollout.nnodes"),
+    ],
+)
+def test_what_this_machine_has_not_is_a_problem_and_not_a_crash(where: Machine, sections: dict[str, Any], key: str):
+    found = plan(where, **sections)
+    assert found.problems[0].key == key
+    assert str(found.problems[0]) in found.text().replace("\n  ", " ")
+    with pytest.raises(ConfigError) as caught:
+        found.check()
+    assert caught.value.key == key
+
+
+def test_training_on_several_gpus_names_what_it_would_need():
+    found = plan(machine(*[H200] * 4), trainer={"n_gpus_per_node": 2})
+    assert "fsdp" in str(found.problems[0]) and "trainer.n_gpus_per_node = 2" in str(found.problems[0])
+
+
+def test_the_cluster_has_a_plan_with_its_problem_named():
+    found = resolve(compose(config_name="cluster"), LAPTOP)
+    assert [problem.key for problem in found.problems] == ["trainer.n_gpus_per_node"], "its GPUs are counted by Ray"
+    assert (found.replicas, found.gpus_per_replica, found.gpus_trainer) == (2, 1.0, 8.0)
+    assert "fsdp" in found.text() and "Rollouter × 2" in found.text()
+
+
+def test_the_plan_says_the_batch_and_the_bound_in_numbers():
+    config = to_config({"trainer": {"total_steps": 10, "groups_per_step": 6}, "rollout": {"n": 4}})
+    text = resolve(config, LAPTOP, rows=30).text()
+    assert "6 groups × 4 responses = 24 samples" in text
+    assert "24 × (512 prompt + 20 new) = 12,768 tokens" in text
+    assert "30 prompts = 5.0 steps; the run goes over them 2.00 times" in text
+    assert "a sample lags at most 5 versions" in text and "held back at 24 groups" in text
+    for actor in ("FullyAsyncMain", "FullyAsyncTrainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
+        assert actor in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_epochs_that_end_a_run_early_are_counted():
+    config = to_config({"data": {"epochs": 2}, "trainer": {"groups_per_step": 8}})
+    found = resolve(config, LAPTOP, rows=30)
+    assert (found.total_prompts, found.total_steps) == (60, 8)
+    assert "data.epochs = 2 ends it before trainer.total_steps = 40" in found.text()
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
+def test_the_capacity_that_a_plan_names_is_the_one_that_holds(mode: str):
+    found = plan(LAPTOP, mode=mode)
+    policy = StalenessPolicy(found.bounds)
+    assert f"held back at {policy.room:,} groups" in found.text()
+
+
+def test_keys_that_the_mode_decides_are_named():
+    found = plan(LAPTOP, mode="sync", async_training={"staleness_threshold": 2, "selection_window": 1})
+    assert any("staleness_threshold, selection_window" in note for note in found.notes)
+    assert not any("is not used" in note for note in plan(LAPTOP, mode="sync").notes)
+
+
+@pytest.mark.parametrize(
+    ("sections", "says"),
+    [
+        ({"rollout": {"top_p": 0.9}}, "top_p"),
+        ({"rollout": {"replicas": 4}}, "5 threads compute on 2 CPUs"),
+        ({"async_training": {"max_queue_size": 40}}, "max_queue_size = 40 holds generation back"),
+        ({"ray": {"address": "auto"}}, "looks at this machine"),
+        ({"algorithm": {"name": "rloo"}}, "rloo"),
+    ],
+)
+def test_what_is_worth_knowing_is_noted(sections: dict[str, Any], says: str):
+    assert any(says in note for note in plan(LAPTOP, **sections).notes)
+    assert not any(says in note for note in plan(LAPTOP).notes)
+
+
+def test_a_plan_travels_to_actors():
+    found = resolve(compose(config_name="cluster"), machine(H200), model=SMALL)
+    again = pickle.loads(pickle.dumps(found))
+    assert again.text() == found.text() and again.bounds == found.bounds
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_embedded_model_is_measured_without_loading_it():
+    size = read_model_size(model_path())
+    assert size is not None
+    weights = (model_path() / "model.safetensors").stat().st_size
+    assert 0.9 * weights < size.parameters * 4 < weights
+    assert find_folder(TrainConfig()) == model_path()
+
+
+def test_parameters_are_counted_over_all_shards(tmp_path: Path):
+    text = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "vocab_size": 10,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["QwenX"], "text_config": text}))
+    for number, shape in enumerate(([10, 8], [3, 8, 8])):
+        header = json.dumps(
+            {"__metadata__": {}, "w": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}
+        ).encode()
+        (tmp_path / f"model-{number}.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    size = read_model_size(tmp_path)
+    assert size == ModelSize(
+        parameters=80 + 192, layers=3, hidden=8, vocabulary=10, kv_width=4, architecture="QwenX", positions=None
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, struct.pack("<Q", 3) + b"{}}"])
+def test_files_that_say_nothing_leave_the_size_unknown(tmp_path: Path, content: bytes):
+    assert read_model_size(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"hidden_size": 8, "n_head": 2, "n_layer": 1, "vocab_size": 3}')
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert read_model_size(tmp_path) is None
+    assert "not known" in resolve(TrainConfig(), LAPTOP).text()
+
+
+def memory(**sections: dict[str, Any]) -> dict[str, int]:
+    base = {"model": {"path": "x"}, "data": {"task": "my_module:task"}, "rollout": {"max_new_tokens": 512}}
+    merged = {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
+    return resolve(to_config(merged), machine(H200), model=SMALL).memory_trainer
+
+
+def test_trained_parameters_take_sixteen_bytes_each():
+    parts = memory()
+    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 16 * SMALL.parameters
+
+
+def test_what_saves_or_costs_memory_is_seen():
+    usual = memory()
+    assert memory(model={"gradient_checkpointing": True})["activations"] < usual["activations"]
+    assert sum(memory(model={"lora": {}}).values()) < sum(usual.values())
+    assert memory(algorithm={"kl_coef": 0.1})["reference"] == 4 * SMALL.parameters
+    assert "reference" not in memory(algorithm={"kl_coef": 0.1}, model={"lora": {}}), (
+        "adapters are switched off instead"
+    )
+    assert memory(algorithm={"name": "ppo"})["critic"] == 16 * SMALL.parameters
+
+
+def test_the_kv_cache_is_that_of_all_slots():
+    config = to_config({"rollout": {"slots": 10, "max_new_tokens": 88}, "data": {"max_prompt_tokens": 12}})
+    found = resolve(config, LAPTOP, model=SMALL)
+    assert found.memory_replica["KV cache"] == 10 * 100 * SMALL.layers * 2 * SMALL.kv_width * 4
+    assert found.sync_bytes == SMALL.parameters * 4
+
+
+def test_too_little_memory_is_told():
+    large = ModelSize(parameters=8_000_000_000, layers=32, hidden=4096, vocabulary=128_256, kv_width=1024)
+    assert any("A GPU has 140.0 GiB" in note for note in resolve(TrainConfig(), machine(H200), model=large).notes)
+    assert any("This machine has 16.0 GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=large).notes)
+    assert not any("GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=read_model_size(model_path())).notes)
+
+
+def test_responses_must_have_room_in_the_model():
+    short = ModelSize(parameters=1, layers=1, hidden=1, vocabulary=1, kv_width=1, positions=64)
+    assert resolve(TrainConfig(), LAPTOP, model=short).max_prompt_tokens == 44
+    found = resolve(to_config({"rollout": {"max_new_tokens": 64}}), LAPTOP, model=short)
+    assert [problem.key for problem in found.problems] == ["rollout.max_new_tokens"]
+
+
+# -- what is here -----------------------------------------------------------------------------------------------------
+
+SMI = """\
+0, GPU-aaaa-1, NVIDIA H200, 143771, 9.0
+1, GPU-bbbb-2, Tesla T4, 15360, 7.5
+2, GPU-cccc-3, NVIDIA H100, [N/A], 9.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("allowed", "names"),
+    [
+        (None, ["NVIDIA H200", "Tesla T4", "NVIDIA H100"]),
+        ("1,0", ["Tesla T4", "NVIDIA H200"]),
+        ("GPU-bb", ["Tesla T4"]),
+        ("0,7,1", ["NVIDIA H200"]),
+        ("", []),
+        ("-1", []),
+        ("1", ["Tesla T4"]),
+    ],
+)
+def test_gpus_are_those_that_cuda_would_see(allowed: str | None, names: list[str]):
+    found = placement._visible(SMI, allowed)
+    assert [gpu.name for gpu in found] == names
+    assert all(gpu.bfloat16 == (gpu.name != "Tesla T4") for gpu in found)
+
+
+def test_a_driver_that_says_nothing_is_no_gpu():
+    assert placement._visible("NVIDIA-SMI has failed because it couldn't communicate with the driver\n", None) == ()
+
+
+def test_the_machine_at_hand_is_known():
+    here = Machine.here()
+    assert here.cpus >= 1 and here.memory_bytes > GIB

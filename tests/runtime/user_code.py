@@ -1,0 +1,49 @@
+"""What a user of the trainer writes, named by configuration: classes, a reward function and a monitor.
+
+Also imported by the processes of a run, by this file's name; so it imports nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from freewheel.data.tasks.word_problems import TASK
+from freewheel.rollout.rollouter import Rollouter
+from freewheel.trainer.trainer import FullyAsyncTrainer
+
+MONITORED = "FREEWHEEL_TEST_MONITORED"
+"""The variable with the file that `monitor` appends to."""
+
+
+class TellingTrainer(FullyAsyncTrainer):
+    """Says which prompts each step was trained on."""
+
+    def _compute_custom_metrics(self, batch: Any) -> dict[str, Any]:
+        return {"ordinals": sorted({int(uid) for uid in batch.non_tensor_batch["uid"]})}
+
+
+class MarkingRollouter(Rollouter):
+    """Leaves a mark in what it generates."""
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "marks": 1}
+
+
+async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> Any:
+    """A judge's time in small: steps take long enough to be interrupted."""
+    await asyncio.sleep(0.05)
+    return TASK.score(response, row, finish=finish)  # type: ignore[arg-type]
+
+
+def broken_score(response: str, row: Mapping[str, Any]) -> float:
+    raise ZeroDivisionError("a bug in the reward function")
+
+
+def monitor(trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
+    with Path(os.environ[MONITORED]).open("a") as file:
+        file.write(json.dumps([dict(trainer_stats)["global_steps"], dict(rollouter_stats)["marks"]]) + "\n")

@@ -1,0 +1,322 @@
+"""A version is published only when every engine in use holds it; one that will not come is left behind and fetched
+later; and nothing that an engine does keeps the others waiting for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed
+
+WAIT_S = 30.0
+"""Longer than anything here takes on a busy machine."""
+CHECKSUM = 11
+
+
+class FakeQueue:
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.settled_after = 0
+        """Questions that are answered with no."""
+        self.asked = 0
+
+    async def published(self, version: int) -> None:
+        self.events.append(("published", version))
+
+    async def settled(self, *, wait_s: float) -> bool:
+        self.asked += 1
+        await asyncio.sleep(0)
+        return self.asked > self.settled_after
+
+    async def fence(self, replica: str, *, fenced: bool) -> None:
+        self.events.append(("fenced" if fenced else "back", replica))
+
+    @property
+    def versions(self) -> list[int]:
+        return [what for kind, what in self.events if kind == "published"]
+
+
+class FakeReplica:
+    """Does what `script` says, an entry a call: an exception, a checksum, an event to wait for; None: all is well."""
+
+    def __init__(self, *script: Any) -> None:
+        self.script = list(script)
+        self.calls: list[int] = []
+        self.version = 0
+
+    async def load_weights(self, version: int, weights: Any) -> int:
+        self.calls.append(version)
+        assert weights == f"weights {version}"
+        now = self.script.pop(0) if self.script else None
+        if isinstance(now, Exception):
+            raise now
+        if isinstance(now, asyncio.Event):
+            await now.wait()
+        if isinstance(now, int):
+            return now
+        self.version = version
+        return CHECKSUM
+
+
+class Scene:
+    def __init__(self, replicas: dict[str, FakeReplica], **settings: Any) -> None:
+        self.queue = FakeQueue()
+        usual = {"timeout_s": WAIT_S, "max_retries": 2, "retry_delay_s": 0.0}
+        self.sync = ParameterSynchronizer(replicas=replicas, queue=self.queue, **{**usual, **settings})
+        self.running = asyncio.create_task(self.sync.run())
+
+    async def submit(self, version: int) -> None:
+        await self.sync.submit(version, f"weights {version}", CHECKSUM)
+
+    async def published(self, version: int) -> None:
+        """Waits for it, and for no run that has failed."""
+        waiting = asyncio.ensure_future(self.sync.wait_published(version, wait_s=WAIT_S))
+        await asyncio.wait([waiting, self.running], return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            waiting.cancel()
+            self.running.result()
+        assert await waiting
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                await asyncio.sleep(0.002)
+
+
+@pytest.fixture
+async def scene() -> AsyncIterator[Callable[..., Scene]]:
+    made: list[Scene] = []
+
+    def build(*replicas: FakeReplica, **settings: Any) -> Scene:
+        made.append(Scene({f"r{index}": one for index, one in enumerate(replicas)}, **settings))
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.running.cancel()
+        await asyncio.gather(one.running, return_exceptions=True)
+        assert one.sync.state == "closed"
+
+
+Build = Callable[..., Scene]
+
+
+async def test_a_version_is_published_after_every_engine_confirmed_it_and_not_before(scene: Build) -> None:
+    slow = asyncio.Event()
+    quick, late = FakeReplica(), FakeReplica(slow)
+    one = scene(quick, late)
+    await one.submit(1)
+    await one.until(lambda: quick.version == 1 and late.calls == [1])
+    assert one.queue.events == []
+    assert one.sync.version == 0
+    assert not await one.sync.wait_published(1, wait_s=0.01)
+    slow.set()
+    await one.published(1)
+    assert one.queue.events == [("published", 1)]
+    stats = one.sync.stats()
+    assert stats["versions"] == {"r0": 1, "r1": 1}
+    assert (stats["param_sync_count"], stats["sync_failures"], stats["fenced"]) == (1, 0, [])
+    assert stats["state"] == "idle"
+
+
+async def test_a_failed_sync_is_tried_again_and_counted(scene: Build) -> None:
+    flaky = FakeReplica(ConnectionError("reset"), ConnectionError("reset"))
+    one = scene(flaky)
+    await one.submit(1)
+    await one.published(1)
+    assert flaky.calls == [1, 1, 1]
+    assert one.sync.sync_failures == 2
+    assert one.sync.param_sync_count == 1
+    assert one.queue.events == [("published", 1)]
+
+
+async def test_an_engine_that_does_not_answer_is_given_up_after_the_deadline(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = scene(FakeReplica(asyncio.Event()), timeout_s=0.02)
+    await one.submit(1)
+    await one.published(1)
+    assert one.sync.sync_failures == 1
+    assert "async_training.sync_timeout = 0.02" in caplog.text
+
+
+async def test_an_engine_that_holds_other_weights_has_not_taken_the_version(scene: Build) -> None:
+    wrong = FakeReplica(12)
+    one = scene(wrong)
+    await one.submit(1)
+    await one.published(1)
+    assert wrong.calls == [1, 1]
+    assert one.sync.sync_failures == 1
+
+
+async def test_without_a_checksum_nothing_is_compared(scene: Build) -> None:
+    one = scene(FakeReplica(12))
+    await one.sync.submit(1, "weights 1")
+    await one.published(1)
+    assert one.sync.sync_failures == 0
+
+
+async def test_a_lagging_engine_is_fenced_off_and_comes_back_with_a_later_version(scene: Build) -> None:
+    well, ill = FakeReplica(), FakeReplica(*[OSError("no route")] * 3)
+    one = scene(well, ill)
+    await one.submit(1)
+    await one.published(1)
+    assert one.queue.events == [("fenced", "r1"), ("published", 1)]
+    assert one.sync.stats()["fenced"] == ["r1"]
+    assert one.sync.stats()["versions"] == {"r0": 1, "r1": 0}
+    await one.submit(2)
+    await one.published(2)
+    assert one.queue.events == [("fenced", "r1"), ("published", 1), ("back", "r1"), ("published", 2)]
+    assert one.sync.stats()["fenced"] == []
+    assert one.sync.sync_failures == 3
+
+
+async def test_a_fenced_engine_gets_one_chance_a_version_and_is_fenced_once(scene: Build) -> None:
+    well, ill = FakeReplica(), FakeReplica(*[OSError("no route")] * 5)
+    one = scene(well, ill)
+    for version in (1, 2, 3, 4):
+        await one.submit(version)
+        await one.published(version)
+    assert ill.calls == [1, 1, 1, 2, 3, 4]
+    assert [event for event in one.queue.events if event[0] != "published"] == [("fenced", "r1"), ("back", "r1")]
+    assert one.queue.events.index(("back", "r1")) < one.queue.events.index(("published", 4))
+
+
+async def test_where_no_engine_takes_a_version_the_run_ends_and_says_which_one_serves(scene: Build) -> None:
+    one = scene(FakeReplica(None, *[OSError("no route")] * 3), FakeReplica(None, *[OSError("no route")] * 3))
+    await one.submit(1)
+    await one.published(1)
+    await one.submit(2)
+    with pytest.raises(SyncFailed, match=r"version 2 in 3 attempts.*version 1 is still serving.*sync_timeout"):
+        await asyncio.wait_for(asyncio.shield(one.running), WAIT_S)
+    assert one.queue.versions == [1]
+    assert one.sync.version == 1
+
+
+async def test_the_newest_of_what_waits_wins(scene: Build) -> None:
+    slow = asyncio.Event()
+    replica = FakeReplica(slow)
+    one = scene(replica)
+    await one.submit(1)
+    await one.until(lambda: replica.calls == [1])
+    for version in (2, 3, 4):
+        await one.submit(version)  # returns at once, whatever is under way
+    slow.set()
+    await one.published(4)
+    assert replica.calls == [1, 4]
+    assert one.queue.versions == [1, 4]
+    assert one.sync.param_sync_count == 2
+
+
+async def test_under_drain_weights_wait_until_all_is_settled(scene: Build) -> None:
+    replica = FakeReplica()
+    one = scene(replica, drain=True)
+    one.queue.settled_after = 3
+    await one.submit(1)
+    await one.published(1)
+    assert one.queue.asked == 4
+    free = scene(FakeReplica())
+    await free.submit(1)
+    await free.published(1)
+    assert free.queue.asked == 0
+
+
+async def test_times_are_those_of_the_transfer(scene: Build) -> None:
+    now = [0.0]
+
+    class Slow(FakeReplica):
+        async def load_weights(self, version: int, weights: Any) -> int:
+            now[0] += version
+            return await super().load_weights(version, weights)
+
+    one = scene(Slow(), clock=lambda: now[0])
+    for version in (1, 3):
+        await one.submit(version)
+        await one.published(version)
+    stats = one.sync.stats()
+    assert (stats["last_sync_s"], stats["mean_sync_s"], stats["longest_sync_s"]) == (3.0, 2.0, 3.0)
+
+
+# -- replicas that die ------------------------------------------------------------------------------------------------
+
+
+async def test_a_dead_engine_is_not_tried_again_and_its_successor_gets_the_newest_version_first(scene: Build) -> None:
+    well, dead, successor = FakeReplica(), FakeReplica(None, ReplicaGone("killed")), FakeReplica()
+    one = scene(well, dead)
+    for version in (1, 2, 3):
+        await one.submit(version)
+        await one.published(version)
+    assert dead.calls == [1, 2]
+    await one.sync.join("r1", successor)
+    assert successor.calls == [3]
+    assert one.queue.events[-2:] == [("fenced", "r1"), ("back", "r1")]
+    assert one.sync.stats()["versions"] == {"r0": 3, "r1": 3}
+
+
+async def test_when_the_only_engine_died_a_sync_waits_for_its_successor(scene: Build) -> None:
+    """However short the retries are: a process takes seconds to start."""
+    dead, successor = FakeReplica(None, ReplicaGone("killed")), FakeReplica()
+    one = scene(dead, max_retries=0)
+    await one.submit(1)
+    await one.published(1)
+    await one.submit(2)
+    await one.until(lambda: dead.calls == [1, 2])
+    await asyncio.sleep(0.02)
+    assert not one.running.done()
+    await one.sync.join("r0", successor)
+    await one.published(2)
+    assert successor.calls == [1, 2]  # what serves comes first; then what is new
+    assert one.sync.stats()["fenced"] == []
+
+
+async def test_a_replica_that_joins_during_a_sync_gets_what_that_sync_brings(scene: Build) -> None:
+    slow = asyncio.Event()
+    well, dead, successor = FakeReplica(None, slow), FakeReplica(None, ReplicaGone("killed")), FakeReplica()
+    one = scene(well, dead)
+    await one.submit(1)
+    await one.published(1)
+    await one.submit(2)
+    await one.until(lambda: well.calls == [1, 2])
+    joining = asyncio.create_task(one.sync.join("r1", successor))
+    await asyncio.sleep(0.01)
+    assert successor.calls == []
+    slow.set()
+    await asyncio.wait_for(joining, WAIT_S)
+    assert successor.calls == [2]
+    assert one.sync.stats()["versions"] == {"r0": 2, "r1": 2}
+
+
+async def test_a_replica_that_joins_before_anything_was_published_is_as_it_should_be(scene: Build) -> None:
+    one = scene(FakeReplica(), version=5)
+    successor = FakeReplica()
+    await one.sync.join("r0", successor)
+    assert successor.calls == []
+    assert one.sync.stats()["versions"] == {"r0": 5}
+    assert one.queue.events[-1] == ("back", "r0")
+    await one.submit(6)
+    await one.published(6)
+
+
+async def test_a_successor_that_takes_no_weights_ends_the_run_only_where_it_is_the_last(scene: Build) -> None:
+    refuses = [OSError("no route")] * 3
+    one = scene(FakeReplica(), FakeReplica())
+    await one.submit(1)
+    await one.published(1)
+    await one.sync.join("r1", FakeReplica(*refuses))
+    assert one.sync.stats()["fenced"] == ["r1"]
+    with pytest.raises(SyncFailed):
+        await one.sync.join("r0", FakeReplica(*refuses))
+
+
+async def test_each_sync_says_so_in_the_log(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "freewheel.sync")
+    one = scene(FakeReplica(), FakeReplica(*[OSError("no route")] * 3))
+    await one.submit(1)
+    await one.published(1)
+    assert "Parameter sync: version 1 on 1 of 2 engines" in caplog.text
+    assert "Parameter sync: r1 is fenced off at version 0" in caplog.text
+    assert "OSError: no route" in caplog.text

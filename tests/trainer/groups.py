@@ -1,0 +1,138 @@
+"""Groups and models to learn from, small enough for a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+
+torch.set_num_threads(1)  # two on two busy cores take up to ten times as long
+
+VOCABULARY = 23
+
+
+def make_response(
+    tokens: Sequence[int],
+    *,
+    value: float,
+    logprobs: Sequence[float] | float = -3.0,
+    mask: Sequence[int] | None = None,
+    version: int = 0,
+    finish: Any = "stop",
+) -> Response:
+    made = np.ones(len(tokens), np.uint8) if mask is None else np.array(mask, np.uint8)
+    given = np.broadcast_to(np.asarray(logprobs, np.float32), len(tokens))
+    return Response(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.where(made != 0, given, 0).astype(np.float32),
+        versions=np.where(made != 0, version, -1).astype(np.int32),
+        mask=made,
+        finish=finish,
+        reward=Reward(value=value, raw=value, status="failed" if np.isnan(value) else "scored"),
+    )
+
+
+def make_group(ordinal: int, responses: Sequence[Response], prompt: Sequence[int] = (1, 2, 3)) -> PromptGroup:
+    row = {"data_source": "test"}
+    return PromptGroup.of(
+        Ticket(ordinal, ordinal), Prompt(tokens=np.array(prompt, np.int32), row=row), responses, created_s=0.0
+    )
+
+
+def valued(ordinal: int, *values: float) -> PromptGroup:
+    """A group whose responses have one token each and these rewards."""
+    return make_group(ordinal, [make_response([1], value=value) for value in values])
+
+
+def random_group(
+    ordinal: int,
+    *,
+    n: int = 4,
+    seed: int = 0,
+    lengths: tuple[int, int] = (2, 9),
+    failed: Sequence[int] = (),
+    holes: bool = False,
+) -> PromptGroup:
+    rng = np.random.default_rng([seed, ordinal])
+    responses = []
+    for index in range(n):
+        length = int(rng.integers(*lengths))
+        mask = np.ones(length, np.uint8)
+        if holes and length > 2:
+            mask[rng.integers(1, length - 1)] = 0
+        responses.append(
+            make_response(
+                rng.integers(1, VOCABULARY, length).tolist(),
+                value=float("nan") if index in failed else float(rng.normal()),
+                logprobs=rng.uniform(-4, -2, length).tolist(),
+                mask=mask.tolist(),
+                finish="length" if index == 0 else "stop",
+            )
+        )
+    return make_group(ordinal, responses, prompt=rng.integers(1, VOCABULARY, int(rng.integers(2, 7))).tolist())
+
+
+def without(group: PromptGroup, indices: Sequence[int]) -> PromptGroup:
+    kept = [group.response(i) for i in range(len(group)) if i not in indices]
+    return make_group(group.ordinal, kept, prompt=group.prompt.tolist())
+
+
+def tiny_qwen(seed: int = 0, **changes: Any) -> Any:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, "initializer_range": 0.3}
+    return Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, "max_position_embeddings": 64, **changes}))
+
+
+def tiny_llama(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            initializer_range=0.3,
+        )
+    )
+
+
+def tiny_gpt2(seed: int = 0) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
+    )
+
+
+def tiny_gemma2(seed: int = 0) -> Any:
+    """Its logits are capped after the head, and every other layer has a sliding window."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    torch.manual_seed(seed)
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            sliding_window=4,
+            final_logit_softcapping=2.0,
+            max_position_embeddings=64,
+            initializer_range=0.5,
+        )
+    )

@@ -1,0 +1,338 @@
+"""A checkpoint is there whole or not at all: after kills, full disks, damage, and with two runs in one folder."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from freewheel.trainer import checkpoint as module
+from freewheel.trainer.checkpoint import CheckpointDamaged, CheckpointFailed, CheckpointStore, RunLock, RunLocked
+
+
+def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {"training": {"w": torch.full((64, 8), float(step)), "adam.exp_avg": torch.arange(4.0) + step}}
+
+
+def write_hf(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "vocab.txt").write_text("a b c")
+
+
+def save(store: CheckpointStore, step: int, **more: Any) -> Path:
+    return store.save(step, tensors=tensors(step), state={"version": step, **more}, hf=write_hf)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path, keep_last=2)
+
+
+def steps(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir())
+
+
+def flip(path: Path) -> None:
+    """Changes one bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# -- what comes back --------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_comes_back(store: CheckpointStore):
+    state = {"frontier": {"low": 3, "ended": [5, 7]}, "rng": 2**63, "config": {"seed": 0}}
+    path = store.save(40, tensors=tensors(40), state=state, hf=write_hf)
+    assert path == store.run_dir / "checkpoints" / "step_000040" == store.latest()
+    loaded = store.load(path)
+    assert loaded.step == 40 and loaded.state == {**state, "step": 40}
+    found = loaded.tensors("training")
+    assert found.keys() == tensors(40)["training"].keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(40)["training"].items())
+    assert (path / "tokenizer" / "vocab.txt").read_text() == "a b c"
+
+
+def test_every_file_has_its_size_and_checksum(store: CheckpointStore):
+    told = json.loads((save(store, 1) / "state.json").read_text())
+    assert set(told["files"]) == {"training.safetensors", "config.json", "tokenizer/vocab.txt"}
+    assert told["files"]["config.json"] == {"bytes": 2, "crc32": 0xA3A6BF43}
+
+
+def test_tensors_that_share_memory_or_are_views_are_saved_by_value(store: CheckpointStore):
+    whole = torch.arange(6.0).view(2, 3)
+    path = store.save(1, tensors={"x": {"a": whole, "tied": whole, "turned": whole.T, "row": whole[1]}}, state={})
+    found = store.load(path).tensors("x")
+    assert torch.equal(found["tied"], whole) and torch.equal(found["turned"], whole.T)
+    assert torch.equal(found["row"], whole[1])
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle(store: CheckpointStore):
+    path = save(store, 1)
+    assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".safetensors", ".json", ".txt"}
+
+
+def test_an_empty_run_has_no_checkpoint(store: CheckpointStore):
+    assert store.latest() is None and store.best() is None
+
+
+# -- which are kept ---------------------------------------------------------------------------------------------------
+
+
+def test_the_last_ones_are_kept(store: CheckpointStore):
+    for step in (1, 2, 3, 1000000):
+        save(store, step)
+    assert steps(store) == ["step_000003", "step_1000000"]
+
+
+def test_saving_a_step_again_replaces_it(store: CheckpointStore):
+    save(store, 1, note="first")
+    path = save(store, 1, note="second")
+    assert store.load(path).state["note"] == "second" and steps(store) == ["step_000001"]
+
+
+def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(store: CheckpointStore):
+    save(store, 1)
+    (save(store, 2) / "training.safetensors").unlink()
+    save(store, 3)
+    assert store.load(store.folder / "step_000001").step == 1
+    save(store, 4)
+    assert steps(store) == ["step_000003", "step_000004"]
+
+
+def test_checkpoints_of_a_path_that_was_left_are_removed(store: CheckpointStore):
+    save(store, 20)
+    save(store, 40)
+    save(store, 30)  # by a run that resumed from 20
+    assert store.latest() == store.folder / "step_000030"
+    assert steps(store) == ["step_000020", "step_000030"]
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["training.safetensors", "config.json", "tokenizer/vocab.txt", "state.json"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(store: CheckpointStore, name, harm, caplog):
+    save(store, 1)
+    path = save(store, 2) / name
+    {"flip": lambda: flip(path), "cut": lambda: os.truncate(path, 1), "remove": path.unlink}[harm]()
+    assert store.latest() == store.folder / "step_000001"
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and str(path) in record.getMessage()
+    with pytest.raises(CheckpointDamaged):
+        store.load(store.folder / "step_000002")
+
+
+def test_a_format_of_the_future_is_refused_by_its_number(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "FORMAT", 99)
+    path = save(store, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointDamaged, match="format 99"):
+        store.load(path)
+
+
+# -- trouble while writing --------------------------------------------------------------------------------------------
+
+
+def no_room(folder: Path) -> None:
+    (folder / "half").write_bytes(b"x" * 1000)
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_says_where_and_how_much_and_leaves_the_old_checkpoint(store: CheckpointStore):
+    save(store, 1)
+    big = {"training": {"w": torch.zeros(1_500_000)}}
+    with pytest.raises(CheckpointFailed, match=r"step_000002.*No space left.*about 6 MB, and \d+ MB are free"):
+        store.save(2, tensors=big, state={}, hf=no_room)
+    assert steps(store) == ["step_000001"]
+    assert store.latest() == store.folder / "step_000001"
+
+
+def test_a_limit_of_the_system_on_file_sizes_is_met_the_same_way(tmp_path: Path):
+    """In a process of its own: the limit holds for all that a process writes."""
+    code = """
+        import resource, sys, torch
+        from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
+        store = CheckpointStore(sys.argv[1], keep_last=2)
+        store.save(1, tensors={"t": {"w": torch.ones(8)}}, state={})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        try:
+            store.save(2, tensors={"t": {"w": torch.ones(1 << 20)}}, state={})
+        except CheckpointFailed as error:
+            assert "It needs about 4 MB" in str(error), error
+        else:
+            raise AssertionError("it was written")
+        assert store.load(store.latest()).step == 1
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_export_that_fails_is_a_failed_checkpoint_and_not_the_end(store: CheckpointStore):
+    def broken(folder: Path) -> None:
+        raise ValueError("this tokenizer cannot be saved")
+
+    with pytest.raises(CheckpointFailed, match="this tokenizer cannot be saved"):
+        store.save(1, tensors=tensors(1), state={}, hf=broken)
+    assert steps(store) == []
+
+
+def test_a_state_that_is_no_json_is_a_failed_checkpoint(store: CheckpointStore):
+    with pytest.raises(CheckpointFailed, match="JSON serializable"):
+        store.save(1, tensors={}, state={"rng": object()})
+
+
+def test_what_a_killed_save_left_is_cleaned_but_not_what_a_living_one_writes(store: CheckpointStore):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    host = module.socket.gethostname()
+    store.folder.mkdir()
+    dead, alive = (store.folder / f".tmp-{host}-{pid}-step_000009" for pid in (gone.pid, os.getppid()))
+    for folder in (dead, alive):
+        folder.mkdir()
+        (folder / "training.safetensors").write_bytes(b"half")
+    reader = CheckpointStore(store.run_dir, keep_last=2)
+    assert not dead.exists() and alive.exists()
+    assert reader.latest() is None
+    save(store, 1)  # the one writer removes all
+    assert not alive.exists()
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(store: CheckpointStore, monkeypatch):
+    save(store, 1, note="first")
+
+    class Killed(BaseException):
+        pass
+
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if self.name.startswith(".tmp-"):
+            raise Killed
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(Killed):
+        save(store, 1, note="second")
+    monkeypatch.undo()
+    again = CheckpointStore(store.run_dir, keep_last=2)
+    found = again.latest()
+    assert found is not None and again.load(found).state["note"] == "first"
+    save(again, 1, note="third")
+    assert steps(again) == ["step_000001"]
+
+
+KILLED_AT_RANDOM = """
+    import os, random, signal, sys, time
+    import torch
+    from freewheel.trainer.checkpoint import CheckpointStore
+
+    torch.set_num_threads(1)
+    run_dir, rounds = sys.argv[1], int(sys.argv[2])
+    draw = random.Random(0)
+    store = CheckpointStore(run_dir, keep_last=2)
+
+    def save(step):
+        tensors = {"training": {f"w{n}": torch.full((20_000,), float(step)) for n in range(8)}}
+        store.save(step, tensors=tensors, state={"version": step})
+
+    save(0)
+    for _ in range(rounds):
+        before = store.load(store.latest()).step
+        child = os.fork()
+        if child == 0:
+            step = before
+            while True:
+                step += draw.choice([0, 1])  # now and then the same step again
+                save(step)
+        time.sleep(draw.uniform(0.0, 0.08))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        draw.random()
+        store = CheckpointStore(run_dir, keep_last=2)
+        found = store.load(store.latest())
+        assert found.step >= before, (found.step, before)
+        for tensor in found.tensors("training").values():
+            assert (tensor == found.step).all()
+    assert store.load(store.latest()).step > 0, "nothing was saved between the kills"
+"""
+
+
+def test_a_kill_at_any_instant_leaves_a_loadable_store(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(KILLED_AT_RANDOM), str(tmp_path), "25"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# -- the best ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_weights_are_kept_with_their_score_until_better_ones_come(store: CheckpointStore):
+    def export(text: str) -> Any:
+        return lambda folder: (folder / "config.json").write_text(text)
+
+    assert store.save_best(10, 0.5, export("ten"))
+    assert not store.save_best(20, 0.5, export("twenty")), "an equal score is no reason to write"
+    assert not store.save_best(30, float("nan"), export("thirty"))
+    best = CheckpointStore(store.run_dir, keep_last=2).best()
+    assert best is not None and (best.step, best.score) == (10, 0.5)
+    assert store.save_best(40, 0.9, export("forty"))
+    best = store.best()
+    assert best is not None and (best.step, best.score) == (40, 0.9)
+    assert (store.run_dir / "best" / "config.json").read_text() == "forty"
+    assert sorted(path.name for path in store.run_dir.iterdir()) == ["best"]
+
+
+def test_pruning_leaves_the_best_alone(store: CheckpointStore):
+    save(store, 1)
+    store.save_best(1, 1.0, write_hf)
+    for step in range(2, 6):
+        save(store, step)
+    best = store.best()
+    assert best is not None and best.step == 1 and (best.path / "config.json").exists()
+
+
+def test_a_best_that_cannot_be_written_leaves_the_one_before(store: CheckpointStore):
+    store.save_best(1, 0.1, write_hf)
+    with pytest.raises(CheckpointFailed, match="best"):
+        store.save_best(2, 0.9, no_room)
+    best = store.best()
+    assert best is not None and best.step == 1 and (best.path / "config.json").exists()
+
+
+# -- the lock ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_one_directory_is_refused_by_the_first_ones_process(tmp_path: Path):
+    with RunLock(tmp_path), pytest.raises(RunLocked, match=rf"{tmp_path} is in use by process {os.getpid()} on"):
+        RunLock(tmp_path).acquire()
+    with RunLock(tmp_path):
+        pass
+
+
+def test_a_killed_process_holds_no_lock(tmp_path: Path):
+    code = "import sys, time; from freewheel.trainer.checkpoint import RunLock; RunLock(sys.argv[1]).acquire()"
+    code += "; print('held', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        with pytest.raises(RunLocked, match=f"process {holder.pid} "):
+            RunLock(tmp_path).acquire()
+        holder.kill()
+    with RunLock(tmp_path):
+        pass

@@ -1,0 +1,124 @@
+"""Settings that cannot work are refused, and those that can say what they do together."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from freewheel.judge.errors import ConfigError
+from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
+from freewheel.trainer.schedules import lr_factor
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"name": "dpo"}, "algorithm.name"),
+        ({"normalise": "zscore"}, "algorithm.normalise"),
+        ({"name": "rloo", "normalise": "std"}, "algorithm.normalise"),
+        ({"name": "reinforce_pp", "normalise": "none"}, "algorithm.normalise"),
+        ({"name": "ppo", "normalise": "std"}, "algorithm.normalise"),
+        ({"baseline": "batch"}, "algorithm.baseline"),
+        ({"clip_low": 1.0}, "algorithm.clip_low"),
+        ({"clip_high": 0}, "algorithm.clip_high"),
+        ({"dual_clip": 1.1}, "algorithm.dual_clip"),
+        ({"aggregation": "constant"}, "algorithm.aggregation_tokens"),
+        ({"aggregation_tokens": 100}, "algorithm.aggregation_tokens"),
+        ({"name": "ppo", "ratio": "sequence"}, "algorithm.ratio"),
+        ({"importance": "token_truncate"}, "algorithm.importance"),
+        ({"importance": "sequence_truncate"}, "algorithm.importance"),
+        ({"importance_floor": 0.5}, "algorithm.importance_floor"),
+        ({"importance": "token_mask", "importance_floor": 3.0}, "algorithm.importance_cap"),
+        ({"name": "ppo", "zero_variance": "drop"}, "algorithm.zero_variance"),
+        ({"name": "reinforce_pp", "baseline": "batch", "zero_variance": "drop"}, "algorithm.zero_variance"),
+        ({"gamma": 1.01}, "algorithm.gamma"),
+        ({"updates_per_batch": 0}, "algorithm.updates_per_batch"),
+        ({"mini_batches": 1.5}, "algorithm.mini_batches"),
+        ({"kl_coef": float("nan")}, "algorithm.kl_coef"),
+    ],
+)
+def test_an_algorithm_that_cannot_work_is_refused_by_key(settings, key) -> None:
+    with pytest.raises(ConfigError) as caught:
+        AlgorithmConfig(**settings)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"lr": 0}, "optimizer.lr"),
+        ({"lr": "fast"}, "optimizer.lr"),
+        ({"betas": (0.9, 1.0)}, "optimizer.betas"),
+        ({"betas": (0.9,)}, "optimizer.betas"),
+        ({"schedule": "step"}, "optimizer.schedule"),
+        ({"grad_clip": 0}, "optimizer.grad_clip"),
+        ({"min_lr_ratio": 2}, "optimizer.min_lr_ratio"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps"),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused_by_key(settings, key) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OptimizerConfig(**settings)
+    assert caught.value.key == key
+
+
+def test_adapters_need_a_rank() -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 0"):
+        LoraConfig(rank=0)
+
+
+def test_settings_are_read_from_plain_values() -> None:
+    config = msgspec.convert({"name": "rloo", "clip_low": 0.1}, AlgorithmConfig)
+    assert (config.name, config.clip_low, config.normalisation) == ("rloo", 0.1, "none")
+    assert msgspec.convert({"betas": [0.9, 0.99]}, OptimizerConfig).betas == (0.9, 0.99)
+    with pytest.raises(msgspec.ValidationError, match="unknown field"):
+        msgspec.convert({"clip": 0.1}, AlgorithmConfig)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, ["grpo", "standard deviation", "each token's ratio to the engine's policy", "[0.8, 1.28]", "over tokens"]),
+        ({"dual_clip": 3.0}, ["bounded at 3"]),
+        ({"ratio": "sequence", "aggregation": "sequence_mean"}, ["geometric-mean", "averaged over responses"]),
+        ({"name": "ppo"}, ["critic", "lambda 0.95"]),
+        ({"aggregation": "constant", "aggregation_tokens": 64, "normalise": "none"}, ["divided by 64"]),
+        ({"proximal": "recomputed"}, ["when the step began", "not bounded", "nothing is clipped"]),
+        (
+            {"proximal": "recomputed", "importance": "token_truncate", "mini_batches": 4},
+            ["a token's, truncated at 2"],
+        ),
+        ({"importance": "sequence_mask"}, ["Responses whose importance weight is outside 0 to 2"]),
+        ({"kl_coef": 0.01}, ["0.01 times the KL", "(k3)", "added to the loss"]),
+        ({"kl_coef": 0.01, "kl_kind": "k1"}, ["taken from the advantage"]),
+        ({"entropy_coef": 0.1}, ["entropy"]),
+    ],
+)
+def test_a_combination_says_what_it_does(settings, wanted) -> None:
+    said = describe(AlgorithmConfig(**settings))
+    assert [part for part in wanted if part not in said] == []
+
+
+def test_the_clipping_remark_goes_where_there_are_several_updates() -> None:
+    assert "nothing is clipped" not in describe(AlgorithmConfig(proximal="recomputed", mini_batches=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, [1, 1, 1, 1, 1]),
+        ({"warmup_steps": 2}, [0.5, 1, 1, 1, 1]),
+        ({"schedule": "linear"}, [1, 0.8, 0.6, 0.4, 0.2]),
+        ({"schedule": "linear", "min_lr_ratio": 0.5}, [1, 0.9, 0.8, 0.7, 0.6]),
+        ({"schedule": "cosine", "warmup_steps": 1}, [1, 1, 0.853553, 0.5, 0.146447]),
+    ],
+)
+def test_the_learning_rate_follows_its_schedule(settings, wanted) -> None:
+    config = OptimizerConfig(**settings)
+    assert [lr_factor(config, step, 5) for step in range(5)] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_run_that_goes_on_past_its_end_keeps_the_last_rate() -> None:
+    config = OptimizerConfig(schedule="cosine", min_lr_ratio=0.1, warmup_steps=3)
+    assert lr_factor(config, 9, 5) == pytest.approx(0.1)
+    assert lr_factor(config, 3, 3) == pytest.approx(0.1)

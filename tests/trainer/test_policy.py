@@ -1,0 +1,212 @@
+"""The policy gives a HF model's own log-probabilities, and hands out its weights as that model would."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from freewheel.data.group import PromptGroup
+from freewheel.judge.errors import ConfigError
+from freewheel.trainer import policy as policy_module
+from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
+from freewheel.trainer.options import AlgorithmConfig, LoraConfig
+from freewheel.trainer.policy import ALWAYS_SHARE, Policy, compute_dtype
+
+from .groups import random_group, tiny_gemma2, tiny_gpt2, tiny_llama, tiny_qwen
+
+CPU = torch.device("cpu")
+MODELS = {"qwen2": tiny_qwen, "llama": tiny_llama, "gpt2": tiny_gpt2, "gemma2": tiny_gemma2}
+
+
+def make_policy(model: Any = None, **options: Any) -> Policy:
+    return Policy(tiny_qwen() if model is None else model, device=CPU, **options)
+
+
+def batch_of(groups: list[PromptGroup], share: float | None = None) -> MicroBatch:
+    (samples,) = mini_batches(groups, [np.zeros(len(group)) for group in groups], AlgorithmConfig())
+    (batch,) = micro_batches(samples, 10_000, share)
+    return batch
+
+
+GROUPS = [random_group(ordinal, holes=True) for ordinal in range(3)]
+
+
+def by_the_model(model: Any, groups: list[PromptGroup], temperature: float = 1.0) -> dict[tuple[int, int], Tensor]:
+    """Log-probabilities of each response's own tokens, one at a time and without any cleverness."""
+    found = {}
+    for group in groups:
+        for index in range(len(group)):
+            one = group.response(index)
+            ids = torch.tensor(np.concatenate([group.prompt, one.tokens]))[None].long()
+            with torch.no_grad():
+                log_p = (model.eval()(input_ids=ids).logits[0] / temperature).log_softmax(-1)
+            places = len(group.prompt) + np.flatnonzero(one.mask)
+            found[group.ordinal, index] = log_p[places - 1, ids[0, places]]
+    return found
+
+
+def assert_same(
+    batch: MicroBatch, logp: Tensor, wanted: dict[tuple[int, int], Tensor], tolerance: float = 1e-5
+) -> None:
+    for place, key in enumerate(batch.keys):
+        torch.testing.assert_close(logp[batch.sequence == place], wanted[key], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_are_the_models_own(name) -> None:
+    batch = batch_of(GROUPS)
+    with torch.no_grad():
+        logp, _ = make_policy(MODELS[name]()).logprobs(batch)
+    assert_same(batch, logp, by_the_model(MODELS[name](), GROUPS))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
+def test_log_probabilities_are_the_same_where_responses_share_a_prompt(name) -> None:
+    batch = batch_of(GROUPS, ALWAYS_SHARE)
+    assert len(batch.inputs["input_ids"]) == len(GROUPS)
+    policy = make_policy(MODELS[name]())
+    assert policy.can_share()
+    with torch.no_grad():
+        logp, _ = policy.logprobs(batch)
+    assert_same(batch, logp, by_the_model(MODELS[name](), GROUPS))
+
+
+def test_a_model_with_a_sliding_window_does_not_share_prompts() -> None:
+    assert not make_policy(tiny_gemma2()).can_share()
+
+
+def test_log_probabilities_are_those_of_the_sampling_temperature() -> None:
+    batch = batch_of(GROUPS)
+    with torch.no_grad():
+        logp, _ = make_policy(temperature=0.7).logprobs(batch)
+    assert_same(batch, logp, by_the_model(tiny_qwen(), GROUPS, temperature=0.7))
+
+
+def gradients(policy: Policy, batch: MicroBatch) -> dict[str, Tensor]:
+    logp, entropy = policy.logprobs(batch, entropy_grad=True)
+    (logp.sum() + entropy.sum()).backward()
+    return {name: p.grad.clone() for name, p in policy.trainable().items() if p.grad is not None}
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_made_in_parts_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of(GROUPS)
+    whole = gradients(make_policy(), batch)
+    monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 100)
+    assert_close(gradients(make_policy(), batch), whole)
+
+
+def test_activation_checkpointing_gives_the_same_gradients() -> None:
+    batch = batch_of(GROUPS)
+    assert_close(gradients(make_policy(activation_checkpointing=True), batch), gradients(make_policy(), batch))
+
+
+def test_dropout_is_off() -> None:
+    batch = batch_of(GROUPS)
+    policy = make_policy(tiny_gpt2(), activation_checkpointing=True)  # gpt2's layers drop a tenth by default
+    assert torch.equal(policy.logprobs(batch)[0], policy.logprobs(batch)[0])
+
+
+def test_entropy_has_a_gradient_only_where_it_is_wanted() -> None:
+    batch, policy = batch_of(GROUPS), make_policy()
+    logp, entropy = policy.logprobs(batch)
+    assert logp.requires_grad and not entropy.requires_grad
+    assert policy.logprobs(batch, entropy_grad=True)[1].requires_grad
+    assert bool((entropy > 0).all() and (entropy <= np.log(23) + 1e-5).all())
+
+
+def changed(policy: Policy) -> Policy:
+    with torch.no_grad():
+        for parameter in policy.trainable().values():
+            parameter.add_(torch.full_like(parameter, 0.02).cumsum(-1))
+    return policy
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_weights_make_a_plain_model_that_agrees(name, lora) -> None:
+    policy, plain = changed(make_policy(MODELS[name](), lora=lora)), MODELS[name]()
+    before = {name: one.clone() for name, one in plain.state_dict().items()}
+    weights = policy.weights()
+    assert list(weights) == [name for name, _ in plain.named_parameters()]
+    plain.load_state_dict(weights, strict=False)
+    assert any(not torch.equal(one, before[name]) for name, one in weights.items())
+    batch = batch_of(GROUPS)
+    with torch.no_grad():
+        logp, _ = policy.logprobs(batch)
+    assert_same(batch, logp, by_the_model(plain, GROUPS), tolerance=1e-4 if lora else 1e-5)
+
+
+def test_adapters_are_all_that_is_trained() -> None:
+    policy = make_policy(lora=LoraConfig(rank=2))
+    assert policy.trainable() and all("lora_" in name for name in policy.trainable())
+
+
+def test_adapters_with_activation_checkpointing_get_gradients() -> None:
+    batch = batch_of(GROUPS)
+    plain = gradients(changed(make_policy(lora=LoraConfig(rank=2))), batch)
+    saving = gradients(changed(make_policy(lora=LoraConfig(rank=2), activation_checkpointing=True)), batch)
+    assert_close(saving, plain)
+    assert all(bool(grad.any()) for grad in plain.values())
+
+
+def test_adapters_without_peft_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"model\.lora = .*pip install peft"):
+        make_policy(lora=LoraConfig())
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_a_reference_stays_as_it_was(lora) -> None:
+    batch, policy = batch_of(GROUPS), make_policy(lora=lora)
+    before = policy.logprobs(batch)[0].detach()
+    reference = policy.frozen_copy()
+    changed(policy)
+    with torch.no_grad():
+        assert torch.equal(reference.logprobs(batch)[0], before)
+        assert not torch.equal(policy.logprobs(batch)[0], before)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_folder_opens_as_an_ordinary_model(tmp_path: Path, lora, dtype) -> None:
+    policy = changed(make_policy(tiny_qwen().to(dtype), lora=lora))
+    policy.save(tmp_path)
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert opened.dtype == dtype
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+    for name, tensor in policy.weights().items():
+        assert torch.equal(opened.state_dict()[name], tensor.to(dtype))
+
+
+def test_a_bfloat16_model_is_trained_in_float32() -> None:
+    policy = make_policy(tiny_qwen().to(torch.bfloat16))
+    assert {parameter.dtype for parameter in policy.trainable().values()} == {torch.float32}
+
+
+def test_bfloat16_computes_in_it_and_publishes_it() -> None:
+    batch = batch_of(GROUPS)
+    policy = make_policy(dtype="bfloat16")
+    logp, _ = policy.logprobs(batch)
+    assert logp.dtype == torch.float32
+    assert {tensor.dtype for tensor in policy.weights().values()} == {torch.bfloat16}
+    exact, _ = make_policy().logprobs(batch)
+    assert not torch.equal(logp, exact)
+    torch.testing.assert_close(logp, exact, atol=0.3, rtol=0)
+
+
+def test_auto_precision_on_a_cpu_is_float32() -> None:
+    assert compute_dtype("auto", CPU) is torch.float32

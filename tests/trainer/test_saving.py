@@ -1,0 +1,128 @@
+"""A checkpoint is a HF folder that anybody opens, and all that a resumed trainer needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.queue.ledger import Frontier
+from freewheel.sync.weights import Weights, pack
+from freewheel.trainer.backend import BackendState
+from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
+from freewheel.trainer.options import OptimizerConfig
+from freewheel.trainer.saving import TRAINING, Resumed, RunSaver
+from freewheel.trainer.torch_backend import TorchBackend
+
+from .groups import random_group
+
+FRONTIER = Frontier(low=7, ended=(9, 12), trained=8, abandoned={"zero_variance": 2})
+
+
+@pytest.fixture
+def backend() -> TorchBackend:
+    return TorchBackend(str(model_path()), optimizer=OptimizerConfig(lr=1e-2))
+
+
+@pytest.fixture
+def saver(tmp_path: Path) -> RunSaver:
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    store = CheckpointStore(tmp_path, keep_last=2)
+    return RunSaver(store=store, model=model, tokenizer=tokenizer, config={"seed": 3})
+
+
+def train(backend: TorchBackend, step: int) -> None:
+    backend.step([random_group(ordinal, seed=step) for ordinal in range(2)], version=step, step=step, total_steps=9)
+
+
+def packed(backend: TorchBackend) -> Weights:
+    return pack(backend.weights())
+
+
+def test_a_checkpoint_opens_as_an_ordinary_model_with_its_tokenizer(
+    saver: RunSaver, backend: TorchBackend, tmp_path: Path
+) -> None:
+    train(backend, 0)
+    saver.save(1, 1, FRONTIER, backend.state(), packed(backend))
+    folder = tmp_path / "checkpoints" / "step_000001"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, tensor in backend.weights().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    before = AutoModelForCausalLM.from_pretrained(model_path())
+    assert not torch.equal(model.lm_head.weight, before.lm_head.weight)
+    text = "Tom has 6 apples"
+    assert AutoTokenizer.from_pretrained(folder)(text) == AutoTokenizer.from_pretrained(model_path())(text)
+    assert model.generation_config.eos_token_id == before.generation_config.eos_token_id
+
+
+def test_a_trainer_that_resumes_goes_on_to_the_bit(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
+    train(backend, 0)
+    saver.save(1, 1, FRONTIER, backend.state(), packed(backend))
+    train(backend, 1)
+    store = CheckpointStore(tmp_path, keep_last=2)
+    path = store.latest()
+    assert path is not None
+    found = store.load(path)
+    again = TorchBackend(str(model_path()), optimizer=OptimizerConfig(lr=1e-2))
+    again.load_state(BackendState(tensors=found.tensors(TRAINING), values=found.state["backend"]))
+    train(again, 1)
+    for name, tensor in backend.weights().items():
+        assert torch.equal(again.weights()[name], tensor)
+
+
+def test_where_a_checkpoint_goes_on_from_is_read_back(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
+    saver.save(4, 2, FRONTIER, backend.state(), packed(backend))
+    store = CheckpointStore(tmp_path, keep_last=2)
+    path = store.latest()
+    assert path is not None
+    state = store.load(path).state
+    resumed = Resumed.of(path, state)
+    assert (resumed.step, resumed.version, resumed.frontier) == (4, 2, FRONTIER)
+    assert resumed.path == str(path)
+    assert state["config"] == {"seed": 3}
+
+
+def test_what_is_saved_does_not_move_with_the_training_beside_it(
+    saver: RunSaver, backend: TorchBackend, tmp_path: Path
+) -> None:
+    state, weights = backend.state(), packed(backend)
+    train(backend, 0)
+    saver.save(1, 1, FRONTIER, state, weights)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step_000001")
+    before = AutoModelForCausalLM.from_pretrained(model_path())
+    assert torch.equal(model.lm_head.weight, before.lm_head.weight)
+
+
+def test_the_best_weights_are_kept_and_worse_ones_are_not(
+    saver: RunSaver, backend: TorchBackend, tmp_path: Path
+) -> None:
+    assert saver.save_best(1, 0.5, packed(backend))
+    train(backend, 0)
+    better = packed(backend)
+    assert saver.save_best(2, 0.6, better)
+    train(backend, 1)
+    assert not saver.save_best(3, 0.55, packed(backend))
+    assert not saver.save_best(4, float("nan"), packed(backend))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    assert torch.equal(model.lm_head.weight, better.tensors()["model.embed_tokens.weight"])
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
+
+
+def test_a_tokenizer_that_cannot_be_written_is_a_failed_checkpoint_and_leaves_nothing(
+    saver: RunSaver, backend: TorchBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver._tokenizer, "save_pretrained", full)
+    with pytest.raises(CheckpointFailed, match="No space left on device"):
+        saver.save(1, 1, FRONTIER, backend.state(), packed(backend))
+    assert CheckpointStore(tmp_path, keep_last=2).latest() is None
+    assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -1,0 +1,344 @@
+"""Steps on tiny models: what changes the weights, what must not, and that learning learns."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from freewheel.data.group import PromptGroup, Response
+from freewheel.judge.errors import ConfigError
+from freewheel.trainer.backend import BackendState, NonFiniteLoss
+from freewheel.trainer.batching import micro_batches, mini_batches
+from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
+from freewheel.trainer.torch_backend import TorchBackend
+
+from .groups import VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without
+
+NAN = float("nan")
+GROUPS = [random_group(ordinal, holes=True) for ordinal in range(4)]
+
+
+def make_backend(model: Any = None, *, lr: float = 1e-2, **options: Any) -> TorchBackend:
+    algorithm = AlgorithmConfig(**options.pop("algorithm", {}))
+    optimizer = OptimizerConfig(lr=lr, **options.pop("optimizer", {}))
+    return TorchBackend(model or tiny_qwen(), algorithm=algorithm, optimizer=optimizer, **options)
+
+
+def trained(backend: TorchBackend, groups: list[PromptGroup], steps: int = 1, start: int = 0) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for step in range(start, start + steps):
+        found = backend.step(groups, version=step, step=step, total_steps=10)
+    return found
+
+
+def copied(backend: TorchBackend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights().items()}
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {},
+    {"name": "rloo", "aggregation": "sequence_mean"},
+    {"name": "reinforce_pp", "dual_clip": 3.0},
+    {"name": "ppo"},
+    {"ratio": "sequence", "kl_coef": 0.1, "entropy_coef": 0.01},
+    {"proximal": "recomputed", "importance": "sequence_truncate", "updates_per_batch": 2, "mini_batches": 2},
+    {"normalise": "none", "aggregation": "constant", "aggregation_tokens": 16, "importance": "token_mask"},
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_the_same_groups_give_the_same_weights_to_the_bit_in_any_order(algorithm) -> None:
+    one, other = (make_backend(algorithm=algorithm) for _ in range(2))
+    before = copied(one)
+    found = trained(one, GROUPS, steps=2)
+    assert trained(other, GROUPS[::-1], steps=2) == pytest.approx(found, nan_ok=False)
+    assert equal(copied(one), copied(other))
+    assert not equal(copied(one), before)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_the_token_budget_changes_neither_the_update_nor_the_metrics(algorithm) -> None:
+    found = []
+    for budget in (12, 40, 10_000):
+        backend = make_backend(algorithm=algorithm, micro_batch_tokens=budget, optimizer={"eps": 1e-3})
+        found.append((trained(backend, GROUPS), copied(backend)))
+    for metrics, weights in found[1:]:
+        assert metrics == pytest.approx(found[0][0], rel=2e-3, abs=1e-5)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, found[0][1][name], atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_a_response_without_a_reward_changes_nothing(algorithm) -> None:
+    failing = [random_group(ordinal, failed=(1, 3)) for ordinal in range(4)]
+    clean = [without(group, (1, 3)) for group in failing]
+    one, other = (make_backend(algorithm=algorithm) for _ in range(2))
+    found, wanted = trained(one, failing), trained(other, clean)
+    assert equal(copied(one), copied(other))
+    assert found["rollout/masked_ratio"] == 0.5 and wanted["rollout/masked_ratio"] == 0
+    assert found["actor/loss"] == wanted["actor/loss"]
+
+
+def test_a_hole_is_seen_and_not_trained_on() -> None:
+    def group(hole: int, logp: float) -> PromptGroup:
+        good = make_response([5, hole, 6], value=1.0, logprobs=[-2, logp, -2], mask=[1, 0, 1])
+        return make_group(0, [good, make_response([7], value=0.0)])
+
+    backends = [make_backend() for _ in range(3)]
+    for backend, holed in zip(backends, [group(9, 0.0), group(9, -1.0), group(10, 0.0)], strict=True):
+        trained(backend, [holed])
+    first, logp_changed, token_changed = map(copied, backends)
+    assert equal(first, logp_changed)
+    assert not equal(first, token_changed)
+
+
+def test_nothing_to_learn_from_takes_no_step() -> None:
+    backend = make_backend()
+    before = copied(backend)
+    found = trained(backend, [random_group(0, failed=range(4))])
+    assert equal(copied(backend), before)
+    assert found["rollout/masked_ratio"] == 1
+    assert "actor/loss" not in found and "rollout/reward_mean" not in found
+
+
+def poisoned(group: PromptGroup) -> PromptGroup:
+    """With a log-probability that is not a number."""
+    bad = [group.response(i) for i in range(len(group))]
+    logprobs = bad[0].logprobs.copy()
+    logprobs[0] = NAN
+    bad[0] = Response(**{**vars(bad[0]), "logprobs": logprobs})
+    return make_group(group.ordinal, bad, prompt=group.prompt.tolist())
+
+
+def test_a_loss_that_is_not_finite_leaves_weights_and_moments_untouched() -> None:
+    backend = make_backend()
+    trained(backend, GROUPS)
+    before = backend.state()
+    found = trained(backend, [poisoned(GROUPS[0]), *GROUPS[1:]])
+    assert found["actor/skipped_nonfinite"] == 1
+    assert "actor/loss" not in found and all(map(math.isfinite, found.values()))
+    after = backend.state()
+    assert equal(dict(after.tensors), dict(before.tensors))
+    trained(backend, GROUPS)
+    assert backend.state().values["nonfinite"] == 0
+
+
+def test_three_such_losses_in_a_row_end_it_with_a_remedy() -> None:
+    backend = make_backend()
+    before = copied(backend)
+    bad = [poisoned(group) for group in GROUPS]
+    trained(backend, bad, steps=2)
+    with pytest.raises(NonFiniteLoss, match=r"3 updates in a row.*optimizer\.lr"):
+        trained(backend, bad)
+    assert equal(copied(backend), before)
+
+
+def test_a_poisoned_mini_batch_does_not_spoil_the_others() -> None:
+    backend = make_backend(algorithm={"mini_batches": 2})
+    before = copied(backend)
+    found = trained(backend, [poisoned(GROUPS[0]), *GROUPS[1:]])
+    assert found["actor/skipped_nonfinite"] == 1
+    assert "actor/loss" in found and all(map(math.isfinite, found.values()))
+    assert not equal(copied(backend), before)
+
+
+SETUPS: list[dict[str, Any]] = [
+    {},
+    {"algorithm": {"name": "ppo"}},
+    {"lora": LoraConfig(rank=2)},
+    {"lora": LoraConfig(rank=2), "algorithm": {"name": "ppo", "kl_coef": 0.1}},
+    {"algorithm": {"kl_coef": 0.1, "mini_batches": 2, "updates_per_batch": 3}},
+]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_a_resumed_backend_goes_on_to_the_bit(tmp_path: Path, setup) -> None:
+    torch.manual_seed(1)  # peft draws its first adapters, from the backend's seed and not from this one
+    whole = make_backend(**setup)
+    trained(whole, GROUPS, steps=2)
+    state = whole.state()
+    save_file(dict(state.tensors), tmp_path / "state.safetensors")
+    values = json.loads(json.dumps(dict(state.values)))
+    wanted = trained(whole, GROUPS, start=2)
+
+    torch.manual_seed(2)
+    resumed = make_backend(**setup)
+    resumed.load_state(BackendState(tensors=load_file(tmp_path / "state.safetensors"), values=values))
+    assert trained(resumed, GROUPS, start=2) == wanted
+    assert equal(copied(resumed), copied(whole))
+
+
+def test_the_state_is_a_snapshot() -> None:
+    backend = make_backend()
+    trained(backend, GROUPS)
+    state = backend.state()
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    trained(backend, GROUPS)
+    assert equal(dict(state.tensors), before)
+
+
+@pytest.mark.parametrize("other", [tiny_gpt2(), tiny_qwen(hidden_size=32)])
+def test_a_state_of_another_model_is_refused_and_changes_nothing(other) -> None:
+    backend = make_backend()
+    before = copied(backend)
+    with pytest.raises(ValueError, match="resume with the model and the settings"):
+        backend.load_state(make_backend(other).state())
+    assert equal(copied(backend), before)
+
+
+def test_the_gap_to_the_engine_is_measured_on_tokens_of_the_version_in_training() -> None:
+    backend = make_backend(lr=1e-9, share_prompts=False)
+    logp = {}
+    (samples,) = mini_batches(GROUPS, [group.values for group in GROUPS], AlgorithmConfig())
+    (batch,) = micro_batches(samples, 10_000)
+    with torch.no_grad():
+        found, _ = backend.policy.logprobs(batch)
+    for place, key in enumerate(batch.keys):
+        logp[key] = found[batch.sequence == place].numpy()
+    groups = []
+    for group in GROUPS:
+        responses = []
+        for index in range(len(group)):
+            one = group.response(index)
+            exact = np.zeros(len(one.tokens), np.float32)
+            exact[one.mask != 0] = logp[group.ordinal, index] + (0.25 if index == 0 else 0)
+            versions = np.where(one.mask != 0, 4 if index == 0 else 5, -1).astype(np.int32)
+            responses.append(Response(**{**vars(one), "logprobs": exact, "versions": versions}))
+        groups.append(make_group(group.ordinal, responses, prompt=group.prompt.tolist()))
+    current = backend.step(groups, version=5, step=0, total_steps=1)
+    assert current["rollout/logprob_gap_mean"] < 1e-5 and current["rollout/logprob_gap_max"] < 1e-4
+    older = backend.step(groups, version=4, step=0, total_steps=1)
+    assert older["rollout/logprob_gap_mean"] == pytest.approx(0.25, abs=1e-4)
+    none = backend.step(groups, version=6, step=0, total_steps=1)
+    assert not any("gap" in name for name in none)
+
+
+def test_the_metrics_of_a_step_have_these_names() -> None:
+    found = trained(make_backend(algorithm={"name": "ppo", "kl_coef": 0.1}), GROUPS)
+    actor = "loss grad_norm lr kl kl_k3 kl_reference entropy clip_ratio_low clip_ratio_high ess ess_sequence ratio_max"
+    rollout = "reward_mean reward_std raw_reward_mean response_length_mean response_length_max truncation_ratio"
+    wanted = {f"actor/{name}" for name in (*actor.split(), "skipped_nonfinite")}
+    wanted |= {f"rollout/{name}" for name in (*rollout.split(), "masked_ratio", "zero_variance_ratio")}
+    wanted |= {"rollout/logprob_gap_mean", "rollout/logprob_gap_max"}
+    critic = "loss grad_norm lr value return error clip_ratio skipped_nonfinite"
+    wanted |= {f"critic/{name}" for name in critic.split()}
+    assert set(found) == wanted
+    assert found["rollout/truncation_ratio"] == 0.25
+    assert found["actor/kl_reference"] == 0
+    own = [np.count_nonzero(group.response(i).mask) for group in GROUPS for i in range(4)]
+    assert found["rollout/response_length_mean"] == pytest.approx(np.mean(own))
+
+
+def test_the_reference_does_not_move_with_the_policy() -> None:
+    backend = make_backend(algorithm={"kl_coef": 1e-6})
+    trained(backend, GROUPS, steps=3)
+    assert trained(backend, GROUPS, start=3)["actor/kl_reference"] > 0
+
+
+def test_the_learning_rate_follows_the_step() -> None:
+    backend = make_backend(lr=1e-2, optimizer={"schedule": "linear", "warmup_steps": 2})
+    found = [backend.step(GROUPS, version=0, step=step, total_steps=4)["actor/lr"] for step in range(4)]
+    assert found == pytest.approx([0.005, 0.01, 0.01, 0.005])
+
+
+def test_clipping_bounds_the_step_that_a_gradient_makes() -> None:
+    free, held = (make_backend(optimizer={"grad_clip": clip, "eps": 1.0}, lr=1.0) for clip in (None, 1e-3))
+    before = copied(free)
+    norm = trained(free, GROUPS)["actor/grad_norm"]
+    assert norm > 0.01
+    assert trained(held, GROUPS)["actor/grad_norm"] == pytest.approx(norm)
+
+    def moved(backend: TorchBackend) -> float:
+        return math.sqrt(sum(float((one - before[name]).square().sum()) for name, one in copied(backend).items()))
+
+    assert moved(held) == pytest.approx(1e-3, rel=0.05)
+    assert moved(free) > 5 * moved(held)
+
+
+def test_weight_decay_spares_vectors() -> None:
+    backend = make_backend(optimizer={"weight_decay": 0.5}, lr=0.1)
+    before = copied(backend)
+    equal_rewards = [make_group(0, [make_response([5], value=1.0), make_response([6], value=1.0)])]
+    trained(backend, equal_rewards)
+    for name, tensor in copied(backend).items():
+        torch.testing.assert_close(tensor, before[name] * (0.95 if tensor.ndim == 2 else 1.0))
+
+
+def test_auto_is_no_learning_rate() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.lr = 'auto'"):
+        TorchBackend(tiny_qwen())
+    assert TorchBackend(tiny_qwen(), lr=1e-3).step(GROUPS, version=0, step=0, total_steps=1)["actor/lr"] == 1e-3
+
+
+def test_a_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
+    first = make_backend()
+    trained(first, GROUPS)
+    first.save_hf(tmp_path)
+    assert equal(copied(make_backend(str(tmp_path))), copied(first))
+
+
+def test_the_start_is_described() -> None:
+    assert make_backend().describe().startswith("grpo: each reward against its group's mean")
+
+
+GOOD_TOKEN = 5
+
+
+def sampled(backend: TorchBackend, ordinal: int, version: int, rng: np.random.Generator) -> PromptGroup:
+    """Eight responses of three tokens; the reward is the share of good ones."""
+    model = backend.policy.plain
+    prompt = [1, 2, 3]
+    ids = torch.tensor([prompt] * 8)
+    logprobs = []
+    for _ in range(3):
+        with torch.no_grad():
+            log_p = model(input_ids=ids).logits[:, -1].log_softmax(-1)
+        chosen = torch.tensor([rng.choice(VOCABULARY, p=p / p.sum()) for p in log_p.double().exp().numpy()])
+        logprobs.append(log_p.gather(1, chosen[:, None]))
+        ids = torch.cat([ids, chosen[:, None]], 1)
+    made, logp = ids[:, 3:].numpy(), torch.cat(logprobs, 1).numpy()
+    return make_group(
+        ordinal,
+        [
+            make_response(one.tolist(), value=float(np.mean(one == GOOD_TOKEN)), logprobs=p.tolist(), version=version)
+            for one, p in zip(made, logp, strict=True)
+        ],
+        prompt=prompt,
+    )
+
+
+@pytest.mark.parametrize(
+    ("setup", "wanted"),
+    [
+        ({}, 0.8),
+        ({"algorithm": {"name": "rloo"}}, 0.8),
+        ({"algorithm": {"name": "reinforce_pp"}}, 0.8),
+        ({"algorithm": {"name": "ppo"}}, 0.8),
+        ({"algorithm": {"ratio": "sequence", "aggregation": "sequence_mean"}}, 0.8),
+        ({"algorithm": {"proximal": "recomputed", "importance": "token_truncate", "mini_batches": 2}}, 0.8),
+        ({"lora": LoraConfig(rank=4, alpha=8.0)}, 0.5),  # the embeddings, which are the head as well, stay as they are
+    ],
+    ids=str,
+)
+def test_a_bandit_is_learnt_in_a_few_steps(setup, wanted) -> None:
+    backend, rng = make_backend(**setup), np.random.default_rng(0)
+    rewards = []
+    for step in range(24):
+        groups = [sampled(backend, ordinal, step, rng) for ordinal in range(4)]
+        found = backend.step(groups, version=step, step=step, total_steps=24)
+        rewards.append(found["rollout/reward_mean"])
+        assert found["rollout/logprob_gap_max"] < 1e-4
+    assert np.mean(rewards[:3]) < 0.3
+    assert np.mean(rewards[-3:]) > wanted
