@@ -14,6 +14,7 @@ Weights travel as a reference inside a list, so that Ray does not fetch them on 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 from collections.abc import Sequence
@@ -43,6 +44,9 @@ EVALUATION_S = 3600.0
 BESIDE_TRAINER = 5
 """Niceness of generation on a CPU: where cores are few it fills what training leaves. A trainer that waits for it takes
 nothing away."""
+GARBAGE_AFTER = 100_000
+"""Objects between two collections in the queue's process: groups by the thousand are alive in it and none is garbage
+in a cycle, so that looking through them is a pause and nothing else."""
 MANY = 1000
 """Calls that an actor may have in progress: those that wait must not keep others out."""
 
@@ -172,6 +176,8 @@ class QueueActor:
 
     def __init__(self, run_dir: str) -> None:
         _attach(run_dir, "queue")
+        gc.freeze()
+        gc.set_threshold(GARBAGE_AFTER)
         self._queue: MessageQueue | None = None
 
     def open(self, bounds: Bounds, total_prompts: int | None, frontier: Frontier, version: int, step: int) -> None:
@@ -241,6 +247,7 @@ class RollouterActor:
             os.nice(BESIDE_TRAINER)
         self._side = RolloutSide(**self._given)
         self._rollouter = self._side.rollouter(RemoteQueue(queue))
+        gc.freeze()  # what was imported and loaded is no garbage: collections need not look through it
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
 
     async def run(self) -> None:
@@ -278,6 +285,7 @@ class TrainerActor:
         self._rollouters = rollouters
         self._publisher = RemotePublisher(sync, verify=self._side.config.async_training.verify_weights)
         self._trainer = self._side.trainer(RemoteQueue(queue), self._publisher, self._evaluate)
+        gc.freeze()
         return self._side.backend.describe()
 
     async def _evaluate(self, step: int) -> dict[str, float] | None:
