@@ -320,7 +320,7 @@ class Program:
 def test_ctrl_c_and_sigterm_save_and_the_run_goes_on_where_it_was(cluster: None, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     settings = [
-        *("trainer.total_steps=30", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
+        *("trainer.total_steps=100000", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
         *(f"trainer.trainer_class={TELLING}", "reward.function=user_code:slow_score", "eval.prompts=0"),
     ]
     programs: list[Program] = []
@@ -335,18 +335,18 @@ def test_ctrl_c_and_sigterm_save_and_the_run_goes_on_where_it_was(cluster: None,
         assert "Stopped at step" in said
         assert "Traceback" not in said
         stopped_at = first.steps()
-        assert stopped_at < 30
 
         second = Program(tmp_path, "--resume", str(run_dir))
         programs.append(second)
         second.wait_for_step(stopped_at + 2)
         second.process.terminate()
         assert second.end() == 130
-        assert stopped_at < second.steps() < 30
+        total = second.steps() + 3
+        assert stopped_at < total - 3
     finally:
         for program in programs:
             program.close()
-    assert main_of(run_dir, resume=True, trainer={"trainer_class": TELLING, "total_steps": 30}).run().exit_code == 0
-    assert [row["step"] for row in read_metrics(run_dir, "step")] == list(range(1, 31))
-    assert sorted(trained_ordinals(run_dir)) == list(range(120))
+    assert main_of(run_dir, resume=True, trainer={"trainer_class": TELLING, "total_steps": total}).run().exit_code == 0
+    assert [row["step"] for row in read_metrics(run_dir, "step")] == list(range(1, total + 1))
+    assert sorted(trained_ordinals(run_dir)) == list(range(4 * total))
     assert (run_dir / "final" / "model.safetensors").is_file()

@@ -236,6 +236,7 @@ class RollouterActor:
         _attach(run_dir, name)
         self._given = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
         self._rollouter: Any = None
+        self._closing = asyncio.Event()
 
     async def open(self, queue: Any) -> dict[str, Any]:
         """Loads the model, and gives what the coordinator must know before it starts anything.
@@ -251,7 +252,10 @@ class RollouterActor:
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
 
     async def run(self) -> None:
+        """Until `close`: when there is nothing left to generate, the last version and evaluation still need it, and its
+        death must still be noticed."""
         await self._rollouter.run()
+        await self._closing.wait()
 
     async def load_weights(self, version: int, weights: list[Any]) -> int:
         return int(await self._rollouter.load_weights(version, await weights[0]))
@@ -264,6 +268,7 @@ class RollouterActor:
         return {} if self._rollouter is None else dict(self._rollouter.stats())
 
     async def close(self) -> None:
+        self._closing.set()
         if self._rollouter is not None:
             await self._rollouter.stop()
             await self._rollouter.close()

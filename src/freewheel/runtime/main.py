@@ -318,10 +318,8 @@ class FullyAsyncMain:
 
     def _ended(self, name: str, error: BaseException | None) -> None:
         """A component's loop is over while the trainer's is not."""
-        if name not in self._rollouters or (error is not None and not _died(error)):
+        if error is None or name not in self._rollouters or not _died(error):
             raise error or RuntimeError(f"{name} ended by itself")
-        if error is None:  # the queue has no more tickets, and the trainer is at its last step
-            return
         self._replaced[name] = self._replaced.get(name, 0) + 1
         if self._replaced[name] > MAX_REPLACEMENTS:
             raise RuntimeError(f"{name} died {self._replaced[name]} times; the last time: {error}") from error
