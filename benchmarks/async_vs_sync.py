@@ -6,12 +6,17 @@
     tail    one response in twenty is six times as long as the others
     judge   a score takes 0.5 to 1.5 s; responses are scored as they finish in every mode, sync included
 
-Real Ray, one thread an actor. Seeds and modes take turns, so that a noisy minute hits all. Steps 5 to 35 count: the
-first ones fill the pipeline, the last ones empty it. `efficiency` is the slower of generation alone and training alone,
-for the same tokens and steps, over the wall time: 1 would be a machine on which the other costs nothing. Training alone
-is timed in `sync`, where nothing runs beside it; generation alone is the engine's speed in tokens, measured with the
-weights of the end and nothing beside it. `final_reward` is the mean of the last five steps; `reward_at_equal_wall` that
-of five steps up to the moment at which the fastest mode was done.
+Real Ray, one thread an actor, no checkpoints and no evaluation. Seeds and modes take turns, so that a noisy minute hits
+all. Steps 5 to 35 count: the first fill the pipeline, the last empty it. A step is 96 groups and not the 32 of
+the default: with 32 a step of the tiny model is so short that a judge of a second cannot be hidden within 3 versions.
+
+`efficiency` is the slower of generation alone and training alone, for the same tokens and steps, over the wall time: 1
+would be a machine on which the other costs nothing. Training alone is what the steps take in `sync`, where nothing runs
+beside them. Generation alone is the speed in tokens of a whole rollouter (engine, decoding, the task's score, packing)
+whose groups are taken away as they come, measured with the weights of the end and nothing beside it.
+`final_reward` is the mean of the last five steps; `reward_at_equal_wall` that of five steps up to the moment at which
+the fastest mode was done. The judge is an async function that sleeps: what a real one costs this machine is measured in
+the judge's own benchmarks.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ HALFWAY = 4
 
 
 class Halfway(WordProblems):
-    """Word problems, of which some that are trained on come with their steps. Those also make room for the second turn:
-    an engine takes prompts up to the longest of the data, and a turn's prompt is all that was said before it."""
+    """Word problems, of which some that are trained on come with their steps."""
 
     def load(self, split: str, path: Any = None, *, limit: int | None = None) -> list[Any]:
         rows = [dict(row) for row in super().load(split, path, limit=limit)]

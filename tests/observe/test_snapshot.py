@@ -14,18 +14,15 @@ from freewheel.observe.snapshot import bottleneck
         ({"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0}, "generation: 40%"),
         ({"train": 0.98, "wait_batch": 0.02}, {"generate": 0.6, "wait_room": 0.4}, "training: 40%"),
         ({"train": 0.95, "wait_batch": 0.05}, {"generate": 0.93, "wait_room": 0.07}, "nothing"),
-        # a judge that takes its time: the trainer starves and nothing is generated, whether rollouters know why or not
+        # a judge that takes its time: the trainer starves and nothing is generated
         ({"train": 0.2, "wait_batch": 0.8}, {"generate": 0.3, "wait_reward": 0.7, "wait_room": 0.0}, "reward: 70%"),
-        ({"train": 0.2, "wait_batch": 0.8}, {"generate": 0.3, "wait_room": 0.7}, "reward: 50%"),
-        ({"wait_batch": 0.8}, {"wait_room": 0.7}, "reward: 50%"),
         # a judge that is slow but hidden: nobody waits for it
         ({"train": 0.97, "wait_batch": 0.03}, {"generate": 0.5, "wait_reward": 0.3, "wait_room": 0.2}, "training: 20%"),
         # by turns, as in mode sync: the longer of the two
         ({"train": 0.3, "wait_batch": 0.7}, {"generate": 0.7, "wait_room": 0.3}, "generation: 70%"),
         ({"train": 0.7, "wait_batch": 0.3}, {"generate": 0.3, "wait_room": 0.7}, "training: 70%"),
         # weights and checkpoints
-        ({"train": 0.5, "sync": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "wait_room": 0.1}, "sync: 40%"),
-        ({"train": 0.9, "wait_batch": 0.1}, {"generate": 0.7, "wait_sync": 0.1, "load_weights": 0.2}, "sync: 30%"),
+        ({"train": 0.9, "wait_batch": 0.1}, {"generate": 0.7, "load_weights": 0.3}, "sync: 30%"),
         ({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "wait_room": 0.1}, "sync: 40%"),
         ({"train": 0.6, "save": 0.4}, {"generate": 0.7, "wait_room": 0.3}, "save: 40%"),
         # a checkpoint that is written while training goes on costs nothing

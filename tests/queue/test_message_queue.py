@@ -34,6 +34,7 @@ def queue_of(
     max_lag_allowed: int = 10,
     total_groups: int | None = None,
     prompts: int | None = None,
+    rest_s: float = 0.0,
     clock: Callable[[], float] | None = None,
 ) -> MessageQueue:
     bounds = Bounds(
@@ -47,7 +48,7 @@ def queue_of(
         total_groups=total_groups,
     )
     more: dict[str, Any] = {"clock": clock} if clock else {}
-    return MessageQueue(bounds=bounds, total_prompts=prompts, **more)
+    return MessageQueue(bounds=bounds, total_prompts=prompts, rest_s=rest_s, **more)
 
 
 def group(ticket: Ticket, version: int = 0) -> PromptGroup:
@@ -665,3 +666,28 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
     assert hammer.lag <= queue.policy.bounds.max_lag_allowed
     assert (queue.memory_bytes, queue.policy.open, queue.policy.ready) == (0, 0, 0)
     assert not queue._tickets and not queue._owners and not queue._stored and not queue._taken and not queue._asking
+
+
+# -- what an engine failed on -----------------------------------------------------------------------------------------
+
+
+async def test_a_prompt_that_an_engine_failed_on_rests_before_it_is_attempted_again() -> None:
+    queue = queue_of(threshold=0, prompts=2, rest_s=0.05)
+    first, second = await admitted(queue, 2)
+    await queue.fail(first, infra("engine", "no memory"))
+    assert not (await queue.admit("b", want=1, load=0, wait_s=0.0)).tickets  # it rests, and no other prompt is left
+    assert not queue.policy.exhausted and not queue.finished
+    (again,) = (await queue.admit("b", want=1, load=0, wait_s=LONG_S)).tickets
+    assert (again.ordinal, again.attempt) == (first.ordinal, 1)
+    await queue.fail(second, data("prompt", "too long"))  # of its own fault: at once
+    (other,) = (await queue.admit("b", want=1, load=0, wait_s=0.0)).tickets
+    assert other.ordinal == second.ordinal
+
+
+async def test_a_queue_that_is_closed_wakes_nobody_for_what_rests() -> None:
+    queue = queue_of(threshold=0, rest_s=0.01)
+    (ticket,) = await admitted(queue, 1)
+    await queue.fail(ticket, infra("timeout", "slow"))
+    await queue.close()
+    await asyncio.sleep(0.05)
+    assert not queue.ledger.failures

@@ -51,8 +51,8 @@ METRICS = (
         "freshness",
         ("avg_sample_age", "versions", "mean lag of the step's samples: trainer's version less their oldest token's"),
         ("max_sample_age", "versions", "largest lag among the step's samples"),
-        ("avg_sample_age_s", "s", "mean time since the step's samples were generated"),
-        ("max_sample_age_s", "s", "longest time since a sample of the step was generated"),
+        ("avg_sample_age_s", "s", "mean time since the generation of the step's samples began"),
+        ("max_sample_age_s", "s", "longest time since the generation of a sample of the step began"),
         ("stale_samples_ratio", "share", "of the step's samples, those with a lag over staleness_threshold"),
     ),
     *_of(

@@ -54,30 +54,21 @@ def bottleneck(waits: Waits) -> str:
 
     Each is charged with the time for which others stood still because of it, and the largest charge names it:
 
-        sync         the trainer's `sync` and `pack`, or rollouters' `wait_sync` and `load_weights`, whichever is more
+        sync         the trainer's `pack`, or rollouters' `load_weights`, whichever is more
         save         the trainer's `save`, as far as it did nothing else meanwhile
-        reward       rollouters' `wait_reward`; where they have no such span, the time in which the trainer waited for a
-                     batch and yet nothing was generated: 1 − train − generate − sync − save
+        reward       rollouters' `wait_reward`, as far as the trainer waited for a batch
         generation   the trainer's `wait_batch`, less what reward is charged with
-        training     rollouters' `wait_room`, less the same where they cannot tell the two apart
+        training     rollouters' `wait_room`
     """
     trainer = dict(waits.get("trainer", {}))
     rollouter = _mean(shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter")
     if not trainer or not rollouter:
         return "nothing is known yet"
-    handing_over = trainer.get("sync", 0.0) + trainer.get("pack", 0.0)
-    sync = max(handing_over, rollouter.get("wait_sync", 0.0) + rollouter.get("load_weights", 0.0))
-    starved = trainer.get("wait_batch", 0.0)
-    train = trainer.get("train", max(0.0, 1 - starved - handing_over - trainer.get("save", 0.0)))
-    save = min(trainer.get("save", 0.0), max(0.0, 1 - train - starved - handing_over))
-    waited = sum(share for name, share in rollouter.items() if name.startswith("wait_"))
-    generate = rollouter.get("generate", max(0.0, 1 - waited))
+    pack, starved = trainer.get("pack", 0.0), trainer.get("wait_batch", 0.0)
+    sync = max(pack, rollouter.get("load_weights", 0.0))
+    save = min(trainer.get("save", 0.0), max(0.0, 1 - trainer.get("train", 0.0) - starved - pack))
+    reward = min(starved, rollouter.get("wait_reward", 0.0))
     held_back = rollouter.get("wait_room", 0.0)
-    if "wait_reward" in rollouter:
-        reward = min(starved, rollouter["wait_reward"])
-    else:  # then rollouters took it for a wait for room
-        reward = min(starved, held_back, max(0.0, 1 - train - generate - sync - save))
-        held_back -= reward
     charges = {
         "sync": (sync, "of the time went into bringing weights to the engines"),
         "save": (save, "of the time went into writing checkpoints"),

@@ -1,6 +1,6 @@
 """How long a component spends on what: the seconds behind "what does it wait for".
 
-The trainer (`train`, `wait_batch`, `sync`, `save`) and the rollouter (`generate`, `wait_room`, …) open a span around
+The trainer (`train`, `wait_batch`, `pack`, `save`) and the rollouter (`generate`, `wait_room`, …) open a span around
 each of these; FullyAsyncMain takes a snapshot now and then, and `shares` of two of them is what the last interval was
 spent on. Snapshots are plain dictionaries, so that they travel between processes.
 """

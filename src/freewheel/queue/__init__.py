@@ -1,1 +1,1 @@
-"""Between generation and training: `MessageQueue`, and the decisions in it: `StalenessPolicy`, `Ledger`, `Router`."""
+"""Between generation and training: `MessageQueue`, and what decides in it: `StalenessPolicy`, `Ledger`, routing."""

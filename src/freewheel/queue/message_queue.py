@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from freewheel.data.group import Block, Ticket, tickets_from_bytes, tickets_to_bytes
-from freewheel.queue.failures import Failure, infra
+from freewheel.queue.failures import Failure, Kind, infra
 from freewheel.queue.ledger import Frontier, Ledger
 from freewheel.queue.routing import Asking, least_loaded
 from freewheel.queue.signal import Signal
@@ -30,6 +30,9 @@ from freewheel.queue.staleness import Bounds, StalenessPolicy
 
 log = logging.getLogger("freewheel.queue")
 
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+"""Before a prompt is attempted again that an engine or a reward service failed on, doubling from attempt to attempt:
+what is down for half a minute must not use up its budget in seconds."""
 MEMORY_WARNING_BYTES = 4 << 30
 """Groups of a few KB never get there: a queue that holds this much has very long responses and a slow trainer."""
 
@@ -77,6 +80,7 @@ class MessageQueue:
         frontier: Frontier | None = None,
         version: int = 0,
         step: int = 0,
+        rest_s: float = FIRST_REST_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger = Ledger(total=total_prompts, frontier=frontier)
@@ -88,6 +92,7 @@ class MessageQueue:
         self.dropped: Counter[str] = Counter()
         self.memory_bytes = 0
         self._clock = clock
+        self._rest_s = rest_s
         self._changed = Signal()
         self._asking: list[Asking] = []
         self._tickets: dict[int, Ticket] = {}  # by sequence, until it is trained or dropped
@@ -96,6 +101,7 @@ class MessageQueue:
         self._taken: dict[int, list[int]] = {}  # step → sequences, until it is committed
         self._missing: dict[int, int] = {}  # step → groups that turned out stale and are to be replaced
         self._fenced: set[str] = set()
+        self._resting: dict[int, asyncio.TimerHandle] = {}  # ordinal → when it is attempted again
         self._closed = False
         self._warned = False
         self._progress_s = clock()
@@ -131,7 +137,7 @@ class MessageQueue:
             self._tickets[ticket.sequence] = ticket
             self._owners[ticket.sequence] = asking.replica
             asking.tickets.append(ticket)
-        self.policy.exhausted = self.ledger.exhausted
+        self.policy.exhausted = self.ledger.exhausted and not self._resting
 
     def _wake(self) -> None:
         self._serve()
@@ -160,6 +166,17 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
+        if self._rest_s and failure.kind is Kind.INFRA and failure.reason != "lost":
+            rest_s = min(self._rest_s * 2**ticket.attempt, LONGEST_REST_S)
+            loop = asyncio.get_running_loop()
+            self._resting[ticket.ordinal] = loop.call_later(rest_s, self._failed, ticket, failure)
+        else:
+            self._failed(ticket, failure)
+        self._wake()
+
+    def _failed(self, ticket: Ticket, failure: Failure) -> None:
+        if self._resting.pop(ticket.ordinal, None) is not None and self._closed:
+            return
         if not self.ledger.fail(ticket.ordinal, failure):
             log.error("Prompt %d is abandoned (%s): %s", ticket.ordinal, failure.reason, failure.detail)
         self._wake()
@@ -207,7 +224,7 @@ class MessageQueue:
 
     def _filled(self, step: int) -> bool:
         """Gives `step` the groups that it lacks, if it can. True: it has all that it will have."""
-        self.policy.exhausted = self.ledger.exhausted
+        self.policy.exhausted = self.ledger.exhausted and not self._resting
         if step not in self._taken:
             if any(self._missing.values()):  # an earlier step was sent stale groups and comes first
                 return False
@@ -268,7 +285,7 @@ class MessageQueue:
         """Waits until nothing is in progress and nothing more is admitted under the weights that engines hold."""
 
         def holds() -> bool:
-            self.policy.exhausted = self.ledger.exhausted
+            self.policy.exhausted = self.ledger.exhausted and not self._resting
             return self.policy.settled or self._closed
 
         return await self._changed.until(holds, wait_s)
@@ -276,6 +293,9 @@ class MessageQueue:
     async def close(self) -> None:
         """The run is over: everybody who waits is told so."""
         self._closed = True
+        for timer in self._resting.values():
+            timer.cancel()
+        self._resting.clear()
         self._changed.notify()
 
     @property

@@ -1,4 +1,4 @@
-"""`Router`: which of the rollouters that ask for work gets the next ticket: the least loaded. Pure."""
+"""Which of the rollouters that ask for work gets the next ticket: the least loaded. Pure."""
 
 from __future__ import annotations
 

@@ -58,6 +58,10 @@ class Bounds:
         """Groups that can be ready at once, at worst: the earlier steps of an unfinished version hold their slots."""
         return self.capacity - self.groups_per_step * (self.steps_per_version - 1)
 
+    def too_old(self, lag: int) -> bool:
+        """Whether a group that lags so many versions may no longer be trained on."""
+        return lag > self.max_lag_allowed
+
     @property
     def max_lag(self) -> int:
         return self.threshold + -(-(self.window - 1) // self.groups_per_version)
@@ -193,7 +197,7 @@ class StalenessPolicy:
 
     def too_old(self, min_version: int) -> bool:
         """The check at consumption: the promise itself."""
-        return self.lag(min_version) > self.bounds.max_lag_allowed
+        return self.bounds.too_old(self.lag(min_version))
 
     def commit(self, sequences: Iterable[int]) -> bool:
         """A step on these groups is done. True: it completed a weight version, which is now to be published."""

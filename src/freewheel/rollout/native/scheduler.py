@@ -59,11 +59,6 @@ class Scheduler(Generic[Key]):
         """Samples that wait for one."""
         return self._samples_waiting
 
-    @property
-    def highest(self) -> int:
-        """One more than the highest slot in use; 0 if none is."""
-        return max(self._held, default=-1) + 1
-
     def add(self, request: Key, samples: int) -> None:
         assert samples > 0 and request not in self._slots_of
         self._waiting.append(_Waiting(request, samples))
