@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ import pytest
 
 from freewheel.data.group import Prompt
 from freewheel.rollout.engine import Chunk, Completion, EngineError, GenerationRequest, PromptRefused
-from freewheel.rollout.evaluating import EvalResult, evaluate
+from freewheel.rollout.evaluating import EvalResult, HeldOutScore, evaluate
+from freewheel.rollout.reward_functions import load_reward
 
 
 class Echo:
@@ -136,3 +139,76 @@ async def test_slow_scoring_does_not_keep_the_engine_waiting():
     async with asyncio.timeout(20):
         found = await evaluate(engine, prompts(*[[1]] * 8), score, max_new_tokens=9, keep_responses=True)
     assert found.mean == 1.0 and len(found.responses) == 8
+
+
+# -- scoring ----------------------------------------------------------------------------------------------------------
+
+
+def held_out(function: Any, *, timeout_s: float = 20.0, workers: int = 2, executor: Any = "thread") -> HeldOutScore:
+    return HeldOutScore(
+        load_reward(function),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        workers=workers,
+        executor=executor,
+        timeout_s=timeout_s,
+    )
+
+
+def first_number(response: str, row: dict[str, Any]) -> float:
+    return float(response.split()[0])
+
+
+async def first_number_async(response: str, row: dict[str, Any]) -> float:
+    await asyncio.sleep(0)
+    return first_number(response, row)
+
+
+@pytest.mark.parametrize("function", [first_number, first_number_async])
+async def test_a_reward_function_scores_held_out_responses(function: Any):
+    async with held_out(function) as score:
+        found = await evaluate(Echo(), prompts([1, 1], [3, 1]), score, max_new_tokens=9)
+    assert found.scores.tolist() == [[1.0], [3.0]]
+
+
+async def test_a_reward_function_that_hangs_costs_its_own_score(caplog: pytest.LogCaptureFixture):
+    release = threading.Event()
+
+    def hangs(response: str, row: dict[str, Any]) -> float:
+        if row["place"] == 0:
+            release.wait(20)
+        return 1.0
+
+    async def never(response: str, row: dict[str, Any]) -> float:
+        while row["place"] == 0:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait_for(over.wait(), 20)
+                break
+        return 1.0
+
+    over = asyncio.Event()
+    for function in (hangs, never):
+        async with held_out(function, timeout_s=0.1, workers=1) as score:
+            found = await evaluate(Echo(), prompts([1], [1], [1]), score, max_new_tokens=9)
+        assert np.isnan(found.scores[0]).all() and found.scores[1:].tolist() == [[1.0], [1.0]]
+    assert caplog.text.count("no score within reward.timeout_s = 0.1 s") == 2
+    release.set()
+    over.set()
+
+
+async def test_scoring_takes_no_thread_of_the_loops_own_pool():
+    used: set[str] = set()
+
+    def names(response: str, row: dict[str, Any]) -> float:
+        used.add(threading.current_thread().name)
+        return 1.0
+
+    async with held_out(names) as score:
+        await evaluate(Echo(), prompts([1], [2]), score, max_new_tokens=9)
+    assert used == {"freewheel-reward"}
+
+
+async def test_a_process_scores_held_out_responses_where_training_has_one():
+    async with held_out("freewheel.data.tasks.word_problems:TASK.score", workers=1, executor="process") as score:
+        row = {"place": 0, "reward_model": {"ground_truth": "3"}}
+        found = await evaluate(Echo(), [Prompt(tokens=np.array([1], np.int32), row=row)], score, max_new_tokens=9)
+    assert found.failed == 0

@@ -108,7 +108,7 @@ async def scene() -> AsyncIterator[Build]:
                 **(rewards or {}),
             },
         )
-        queue = queue or MessageQueue(bounds=bounds or bounds_of(), total_prompts=total)
+        queue = queue or MessageQueue(bounds=bounds or bounds_of(), total_prompts=total, rest_s=0.0)
         usual = {"capacity": 2, "prompt": prompt_of, "interval_s": 0.0, "decode": as_numbers}
         rollouter = kind(
             name="rollouter-0",
@@ -546,6 +546,70 @@ async def test_a_hook_that_goes_wrong_costs_its_prompt_and_is_told(
     assert (await one.queue.stats())["abandoned"] == {"hook": 1}
     said = {"raises": "the sandbox is gone", "too few": f"give rollout.n = {N}", "nothing": "NoneType"}
     assert said[wrong] in caplog.text
+
+
+async def test_a_hook_in_which_something_was_cancelled_costs_an_attempt_and_no_ticket(scene: Build) -> None:
+    class Cancelled(Rollouter):
+        failed = False
+
+        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+            if int(batch.non_tensor_batch["index"][0]) == 0 and not self.failed:
+                self.failed = True
+                raise asyncio.CancelledError
+            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+    one = await scene(kind=Cancelled)
+    assert 0 in {group.ordinal for group in await one.taken()}
+    assert (await one.queue.stats())["failed_attempts"] == {"lost": 1}
+
+
+async def test_a_hook_that_hangs_is_given_up_after_its_time(
+    scene: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("freewheel.rollout.hook.HOOK_TIMEOUTS", 2)
+
+    class Hangs(Rollouter):
+        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+            if int(batch.non_tensor_batch["index"][0]) == 0:
+                await asyncio.sleep(WAIT_S)
+            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+    one = await scene(kind=Hangs, generation_timeout_s=0.05)
+    assert 0 not in {group.ordinal for group in await one.taken()}
+    await one.until(lambda: one.rollouter.generation_errors >= 1)
+    assert (await one.queue.stats())["dropped_by_reason"]["timeout"] >= 1
+    assert "longer than 2 times async_training.generation_timeout = 0.05 s" in caplog.text
+
+
+async def test_a_hooks_own_time_out_is_its_own(scene: Build) -> None:
+    class ToolTimesOut(Rollouter):
+        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+            if int(batch.non_tensor_batch["index"][0]) == 0:
+                raise TimeoutError("the sandbox took too long")
+            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+    one = await scene(kind=ToolTimesOut)
+    await one.taken()
+    await one.until(lambda: bool(one.queue.ledger.abandoned))
+    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
+
+
+async def test_while_a_plain_hook_computes_weights_arrive(scene: Build) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Computes(Rollouter):
+        def _custom_generation_logic(self, batch: DataProto) -> DataProto:
+            begun.set()
+            assert go_on.wait(WAIT_S)
+            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+
+    one = await scene(kind=Computes, bounds=bounds_of(threshold=0))
+    try:
+        await one.until(begun.is_set)
+        await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}))
+    finally:
+        go_on.set()
+    assert {group.min_version for group in await one.taken()} == {0}
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -132,17 +132,18 @@ class DirectPublisher:
 class Watched:
     """A backend that keeps what it was given."""
 
-    def __init__(self, backend: Any, finished: Finished) -> None:
-        self._backend = backend
+    def __init__(self, trainer: FullyAsyncTrainer, finished: Finished) -> None:
+        self._trainer = trainer
+        self._backend = trainer.backend
         self._finished = finished
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def step(self, groups: Sequence[PromptGroup], *, version: int, step: int, total_steps: int) -> dict[str, float]:
-        found: dict[str, float] = self._backend.step(groups, version=version, step=step, total_steps=total_steps)
+    def step(self, groups: Sequence[PromptGroup], **told: Any) -> dict[str, float]:
+        found: dict[str, float] = self._backend.step(groups, **told)
         self._finished.trained.append(sorted(groups, key=lambda group: group.ordinal))
-        self._finished.versions.append(version)
+        self._finished.versions.append(self._trainer.current_param_version)
         return found
 
 
@@ -202,7 +203,7 @@ async def run_pipeline(
 
     finished = Finished(ending="finished")
     trainer = train_side.trainer(queue, DirectPublisher(sync), evaluate)
-    trainer.backend = Watched(train_side.backend, finished)  # type: ignore[assignment]
+    trainer.backend = Watched(trainer, finished)  # type: ignore[assignment]
     working = [asyncio.create_task(part.run()) for part in (*rollouters, sync)]
     training = asyncio.create_task(trainer.run())
     if during is not None:

@@ -10,7 +10,8 @@ import pytest
 
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
-from freewheel.runtime.account import HOPELESS_BATCHES, Progress, RunAccount
+from freewheel.runtime.account import RunAccount
+from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES, STEP_S, STEP_TIMES, Progress
 from freewheel.trainer.trainer import Row
 
 from .pipeline import small_config
@@ -97,6 +98,21 @@ def test_replicas_are_added_up_and_the_oldest_version_is_told(scene: Scene) -> N
     assert (found["total_generated_samples"], found["version"], found["engine_busy_s"]) == (12, 2, 2.0)
 
 
+def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: Scene) -> None:
+    def scoring(scored: int, **failed: int) -> dict[str, Any]:
+        return {"scored": scored, "failed": failed, "in_flight": 2, "mean_latency_s": scored / 10}
+
+    scene.look(
+        rollouter_0=replica(elapsed=50, rewards=scoring(5, raised=1)),
+        rollouter_1=replica(elapsed=50, rewards=scoring(7, raised=2, timeout=4)),
+    )
+    expected = {"scored": 12, "failed": {"raised": 3, "timeout": 4}, "in_flight": 4, "mean_latency_s": 0.7}
+    assert scene.account.statistics["rollouter"]["rewards"] == expected
+    scene.look(rollouter_1=replica(elapsed=1, rewards=scoring(1)))
+    expected = {"scored": 13, "failed": {"raised": 3, "timeout": 4}, "in_flight": 4, "mean_latency_s": 0.5}
+    assert scene.account.statistics["rollouter"]["rewards"] == expected
+
+
 def test_what_a_replica_did_before_it_died_stays_counted(scene: Scene) -> None:
     scene.look(rollouter_0=replica(elapsed=50, total_generated_samples=90, running=8), rollouter_1=replica(elapsed=50))
     scene.look(rollouter_1=replica(elapsed=51, total_generated_samples=1))  # it does not answer
@@ -149,13 +165,48 @@ def test_the_time_to_the_end_follows_from_the_latest_steps(scene: Scene) -> None
 
 def test_progress_is_work_that_gets_done() -> None:
     progress = Progress(0.0)
-    progress.note("a", busy=False, now=1.0)
-    progress.note("a", busy=False, now=5.0)
+    progress.note("a", trainer={}, now=1.0)
+    progress.note("a", trainer={}, now=5.0)
     assert progress.stalled_s(7.0) == 6.0
-    progress.note("a", busy=True, now=8.0)
+    assert progress.stalled(7.0, patience_s=6.0) == ""
+    assert progress.stalled(7.1, patience_s=6.0) == "no step, no token and no score for 6 s"
+    progress.note("a", trainer={"training": True}, now=8.0)
     assert progress.stalled_s(9.0) == 1.0
-    progress.note("b", busy=False, now=10.0)
+    progress.note("b", trainer={}, now=10.0)
     assert progress.stalled_s(10.0) == 0.0
+
+
+def test_a_step_that_never_ends_is_a_stall_and_is_named() -> None:
+    progress = Progress(0.0)
+    hangs = {"training": True, "global_steps": 6}
+    for now in (0.0, STEP_S):
+        progress.note("a", trainer=hangs, now=now)
+        assert progress.stalled(now, patience_s=10.0) == ""
+    progress.note("tokens go on", trainer=hangs, now=STEP_S + 1)
+    assert "step 7 has been trained for 3601 s" in progress.stalled(STEP_S + 1, patience_s=10.0)
+
+
+def test_steps_may_become_slower_and_each_has_a_clock_of_its_own() -> None:
+    progress = Progress(0.0)
+    long_s = STEP_S / 2
+    for step in range(4):  # the look never falls between two of them
+        progress.note(step, trainer={"training": True, "global_steps": step}, now=step * long_s)
+        assert progress.stalled(step * long_s, patience_s=10.0) == ""
+    assert progress.longest_step_s == long_s
+    late = 3 * long_s + STEP_TIMES * long_s
+    progress.note("a", trainer={"training": True, "global_steps": 3}, now=late)
+    assert progress.stalled(late, patience_s=10.0) == ""
+    assert progress.stalled(late + 1, patience_s=10.0) != ""
+
+
+@pytest.mark.parametrize("work", ["saving", "evaluating"])
+def test_saving_and_evaluating_are_activity_but_not_for_ever(work: str) -> None:
+    progress = Progress(0.0)
+    for now in (0.0, 1000.0, STEP_S):
+        progress.note("a", trainer={work: True}, now=now)
+        assert progress.stalled(now, patience_s=10.0) == ""
+    progress.note("a", trainer={work: True}, now=STEP_S + 60)
+    assert progress.stalled(STEP_S + 60, patience_s=10.0) != ""
 
 
 @pytest.mark.parametrize(
@@ -166,6 +217,8 @@ def test_progress_is_work_that_gets_done() -> None:
         ("a token", {"rollouter_0": replica(generated_tokens=1)}, {"rollouter_0": replica(generated_tokens=2)}),
         ("a score", {"rollouter_0": replica(rewards={"scored": 1})}, {"rollouter_0": replica(rewards={"scored": 2})}),
         ("training", {}, {"trainer": {"training": True}}),
+        ("saving", {}, {"trainer": {"saving": True}}),
+        ("evaluating", {}, {"trainer": {"evaluating": True}}),
     ],
 )
 def test_every_kind_of_work_counts_as_progress(
@@ -197,7 +250,20 @@ def test_a_step_shows_that_there_is_hope(scene: Scene) -> None:
 
 def test_groups_that_a_filter_turned_down_are_no_failures(scene: Scene) -> None:
     scene.look(queue={"step": 0, "abandoned": {}})
-    scene.look(queue={"step": 0, "abandoned": {"zero_variance": 10_000}})
+    scene.look(queue={"step": 0, "abandoned": {"zero_variance": SAME_BATCHES * P - 1, "reward": 3}})
+    assert scene.account.hopeless == ""
+
+
+def test_a_task_on_which_every_group_scores_the_same_is_hopeless_and_the_remedy_is_told(scene: Scene) -> None:
+    limit = SAME_BATCHES * P
+    scene.look(queue={"step": 3, "abandoned": {"zero_variance": 1000}})
+    scene.look(queue={"step": 3, "abandoned": {"zero_variance": 1000 + limit}})
+    assert "every group scores the same" in scene.account.hopeless
+    assert f"{limit} were dropped since step 3" in scene.account.hopeless
+    assert "algorithm.zero_variance=keep" in scene.account.hopeless
+    scene.look()  # nobody answers
+    assert scene.account.hopeless != ""
+    scene.look(queue={"step": 4, "abandoned": {"zero_variance": 1000 + limit}})
     assert scene.account.hopeless == ""
 
 
@@ -226,7 +292,7 @@ def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
         step_row(10),
         Row("eval", 10, {"eval/reward": 0.9}),
         trainer={"spans": {"elapsed": 30.0, "wait_batch": 3.0, "train": 27.0}},
-        rollouter_0=replica(elapsed=30.0, generate=0.9),
+        rollouter_0=replica(elapsed=30.0, generate=1.0, engine_busy_s=27.0),
     )
     said = end("finished")
     assert "Finished at step 10 of 10 after 30.0 s of training" in said
@@ -234,6 +300,14 @@ def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
     assert "Training waited 10.0% of the time, generation 10.0%" in said
     assert str(scene.folder) in said
     assert "--resume" not in said
+
+
+def test_generation_waited_while_its_engines_did_not_compute_whatever_they_had_in_hand(scene: Scene, end: End) -> None:
+    scene.look(
+        rollouter_0=replica(elapsed=30.0, generate=1.0, engine_busy_s=24.0),
+        rollouter_1=replica(elapsed=10.0, generate=1.0, engine_busy_s=6.0),
+    )
+    assert "generation 25.0%" in end("finished")
 
 
 def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene, end: End) -> None:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import dataclasses
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freewheel.data.tasks.word_problems import TASK, model_path
 from freewheel.judge.errors import ConfigError
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
+    RolloutSide,
+    TrainSide,
     evaluation_metrics,
     load_tokenizer,
     model_folder,
@@ -22,9 +31,11 @@ from freewheel.runtime.building import (
     pad_token_id,
     stop_token_ids,
 )
+from freewheel.runtime.config import TrainConfig
+from freewheel.sync.weights import pack
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
-from .pipeline import small_config
+from .pipeline import plan_of, small_config
 
 KEY = "trainer.trainer_class"
 
@@ -92,3 +103,70 @@ def test_embedded_is_the_model_that_comes_along() -> None:
 
 def test_where_nobody_had_held_out_prompts_there_is_nothing_to_tell() -> None:
     assert evaluation_metrics([None, None]) is None
+
+
+# -- both sides of a run ----------------------------------------------------------------------------------------------
+
+
+def train_side(config: TrainConfig, run_dir: Path, **changes: Any) -> TrainSide:
+    plan = dataclasses.replace(plan_of(config), **changes)
+    return TrainSide(config=config, plan=plan, run_dir=str(run_dir), resume=None)
+
+
+@contextlib.asynccontextmanager
+async def rollout_side(config: TrainConfig, **changes: Any) -> AsyncIterator[RolloutSide]:
+    plan = dataclasses.replace(plan_of(config), **changes)
+    side = RolloutSide(config=config, plan=plan, name="one", model_path=model_folder(config), version=0)
+    try:
+        yield side
+    finally:
+        await side.engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("said", ["auto", "same"])
+async def test_trainer_and_engine_hold_the_same_bytes(tmp_path: Path, dtype: str, said: str) -> None:
+    """Also where `auto` means one thing on the trainer's device and another for the run."""
+    config = small_config(model={"dtype": "auto" if said == "auto" else dtype})
+    weights = pack(train_side(config, tmp_path, dtype=dtype).backend.weights())
+    assert {entry.dtype for entry in weights.entries.values()} == {dtype}
+    async with rollout_side(config, dtype=dtype) as side:
+        assert await side.engine.update_weights(1, weights.tensors()) == weights.checksum
+
+
+async def test_a_full_pool_of_threads_holds_up_neither_a_version_nor_the_end(tmp_path: Path) -> None:
+    config = small_config()
+    weights = pack(train_side(config, tmp_path).backend.weights())
+    loop, gate = asyncio.get_running_loop(), threading.Event()
+    pool = ThreadPoolExecutor(1)
+    loop.set_default_executor(pool)
+    taken = loop.run_in_executor(None, gate.wait, 60)
+    try:
+        async with asyncio.timeout(30), rollout_side(config) as side:
+            assert await side.engine.update_weights(1, weights.tensors()) == weights.checksum
+        assert not taken.done()
+    finally:
+        gate.set()
+        await taken
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all", "lora"])
+def test_an_export_has_the_type_of_the_models_files(tmp_path: Path, dtype: torch.dtype, lora: Any) -> None:
+    given = tmp_path / "given"
+    AutoModelForCausalLM.from_pretrained(model_path(), dtype=dtype).save_pretrained(given)
+    AutoTokenizer.from_pretrained(model_path()).save_pretrained(given)
+    side = train_side(small_config(model={"path": str(given), "lora": lora}), tmp_path)
+    side.export(str(tmp_path / "final"))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype is dtype
+    assert {one.dtype for one in side.backend.policy.trainable().values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainers_weights_take_what_the_plan_says(tmp_path: Path, dtype: str, lora: Any) -> None:
+    config = small_config(model={"dtype": dtype, "lora": lora})
+    side = train_side(config, tmp_path)
+    held = sum(one.numel() * one.element_size() for one in side.backend.policy.model.parameters())
+    # Adapters are estimated by the attention's matrices, and are a large part of so small a model.
+    assert held == pytest.approx(side.plan.memory_trainer["weights"], rel=0.1)

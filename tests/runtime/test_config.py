@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from freewheel.judge.errors import ConfigError
+from freewheel.rollout.reward_policy import GroupPolicy
 from freewheel.runtime import config as schema
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.typed import all_keys, section_of, to_config
@@ -237,7 +238,8 @@ def test_a_key_is_refused_wherever_it_stands_and_not_shown(where: str):
 def test_what_yaml_makes_of_bare_words_is_understood():
     assert to_config({"data": {"chat_template": True}}).data.chat_template == "on"
     assert to_config({"data": {"chat_template": False}}).data.chat_template == "off"
-    assert to_config({"reward": {"on_failure": {"fallback": -1.0}}}).reward.fallback == -1.0
+    on_failure = to_config({"reward": {"on_failure": {"fallback": -1.0}}}).reward.on_failure
+    assert GroupPolicy.of(on_failure, 0).fallback == -1.0
     assert to_config({"trainer": None}) == TrainConfig(), "a section whose keys are all commented out"
     assert to_config({"model": {"lora": None}}).model.lora is None
 

@@ -22,7 +22,10 @@ import ray
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.rollout.reward_stage import FatalRewardFailure
-from freewheel.runtime.main import FullyAsyncMain, NothingToTrainOn, RunResult
+from freewheel.runtime import main as main_module
+from freewheel.runtime.account import RunResult
+from freewheel.runtime.main import FullyAsyncMain
+from freewheel.runtime.progress import NothingToTrainOn
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
 from .pipeline import plan_of, small_config
@@ -230,8 +233,13 @@ def test_a_whole_run_does_records_and_leaves_what_was_promised(cluster: None, tm
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rollouter_is_replaced_and_every_prompt_is_trained_once(cluster: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rollouter_that_died_or_hangs_is_replaced_and_every_prompt_is_trained_once(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     """The only one, and no sync is tried twice: the run waits for its successor."""
+    monkeypatch.setattr(main_module, "SILENT_S", 2.0)
+    monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
     main = main_of(
         tmp_path,
         trainer={"trainer_class": TELLING, "total_steps": 12, "max_errors": 1},
@@ -244,7 +252,8 @@ def test_a_killed_rollouter_is_replaced_and_every_prompt_is_trained_once(cluster
     try:
         wait_until(lambda: len(read_metrics(tmp_path, "step")) >= 2 or bool(found))
         victim = main._rollouters["rollouter-0"]
-        os.kill(ray.get(victim.__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S), signal.SIGKILL)
+        pid = ray.get(victim.__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S)
+        os.kill(pid, number)
     finally:
         running.join(WAIT_S)
     (result,) = found
@@ -253,8 +262,10 @@ def test_a_killed_rollouter_is_replaced_and_every_prompt_is_trained_once(cluster
     assert sorted(trained_ordinals(tmp_path)) == list(range(48))
     events = [row["text"] for row in read_metrics(tmp_path, "event")]
     assert any("rollouter-0 died and is started anew" in text for text in events)
+    assert any("rollouter-0 was silent" in text for text in events) == (number == signal.SIGSTOP)
     log = (tmp_path / "fully_async_training.log").read_text()
     assert "rollouter-0 died; " in log
+    wait_until(lambda: not psutil.pid_exists(pid), RAY_GOES_S)
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_a_word_on_why(cluster: None, tmp_path: Path) -> None:

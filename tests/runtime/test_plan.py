@@ -239,6 +239,23 @@ def test_too_little_memory_is_told():
     assert not any("GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=read_model_size(model_path())).notes)
 
 
+def test_a_file_is_taken_whole_so_no_split_of_it_is_held_out(tmp_path: Path):
+    file, other = tmp_path / "all.jsonl", tmp_path / "other.jsonl"
+    for path in (file, other):
+        path.write_text("{}\n")
+    link = tmp_path / "same.jsonl"
+    link.symlink_to(file)
+
+    def problems(held_out: Path, **evaluation: Any) -> list[str]:
+        data = {"task": "rows", "train": str(file), "eval": str(held_out)}
+        found = plan(LAPTOP, model={"path": "org/name"}, data=data, eval=evaluation)
+        return [problem.key for problem in found.problems]
+
+    assert problems(file) == problems(link) == ["data.eval"]
+    assert problems(other) == problems(file, prompts=0) == []
+    assert problems(tmp_path) == [], "a folder has splits"
+
+
 def test_responses_must_have_room_in_the_model():
     short = ModelSize(parameters=1, layers=1, hidden=1, vocabulary=1, kv_width=1, positions=64)
     assert resolve(TrainConfig(), LAPTOP, model=short).max_prompt_tokens == 44

@@ -273,6 +273,34 @@ async def test_when_the_only_engine_died_a_sync_waits_for_its_successor(scene: B
     assert one.sync.stats()["fenced"] == []
 
 
+async def test_while_a_successor_is_awaited_an_engine_that_fails_at_once_is_not_asked_without_a_pause(
+    scene: Build,
+) -> None:
+    gone, fails = FakeReplica(ReplicaGone("killed")), FakeReplica(*[OSError("no route")] * 999)
+    successor = FakeReplica()
+    one = scene(gone, fails, max_retries=0)
+    await one.submit(1)
+    await one.until(lambda: len(fails.calls) >= 1)
+    await asyncio.sleep(0.05)
+    assert len(fails.calls) == 1
+    joined_at = len(fails.calls)
+    await one.sync.join("r0", successor)
+    await one.published(1)  # at once, and not when the pause is over
+    assert successor.calls[-1] == 1
+    assert len(fails.calls) == joined_at + 1
+
+
+async def test_an_engine_that_lives_is_tried_again_before_the_successor_of_another_has_joined(
+    scene: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freewheel.sync.synchronizer.BETWEEN_ROUNDS_S", 0.01)
+    gone, flaky = FakeReplica(ReplicaGone("killed")), FakeReplica(OSError("no route"), OSError("no route"))
+    one = scene(gone, flaky, max_retries=0)
+    await one.submit(1)
+    await one.published(1)
+    assert flaky.calls == [1, 1, 1]
+
+
 async def test_a_replica_that_joins_during_a_sync_gets_what_that_sync_brings(scene: Build) -> None:
     slow = asyncio.Event()
     well, dead, successor = FakeReplica(None, slow), FakeReplica(None, ReplicaGone("killed")), FakeReplica()

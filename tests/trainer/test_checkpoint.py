@@ -316,6 +316,49 @@ def test_a_best_that_cannot_be_written_leaves_the_one_before(store: CheckpointSt
     assert best is not None and best.step == 1 and (best.path / "config.json").exists()
 
 
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_there_whole_or_as_it_was(store: CheckpointStore):
+    final = store.run_dir / "final"
+
+    def half(folder: Path) -> None:
+        write_hf(folder)
+        (folder / "more.json").write_text("{}")
+        raise RuntimeError("killed")
+
+    with pytest.raises(CheckpointFailed, match="the export of step 4"):
+        store.export(final, 4, half)
+    assert not final.exists()
+    store.export(final, 4, write_hf)
+    with pytest.raises(CheckpointFailed):
+        store.export(final, 6, half)
+    assert json.loads((final / "final.json").read_text())["step"] == 4
+    assert not (final / "more.json").exists()
+    store.export(final, 6, write_hf)
+    assert json.loads((final / "final.json").read_text())["step"] == 6
+    assert sorted(path.name for path in store.run_dir.iterdir()) == ["final"]
+
+
+def test_a_run_that_goes_on_has_no_end_any_more(store: CheckpointStore):
+    save(store, 4)
+    store.export(store.run_dir / "final", 4, write_hf)
+    assert (store.run_dir / "final").is_dir()
+    save(store, 5)
+    assert not (store.run_dir / "final").exists()
+
+
+def test_the_newest_weights_are_those_of_the_last_step(store: CheckpointStore):
+    assert store.newest() is None
+    store.save(2, tensors={}, state={}, hf=write_hf)
+    store.save(10, tensors={}, state={}, hf=write_hf)
+    assert store.newest() == store.folder / "step_000010"
+    store.export(store.run_dir / "final", 9, write_hf)
+    assert store.newest() == store.folder / "step_000010"
+    store.export(store.run_dir / "final", 10, write_hf)
+    assert store.newest() == store.run_dir / "final"
+
+
 # -- the lock ---------------------------------------------------------------------------------------------------------
 
 

@@ -197,6 +197,19 @@ def test_a_bfloat16_model_is_trained_in_float32() -> None:
     assert {parameter.dtype for parameter in policy.trainable().values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("computed", ["float32", "bfloat16"])
+def test_a_base_under_adapters_is_held_in_what_is_computed_in_and_saved_in_what_was_given(
+    tmp_path: Path, given: torch.dtype, computed: Any
+) -> None:
+    policy = make_policy(tiny_qwen().to(given), dtype=computed, lora=LoraConfig(rank=2))
+    frozen = {one.dtype for one in policy.model.parameters() if not one.requires_grad}
+    assert frozen == {getattr(torch, computed)}
+    assert {one.dtype for one in policy.trainable().values()} == {torch.float32}
+    policy.save(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype is given
+
+
 def test_bfloat16_computes_in_it_and_publishes_it() -> None:
     batch = batch_of(GROUPS)
     policy = make_policy(dtype="bfloat16")

@@ -26,7 +26,11 @@ FRONTIER = Frontier(low=7, ended=(9, 12), trained=8, abandoned={"zero_variance":
 
 @pytest.fixture
 def backend() -> TorchBackend:
-    return TorchBackend(str(model_path()), optimizer=OptimizerConfig(lr=1e-2))
+    return fresh_backend()
+
+
+def fresh_backend() -> TorchBackend:
+    return TorchBackend(AutoModelForCausalLM.from_pretrained(model_path()), optimizer=OptimizerConfig(lr=1e-2))
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_a_trainer_that_resumes_goes_on_to_the_bit(saver: RunSaver, backend: Tor
     path = store.latest()
     assert path is not None
     found = store.load(path)
-    again = TorchBackend(str(model_path()), optimizer=OptimizerConfig(lr=1e-2))
+    again = fresh_backend()
     again.load_state(BackendState(tensors=found.tensors(TRAINING), values=found.state["backend"]))
     train(again, 1)
     for name, tensor in backend.weights().items():
@@ -103,16 +107,29 @@ def test_what_is_saved_does_not_move_with_the_training_beside_it(
 def test_the_best_weights_are_kept_and_worse_ones_are_not(
     saver: RunSaver, backend: TorchBackend, tmp_path: Path
 ) -> None:
-    assert saver.save_best(1, 0.5, packed(backend))
+    assert saver.save_best(1, 0.5, packed(backend), versions=(1, 1))
     train(backend, 0)
     better = packed(backend)
-    assert saver.save_best(2, 0.6, better)
+    assert saver.save_best(2, 0.6, better, versions=(1, 2))
     train(backend, 1)
-    assert not saver.save_best(3, 0.55, packed(backend))
-    assert not saver.save_best(4, float("nan"), packed(backend))
+    assert not saver.save_best(3, 0.55, packed(backend), versions=(3, 3))
+    assert not saver.save_best(4, float("nan"), packed(backend), versions=(4, 4))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "best")
     assert torch.equal(model.lm_head.weight, better.tensors()["model.embed_tokens.weight"])
-    assert json.loads((tmp_path / "best" / "best.json").read_text())["step"] == 2
+    told = json.loads((tmp_path / "best" / "best.json").read_text())
+    assert (told["step"], told["version_min"], told["version_max"]) == (2, 1, 2)
+    best = CheckpointStore(tmp_path, keep_last=2).best()
+    assert best is not None and best.versions == (1, 2)
+
+
+def test_a_folder_says_the_type_of_its_weights_whatever_the_models_files_had(
+    saver: RunSaver, backend: TorchBackend, tmp_path: Path
+) -> None:
+    half = pack({name: tensor.bfloat16() for name, tensor in backend.weights().items()})
+    saver.write_hf(tmp_path / "half", half)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype is torch.bfloat16
+    saver.write_hf(tmp_path / "whole", packed(backend))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto").dtype is torch.float32
 
 
 def test_a_tokenizer_that_cannot_be_written_is_a_failed_checkpoint_and_leaves_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freewheel.data.group import PromptGroup, Response
+from freewheel.data.group import PromptGroup, Response, Reward
 from freewheel.judge.errors import ConfigError
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
+from freewheel.trainer.rollout_metrics import rollout_metrics
 from freewheel.trainer.torch_backend import TorchBackend
 
 from .groups import VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without
@@ -223,6 +225,56 @@ def test_the_gap_to_the_engine_is_measured_on_tokens_of_the_version_in_training(
     assert older["rollout/logprob_gap_mean"] == pytest.approx(0.25, abs=1e-4)
     none = backend.step(groups, version=6, step=0, total_steps=1)
     assert not any("gap" in name for name in none)
+    between = backend.step(groups, version=None, step=0, total_steps=1)
+    assert not any("gap" in name for name in between)
+
+
+def test_what_failed_and_what_is_not_scored_are_counted_apart() -> None:
+    lost = Reward(value=NAN, raw=NAN, status="failed")
+    stands_in = Reward(value=-1.0, raw=NAN, status="failed")
+    skipped = Reward(value=NAN, raw=NAN, status="skipped")
+    plain = [make_response([5], value=float(place)) for place in range(8)]
+    rewards = [lost, stands_in, skipped, skipped, *(one.reward for one in plain[4:])]
+    found = rollout_metrics(
+        [make_group(0, [replace(one, reward=reward) for one, reward in zip(plain, rewards, strict=True)])]
+    )
+    assert (found["rollout/masked_ratio"], found["rollout/skipped_ratio"]) == (1 / 8, 2 / 8)
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"mini_batches": 2}, {"name": "ppo", "updates_per_batch": 2}], ids=str)
+def test_a_backend_says_how_many_updates_reached_the_weights(
+    algorithm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a step is tried again only where it would not train twice on a part of its batch."""
+    backend = make_backend(algorithm=algorithm)
+    assert backend.updates_applied == 0
+    trained(backend, GROUPS)
+    a_step = backend.updates_applied
+    assert a_step == algorithm.get("mini_batches", 1) * (4 if algorithm.get("name") == "ppo" else 1)
+    before, calls = copied(backend), 0
+    logprobs = backend.policy.logprobs
+
+    def short_of_memory(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == last:
+            raise torch.OutOfMemoryError
+        return logprobs(*args, **kwargs)
+
+    monkeypatch.setattr(backend.policy, "logprobs", short_of_memory)
+    for last in (1, 2) if a_step > 1 else (1,):
+        calls, applied = 0, backend.updates_applied
+        with pytest.raises(torch.OutOfMemoryError):
+            trained(backend, GROUPS)
+        assert (backend.updates_applied == applied) == equal(copied(backend), before) == (last == 1)
+
+
+def test_an_update_that_was_refused_is_not_counted() -> None:
+    backend = make_backend()
+    with torch.no_grad():
+        next(iter(backend.policy.trainable().values())).fill_(NAN)
+    trained(backend, GROUPS)
+    assert backend.updates_applied == 0
 
 
 def test_the_metrics_of_a_step_have_these_names() -> None:
@@ -230,7 +282,7 @@ def test_the_metrics_of_a_step_have_these_names() -> None:
     actor = "loss grad_norm lr kl kl_k3 kl_reference entropy clip_ratio_low clip_ratio_high ess ess_sequence ratio_max"
     rollout = "reward_mean reward_std raw_reward_mean response_length_mean response_length_max truncation_ratio"
     wanted = {f"actor/{name}" for name in (*actor.split(), "skipped_nonfinite")}
-    wanted |= {f"rollout/{name}" for name in (*rollout.split(), "masked_ratio", "zero_variance_ratio")}
+    wanted |= {f"rollout/{name}" for name in (*rollout.split(), "masked_ratio", "skipped_ratio", "zero_variance_ratio")}
     wanted |= {"rollout/logprob_gap_mean", "rollout/logprob_gap_max"}
     critic = "loss grad_norm lr value return error clip_ratio skipped_nonfinite"
     wanted |= {f"critic/{name}" for name in critic.split()}
@@ -280,13 +332,6 @@ def test_auto_is_no_learning_rate() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.lr = 'auto'"):
         TorchBackend(tiny_qwen())
     assert TorchBackend(tiny_qwen(), lr=1e-3).step(GROUPS, version=0, step=0, total_steps=1)["actor/lr"] == 1e-3
-
-
-def test_a_model_is_loaded_from_its_folder(tmp_path: Path) -> None:
-    first = make_backend()
-    trained(first, GROUPS)
-    first.save_hf(tmp_path)
-    assert equal(copied(make_backend(str(tmp_path))), copied(first))
 
 
 def test_the_start_is_described() -> None:

@@ -63,11 +63,15 @@ class FakeBackend:
         self.events = events
         self.on_step: Callable[[int], object] = lambda step: None
         self.trained: list[list[PromptGroup]] = []
-        self.versions: list[int] = []
+        self.versions: list[int | None] = []
+        self.updates_applied = 0
 
-    def step(self, groups: Sequence[PromptGroup], *, version: int, step: int, total_steps: int) -> dict[str, float]:
+    def step(
+        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
+    ) -> dict[str, float]:
         self.events.append(("begin", step + 1))
         self.on_step(step + 1)
+        self.updates_applied += 1
         self.trained.append(list(groups))
         self.versions.append(version)
         self.events.append(("end", step + 1))
@@ -111,6 +115,7 @@ class FakeSaver:
         self.events = events
         self.saved: list[tuple[int, int, Frontier, int]] = []
         self.best: list[tuple[int, float, int]] = []
+        self.measured: list[tuple[int, int]] = []
         self.fails: set[int] = set()
 
     def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> None:
@@ -120,8 +125,9 @@ class FakeSaver:
         self.events.append(("save", step))
         self.saved.append((step, version, frontier, int(weights.tensors()["w"][0])))
 
-    def save_best(self, step: int, score: float, weights: Weights) -> bool:
+    def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
         self.best.append((step, score, int(weights.tensors()["w"][0])))
+        self.measured.append(versions)
         return True
 
 
@@ -163,7 +169,12 @@ class Scene:
 
     async def _evaluate(self, step: int) -> dict[str, float]:
         self.evaluated.append(step)
-        return {REWARD: step / 10}
+        return self.scored(step / 10)
+
+    def scored(self, value: float, oldest: int | None = None) -> dict[str, float]:
+        """By the engines as they are, and those from version `oldest` on."""
+        newest = self.publisher.version
+        return {REWARD: value, "eval/version_min": newest if oldest is None else oldest, "eval/version_max": newest}
 
     def feed(self) -> None:
         self.feeding = asyncio.create_task(self._feed())
@@ -302,7 +313,7 @@ async def test_versions_count_syncs_and_the_last_one_may_be_of_fewer_steps(scene
     assert [event for event in one.events if event[0] == "publish"] == [
         *(("publish", 1, 2), ("publish", 2, 4), ("publish", 3, 5)),
     ]
-    assert one.backend.versions == [0, 0, 1, 1, 2]
+    assert one.backend.versions == [0, None, 1, None, 2], "in the middle of one the weights are of none"
     assert one.trainer.current_param_version == one.queue.policy.version == 3
     assert one.saver.saved[-1][:2] == (5, 3)
 
@@ -316,7 +327,7 @@ async def test_groups_that_are_too_old_at_consumption_are_replaced_and_come_back
     one = scene(born_old=True, bounds={"max_lag_allowed": 1})
     assert await one.run() == "finished"
     for version, groups in zip(one.backend.versions, one.backend.trained, strict=True):
-        assert version - min(group.min_version for group in groups) <= 1
+        assert version is not None and version - min(group.min_version for group in groups) <= 1
     assert [len(groups) for groups in one.backend.trained] == [P] * 4
     trained = [ordinal for ordinals in one.ordinals for ordinal in ordinals]
     assert sorted(trained) == sorted(set(trained))
@@ -334,6 +345,7 @@ async def test_ages_and_the_share_of_stale_samples_are_in_the_row(scene: Build) 
     assert [row["stale_samples_ratio"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
     assert rows[0]["avg_sample_age_s"] == 7.0
     assert rows[3]["global_steps"] == 4
+    assert [row["current_param_version"] for row in rows] == [1, 2, 3, 4], "as it is after the step"
     assert rows[0]["actor/loss"] == 0.5
 
 
@@ -392,6 +404,136 @@ async def test_what_goes_wrong_after_a_step_ends_the_run(scene: Build) -> None:
         await one.run()
 
 
+async def test_a_step_that_failed_after_an_update_is_not_trained_on_twice(scene: Build) -> None:
+    one = scene(schedule={"save_every": 1})
+
+    def half(step: int) -> None:
+        if step == 3:
+            one.backend.updates_applied += 1
+            raise RuntimeError("out of memory")
+
+    one.backend.on_step = half
+    with pytest.raises(
+        TrainingFailed, match=r"step 3 failed after 1 of its updates .* twice: RuntimeError: out of mem"
+    ):
+        await one.run()
+    assert one.events.count(("begin", 3)) == 1
+    assert [saved[0] for saved in one.saver.saved] == [1, 2]
+
+
+async def test_what_was_trained_is_saved_when_a_step_fails_for_good(scene: Build) -> None:
+    one = scene(schedule={"max_errors": 1})
+
+    def fails(step: int) -> None:
+        if step == 3:
+            raise NonFiniteLoss("3 updates in a row")
+
+    one.backend.on_step = fails
+    with pytest.raises(NonFiniteLoss):
+        await one.run()
+    ((step, version, frontier, weight),) = one.saver.saved
+    assert (step, version, frontier.low, weight) == (2, 2, 2 * P, 2)
+
+
+async def test_weights_in_the_middle_of_a_step_are_not_saved(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
+    one = scene()
+
+    def half(step: int) -> None:
+        if step == 3:
+            one.backend.updates_applied += 1
+            raise NonFiniteLoss("3 updates in a row")
+
+    one.backend.on_step = half
+    with pytest.raises(NonFiniteLoss):
+        await one.run()
+    assert one.saver.saved == []
+    assert "Nothing more is saved: step 3 was half done" in caplog.text
+
+
+async def test_a_step_whose_weights_nobody_takes_is_saved_with_its_prompts(scene: Build) -> None:
+    """Also the one that was trained while that came out."""
+    one = scene()
+
+    async def gone(version: int, weights: Weights) -> None:
+        await one.until(lambda: ("end", 2) in one.events)
+        raise ConnectionError("the synchronizer died")
+
+    one.publisher.submit = gone  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="the synchronizer died"):
+        await one.run()
+    ((step, version, frontier, weight),) = one.saver.saved
+    assert (step, version, frontier.trained, weight) == (2, 2, 2 * P, 2)
+
+
+async def test_without_the_queue_nothing_is_saved_that_would_train_prompts_twice(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = scene()
+
+    async def gone(step: int) -> int:
+        raise ConnectionError("the queue died")
+
+    one.queue.commit = gone  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError):
+        await one.run()
+    assert one.saver.saved == []
+    assert (
+        "is not saved: what a checkpoint of it needs could not be had (ConnectionError: the queue died)" in caplog.text
+    )
+
+
+async def test_a_checkpoint_that_is_being_written_when_a_run_fails_is_written(scene: Build) -> None:
+    one = scene(schedule={"save_every": 2, "max_errors": 1})
+    writing, gate = threading.Event(), threading.Event()
+    save = one.saver.save
+
+    def slow(*args: Any) -> None:
+        writing.set()
+        gate.wait(WAIT_S)
+        save(*args)
+
+    def fails(step: int) -> None:
+        if step == 3:
+            assert writing.wait(WAIT_S)
+            raise RuntimeError("out of memory")
+
+    one.saver.save = slow  # type: ignore[method-assign]
+    one.backend.on_step = fails
+    running = asyncio.create_task(one.run())
+    await one.until(lambda: one.trainer.errors == 1)
+    assert one.trainer.stats()["saving"] is True
+    assert not running.done()
+    gate.set()
+    with pytest.raises(TrainingFailed):
+        await running
+    assert [saved[0] for saved in one.saver.saved] == [2]
+    assert one.trainer.stats()["saved_step"] == 2
+
+
+@pytest.mark.parametrize("total", [2, 9])
+async def test_a_checkpoint_that_is_being_written_when_a_run_is_cancelled_is_written(scene: Build, total: int) -> None:
+    """In mid-run, and at its end."""
+    one = scene(schedule={"save_every": 2 if total == 9 else None, "total_steps": total})
+    writing, gate = threading.Event(), threading.Event()
+    save = one.saver.save
+
+    def slow(*args: Any) -> None:
+        writing.set()
+        gate.wait(WAIT_S)
+        save(*args)
+
+    one.saver.save = slow  # type: ignore[method-assign]
+    running = asyncio.create_task(one.run())
+    await one.until(writing.is_set)
+    running.cancel()
+    await asyncio.sleep(0.02)
+    assert not running.done()
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert [saved[0] for saved in one.saver.saved] == [2]
+
+
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -409,6 +551,7 @@ async def test_a_step_that_is_saved_already_is_not_saved_twice_at_the_end(scene:
     one = scene(schedule={"save_every": 2})
     await one.run()
     assert [saved[0] for saved in one.saver.saved] == [2, 4]
+    assert one.trainer.stats()["saving"] is one.trainer.stats()["evaluating"] is False
 
 
 async def test_a_full_disk_costs_a_checkpoint_and_says_so_and_the_run_goes_on(
@@ -498,6 +641,24 @@ async def test_stop_while_stale_groups_are_replaced_ends_at_once(scene: Build) -
     assert await running == "stopped"
 
 
+async def test_stop_during_the_last_evaluation_costs_only_that(scene: Build) -> None:
+    begun = asyncio.Event()
+
+    async def endless(step: int) -> dict[str, float]:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    one = scene(evaluate=endless)
+    running = asyncio.create_task(one.run())
+    await asyncio.wait_for(begun.wait(), WAIT_S)
+    assert one.trainer.stats()["evaluating"] is True
+    one.trainer.request_stop()
+    assert await running == "finished"
+    assert one.saver.saved[-1][0] == 4
+    assert one.trainer.stats()["evaluating"] is False
+
+
 # -- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -510,7 +671,7 @@ async def test_evaluation_runs_beside_training_and_one_that_is_not_done_is_not_d
     async def slow(step: int) -> dict[str, float]:
         begun.append(step)
         await gate.wait()
-        return {REWARD: step / 10}
+        return one.scored(step / 10)
 
     one = scene(evaluate=slow, schedule={"eval_every": 1, "total_steps": 5})
     running = asyncio.create_task(one.run())
@@ -531,6 +692,58 @@ async def test_the_best_weights_are_those_of_the_step_that_was_measured(scene: B
     assert [best for best in one.saver.best if best[0] == 5] == [(5, 0.5, 5)]
     assert all(step == weight for step, _, weight in one.saver.best)
     assert 0 not in {step for step, _, _ in one.saver.best}  # what a run starts from is there already
+
+
+async def test_the_best_weights_are_of_the_newest_version_that_was_measured(scene: Build) -> None:
+    """Engines go on while they are measured: the score is theirs, and not that of the weights it was begun with."""
+
+    async def slow(step: int) -> dict[str, float]:
+        if step == 2:
+            await one.until(lambda: one.publisher.version == 4)
+            return one.scored(0.9, oldest=2)
+        return one.scored(0.1)
+
+    one = scene(evaluate=slow, schedule={"eval_every": 2, "total_steps": 5})
+    one.backend.on_step = lambda step: step < 5 or measured.wait(WAIT_S)
+    measured = threading.Event()
+    running = asyncio.create_task(one.run())
+    await one.until(lambda: bool(one.saver.best))
+    measured.set()
+    await running
+    assert one.saver.best == [(4, 0.9, 4), (5, 0.1, 5)]
+    assert one.saver.measured == [(2, 4), (5, 5)]
+
+
+async def test_a_score_whose_weights_are_not_at_hand_is_no_best_one(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the middle of a version the trainer's weights are not those that were measured."""
+    caplog.set_level(logging.INFO, "freewheel.trainer")
+    one = scene(bounds={"steps_per_version": 2}, schedule={"eval_every": 3, "save_every": 3, "total_steps": 4})
+    one.backend.on_step = lambda step: step < 4 or measured.wait(WAIT_S)
+    measured = threading.Event()
+    running = asyncio.create_task(one.run())
+    await one.until(lambda: "not at hand" in caplog.text)
+    measured.set()
+    await running
+    assert one.evaluated == [3, 4]
+    assert "The score at step 3 is not kept as a best one: version 1 is not at hand" in caplog.text
+    assert one.saver.best == [(4, 0.4, 4)]
+
+
+async def test_an_evaluation_holds_no_more_than_a_few_versions(scene: Build) -> None:
+    held: list[int] = []
+
+    async def slow(step: int) -> dict[str, float]:
+        if step == 1:
+            await one.until(lambda: one.publisher.version == 12)
+            held.extend(one.trainer._measuring._kept)
+        return one.scored(0.5)
+
+    one = scene(evaluate=slow, schedule={"eval_every": 1, "total_steps": 12})
+    await one.run()
+    assert held == list(range(5, 13))
+    assert one.trainer._measuring._kept == {}
 
 
 async def test_an_evaluation_waits_for_the_version_of_its_own_step(scene: Build) -> None:

@@ -80,6 +80,7 @@ METRICS = (
         ("rollout/reward_std", "reward", "their standard deviation"),
         ("rollout/raw_reward_mean", "reward", "the same before shaping (length penalty and the like)"),
         ("rollout/masked_ratio", "share", "of the step's responses, those whose scoring failed: masked, not zero"),
+        ("rollout/skipped_ratio", "share", "of the step's responses, those that the function does not score"),
         ("rollout/zero_variance_ratio", "share", "of the step's groups, those whose responses all scored the same"),
         ("rollout/response_length_mean", "tokens", "mean length of the step's responses, tokens of tools not counted"),
         ("rollout/response_length_max", "tokens", "length of the longest"),

@@ -16,12 +16,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from freewheel.data.group import Array, Prompt
 from freewheel.rollout.engine import Collector, Completion, Engine, EngineError, GenerationRequest, SamplingParams
+from freewheel.rollout.reward_functions import Call, Outcome, RewardFunction
+from freewheel.rollout.reward_workers import Executor, Job, Workers, timed_out
 from freewheel.rollout.seeds import sample_seed
 
 log = logging.getLogger("freewheel.rollout")
@@ -55,8 +57,6 @@ class EvalResult:
     def mean(self) -> float:
         """Over all responses that were scored; for rewards of 0 and 1 the accuracy. NaN where there is none."""
         return _mean(self.scores)
-
-    accuracy = mean
 
     @property
     def best(self) -> float:
@@ -96,6 +96,64 @@ class EvalResult:
             versions=tuple(sorted({version for part in parts for version in part.versions})),
             responses=tuple(itertools.chain.from_iterable(part.responses for part in parts)),
         )
+
+
+class HeldOutScore:
+    """A reward function alone, without judge and length penalty: what is measured must not move with them.
+
+    It runs as in the reward stage, with threads (or processes) of its own, and within `timeout_s`: a call that hangs
+    costs its own score. To be used in `async with`.
+    """
+
+    def __init__(
+        self,
+        function: RewardFunction,
+        *,
+        decode: Callable[[Array], str],
+        workers: int,
+        executor: Executor,
+        timeout_s: float,
+    ) -> None:
+        self._function = function
+        self._decode = decode
+        self._timeout_s = timeout_s
+        self._workers = (
+            None if function.is_async else Workers(function, count=workers, executor=executor, timeout_s=timeout_s)
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        if self._workers is not None:
+            await self._workers.close()
+
+    async def __call__(self, prompt: Prompt, completion: Completion) -> float:
+        """NaN unless it was scored."""
+        tokens = completion.tokens.tolist() if self._function.wants_tokens else ()
+        call = Call(text=self._decode(completion.tokens), row=prompt.row, finish=completion.finish, tokens=tokens)
+        outcome = await (self._in_loop(call) if self._workers is None else self._in_workers(self._workers, call))
+        if outcome.status == "failed":
+            log.warning("Evaluation: a response could not be scored: %s", outcome.reason)
+        return outcome.rule.value
+
+    async def _in_workers(self, workers: Workers, call: Call) -> Outcome:
+        scored: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+
+        def done(outcomes: list[Outcome]) -> None:
+            if not scored.done():
+                scored.set_result(outcomes[0])
+
+        workers.submit([Job([call], done)])
+        return await scored
+
+    async def _in_loop(self, call: Call) -> Outcome:
+        task = asyncio.create_task(self._function.score_async([call]))
+        try:
+            await asyncio.wait([task], timeout=self._timeout_s)  # and not longer, if it does not care for `cancel`
+            return task.result()[0] if task.done() else timed_out(self._timeout_s)
+        finally:
+            task.cancel()
 
 
 async def evaluate(

@@ -12,7 +12,6 @@ reported with its kind, and the queue decides whether the prompt is tried again.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Array, Block, Prompt, PromptGroup, Response, Ticket
 from freewheel.observe.spans import Spans
 from freewheel.queue.failures import Failure, data, infra
@@ -37,6 +35,7 @@ from freewheel.rollout.engine import (
     PromptRefused,
     SamplingParams,
 )
+from freewheel.rollout.hook import generate_by_hook
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 from freewheel.rollout.seeds import sample_seed
 from freewheel.sync.weights import Weights
@@ -139,6 +138,7 @@ class Rollouter:
         self._mail = asyncio.Event()
         self._quiet = asyncio.Event()  # nothing is being made
         self._over = asyncio.Event()
+        self._winding_up = False
         self._fatal: BaseException | None = None
         self._doing = ""
         self._span = ExitStack()
@@ -159,6 +159,7 @@ class Rollouter:
             raise self._fatal
 
     async def _wind_up(self, posting: asyncio.Task[None]) -> None:
+        self._winding_up = True
         for task in self._making:
             task.cancel()
         await asyncio.gather(*self._making, return_exceptions=True)
@@ -252,6 +253,10 @@ class Rollouter:
             await self._failed(ticket, infra("engine", error))
         except ScoringFailed as error:
             await self._failed(ticket, (infra if error.is_infra else data)("reward", error))
+        except asyncio.CancelledError:
+            if self._winding_up:
+                raise
+            await self._failed(ticket, infra("lost", "something that it awaited was cancelled"))
         except Exception as error:  # a user's task, hook or reward stage may raise anything; the run goes on
             log.exception("Prompt %d failed", ticket.ordinal)
             if isinstance(error, FatalRewardFailure):
@@ -300,7 +305,16 @@ class Rollouter:
 
     async def _responses(self, ticket: Ticket, prompt: Prompt, scoring: GroupScoring) -> list[Response]:
         if type(self)._custom_generation_logic is not Rollouter._custom_generation_logic:
-            responses = await self._by_hook(ticket, prompt)
+            responses = await generate_by_hook(
+                self._custom_generation_logic,
+                ticket,
+                prompt,
+                n=self.sampling.n,
+                version=self.engine.version,
+                generation_timeout_s=self._timeout_s,
+                pad_token_id=self._pad_token_id,
+                stop_token_ids=self.sampling.stop_token_ids,
+            )
             for index, response in enumerate(responses):
                 self._score(scoring, index, response)
             return responses
@@ -337,24 +351,10 @@ class Rollouter:
         self.total_generated_samples += 1
         scoring.add(index, self._decode(response.tokens), response)
 
-    async def _by_hook(self, ticket: Ticket, prompt: Prompt) -> list[Response]:
-        from freewheel.data.padded import from_data_proto, prompts_to_data_proto
-
-        batch = prompts_to_data_proto(
-            [prompt], self.sampling.n, pad_token_id=self._pad_token_id, ordinals=[ticket.ordinal]
-        )
-        version = self.engine.version
-        made = self._custom_generation_logic(batch)
-        if inspect.isawaitable(made):
-            made = await made
-        responses = from_data_proto(made, ticket, prompt, version, stop_token_ids=self.sampling.stop_token_ids)
-        if len(responses) != self.sampling.n:
-            raise DataError(f"_custom_generation_logic gave {len(responses)} rows: give rollout.n = {self.sampling.n}")
-        return list(responses)
-
     def _custom_generation_logic(self, batch: Any) -> Any:
         """Hook. `batch`: a DataProto with the prompt, repeated n times. Gives (or awaits to) a DataProto of n rows with
-        `responses`, `response_mask` and `rollout_log_probs`; `self.engine` generates. Not called unless overridden."""
+        `responses`, `response_mask` and `rollout_log_probs`; `self.engine` generates. One that is not `async` is called
+        in threads, for several groups at a time. Not called unless overridden."""
         raise NotImplementedError
 
     # -- out ----------------------------------------------------------------------------------------------------------

@@ -8,15 +8,17 @@ Called by `FullyAsyncMain`, which does the asking. No Ray in here.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from freewheel.observe.recorder import Recorder
 from freewheel.observe.snapshot import RunSnapshot, bottleneck
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.progress import GivenUp, Progress
 
 EVENTS_KEPT = 20
 """For the view; the log has all."""
@@ -24,21 +26,37 @@ RECENT_STEPS = 20
 """What the time to the end is judged by."""
 RATE_NEEDS_S = 2.0
 """Steps are seen about once a second: over a shorter time their rate means nothing."""
-HOPELESS_BATCHES = 4
-"""Batches' worth of prompts that were given up since the last step, after which a step is not to be expected: a reward
-function that always raises would otherwise use up every prompt there is, or go on for ever."""
-FILTERS = ("zero_variance",)
-"""Reasons for which a prompt is given up on purpose."""
 REPLICA_COUNTERS = (
     *("total_generated_samples", "generation_errors", "param_sync_requests", "dropped_zero_variance"),
     *("generated_tokens", "prompt_tokens", "engine_busy_s"),
 )
 """What a replica did stays done when it dies; its successor counts from 0."""
-LEAST = ("version",)
-"""Of several replicas the least is told, and not the sum."""
+REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
+"""What among the rewards' numbers is over when a replica dies."""
+OF_SEVERAL = {"version": min, "mean_latency_s": max}
+"""Of several replicas the least or the largest is told, and not the sum."""
 FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
 REWARD = "rollout/reward_mean"
 HELD_OUT = "eval/reward"
+
+
+Outcome = Literal["finished", "stopped", "failed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    outcome: Outcome
+    run_dir: Path
+    steps: int
+    summary: list[str] = field(default_factory=list)
+    error: BaseException | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """As shells know them: 130 after Ctrl-C."""
+        return {"finished": 0, "stopped": 130, "failed": 1}[self.outcome]
 
 
 class View(Protocol):
@@ -49,21 +67,6 @@ class View(Protocol):
     def say(self, text: str) -> None: ...
 
     def finish(self, snapshot: RunSnapshot, summary: str) -> None: ...
-
-
-class Progress:
-    """Since when nothing has moved: not whether processes live, but whether work gets done."""
-
-    def __init__(self, now: float) -> None:
-        self._marks: object = None
-        self._since = now
-
-    def note(self, marks: object, *, busy: bool, now: float) -> None:
-        if busy or marks != self._marks:
-            self._marks, self._since = marks, now
-
-    def stalled_s(self, now: float) -> float:
-        return now - self._since
 
 
 class RunAccount:
@@ -100,9 +103,7 @@ class RunAccount:
         self._replicas: dict[str, Mapping[str, Any]] = {}
         self._died: list[Mapping[str, Any]] = []
         """Counters of replicas that were replaced."""
-        self._given_up: Counter[str] = Counter()
-        self._given_up_before: tuple[int, int] | None = None
-        """The queue's step, and how many prompts had been given up when it was reached."""
+        self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
 
     def begin(self, step: int) -> None:
         self.step = self._first_step = self._saved_step = step
@@ -136,14 +137,14 @@ class RunAccount:
         self._saved_step = int(trainer.get("saved_step", self._saved_step))
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
         self._account_spans({"trainer": trainer, **replicas})
-        self._note_given_up(queue)
+        self._given_up.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))
         before, count = self._tokens
         if now > before and tokens >= count:
             self._tokens_per_s = (tokens - count) / (now - before)
         self._tokens = (now, tokens)
         marks = (queue.get("step"), queue.get("total_produced"), tokens, str(rollouter.get("rewards")))
-        self.progress.note(marks, busy=bool(trainer.get("training")), now=now)
+        self.progress.note(marks, trainer=trainer, now=now)
         if self._view is not None:
             self._view.update(self.snapshot(now))
         if not last and now - self._said_at < self._config.observe.statistics_every_s:
@@ -178,25 +179,13 @@ class RunAccount:
                 continue
             before = self._replicas.get(name)
             if before is not None and found["spans"][ELAPSED] < before["spans"][ELAPSED]:
-                self._died.append({counter: before[counter] for counter in REPLICA_COUNTERS if counter in before})
+                self._died.append(_counters(before))
             self._replicas[name] = found
-
-    def _note_given_up(self, queue: Mapping[str, Any]) -> None:
-        abandoned: Mapping[str, int] = queue.get("abandoned", {})
-        self._given_up = Counter({reason: count for reason, count in abandoned.items() if reason not in FILTERS})
-        step = int(queue.get("step", 0))
-        if self._given_up_before is None or step > self._given_up_before[0]:
-            self._given_up_before = (step, self._given_up.total())
 
     @property
     def hopeless(self) -> str:
         """Why no step is to be expected any more; empty while one is."""
-        before = self._given_up_before[1] if self._given_up_before is not None else 0
-        count = self._given_up.total() - before
-        if count < HOPELESS_BATCHES * self._config.trainer.groups_per_step:
-            return ""
-        reasons = ", ".join(f"{reason} {count}" for reason, count in self._given_up.most_common())
-        return f"{count} prompts were given up since step {self.step} ({reasons}): see the warnings in the log for why"
+        return self._given_up.hopeless
 
     def snapshot(self, now: float) -> RunSnapshot:
         queue, sync = self.statistics.get("queue", {}), self.statistics.get("sync", {})
@@ -264,21 +253,35 @@ class RunAccount:
         return summary
 
     def _waited(self) -> str:
+        """An engine waits while it does not compute, whatever its rollouter has in hand."""
         trainer = self.waits.get("trainer", {}).get("wait_batch", 0.0)
-        replicas = [spans for name, spans in self.waits.items() if name != "trainer"]
-        idle = [1 - spans.get("generate", 0.0) for spans in replicas]
-        generation = sum(idle) / len(idle) if idle else 0.0
-        return f"Training waited {trainer:.1%} of the time, generation {generation:.1%}; {bottleneck(self.waits)}"
+        replicas = self.statistics.get("rollouter", {})
+        elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
+        busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0
+        return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {bottleneck(self.waits)}"
+
+
+def _counters(replica: Mapping[str, Any]) -> dict[str, Any]:
+    """What stays of a replica that died."""
+    rewards = {name: value for name, value in replica.get("rewards", {}).items() if name not in REWARD_STATES}
+    counted = {name: replica[name] for name in REPLICA_COUNTERS if name in replica}
+    return {**counted, "rewards": rewards, "spans": replica["spans"]}
 
 
 def _summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Numbers of all replicas together; what is no number is the first one's."""
+    """Numbers of all replicas together, nested ones too; what is no number is the first one's."""
     total: dict[str, Any] = {}
     for found in replicas:
         for name, value in found.items():
             known = total.get(name)
-            if isinstance(value, int | float) and not isinstance(value, bool) and isinstance(known, int | float):
-                total[name] = min(known, value) if name in LEAST else known + value
+            if isinstance(value, Mapping) and isinstance(known, Mapping):
+                total[name] = _summed([known, value])
+            elif _is_number(value) and _is_number(known):
+                total[name] = OF_SEVERAL.get(name, sum)((known, value))
             else:
                 total.setdefault(name, value)
     return total
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

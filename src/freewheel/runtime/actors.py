@@ -4,9 +4,9 @@
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
-The only module that knows Ray, but for `FullyAsyncMain`. Actors build their component (`freewheel.runtime.building`)
-and pass calls on. Every call has a deadline: an answer that does not come is a `PeerSilent`, a peer that died is Ray's
-own error, and both end the caller's loop, which `FullyAsyncMain` watches.
+Beside `FullyAsyncMain` and `freewheel.runtime.cluster` the only module that knows Ray. Actors build their component
+(`freewheel.runtime.building`) and pass calls on. Every call has a deadline: an answer that does not come is a
+`PeerSilent`, a peer that died is Ray's own error, and both end the caller's loop, which `FullyAsyncMain` watches.
 
 Weights travel as a reference inside a list, so that Ray does not fetch them on the way; groups travel as values.
 """
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from freewheel.data.group import Block, Ticket
 from freewheel.queue.failures import Failure
@@ -55,14 +55,27 @@ class PeerSilent(RuntimeError):
     """A component did not answer in time."""
 
 
-async def call(handle: Any, method: str, *args: Any, deadline_s: float = CALL_S, **kwargs: Any) -> Any:
-    """A remote call that ends."""
+async def call(handle: Any, method: str, *args: Any, deadline_s: float | None = CALL_S, **kwargs: Any) -> Any:
+    """A remote call that ends. `deadline_s` None: the caller has a deadline of its own."""
     reference = getattr(handle, method).remote(*args, **kwargs)
+    limit = asyncio.timeout(deadline_s)
     try:
-        async with asyncio.timeout(deadline_s):
+        async with limit:
             return await reference
     except TimeoutError:
+        if not limit.expired():  # the peer's own: it answered
+            raise
         raise PeerSilent(f"{method} gave no answer within {deadline_s:g} s") from None
+
+
+def died(error: BaseException) -> bool:
+    """The actor itself, and not one that it was talking to."""
+    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
+
+
+def cause(error: BaseException) -> BaseException:
+    """What a component raised, out of Ray's wrapping."""
+    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
 
 
 # -- clients ----------------------------------------------------------------------------------------------------------
@@ -132,15 +145,14 @@ class RemoteQueue:
 
 
 class RemoteReplica:
-    """A rollouter as the synchronizer sees it. `weights` is a list with a reference."""
+    """A rollouter as the synchronizer sees it, which has a deadline of its own. `weights`: a list with a reference."""
 
-    def __init__(self, handle: Any, timeout_s: float) -> None:
+    def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._timeout_s = timeout_s
 
     async def load_weights(self, version: int, weights: Any) -> int:
         try:
-            return int(await call(self._handle, "load_weights", version, weights, deadline_s=self._timeout_s))
+            return int(await call(self._handle, "load_weights", version, weights, deadline_s=None))
         except ActorDiedError as error:
             if isinstance(error, RayTaskError):  # another's death, which the replica met with
                 raise
@@ -194,14 +206,12 @@ class SynchronizerActor:
 
     def __init__(self, run_dir: str) -> None:
         _attach(run_dir, "sync")
-        self._timeout_s = CALL_S
         self._sync: ParameterSynchronizer
 
     async def open(self, config: TrainConfig, queue: Any, rollouters: dict[str, Any], version: int) -> None:
         a = config.async_training
-        self._timeout_s = a.sync_timeout
         self._sync = ParameterSynchronizer(
-            replicas={name: RemoteReplica(handle, a.sync_timeout) for name, handle in rollouters.items()},
+            replicas={name: RemoteReplica(handle) for name, handle in rollouters.items()},
             queue=RemoteQueue(queue),
             version=version,
             timeout_s=a.sync_timeout,
@@ -223,7 +233,7 @@ class SynchronizerActor:
         return await self._sync.wait_published(version, wait_s=wait_s)
 
     async def join(self, name: str, handle: Any) -> None:
-        await self._sync.join(name, RemoteReplica(handle, self._timeout_s))
+        await self._sync.join(name, RemoteReplica(handle))
 
     async def stats(self) -> dict[str, Any]:
         return self._sync.stats()

@@ -8,7 +8,6 @@ Called by the actors, and by tests that run a whole pipeline in one process.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -24,8 +23,7 @@ from freewheel.runtime.config import EMBEDDED, TrainConfig
 
 if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
-    from freewheel.rollout.engine import Completion
-    from freewheel.rollout.evaluating import EvalResult, Score
+    from freewheel.rollout.evaluating import EvalResult, HeldOutScore
     from freewheel.rollout.reward_functions import RewardFunction
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import QueueClient as RolloutQueue
@@ -52,13 +50,16 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 
 def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
+    """`dtype`: a floating-point type's name, or `auto` for that of the files."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     return AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, dtype), trust_remote_code=config.model.trust_remote_code
+        path,
+        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+        trust_remote_code=config.model.trust_remote_code,
     )
 
 
@@ -217,37 +218,33 @@ class RolloutSide:
         if not places:
             return None
         settings = self.config.eval
-        return await evaluate(
-            self.engine,
-            [self.held_out[place] for place in places],
-            held_out_score(self.reward, self.tokenizer),
-            samples=settings.samples,
-            temperature=settings.temperature,
-            max_new_tokens=self.plan.max_new_tokens,
-            stop_token_ids=self.stop_token_ids,
-            seed=self.config.seed,
-            timeout_s=self.config.async_training.generation_timeout,
-            ordinals=places,
-        )
+        async with held_out_score(self.reward, self.tokenizer, self.config) as score:
+            return await evaluate(
+                self.engine,
+                [self.held_out[place] for place in places],
+                score,
+                samples=settings.samples,
+                temperature=settings.temperature,
+                max_new_tokens=self.plan.max_new_tokens,
+                stop_token_ids=self.stop_token_ids,
+                seed=self.config.seed,
+                timeout_s=self.config.async_training.generation_timeout,
+                ordinals=places,
+            )
 
 
-def held_out_score(function: RewardFunction, tokenizer: Any) -> Score:
-    """The reward function alone, without judge and length penalty: what is measured must not move with them."""
-    from freewheel.rollout.reward_functions import Call
+def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig) -> HeldOutScore:
+    """As `reward` says, but for judge and retries."""
+    from freewheel.rollout.evaluating import HeldOutScore
 
-    decode = decoder(tokenizer)
-
-    async def score(prompt: Prompt, completion: Completion) -> float:
-        text = decode(completion.tokens)
-        tokens = completion.tokens.tolist() if function.wants_tokens else ()
-        calls = [Call(text=text, row=prompt.row, finish=completion.finish, tokens=tokens)]
-        if function.is_async:
-            (outcome,) = await function.score_async(calls)
-        else:
-            (outcome,) = await asyncio.to_thread(function.score, calls)
-        return outcome.rule.value  # NaN unless it was scored
-
-    return score
+    reward = config.reward
+    return HeldOutScore(
+        function,
+        decode=decoder(tokenizer),
+        workers=reward.workers,
+        executor=reward.executor,
+        timeout_s=reward.timeout_s,
+    )
 
 
 def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float] | None:
@@ -281,22 +278,23 @@ class TrainSide:
         use_threads(plan.threads_trainer)
         self.config, self.plan = config, plan
         self.tokenizer = load_tokenizer(config)
-        model = load_causal_lm(model_folder(config), config, "float32")
+        model = load_causal_lm(model_folder(config), config, "auto")  # the type that it is exported in
         self.backend = TorchBackend(
             model,
             algorithm=config.algorithm,
             optimizer=config.optimizer,
             lr=config.lr,
             device=plan.device_trainer,
-            dtype=config.model.dtype,
+            dtype=plan.dtype,  # as the engines: weights in another type have another checksum
             lora=config.model.lora,
             activation_checkpointing=config.model.gradient_checkpointing,
             micro_batch_tokens=config.trainer.micro_batch_tokens,
             temperature=config.rollout.temperature,
             seed=config.seed,
         )
-        store = CheckpointStore(Path(run_dir), keep_last=config.trainer.keep_last)
+        self.store = store = CheckpointStore(Path(run_dir), keep_last=config.trainer.keep_last)
         self.saver = RunSaver(store=store, model=model, tokenizer=self.tokenizer, config=config.to_dict())
+        self._trainer: FullyAsyncTrainer | None = None
         self.resumed: Resumed | None = None
         if resume is not None:
             loaded = store.load(Path(resume))
@@ -309,7 +307,7 @@ class TrainSide:
 
         config = self.config
         made: type[FullyAsyncTrainer] = named("trainer.trainer_class", config.trainer.trainer_class, FullyAsyncTrainer)
-        return made(
+        self._trainer = made(
             backend=self.backend,
             queue=queue,
             publisher=publisher,
@@ -328,9 +326,12 @@ class TrainSide:
             version=self.resumed.version if self.resumed else 0,
             pad_token_id=pad_token_id(self.tokenizer),
         )
+        return self._trainer
 
     def export(self, folder: str) -> None:
-        self.backend.save_hf(Path(folder), self.tokenizer)
+        """The weights as they are, to a folder of the run: in the type that the model's files had."""
+        step = self._trainer.global_steps if self._trainer is not None else 0
+        self.store.export(Path(folder), step, lambda beside: self.backend.save_hf(beside, self.tokenizer))
 
 
 def imported(key: str, spec: str) -> Any:

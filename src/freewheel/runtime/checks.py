@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freewheel.judge.errors import ConfigError
@@ -35,6 +36,15 @@ def object_name(key: str, value: str | None) -> None:
 def at_most(key: str, value: int | float | None, high: int | float, what: str) -> None:
     if value is not None and value > high:
         raise ConfigError(key, value, f"{what}: give at most {high}")
+
+
+def failure_policy(on_failure: str) -> None:
+    """What the reward stage would refuse when it is made; it alone knows how to read it."""
+    if on_failure == "mask":
+        return  # as by default: its module takes a quarter of a second to import, and every command reads settings
+    from freewheel.rollout.reward_policy import GroupPolicy
+
+    GroupPolicy.of(on_failure, 0)
 
 
 def judge_settings(judge: Mapping[str, Any] | None) -> None:
@@ -197,3 +207,15 @@ def _evaluation(config: TrainConfig) -> None:
             data.eval_split,
             "the held-out prompts would be those that are trained on: give another split or file, or eval.prompts=0",
         )
+
+
+def held_out_file(config: TrainConfig) -> list[ConfigError]:
+    """A single file is taken whole, whatever the split. Asks the disk, and so is the plan's to ask."""
+    data = config.data
+    if not config.eval.prompts or data.train is None or data.eval is None:
+        return []
+    train, held_out = Path(data.train).expanduser(), Path(data.eval).expanduser()
+    if not (train.is_file() and held_out.is_file() and train.samefile(held_out)):
+        return []
+    remedy = "the held-out prompts would be those that are trained on, for a file is taken whole: give another file, "
+    return [ConfigError("data.eval", data.eval, remedy + "or eval.prompts=0")]

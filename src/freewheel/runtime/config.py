@@ -9,7 +9,6 @@ and the remedy. Needs no torch and no ray.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import msgspec
@@ -17,7 +16,14 @@ import msgspec
 from freewheel.judge.config import check_integer, check_number, check_text
 from freewheel.judge.errors import ConfigError
 from freewheel.queue.staleness import Bounds
-from freewheel.runtime.checks import at_most, auto_or_integer, check_pairs, judge_settings, object_name
+from freewheel.runtime.checks import (
+    at_most,
+    auto_or_integer,
+    check_pairs,
+    failure_policy,
+    judge_settings,
+    object_name,
+)
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
@@ -161,21 +167,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         check_integer("reward.workers", self.workers, low=1)
         check_integer("reward.retries", self.retries, low=0)
         judge_settings(self.judge)
-        self.fallback  # noqa: B018  # checks on_failure
-
-    @property
-    def fallback(self) -> float | None:
-        """The number of `fallback: number`; None for `mask` and `raise`."""
-        if self.on_failure in ("mask", "raise"):
-            return None
-        name, _, number = self.on_failure.partition(":")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        if name.strip() != "fallback" or not math.isfinite(value):
-            raise ConfigError("reward.on_failure", self.on_failure, "choose mask, raise, or 'fallback: NUMBER'")
-        return value
+        failure_policy(self.on_failure)
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -232,7 +224,7 @@ class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     generation_timeout: float = 30.0
     """Seconds without a new token, pauses excluded, before a response is given up and its prompt issued again."""
     batch_generation_interval: float = 0.1
-    """Pause in seconds between looks for new prompts while there is no room for any. Room wakes it at once."""
+    """Pause in seconds between two admissions of prompts while the engine is full. Slots that come free end it."""
     sync_every_steps: int = 1
     """Steps between two weight versions."""
     in_flight_updates: bool = True

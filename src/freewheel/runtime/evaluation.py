@@ -20,10 +20,9 @@ from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.run_dir import CONFIG
 from freewheel.runtime.typed import to_config
+from freewheel.trainer.checkpoint import BEST, CheckpointStore
+from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
 
-FINAL, BEST, CHECKPOINTS = "final", "best", "checkpoints"
-"""What a run leaves: its last weights, its best ones, and one folder a checkpoint."""
-MODEL_CONFIG = "config.json"
 LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""
 
@@ -37,7 +36,7 @@ class Target:
 
 
 def find_target(name: str) -> Target:
-    """Of a run the weights at its end, or of its last checkpoint while it has not ended."""
+    """Of a run its newest weights: those at its end, or of its last checkpoint while it has not ended."""
     if name == EMBEDDED:
         return Target(path=EMBEDDED, run=TrainConfig())
     folder = Path(name).expanduser()
@@ -52,11 +51,10 @@ def find_target(name: str) -> Target:
         return Target(path=str(folder), run=load(run / CONFIG) if run else None)
     if not (folder / CONFIG).is_file():
         raise ConfigError("RUN_OR_MODEL", name, f"it has neither {MODEL_CONFIG} of a model nor {CONFIG} of a run")
-    steps = sorted((folder / CHECKPOINTS).glob("step_*"), reverse=True)
-    for found in (folder / FINAL, *steps, folder / BEST):
-        if (found / MODEL_CONFIG).is_file():
-            return Target(path=str(found), run=load(folder / CONFIG))
-    raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
+    found = CheckpointStore(folder, keep_last=1).newest() or folder / BEST
+    if not (found / MODEL_CONFIG).is_file():
+        raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
+    return Target(path=str(found), run=load(folder / CONFIG))
 
 
 def eval_config(
@@ -113,17 +111,18 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
         max_new_tokens=plan.max_new_tokens,
     )
     try:
-        return await evaluate(
-            engine,
-            prompts,
-            building.held_out_score(function, tokenizer),
-            samples=config.eval.samples,
-            temperature=config.eval.temperature,
-            max_new_tokens=plan.max_new_tokens,
-            stop_token_ids=building.stop_token_ids(tokenizer, model.generation_config, source.task),
-            seed=config.seed,
-            timeout_s=config.async_training.generation_timeout,
-            progress=progress,
-        )
+        async with building.held_out_score(function, tokenizer, config) as score:
+            return await evaluate(
+                engine,
+                prompts,
+                score,
+                samples=config.eval.samples,
+                temperature=config.eval.temperature,
+                max_new_tokens=plan.max_new_tokens,
+                stop_token_ids=building.stop_token_ids(tokenizer, model.generation_config, source.task),
+                seed=config.seed,
+                timeout_s=config.async_training.generation_timeout,
+                progress=progress,
+            )
     finally:
         await engine.close()

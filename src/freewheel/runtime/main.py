@@ -5,26 +5,26 @@
     end:    trainer's loop ended ─▶ queue closed ─▶ export ─▶ everything released, whatever happened before
 
 It waits for: the components' loops (each look is bounded). It is unblocked by: the trainer's end, a component's death,
-Ctrl-C or SIGTERM. A dead rollouter is replaced, and what it worked on is issued again. Runs in the user's own process.
+Ctrl-C or SIGTERM. A dead rollouter is replaced, and what it worked on is issued again; one that is silent is ended, and
+then replaced. Whatever else fails, the trainer finishes its step and saves before the run ends. Runs in the user's own
+process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.alerts import Alerts
@@ -32,11 +32,15 @@ from freewheel.observe.logs import attach_log, component_statistics, detach_log
 from freewheel.observe.recorder import Recorder
 from freewheel.observe.sinks import Sink, SinkError, open_sinks
 from freewheel.queue.ledger import Frontier
+from freewheel.rollout.hook import HOOK_TIMEOUTS
 from freewheel.runtime import actors
-from freewheel.runtime.account import RunAccount
-from freewheel.runtime.actors import MANY, PeerSilent, RemoteQueue, call
+from freewheel.runtime.account import Outcome, RunAccount, RunResult
+from freewheel.runtime.actors import MANY, PeerSilent, RemoteQueue, call, cause, died
+from freewheel.runtime.asking import Asking
 from freewheel.runtime.building import model_folder, named_function
+from freewheel.runtime.cluster import cluster
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.runtime.run_dir import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock, RunLocked
 from freewheel.trainer.saving import Resumed
@@ -48,39 +52,26 @@ log = logging.getLogger("freewheel.runtime")
 
 LOOK_EVERY_S = 1.0
 """Between two looks at the components. A look costs a few milliseconds of theirs."""
+ANSWER_S = 5.0
+"""Longest time that a look waits for an answer; one that comes later is told at a later look."""
+SILENT_S = 20.0
+"""Without an answer for this long, a component was silent: answers take milliseconds, on a busy machine seconds."""
+SILENT_TIMES = 3
+"""Times in a row that a rollouter may be silent before it is ended and replaced: a pause of a minute may be a driver's
+or a file system's."""
 START_S = 600.0
 """Longest time for an actor to load its model."""
 STOP_S = 10.0
 """Longest time for a component to close when a run ends."""
+SAVE_S = 120.0
+"""Longest time for the trainer to save after something else failed, the step under way not counted."""
+PATIENCE = 10
+"""Times a time-out of generation or of a batch passes without any progress before a run is held to be stuck."""
 MAX_REPLACEMENTS = 3
 """Times that one rollouter is started anew: one that keeps dying has a cause that restarting does not mend."""
 EXPORT = "final"
-
-Outcome = Literal["finished", "stopped", "failed"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """How a run ended."""
-
-    outcome: Outcome
-    run_dir: Path
-    steps: int
-    summary: list[str] = field(default_factory=list)
-    error: BaseException | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """As shells know them: 130 after Ctrl-C."""
-        return {"finished": 0, "stopped": 130, "failed": 1}[self.outcome]
-
-
-class Stalled(RuntimeError):
-    """Nothing moved for a long time, and work remains."""
-
-
-class NothingToTrainOn(RuntimeError):
-    """Prompt after prompt is given up, and no step comes of it."""
+ROWS = "rows"
+"""The question for the trainer's rows, among those for statistics."""
 
 
 class FullyAsyncMain:
@@ -106,22 +97,32 @@ class FullyAsyncMain:
         self._rollouters: dict[str, Any] = {}
         self._loops: dict[str, asyncio.Task[Any]] = {}
         self._replaced: dict[str, int] = {}
+        self._opening: set[str] = set()  # rollouters that load their model, and cannot answer
+        self._asking = Asking()
+        self._ending: tuple[Outcome, BaseException | None] = ("stopped", None)
         self._stopping = 0
+        self._hurry = asyncio.Event()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
         """The whole run, in the foreground. `ConfigError`: it cannot begin."""
+        alerts = Alerts(self.config.observe.alerts)
         with self._own_folder():
-            sinks = self._sinks()
-            given = ray.is_initialized()  # a notebook's, or a test's: ours to use and theirs to end
-            try:
-                if not given:
-                    self._connect()  # before our signal handlers, which replace those that Ray sets
-                return asyncio.run(self._whole(sinks))
-            finally:
-                if not given:
-                    ray.shutdown()
+            recorder = Recorder(run_dir=self.run_dir, sinks=self._sinks(), alerts=alerts)
+            with closing(recorder):
+                account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
+                self._account = account
+                # Ray is joined before our signal handlers are set, which replace those that it sets.
+                cpus = self.plan.replicas * self.plan.threads_rollout + self.plan.threads_trainer
+                try:
+                    with cluster(address=self.config.ray.address, cpus=cpus):
+                        asyncio.run(self._whole())
+                except KeyboardInterrupt:
+                    log.warning("Interrupted while Ray was joined or left")
+            outcome, error = self._ending
+            summary = account.finish(outcome, error)
+            return RunResult(outcome=outcome, run_dir=self.run_dir, steps=account.step, summary=summary, error=error)
 
     @contextmanager
     def _own_folder(self) -> Iterator[None]:
@@ -157,34 +158,29 @@ class FullyAsyncMain:
         except SinkError as error:
             raise ConfigError(error.key, error.value, error.remedy) from error
 
-    async def _whole(self, sinks: list[Sink]) -> RunResult:
-        recorder = Recorder(run_dir=self.run_dir, sinks=sinks, alerts=Alerts(self.config.observe.alerts))
-        account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
-        self._account = account
-        outcome: Outcome = "failed"
-        error: BaseException | None = None
+    async def _whole(self) -> None:
         self._working = asyncio.ensure_future(self._work())
-        try:
-            with self._signals():
-                outcome = await self._working
-        except asyncio.CancelledError:
-            outcome = "stopped"
-        except Exception as caught:  # told to the user with what to do next, whatever it was
-            error = _cause(caught)
-            log.error("The run ended: %s: %s", type(error).__name__, error, exc_info=caught)
-        finally:
-            await self._end()
-            recorder.close()
-        summary = account.finish(outcome, error)
-        return RunResult(outcome=outcome, run_dir=self.run_dir, steps=account.step, summary=summary, error=error)
+        with self._signals():
+            try:
+                self._ending = (await self._working, None)
+            except asyncio.CancelledError:
+                self._ending = ("stopped", None)
+            except Exception as caught:  # told to the user with what to do next, whatever it was
+                error = cause(caught)
+                self._ending = ("failed", error)
+                log.error("The run ended: %s: %s", type(error).__name__, error, exc_info=caught)
+            finally:
+                await self._end()
 
     async def _work(self) -> Outcome:
         await self._start()
         try:
             outcome = await self._watch()
         except Exception:
-            with suppress(Exception):  # what the others know by now may say why
-                await self._look(last=True)
+            with suppress(asyncio.CancelledError):  # ended in haste, it has failed all the same
+                await self._let_trainer_save()
+                with suppress(Exception):  # what the others know by now may say why
+                    await self._look(last=True)
             raise
         await self._look(last=True)
         if outcome == "finished" and self._account.step == 0:
@@ -193,9 +189,22 @@ class FullyAsyncMain:
             await call(self._handles["trainer"], "export", str(self.run_dir / EXPORT), deadline_s=START_S)
         return outcome
 
+    async def _let_trainer_save(self) -> None:
+        """Where the trainer lives, what it learned outlives the failure of another."""
+        trainer = self._loops.get("trainer")
+        if trainer is None or trainer.done():
+            return
+        self._account.say("The run has failed: finishing the step and saving before it ends")
+        with suppress(PeerSilent, RayError):  # it may be about to end by itself
+            await call(self._handles["trainer"], "request_stop", deadline_s=SILENT_S)
+        limit_s = SAVE_S + self._account.progress.longest_step_s
+        await asyncio.wait([trainer], timeout=limit_s)
+        if not trainer.done():
+            log.error("The trainer did not end within %.0f s: what it learned since its last save is lost", limit_s)
+
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM: finish the step and save. A second one: end now."""
+        """Ctrl-C and SIGTERM: finish the step and save. A second one: end now; while closing: wait for nobody."""
         loop = asyncio.get_running_loop()
         here = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
         numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
@@ -209,6 +218,9 @@ class FullyAsyncMain:
 
     def _interrupted(self) -> None:
         self._stopping += 1
+        if self._working.done():
+            self._hurry.set()
+            return
         trainer = self._loops.get("trainer")
         if self._stopping > 1 or trainer is None or trainer.done():
             self._working.cancel()
@@ -264,31 +276,6 @@ class FullyAsyncMain:
         log.info("Resuming from %s (step %d, version %d)", latest, resumed.step, resumed.version)
         return resumed
 
-    def _connect(self) -> None:
-        """Ray: a cluster that runs already, or one of our own that ends with the run."""
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would have training give way to anything else
-        # One for all actors: Ray starts workers ahead for the environment of the job. Torch's own number of threads is
-        # set by each actor.
-        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        wanted = self.plan.replicas * self.plan.threads_rollout + self.plan.threads_trainer
-        address = self.config.ray.address
-        try:
-            ray.init(
-                address=address or "local",
-                num_cpus=None if address else max(os.cpu_count() or 1, wanted),
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                runtime_env={"env_vars": environment},
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            if address is None:
-                raise
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            remedy = f"no Ray cluster answers there ({why}): start one, or leave it out. See also RAY_AUTH_MODE"
-            raise ConfigError("ray.address", address, remedy) from error
-
     def _actor(self, kind: type, *args: Any, threads: int = 0, gpus: float = 0) -> Any:
         options = {"num_cpus": threads, "num_gpus": gpus, "max_concurrency": MANY}
         return ray.remote(kind).options(**options).remote(*args)
@@ -318,7 +305,7 @@ class FullyAsyncMain:
 
     def _ended(self, name: str, error: BaseException | None) -> None:
         """A component's loop is over while the trainer's is not."""
-        if error is None or name not in self._rollouters or not _died(error):
+        if error is None or name not in self._rollouters or not died(error):
             raise error or RuntimeError(f"{name} ended by itself")
         self._replaced[name] = self._replaced.get(name, 0) + 1
         if self._replaced[name] > MAX_REPLACEMENTS:
@@ -331,44 +318,67 @@ class FullyAsyncMain:
         newest weights before it gets any work. Beside the watch, which must not stand still for it."""
         lost = await RemoteQueue(self._handles["queue"]).replica_lost(name)
         log.error("%s died; %d groups are issued again: %s", name, lost, error)
-        handle = self._rollouters[name] = self._new_rollouter(name)
-        await call(handle, "open", self._handles["queue"], deadline_s=START_S)
+        self._asking.forget(name)
+        self._opening.add(name)
+        try:
+            handle = self._rollouters[name] = self._new_rollouter(name)
+            await call(handle, "open", self._handles["queue"], deadline_s=START_S)
+        finally:
+            self._opening.discard(name)
         await call(self._handles["sync"], "join", name, handle, deadline_s=START_S)
         await call(self._handles["trainer"], "replace_rollouter", name, handle)
         await handle.run.remote()
 
     async def _look(self, *, last: bool = False) -> None:
         """Statistics and rows from everybody who answers; who died is told by its loop."""
-        asked = {**self._handles, **self._rollouters}
-        names = list(asked)
-        answers = await asyncio.gather(*(self._asked(name, "stats") for name in names), self._asked("trainer", "rows"))
-        *found, rows = answers
-        stats = {name: answer for name, answer in zip(names, found, strict=True) if answer is not None}
-        if self._account.look(stats, rows or [], self._clock(), last=last):
+        stats: dict[str, Any] = {}
+        rows: list[Any] = []
+        for _ in range(2 if last and self._asking.pending else 1):  # what is still owed does not tell the latest
+            found = await self._asking.round(self._questions(), wait_s=ANSWER_S, late=last)
+            rows += found.pop(ROWS, None) or []
+            stats |= {name: answer for name, answer in found.items() if answer is not None}
+        if self._account.look(stats, rows, self._clock(), last=last):
             for line in component_statistics(self._account.statistics):
                 log.info("%s", line)
             self._call_monitor()
-        if not last and self._account.hopeless:
-            raise NothingToTrainOn(self._account.hopeless)
-        if not last and self._account.progress.stalled_s(self._clock()) > self._patience_s:
-            where = stats.get("queue", {}).get("waiting_for", "the queue does not answer")
-            raise Stalled(f"no step, no token and no score for {self._patience_s:g} s: {where}")
+        if not last:
+            self._end_the_silent()
+            self._judge(stats)
 
-    @property
-    def _patience_s(self) -> float:
-        a = self.config.async_training
-        return 10 * max(a.batch_timeout, a.generation_timeout) + 2 * self.config.reward.timeout_s
+    def _questions(self) -> dict[str, Callable[[], Any]]:
+        asked = {**self._handles, **self._rollouters}
+        questions = {name: partial(self._ask, name, "stats", SILENT_S) for name in asked if name not in self._opening}
+        return {**questions, ROWS: partial(self._ask, "trainer", "rows", START_S)}  # asked once: they are told once
 
-    async def _asked(self, name: str, method: str) -> Any:
+    async def _ask(self, name: str, method: str, deadline_s: float) -> Any:
+        """The answer; None of one that died."""
         try:
             if name == "queue":
                 return await RemoteQueue(self._handles["queue"]).stats()
-            return await call({**self._handles, **self._rollouters}[name], method)
+            return await call({**self._handles, **self._rollouters}[name], method, deadline_s=deadline_s)
         except RayActorError:
             return None
-        except PeerSilent as error:
-            log.warning("%s: %s", name, error)
-            return None
+
+    def _end_the_silent(self) -> None:
+        """A rollouter that does not answer is as good as dead; its end makes it so, and it is replaced."""
+        for name in [name for name in self._rollouters if self._asking.silent[name] >= SILENT_TIMES]:
+            self._asking.forget(name)
+            self._account.say(f"{name} was silent for {SILENT_TIMES} times {SILENT_S:g} s and is ended")
+            ray.kill(self._rollouters[name])
+
+    def _judge(self, stats: Mapping[str, Any]) -> None:
+        """Ends a run that gets nowhere."""
+        if self._account.hopeless:
+            raise NothingToTrainOn(self._account.hopeless)
+        if why := self._account.progress.stalled(self._clock(), patience_s=self._patience_s):
+            raise Stalled(f"{why}: {stats.get('queue', {}).get('waiting_for', 'the queue does not answer')}")
+
+    @property
+    def _patience_s(self) -> float:
+        """Longer than anything may take that shows no progress."""
+        a, reward = self.config.async_training, self.config.reward
+        hook_s = HOOK_TIMEOUTS * a.generation_timeout if self.config.rollout.rollouter_class else 0.0
+        return PATIENCE * max(a.batch_timeout, a.generation_timeout) + 2 * reward.timeout_s + hook_s
 
     def _call_monitor(self) -> None:
         statistics = self._account.statistics
@@ -386,14 +396,16 @@ class FullyAsyncMain:
 
     async def _end(self) -> None:
         """Releases everything, in the order of the data; nobody who does not answer is waited for."""
+        await self._asking.close()
         handles = [*self._rollouters.values(), *self._handles.values()]
-        closing = [handle.close.remote() for handle in [*self._rollouters.values(), *_some(self._handles, "trainer")]]
-        if "queue" in self._handles:
-            closing.append(self._handles["queue"].call.remote("close", (), {}))
-        if closing:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    await asyncio.gather(*(_awaited(ref) for ref in closing), return_exceptions=True)
+        parts = [*self._rollouters.values(), *_some(self._handles, "trainer")]
+        asked: list[Any] = [call(handle, "close", deadline_s=STOP_S) for handle in parts]
+        asked += [RemoteQueue(handle).close() for handle in _some(self._handles, "queue")]
+        ends: list[Any] = [asyncio.gather(*asked, return_exceptions=True), asyncio.ensure_future(self._hurry.wait())]
+        await asyncio.wait(ends, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
         for loop in self._loops.values():
             loop.cancel()
         await asyncio.gather(*self._loops.values(), return_exceptions=True)
@@ -401,19 +413,9 @@ class FullyAsyncMain:
             ray.kill(handle)
 
 
-def _died(error: BaseException) -> bool:
-    """The actor itself, and not one that it was talking to."""
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
 async def _awaited(reference: Any) -> Any:
     return await reference
 
 
-def _some(handles: dict[str, Any], *names: str) -> list[Any]:
-    return [handles[name] for name in names if name in handles]
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What a component raised, out of Ray's wrapping."""
-    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+def _some(handles: dict[str, Any], name: str) -> list[Any]:
+    return [handles[name]] if name in handles else []

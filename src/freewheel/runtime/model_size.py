@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.runtime.config import TrainConfig
+from freewheel.trainer.options import LOGITS_AT_A_TIME
 
 BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4
@@ -32,8 +33,6 @@ CHECKPOINTED_PER_LAYER = 1
 """The same with gradient checkpointing: the layer's input."""
 LOGIT_COPIES = 3
 """Logits in float32, their log-softmax, and the gradient."""
-LOGITS_AT_A_TIME = 1 << 27
-"""More are computed in parts; see `freewheel.trainer.policy`."""
 HEADER_LENGTH = 8
 LARGEST_HEADER = 100 << 20
 """The bound that the safetensors format itself sets."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from freewheel.judge.errors import ConfigError
 from freewheel.queue.staleness import Bounds
+from freewheel.runtime.checks import held_out_file
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
 from freewheel.runtime.model_size import BYTES, ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Dtype, Machine, Placement, place
@@ -116,7 +117,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
     placed = place(config, machine)
     max_new_tokens = _max_new_tokens(config)
     max_prompt_tokens = config.data.max_prompt_tokens
-    problems, notes = list(placed.problems), []
+    problems, notes = [*placed.problems, *held_out_file(config)], []
     memory_trainer: dict[str, int] = {}
     memory_replica: dict[str, int] = {}
     if model is not None:

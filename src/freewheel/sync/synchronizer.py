@@ -23,6 +23,9 @@ log = logging.getLogger("freewheel.sync")
 State = Literal["idle", "draining", "loading", "closed"]
 SETTLE_WAIT_S = 5.0
 """A wait for the queue is asked for anew this often, so that a queue that went away is noticed."""
+BETWEEN_ROUNDS_S = 1.0
+"""Least time between two rounds over engines that fail while another one's successor is awaited, however short the
+retry delay is: one that fails at once would be asked without a pause for as long as a process takes to start."""
 
 
 class Replica(Protocol):
@@ -112,6 +115,8 @@ class ParameterSynchronizer:
         self._clock = clock
         self._pending: Pending | None = None
         self._newest: Pending | None = None
+        self._joined = 0
+        """How often a replica has joined."""
         self._changed = asyncio.Condition()
         self._loading = asyncio.Lock()
         """Who joins gets the newest version, and not the one before a sync that is under way."""
@@ -158,11 +163,11 @@ class ParameterSynchronizer:
                 pass
         self.state = "loading"
         since = self._clock()
+        joined = self._joined
         while not any(loaded := await self._load_all(pending)):
             if not any(member.gone for member in self.group.values()):
                 raise self._failed(pending.version)
-            async with self._changed:  # waits for: `join`, by the one who watches over the processes
-                await self._changed.wait_for(lambda: not all(member.gone for member in self.group.values()))
+            joined = await self._next_join(joined)
         self.times.add(self._clock() - since)
         self.param_sync_count += 1
         async with self._changed:
@@ -176,6 +181,18 @@ class ParameterSynchronizer:
             len(loaded),
             self.times.last_s,
         )
+
+    async def _next_join(self, joined: int) -> int:
+        """Waits for: `join`, by the one who watches over the processes. One that lives, and failed, is tried again in
+        the meantime."""
+        alive = not all(member.gone for member in self.group.values())
+        try:
+            async with asyncio.timeout(max(self._retry_delay_s, BETWEEN_ROUNDS_S) if alive else None):
+                async with self._changed:
+                    await self._changed.wait_for(lambda: self._joined != joined)
+        except TimeoutError:
+            pass
+        return self._joined
 
     async def _load_all(self, pending: Pending) -> list[bool]:
         """One round over all replicas; the version is published where any of them has it then."""
@@ -250,6 +267,7 @@ class ParameterSynchronizer:
                 if not loaded and all(member.fenced for member in self.group.values()):  # no version will come any more
                     raise self._failed(self._newest.version)
         async with self._changed:
+            self._joined += 1
             self._changed.notify_all()
 
     def stats(self) -> dict[str, Any]:

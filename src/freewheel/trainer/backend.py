@@ -30,11 +30,17 @@ class BackendState:
 class Backend(Protocol):
     """Holds the policy, and takes steps. An update is applied whole or not at all."""
 
-    def step(self, groups: Sequence[PromptGroup], *, version: int, step: int, total_steps: int) -> dict[str, float]:
+    @property
+    def updates_applied(self) -> int:
+        """Ever. A step that failed may be tried again where this is as it was before it."""
+
+    def step(
+        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
+    ) -> dict[str, float]:
         """Trains on these groups, in the order of their ordinals whatever the order given.
 
-        `version`: of the weights as they are now. `step`: how many steps were taken before this one. Gives metrics by
-        name. Raises `NonFiniteLoss`.
+        `version`: of the weights as they are now; None where they are between two. `step`: how many steps were taken
+        before this one. Gives metrics by name. Raises `NonFiniteLoss`.
         """
 
     def weights(self) -> Mapping[str, Tensor]:

@@ -5,6 +5,7 @@
 
     RUN/checkpoints/step_000040/   state.json, *.safetensors and what `hf` wrote
     RUN/best/                      a HF folder of the best weights so far, with best.json
+    RUN/final/                     one of the weights at the end, with final.json; gone when a later step is saved
     RUN/run.lock                   held by the process that writes here
 
 One writer (`RunLock`), any number of readers. Tensors are safetensors and the rest is JSON: nothing is unpickled.
@@ -37,8 +38,11 @@ log = logging.getLogger("freewheel.trainer")
 
 FOLDER = "checkpoints"
 BEST = "best"
+FINAL = "final"
 STATE = "state.json"
 BEST_STATE = "best.json"
+FINAL_STATE = "final.json"
+HF_CONFIG = "config.json"
 LOCK = "run.lock"
 FORMAT = 1
 """Of `state.json`. A later one is refused rather than misread."""
@@ -92,7 +96,10 @@ class Best:
 
     path: Path
     step: int
+    """That made them."""
     score: float
+    versions: tuple[int, int] | None
+    """The first and the last that were measured; these weights are of the last. None where nobody said."""
 
 
 class CheckpointStore:
@@ -133,20 +140,31 @@ class CheckpointStore:
         target = self.folder / f"step_{step:06d}"
         self._write(target, fill, f"the checkpoint of step {step}", _size(tensors))
         self._prune(step)
+        shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # of a run that is resumed: it is the end no longer
         return target
 
-    def save_best(self, step: int, score: float, hf: WriteHf) -> bool:
-        """Exports the weights to `best/` if `score` is above that of what is there. Raises `CheckpointFailed`."""
+    def save_best(self, step: int, score: float, hf: WriteHf, *, measured: Mapping[str, int] | None = None) -> bool:
+        """Exports the weights to `best/` if `score` is above that of what is there. `measured`: `version_min` and
+        `version_max` behind the score. Raises `CheckpointFailed`."""
         before = self.best()
         if math.isnan(score) or (before is not None and score <= before.score):
             return False
 
         def fill(folder: Path) -> None:
             hf(folder)
-            _write_state(folder, BEST_STATE, {"step": step, "score": score})
+            _write_state(folder, BEST_STATE, {"step": step, "score": score, **(measured or {})})
 
         self._write(self.run_dir / BEST, fill, f"the best weights (step {step})", 0)
         return True
+
+    def export(self, target: Path, step: int, hf: WriteHf) -> None:
+        """Weights to a folder of the run (`final/`), in the place of what is there. Raises `CheckpointFailed`."""
+
+        def fill(folder: Path) -> None:
+            hf(folder)
+            _write_state(folder, FINAL_STATE, {"step": step})
+
+        self._write(target, fill, f"the export of step {step}", 0)
 
     def _write(self, target: Path, fill: Callable[[Path], None], what: str, tensor_bytes: int) -> None:
         beside = target.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{target.name}"
@@ -229,8 +247,21 @@ class CheckpointStore:
         for path in (self.run_dir / BEST, self.run_dir / f"{BEST}.replaced"):
             with contextlib.suppress(CheckpointDamaged):
                 told = _read_state(path, BEST_STATE)
-                return Best(path=path, step=int(told["step"]), score=float(told["score"]))
+                versions = (told["version_min"], told["version_max"]) if "version_max" in told else None
+                return Best(path=path, step=int(told["step"]), score=float(told["score"]), versions=versions)
         return None
+
+    def newest(self) -> Path | None:
+        """A HF folder with the newest weights: the final ones, or those of a checkpoint that is further. They are not
+        read through."""
+        found: list[tuple[float, bool, Path]] = [(_step(path), path.suffix == "", path) for path in self._paths()]
+        for path in (self.run_dir / FINAL, self.run_dir / f"{FINAL}.replaced"):
+            step: float = math.inf  # of one that somebody put there
+            with contextlib.suppress(CheckpointDamaged):
+                step = _read_state(path, FINAL_STATE)["step"]
+            found.append((step, path.suffix == "", path))
+        there = [one for one in found if (one[2] / HF_CONFIG).is_file()]
+        return max(there, key=lambda one: (one[0], one[1], one[2].parent == self.run_dir))[2] if there else None
 
     def _paths(self) -> list[Path]:
         """Newest first. A `.replaced` one is there only while its successor of the same step is put in place."""

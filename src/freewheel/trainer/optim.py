@@ -18,6 +18,7 @@ class Optimizer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         self._parameters = dict(parameters)
         self._clip = config.grad_clip
+        self.updates_applied = 0
         matrices = [p for p in self._parameters.values() if p.ndim >= 2]
         others = [p for p in self._parameters.values() if p.ndim < 2]
         self._adamw = torch.optim.AdamW(
@@ -39,6 +40,7 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
+            self.updates_applied += 1
         self.forget()
         return norm, applied
 

@@ -23,6 +23,10 @@ Importance = Literal["none", "token_truncate", "token_mask", "sequence_truncate"
 Proximal = Literal["behaviour", "recomputed"]
 Schedule = Literal["constant", "linear", "cosine"]
 
+LOGITS_AT_A_TIME = 1 << 27
+"""Half a GiB of float32. Where tokens times vocabulary are more, they are made in parts, and again for gradients. Here,
+because estimates of memory go by it and have no torch."""
+
 NORMALISATIONS: dict[Algorithm, tuple[Normalise, ...]] = {
     "grpo": ("std", "batch_std", "none"),
     "ppo": ("batch_std", "none"),
@@ -39,9 +43,9 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`grpo`: a reward against its group's mean. `rloo`: against the mean of the group's others. `reinforce_pp`
     (REINFORCE++): against a mean, then normalised over the batch. `ppo`: a critic and GAE."""
     normalise: Normalise = "auto"
-    """What advantages are divided by: `std`, the standard deviation of the group's rewards; `batch_std`, that of the
-    batch's advantages (for rloo, reinforce_pp and ppo their mean is subtracted first); `none`. `auto`: std for grpo,
-    none for rloo, else batch_std."""
+    """What advantages are divided by. `std`: the standard deviation of the group's rewards. `batch_std`: for grpo that
+    of all rewards of the batch; for rloo, reinforce_pp and ppo that of the batch's advantages (ppo: a token each),
+    whose mean is subtracted first. `none`: nothing. `auto`: std for grpo, none for rloo, else batch_std."""
     baseline: Baseline = "group"
     """For reinforce_pp: the mean of the group, or of the whole batch."""
     clip_low: float = 0.2
@@ -70,8 +74,9 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kl_coef: float = 0.0
     """Weight of the KL divergence from the model as it was at the start of the run. 0: no reference model is kept."""
     kl_kind: KlKind = "k3"
-    """Estimator of that KL. `k1`: in the advantage, as a penalty on the reward would be (as a loss its mean gradient
-    is 0). `k2`, `k3`: in the loss."""
+    """Estimator of that KL. `k1`: log π − log π_ref of a token, times `kl_coef`, is taken from that token's advantage
+    after normalisation: GAE and the critic do not see it (as a loss its mean gradient would be 0). `k2`, `k3`: in the
+    loss."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     gamma: float = 1.0

@@ -22,12 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from freewheel.data.group import Array
 from freewheel.judge.errors import ConfigError
 from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, Sample, micro_batches
-from freewheel.trainer.options import LoraConfig
+from freewheel.trainer.options import LOGITS_AT_A_TIME, LoraConfig
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
-LOGITS_AT_A_TIME = 1 << 27
-"""Half a GiB of float32. Where tokens times vocabulary are more, they are made in parts, and again for gradients."""
 ADAPTER = "default"
 """What peft calls the adapter that it makes."""
 PROBE_TOKENS = 4
@@ -61,9 +59,9 @@ class Policy:
         self.storage_dtype: torch.dtype = model.dtype
         self.lora = lora
         self._temperature = temperature
-        if lora is None:
-            model = model.float()  # small updates would be lost in bfloat16; autocast computes in it all the same
-        self.plain = model.to(device)
+        # Small updates would be lost in bfloat16, and autocast computes in it all the same; a base that is not trained
+        # needs no more than what is computed in.
+        self.plain = model.to(device, torch.float32 if lora is None else self.dtype)
         self._names = {name for name, _ in _published(self.plain)}
         self.model = _with_adapters(self.plain, lora, seed) if lora is not None else self.plain
         self.model.eval()
@@ -229,7 +227,7 @@ class _WithoutAdapters(Policy):
 
 def compute_dtype(wanted: Precision, device: torch.device) -> torch.dtype:
     if wanted == "auto":
-        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if on_gpu else torch.float32
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 

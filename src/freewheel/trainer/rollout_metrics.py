@@ -17,13 +17,15 @@ def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     values = np.concatenate([group.values for group in groups])
     scored = values[~np.isnan(values)]
     lengths = np.concatenate([np.add.reduceat(group.mask != 0, group.offsets[:-1], dtype=np.int64) for group in groups])
+    status = np.array([reward.status for group in groups for reward in group.rewards])
     raw = np.array([reward.raw for group in groups for reward in group.rewards])
     raw = raw[~np.isnan(raw)]
     found = {
         "rollout/response_length_mean": lengths.mean(),
         "rollout/response_length_max": lengths.max(),
         "rollout/truncation_ratio": np.mean([reason == "length" for group in groups for reason in group.finish]),
-        "rollout/masked_ratio": np.isnan(values).mean(),
+        "rollout/masked_ratio": (np.isnan(values) & (status != "skipped")).mean(),
+        "rollout/skipped_ratio": (status == "skipped").mean(),
         "rollout/zero_variance_ratio": np.mean([has_no_variance(group) for group in groups]),
     }
     if len(scored):

@@ -9,6 +9,7 @@ Called by `FullyAsyncTrainer` in threads; `CheckpointStore` does the writing and
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,17 +48,20 @@ class RunSaver:
             hf=lambda folder: self.write_hf(folder, weights),
         )
 
-    def save_best(self, step: int, score: float, weights: Weights) -> bool:
-        return self._store.save_best(step, score, lambda folder: self.write_hf(folder, weights))
+    def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
+        measured = {"version_min": versions[0], "version_max": versions[1]}
+        return self._store.save_best(step, score, lambda folder: self.write_hf(folder, weights), measured=measured)
 
     def write_hf(self, folder: Path, weights: Weights) -> None:
-        """An ordinary HF folder, which `AutoModelForCausalLM.from_pretrained` opens."""
+        """An ordinary HF folder, which `AutoModelForCausalLM.from_pretrained` opens, in the type of the weights."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in weights.tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        self._model.config.save_pretrained(folder)
+        config = copy.deepcopy(self._model.config)
+        config.dtype = next((one.dtype for one in tensors.values() if one.is_floating_point()), config.dtype)
+        config.save_pretrained(folder)
         if self._model.generation_config is not None:
             self._model.generation_config.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)

@@ -73,9 +73,8 @@ class TorchBackend:
         share_prompts: bool = True,
         temperature: float = 1.0,
         seed: int = 0,
-        trust_remote_code: bool = False,
     ) -> None:
-        """`model`: a HF causal language model, which is then the backend's own, or where to load one from.
+        """`model`: a HF causal language model, which is then the backend's own.
 
         `lr`: where `optimizer.lr` is `auto`. `share_prompts`: compute a group's prompt once for several responses,
         where that is cheaper and the model can. `temperature`: that of sampling, so that
@@ -90,8 +89,6 @@ class TorchBackend:
         self._budget = min(micro_batch_tokens, CPU_MICRO_BATCH_TOKENS) if on_cpu else micro_batch_tokens
         self._seed = seed
         self._nonfinite = 0
-        if isinstance(model, str | Path):
-            model = load_model(model, trust_remote_code=trust_remote_code)
         self._critic = None
         if self._algorithm.name == "ppo":  # before adapters are put into the decoder that it is a copy of
             self._critic = Critic(
@@ -119,8 +116,16 @@ class TorchBackend:
     def describe(self) -> str:
         return describe(self._algorithm)
 
-    def step(self, groups: Sequence[PromptGroup], *, version: int, step: int, total_steps: int) -> dict[str, float]:
+    @property
+    def updates_applied(self) -> int:
+        optimizers = (self._optimizer, self._critic_optimizer)
+        return sum(one.updates_applied for one in optimizers if one is not None)
+
+    def step(
+        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
+    ) -> dict[str, float]:
         factor = lr_factor(self._config, step, total_steps)
+        told = rollout_metrics(groups)  # before the first update, as all that may fail: a step is then tried again
         minis = self._prepare(groups)
         tally, updates = Tally(), _Updates()
         for epoch in range(self._algorithm.updates_per_batch):
@@ -130,7 +135,7 @@ class TorchBackend:
                 tally.merge(self._update_policy(minis[place], factor, updates, version if fresh else None))
                 if self._critic is not None:
                     tally.merge(self._update_critic(minis[place], factor))
-        found = {**rollout_metrics(groups), **tally.values()}
+        found = {**told, **tally.values()}
         if updates.made:
             found["actor/lr"] = self._lr * factor
             found["actor/skipped_nonfinite"] = float(updates.skipped)
@@ -292,13 +297,6 @@ class _Updates:
 
     made: int = 0
     skipped: int = 0
-
-
-def load_model(path: str | Path, *, trust_remote_code: bool = False) -> Any:
-    """A causal language model in the floating-point type of its files."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto", trust_remote_code=trust_remote_code)
 
 
 def _learning_rate(config: OptimizerConfig, resolved: float | None) -> float:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -31,48 +30,25 @@ from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import Weights, pack
 from freewheel.trainer.backend import Backend, BackendState, NonFiniteLoss
 from freewheel.trainer.checkpoint import CheckpointFailed
+from freewheel.trainer.measuring import Measuring
+from freewheel.trainer.peers import Evaluate, Publisher, QueueClient, Row, Saver
+
+__all__ = [
+    "Ending",
+    "Evaluate",
+    "FullyAsyncTrainer",
+    "Publisher",
+    "QueueClient",
+    "Row",
+    "Saver",
+    "Schedule",
+    "TrainingFailed",
+]
 
 log = logging.getLogger("freewheel.trainer")
 
 T = TypeVar("T")
 Ending = Literal["finished", "stopped"]
-
-
-class QueueClient(Protocol):
-    """What a trainer asks of the queue; `MessageQueue` itself, or an actor around one."""
-
-    async def take(self, step: int, *, wait_s: float) -> Taken: ...
-
-    async def replace_stale(self, step: int, sequences: Sequence[int], *, wait_s: float) -> Taken: ...
-
-    async def commit(self, step: int) -> int: ...
-
-    async def give_back(self, step: int) -> None: ...
-
-    async def frontier(self) -> Frontier: ...
-
-    async def complete_version(self) -> int: ...
-
-
-class Publisher(Protocol):
-    """The synchronizer's end."""
-
-    async def submit(self, version: int, weights: Weights) -> None: ...
-
-    async def wait_published(self, version: int, *, wait_s: float) -> bool: ...
-
-
-class Saver(Protocol):
-    """Where checkpoints go. Called in threads; raises `CheckpointFailed`."""
-
-    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> None: ...
-
-    def save_best(self, step: int, score: float, weights: Weights) -> bool:
-        """True: it was the best so far."""
-
-
-Evaluate = Callable[[int], Awaitable[dict[str, float] | None]]
-"""Scores held-out prompts with the engines as they are, for the record of a step. None: there are no such prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +71,6 @@ class Schedule:
         return self.eval_every is not None and step % self.eval_every == 0 and step < self.total_steps
 
 
-@dataclass
-class Row:
-    """One line of the metrics."""
-
-    kind: Literal["step", "eval"]
-    step: int
-    values: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class _Done:
     """A step that was taken, and what has to be told of it."""
@@ -119,7 +86,7 @@ class _Done:
 
 
 class TrainingFailed(RuntimeError):
-    """A step could not be taken, however often it was tried. The last checkpoint is intact."""
+    """A step could not be taken, however often it was tried, or was half taken. The last checkpoint is intact."""
 
 
 class FullyAsyncTrainer:
@@ -153,7 +120,6 @@ class FullyAsyncTrainer:
         self._queue = queue
         self._publisher = publisher
         self._saver = saver
-        self._evaluate = evaluate
         self._bounds = bounds
         self._schedule = schedule
         self._pad_token_id = pad_token_id
@@ -163,16 +129,27 @@ class FullyAsyncTrainer:
         self._stop = asyncio.Event()
         self._steps_in_version = 0
         self._training = False
-        self._evaluating: asyncio.Task[None] | None = None
         self._saving: asyncio.Task[None] | None = None
         self._saved_step = step
+        self._committed_step = step
+        self._updates_at_step = backend.updates_applied
+        """The backend's count when the last whole step was done."""
+        self._measuring = Measuring(
+            publisher=publisher,
+            saver=saver,
+            evaluate=evaluate,
+            disk=self._disk,
+            tell=lambda row: self.rows.append(row),
+            publish_timeout_s=schedule.publish_timeout_s,
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> Ending:
-        """Until all steps are done, the prompts end, or `request_stop`. The state is saved in each case."""
+        """Until all steps are done, the prompts end, or `request_stop`. The state is saved in each case, and as far as
+        it can be also where an error ends the run."""
         if self._schedule.eval_at_start and self.global_steps == 0:
-            self._start_evaluation(0, self.current_param_version, None)
+            self._measuring.start(0, self.current_param_version, None)
         after = asyncio.create_task(_nothing())
         taking = asyncio.create_task(self._take(self.global_steps + 1))
         try:
@@ -192,11 +169,18 @@ class FullyAsyncTrainer:
                 after = asyncio.create_task(self._afterwards(done))
             await after
             return await self._finish()
+        except Exception as error:
+            taking.cancel()
+            await asyncio.wait([after])
+            await self._rescue(error)
+            raise
         finally:
-            pending = [task for task in (taking, after, self._evaluating, self._saving) if task is not None]
-            for task in pending:
+            for task in (taking, after):
                 task.cancel()
-            await asyncio.gather(*pending, return_exceptions=True)
+            await self._measuring.abandon()
+            await asyncio.gather(taking, after, return_exceptions=True)
+            if self._saving is not None:
+                await asyncio.wait([self._saving])  # a checkpoint that is half written is worth the wait
 
     def request_stop(self) -> None:
         """Finish the step, save, and end."""
@@ -207,7 +191,9 @@ class FullyAsyncTrainer:
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def _finish(self) -> Ending:
-        """The end of a run: what is under way is waited for, the last weights are published, judged and saved."""
+        """The end of a run: what is under way is waited for, the last weights are published, judged and saved.
+
+        A stop that comes while they are judged costs the evaluation alone: all steps are taken."""
         stopped = self._stop.is_set()
         if stopped:
             await self._queue.give_back(self.global_steps + 1)
@@ -215,14 +201,43 @@ class FullyAsyncTrainer:
         version = await self._queue.complete_version()
         if version > self.current_param_version:
             self.current_param_version = version
-            await self._publish(version, weights)
+            await self._publish(self.global_steps, version, weights)
         await self._save(self.global_steps, version, weights)
         if not stopped:
-            for task in (self._evaluating, self._saving):
-                if task is not None:
-                    await task
-            await self._evaluate_at(self.global_steps, version, weights)
+            await self._until_stopped(self._measuring.done())
+        if not self._stop.is_set():
+            self._measuring.start(self.global_steps, version, weights)
+            await self._until_stopped(self._measuring.done())
         return "stopped" if stopped else "finished"
+
+    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+        working, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+        finally:
+            working.cancel()
+            stopping.cancel()
+
+    async def _rescue(self, error: Exception) -> None:
+        """Saves the last whole step on the way out of a run that failed."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
+        step = self.global_steps
+        if step <= self._saved_step:
+            return
+        if self.backend.updates_applied != self._updates_at_step:
+            log.error("Nothing more is saved: step %d was half done when it failed (%s)", step + 1, error)
+            return
+        try:
+            for told in range(self._committed_step + 1, step + 1):
+                await self._queue.commit(told)
+            weights = await self._in_torch(self._pack)
+            await self._save(step, self.current_param_version, weights)
+        except Exception as failure:  # noqa: BLE001  # what ended the run is raised; this comes on top of it
+            why = f"{type(failure).__name__}: {failure}"
+            log.error("Step %d is not saved: what a checkpoint of it needs could not be had (%s)", step, why)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -244,7 +259,7 @@ class FullyAsyncTrainer:
 
     async def _fresh(self, step: int, groups: list[PromptGroup]) -> list[PromptGroup]:
         """The check at consumption: what is too old by now goes back to the stream, and others come in its place."""
-        while stale := [group for group in groups if self._lag(group) > self._bounds.max_lag_allowed]:
+        while stale := [group for group in groups if self._bounds.too_old(self._lag(group))]:
             self.dropped_stale_samples += sum(len(group) for group in stale)
             log.warning(
                 "%d groups of step %d lag more than async_training.max_staleness_allowed = %d versions: issued again",
@@ -282,7 +297,8 @@ class FullyAsyncTrainer:
         return self.current_param_version - group.min_version
 
     async def _train(self, step: int, groups: list[PromptGroup]) -> _Done:
-        """One step, tried again where it fails: a batch is not lost because memory was short for a moment."""
+        """One step, tried again where it fails before it changed anything: a batch is not lost because memory was short
+        for a moment, and none is trained on twice."""
         for attempt in range(1, self._schedule.max_errors + 1):
             try:
                 metrics = await self._learned(step, groups)
@@ -292,17 +308,21 @@ class FullyAsyncTrainer:
             except Exception as error:
                 self.errors += 1
                 log.exception("Step %d failed (attempt %d of %d)", step, attempt, self._schedule.max_errors)
-                if attempt == self._schedule.max_errors:
+                why = f"{type(error).__name__}: {error}"
+                applied = self.backend.updates_applied - self._updates_at_step
+                if applied:
                     raise TrainingFailed(
-                        f"step {step} failed {attempt} times (trainer.max_errors): {type(error).__name__}: {error}"
+                        f"step {step} failed after {applied} of its updates were applied, and trying it again would "
+                        f"train on its groups twice: {why}. Go on from the last checkpoint (--resume)"
                     ) from error
-        self._account(step, groups, metrics)
+                if attempt == self._schedule.max_errors:
+                    raise TrainingFailed(f"step {step} failed {attempt} times (trainer.max_errors): {why}") from error
+        self._updates_at_step = self.backend.updates_applied
         self._steps_in_version = (self._steps_in_version + 1) % self._bounds.steps_per_version
         completes, saves = self._steps_in_version == 0, self._schedule.saves(step)
-        needed = completes or saves or self._schedule.evaluates(step)
-        self.current_param_version += completes
+        self._account(step, groups, metrics, completes=completes)
         with self.spans("pack"):
-            weights = await self._in_torch(self._pack) if needed else None
+            weights = await self._in_torch(self._pack) if completes or saves else None
             state = await self._in_torch(self.backend.state) if saves else None
         return _Done(step, self.current_param_version, completes, weights, state)
 
@@ -315,8 +335,9 @@ class FullyAsyncTrainer:
             self._training = False
 
     def _learn(self, step: int, groups: list[PromptGroup]) -> dict[str, float]:
-        total = self._schedule.total_steps
-        return self.backend.step(groups, version=self.current_param_version, step=step - 1, total_steps=total)
+        # In the middle of a version the weights are no longer those that any engine has.
+        version = None if self._steps_in_version else self.current_param_version
+        return self.backend.step(groups, version=version, step=step - 1, total_steps=self._schedule.total_steps)
 
     def _pack(self) -> Weights:
         return pack(self.backend.weights())
@@ -324,14 +345,15 @@ class FullyAsyncTrainer:
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)
 
-    def _account(self, step: int, groups: list[PromptGroup], metrics: dict[str, float]) -> None:
-        """The step's row; then the counters move on."""
+    def _account(self, step: int, groups: list[PromptGroup], metrics: dict[str, float], *, completes: bool) -> None:
+        """The counters move on, and the step gets its row: ages as it began, counters as they are after it."""
         lags = np.repeat([self._lag(group) for group in groups], [len(group) for group in groups])
         born = np.repeat([group.created_s for group in groups], [len(group) for group in groups])
-        assert lags.max() <= self._bounds.max_lag_allowed, f"lag {lags.max()} was trained on"
+        assert not self._bounds.too_old(int(lags.max())), f"lag {lags.max()} was trained on"
         custom = self._custom_metrics(groups)
         self.global_steps = step
         self.processed_samples += len(lags)
+        self.current_param_version += completes
         fresh = freshness(lags, self._wall_clock() - born, staleness_threshold=self._bounds.threshold)
         self.rows.append(Row("step", step, {**metrics, **fresh, **custom, **self.counters(), **self._timing()}))
 
@@ -362,26 +384,33 @@ class FullyAsyncTrainer:
     async def _afterwards(self, done: _Done) -> None:
         """While the next step trains: the queue hears of it, engines get the weights, and what is due is begun."""
         await self._queue.commit(done.step)
+        self._committed_step = done.step
         if done.completes and done.weights is not None:
-            await self._publish(done.version, done.weights)
+            await self._publish(done.step, done.version, done.weights)
         if done.state is not None and done.weights is not None:
-            if self._saving is not None:
-                await self._saving  # a disk slower than the steps slows them down instead of filling memory
+            await self._saved()  # a disk slower than the steps slows them down instead of filling memory
             frontier = await self._queue.frontier()
             self._saving = asyncio.create_task(self._write(done, frontier))
         if self._schedule.evaluates(done.step):
-            self._start_evaluation(done.step, done.version, done.weights)
+            self._measuring.start(done.step, done.version, done.weights if done.completes else None)
 
-    async def _publish(self, version: int, weights: Weights) -> None:
+    async def _publish(self, step: int, version: int, weights: Weights) -> None:
         self.param_sync_count += 1
+        self._measuring.published(step, version, weights)
         await self._publisher.submit(version, weights)
 
-    async def _save(self, step: int, version: int, weights: Weights) -> None:
+    async def _saved(self) -> None:
+        """When the checkpoint that is being written is."""
         if self._saving is not None:
-            await self._saving
+            await asyncio.shield(self._saving)
+
+    async def _save(self, step: int, version: int, weights: Weights) -> None:
+        await self._saved()
         if step > self._saved_step:
             state = await self._in_torch(self.backend.state)
-            await self._write(_Done(step, version, True, weights, state), await self._queue.frontier())
+            frontier = await self._queue.frontier()
+            self._saving = asyncio.create_task(self._write(_Done(step, version, True, weights, state), frontier))
+            await self._saved()
 
     async def _write(self, done: _Done, frontier: Frontier) -> None:
         """A checkpoint that cannot be written is no reason to lose the run: the next one may fit."""
@@ -394,33 +423,6 @@ class FullyAsyncTrainer:
             log.info("Saved the checkpoint of step %d", done.step)
         except CheckpointFailed as error:
             log.error("The checkpoint of step %d was not written, and training goes on: %s", done.step, error)
-
-    def _start_evaluation(self, step: int, version: int, weights: Weights | None) -> None:
-        if self._evaluating is not None and not self._evaluating.done():
-            log.warning("The evaluation at step %d is left out: the one before is still running", step)
-            return
-        self._evaluating = asyncio.create_task(self._evaluate_at(step, version, weights))
-
-    async def _evaluate_at(self, step: int, version: int, weights: Weights | None) -> None:
-        """Held-out prompts, once the engines have this version; generation goes on beside it."""
-        if not await self._publisher.wait_published(version, wait_s=self._schedule.publish_timeout_s):
-            log.warning("No evaluation at step %d: version %d has not reached the engines", step, version)
-            return
-        try:
-            found = await self._evaluate(step)
-        except Exception:  # an engine may have died in it; what it was measuring is not lost
-            log.exception("The evaluation at step %d failed; training goes on", step)
-            return
-        if found is None:
-            return
-        self.rows.append(Row("eval", step, dict(found)))
-        log.info("Held-out %s at step %d", ", ".join(f"{name} {value:.3f}" for name, value in found.items()), step)
-        if weights is not None and not math.isnan(found["eval/reward"]):
-            loop = asyncio.get_running_loop()
-            try:
-                await loop.run_in_executor(self._disk, self._saver.save_best, step, found["eval/reward"], weights)
-            except CheckpointFailed as error:
-                log.error("The best weights so far (step %d) were not written: %s", step, error)
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
@@ -438,6 +440,8 @@ class FullyAsyncTrainer:
             **self.counters(),
             "errors": self.errors,
             "training": self._training,
+            "saving": self._saving is not None and not self._saving.done(),
+            "evaluating": self._measuring.running,
             "saved_step": self._saved_step,
             "spans": self.spans.snapshot(),
         }

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -96,6 +96,8 @@ class NativeEngine:
         self._gate = threading.Lock()  # no command may slip in after the thread has answered the last one
         self._watch: asyncio.TimerHandle | None = None
         self._updating = asyncio.Lock()
+        # Of its own: the loop's pool may be full of what others wait for, and a version must not wait for them.
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-native-aside")
         self._thread = threading.Thread(target=self._run, name="freewheel-native-engine", daemon=True)
         self._thread.start()
 
@@ -141,7 +143,7 @@ class NativeEngine:
         async with self._updating:
             held = await self._ask(lambda: self._loop.update(version, lambda: load_weights(self._model, weights)))
             # Beside the decoding, which only reads what is summed here.
-            return await asyncio.to_thread(checksum, held.items())
+            return await asyncio.get_running_loop().run_in_executor(self._aside, checksum, held.items())
 
     async def abort(self, request_id: str) -> None:
         flight = self._flights.get(request_id)
@@ -157,7 +159,9 @@ class NativeEngine:
             if self._open:
                 self._open = False
                 self._commands.put((self._loop.stop, Future()))
-        await asyncio.to_thread(self._thread.join, CLOSE_PATIENCE_S)
+        if self._thread.is_alive():  # which a second `close` does not find
+            await asyncio.get_running_loop().run_in_executor(self._aside, self._thread.join, CLOSE_PATIENCE_S)
+        self._aside.shutdown()
         if self._thread.is_alive():
             log.error("the native engine's thread did not end within %g s: a step hangs", CLOSE_PATIENCE_S)
         self._stop_watching()

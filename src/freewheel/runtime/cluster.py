@@ -1,0 +1,53 @@
+"""Ray as a whole: joined or started before a run, let go after it. Called by `FullyAsyncMain`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from freewheel.judge.errors import ConfigError
+
+
+@contextmanager
+def cluster(*, address: str | None, cpus: int) -> Iterator[None]:
+    """A cluster at `address`, or one of our own with at least `cpus`, that ends with the run. One that this process has
+    joined before (a notebook's, or a test's) is ours to use and theirs to end."""
+    if ray.is_initialized():
+        yield
+        return
+    try:
+        _connect(address, cpus)
+        yield
+    finally:
+        try:
+            ray.shutdown()
+        except KeyboardInterrupt:  # what was begun is finished: processes would be left behind
+            ray.shutdown()
+
+
+def _connect(address: str | None, cpus: int) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would have training give way to anything else
+    # One for all actors: Ray starts workers ahead for the environment of the job. Torch's own number of threads is set
+    # by each actor.
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    try:
+        ray.init(
+            address=address or "local",
+            num_cpus=None if address else max(os.cpu_count() or 1, cpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": environment},
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        if address is None:
+            raise
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        remedy = f"no Ray cluster answers there ({why}): start one, or leave it out. See also RAY_AUTH_MODE"
+        raise ConfigError("ray.address", address, remedy) from error

@@ -1,0 +1,124 @@
+"""Whether a run still gets anywhere: the rules by which it is ended when it does not. Pure; the clock is the caller's.
+
+    marks (steps, groups, tokens, scores) ──┐
+    training, saving, evaluating ───────────┴─▶ Progress.stalled ─▶ `Stalled`
+    prompts given up, groups filtered out ────▶ GivenUp.hopeless ─▶ `NothingToTrainOn`
+
+Fed by `RunAccount` at each look, asked by `FullyAsyncMain`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+STEP_S = 3600.0
+"""A training step may take this long however short the others were: the first one compiles and allocates, and an
+engine on the same accelerator may hold it up. So may a save or an evaluation before it no longer counts as activity."""
+STEP_TIMES = 20
+"""A step may also take this many times as long as the longest before it."""
+LONG_WORK = ("training", "saving", "evaluating")
+"""What the trainer may be at for a long time without anything to show for it, by its names in its statistics."""
+HOPELESS_BATCHES = 4
+"""Batches' worth of prompts that were given up since the last step, after which a step is not to be expected: a reward
+function that always raises would otherwise use up every prompt there is, or go on for ever."""
+SAME_BATCHES = 64
+"""Batches' worth of groups that a filter turned down since the last step, after which the same holds. More than
+failures: at the start of a hard task, or near the end of an easy one, one group in thirty may be worth training on."""
+FILTERS = ("zero_variance",)
+"""Reasons for which a prompt is given up on purpose."""
+
+
+class Stalled(RuntimeError):
+    """Nothing moved for a long time, and work remains."""
+
+
+class NothingToTrainOn(RuntimeError):
+    """Prompt after prompt is given up, and no step comes of it."""
+
+
+class Progress:
+    """Since when nothing has moved: not whether processes live, but whether work gets done."""
+
+    def __init__(self, now: float) -> None:
+        self.longest_step_s = 0.0
+        self._marks: object = None
+        self._since = now
+        self._step = 0
+        self._work: dict[str, float] = {}  # what of `LONG_WORK` goes on, since when
+
+    def note(self, marks: object, *, trainer: Mapping[str, Any], now: float) -> None:
+        """`trainer`: its statistics; empty where it did not answer."""
+        if trainer:
+            self._note_work(trainer, now)
+        active = bool(trainer) and any(now - since <= self.step_deadline_s for since in self._work.values())
+        if active or marks != self._marks:
+            self._marks, self._since = marks, now
+
+    def _note_work(self, trainer: Mapping[str, Any], now: float) -> None:
+        step = int(trainer.get("global_steps", 0))
+        on_the_next = step != self._step
+        if "training" in self._work and (on_the_next or not trainer.get("training")):
+            self.longest_step_s = max(self.longest_step_s, now - self._work["training"])
+        before = {} if on_the_next else self._work
+        self._step = step
+        self._work = {kind: before.get(kind, now) for kind in LONG_WORK if trainer.get(kind)}
+
+    @property
+    def step_deadline_s(self) -> float:
+        return max(STEP_S, STEP_TIMES * self.longest_step_s)
+
+    def stalled_s(self, now: float) -> float:
+        return now - self._since
+
+    def stalled(self, now: float, *, patience_s: float) -> str:
+        """Why the run is held to be stuck, in words; empty while it is not."""
+        trained_s = now - self._work.get("training", now)
+        if trained_s > self.step_deadline_s:
+            return (
+                f"step {self._step + 1} has been trained for {trained_s:.0f} s, and the longest before it took "
+                f"{self.longest_step_s:.0f} s"
+            )
+        if self.stalled_s(now) > patience_s:
+            return f"no step, no token and no score for {patience_s:g} s"
+        return ""
+
+
+class GivenUp:
+    """Prompts that came to nothing since the last step."""
+
+    def __init__(self, *, groups_per_step: int) -> None:
+        self._groups_per_step = groups_per_step
+        self._abandoned: Counter[str] = Counter()
+        self._before: Counter[str] = Counter()
+        self._step: int | None = None
+
+    def note(self, queue: Mapping[str, Any]) -> None:
+        """`queue`: its statistics; empty where it did not answer."""
+        if "abandoned" not in queue:
+            return
+        self._abandoned = Counter(queue["abandoned"])
+        step = int(queue.get("step", 0))
+        if self._step is None or step > self._step:
+            self._step, self._before = step, self._abandoned
+
+    @property
+    def hopeless(self) -> str:
+        """Why no step is to be expected any more; empty while one is."""
+        since = self._abandoned - self._before
+        filtered = Counter({reason: since[reason] for reason in FILTERS if reason in since})
+        failed = since - filtered
+        if failed.total() >= HOPELESS_BATCHES * self._groups_per_step:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in failed.most_common())
+            return (
+                f"{failed.total()} prompts were given up since step {self._step} ({reasons}): see the warnings in the "
+                "log for why"
+            )
+        if filtered.total() >= SAME_BATCHES * self._groups_per_step:
+            return (
+                f"every group scores the same, or nearly every one: {filtered.total()} were dropped since step "
+                f"{self._step} (algorithm.zero_variance = drop). Set algorithm.zero_variance=keep, give harder "
+                "prompts, or take fewer steps"
+            )
+        return ""

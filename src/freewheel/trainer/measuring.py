@@ -1,0 +1,116 @@
+"""`Measuring`: held-out evaluations beside training, and which weights the best score belongs to.
+
+    start(step, version) ─▶ the version reaches the engines ─▶ evaluate ─▶ a row ─▶ best/, if no score was higher
+                             published(v) ┄ versions that arrive meanwhile are kept ┄┘
+
+Engines go on to newer versions while they are measured, so a score may be of several neighbouring ones. What is kept as
+the best is then the newest of them: weights that a part of the responses came from, with a record of both ends. A
+version whose weights are not at hand (they were trained on before it was complete, or too many came after it) is not
+kept, and the log says so. The evaluation at the end of a run sees one version alone. Used by `FullyAsyncTrainer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+
+from freewheel.sync.weights import Weights
+from freewheel.trainer.checkpoint import CheckpointFailed
+from freewheel.trainer.peers import Evaluate, Publisher, Row, Saver
+
+log = logging.getLogger("freewheel.trainer")
+
+KEPT_VERSIONS = 8
+"""Packed weights that are held while an evaluation runs: each is a copy of the model, and an evaluation that takes
+longer than so many versions measures none of them."""
+REWARD, OLDEST, NEWEST = "eval/reward", "eval/version_min", "eval/version_max"
+
+
+class Measuring:
+    """One evaluation at a time. None that fails ends the run."""
+
+    def __init__(
+        self,
+        *,
+        publisher: Publisher,
+        saver: Saver,
+        evaluate: Evaluate,
+        disk: Executor,
+        tell: Callable[[Row], None],
+        publish_timeout_s: float,
+    ) -> None:
+        self._publisher = publisher
+        self._saver = saver
+        self._evaluate = evaluate
+        self._disk = disk
+        self._tell = tell
+        self._publish_timeout_s = publish_timeout_s
+        self._task: asyncio.Task[None] | None = None
+        self._kept: dict[int, tuple[int, Weights]] = {}
+        """Version → the step that completed it, and its weights."""
+
+    @property
+    def running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def start(self, step: int, version: int, weights: Weights | None) -> None:
+        """Begins one, unless another is under way. `weights`: those of `version`, where `step` completed it."""
+        if self.running:
+            log.warning("The evaluation at step %d is left out: the one before is still running", step)
+            return
+        self._kept = {} if weights is None else {version: (step, weights)}
+        self._task = asyncio.create_task(self._run(step, version))
+        self._task.add_done_callback(lambda _: self._kept.clear())
+
+    def published(self, step: int, version: int, weights: Weights) -> None:
+        """Before engines can hold a version: one that is being measured may be made of it."""
+        if self.running:
+            self._kept[version] = (step, weights)
+            while len(self._kept) > KEPT_VERSIONS:
+                del self._kept[min(self._kept)]
+
+    async def done(self) -> None:
+        """When what is under way has ended."""
+        if self._task is not None:
+            await asyncio.shield(self._task)  # whoever waits may be cancelled without it
+
+    async def abandon(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, step: int, version: int) -> None:
+        try:
+            if not await self._publisher.wait_published(version, wait_s=self._publish_timeout_s):
+                log.warning("No evaluation at step %d: version %d has not reached the engines", step, version)
+                return
+            found = await self._evaluate(step)
+        except Exception:  # an engine may have died in it; what it was measuring is not lost
+            log.exception("The evaluation at step %d failed; training goes on", step)
+            return
+        if found is None:
+            return
+        self._tell(Row("eval", step, dict(found)))
+        log.info("Held-out %s at step %d", ", ".join(f"{name} {value:.3f}" for name, value in found.items()), step)
+        if not math.isnan(found[REWARD]):
+            await self._keep_best(step, found[REWARD], (int(found[OLDEST]), int(found[NEWEST])))
+
+    async def _keep_best(self, step: int, score: float, versions: tuple[int, int]) -> None:
+        oldest, newest = versions
+        if newest not in self._kept:
+            log.info("The score at step %d is not kept as a best one: version %d is not at hand", step, newest)
+            return
+        made_by, weights = self._kept[newest]
+        saving = partial(self._saver.save_best, made_by, score, weights, versions=versions)
+        try:
+            is_best = await asyncio.get_running_loop().run_in_executor(self._disk, saving)
+        except CheckpointFailed as error:
+            log.error("The best weights so far (step %d) were not written: %s", made_by, error)
+            return
+        if is_best:
+            seen = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"
+            log.info("Best so far: %.3f at step %d, measured on %s; kept is step %d", score, step, seen, made_by)

@@ -1,0 +1,59 @@
+"""What a trainer asks of the components around it, and the rows that it gives them: seams, without any behaviour."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from freewheel.queue.ledger import Frontier
+from freewheel.queue.message_queue import Taken
+from freewheel.sync.weights import Weights
+from freewheel.trainer.backend import BackendState
+
+
+class QueueClient(Protocol):
+    """What a trainer asks of the queue; `MessageQueue` itself, or an actor around one."""
+
+    async def take(self, step: int, *, wait_s: float) -> Taken: ...
+
+    async def replace_stale(self, step: int, sequences: Sequence[int], *, wait_s: float) -> Taken: ...
+
+    async def commit(self, step: int) -> int: ...
+
+    async def give_back(self, step: int) -> None: ...
+
+    async def frontier(self) -> Frontier: ...
+
+    async def complete_version(self) -> int: ...
+
+
+class Publisher(Protocol):
+    """The synchronizer's end."""
+
+    async def submit(self, version: int, weights: Weights) -> None: ...
+
+    async def wait_published(self, version: int, *, wait_s: float) -> bool: ...
+
+
+class Saver(Protocol):
+    """Where checkpoints go. Called in threads; raises `CheckpointFailed`."""
+
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> None: ...
+
+    def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
+        """True: it was the best so far. `step` made these weights; `versions`: the first and the last that made the
+        responses behind the score."""
+
+
+Evaluate = Callable[[int], Awaitable[dict[str, float] | None]]
+"""Scores held-out prompts with the engines as they are, for the record of a step. None: there are no such prompts."""
+
+
+@dataclass
+class Row:
+    """One line of the metrics."""
+
+    kind: Literal["step", "eval"]
+    step: int
+    values: dict[str, Any] = field(default_factory=dict)
