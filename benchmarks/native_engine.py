@@ -2,7 +2,7 @@
 
     python benchmarks/native_engine.py [--json FILE] [--repeats N] [--quick]
 
-Model: the size of the embedded default (Qwen2, hidden 64, 2 layers, 61 tokens), float32, random weights. Requests are
+Model: a Qwen2 of the size of the embedded one (hidden 64, 2 layers, 61 tokens), float32, random weights. Requests are
 groups of 8 samples at temperature 1, as a GRPO step asks for them; `single` has one sample a prompt.
 Scenes: `uniform` (20 tokens each) and `tail` (lognormal lengths, median 16, at most 128), each at a batch of 64 and 256
 and with eight batches' worth of samples. `generate` takes a batch after the other and runs each to its longest; the
