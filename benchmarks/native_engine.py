@@ -120,6 +120,7 @@ async def run_engine(engine: NativeEngine, groups: list[list[Sample]]) -> int:
                 SamplingParams(max_new_tokens=sample.tokens, seed=number * GROUP + index)
                 for index, sample in enumerate(group)
             ),
+            timeout_s=30.0,
         )
         return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
 

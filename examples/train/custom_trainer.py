@@ -130,7 +130,9 @@ class ToolRollouter(Rollouter):
             for seed in seeds
         )
         collector, found = Collector(), {}
-        async for chunk in self.engine.generate(GenerationRequest(id=name, prompt=prompt, samples=samples)):
+        timeout_s = self.generation_timeout_s
+        request = GenerationRequest(id=name, prompt=prompt, samples=samples, timeout_s=timeout_s)
+        async for chunk in self.engine.generate(request):
             if completion := collector.add(chunk):
                 found[chunk.index] = completion
         return [found[index] for index in range(len(samples))]

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.queue.message_queue import MessageQueue
-from freewheel.runtime.building import RolloutSide, TrainSide, model_folder
+from freewheel.runtime.building import RolloutSide, TrainSide, model_folder, synchronizer
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.typed import to_config
-from freewheel.sync.synchronizer import ParameterSynchronizer
 
 
 async def train(settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -29,7 +28,7 @@ async def train(settings: dict[str, Any]) -> list[dict[str, Any]]:
     trained = TrainSide(config=config, plan=plan, run_dir=settings["run_dir"], resume=None)
     queue = MessageQueue(bounds=config.bounds, total_prompts=made.prompts.total)
     rollouter = made.rollouter(queue)
-    sync = ParameterSynchronizer(replicas={"rollouter": rollouter}, queue=queue, drain=not config.in_flight_updates)
+    sync = synchronizer(config, {"rollouter": rollouter}, queue)
     trainer = trained.trainer(queue, sync, no_evaluation)
     beside = [asyncio.create_task(rollouter.run()), asyncio.create_task(sync.run())]
     try:

@@ -60,14 +60,21 @@ def total(prompt: Prompt, completion: Completion) -> float:
 
 
 async def test_scores_are_averaged_over_prompts_and_samples():
-    found = await evaluate(Echo(), prompts([1, 1], [1, 3]), total, samples=2, temperature=1.0, max_new_tokens=9)
+    found = await evaluate(
+        Echo(), prompts([1, 1], [1, 3]), total, samples=2, temperature=1.0, max_new_tokens=9, timeout_s=30.0
+    )
     assert found.scores.tolist() == [[2, 2], [4, 4]]
     assert (found.mean, found.best, found.per_prompt.tolist()) == (3.0, 3.0, [2.0, 4.0])
     assert (found.failed, found.scored, found.truncated_share, found.mean_tokens) == (0, 4, 0.0, 2.0)
 
 
 async def test_versions_of_all_tokens_are_known():
-    assert (await evaluate(Echo(), prompts([1], [1]), total, samples=2, max_new_tokens=9)).versions == (7, 8, 9, 10)
+    assert (await evaluate(Echo(), prompts([1], [1]), total, samples=2, max_new_tokens=9, timeout_s=30.0)).versions == (
+        7,
+        8,
+        9,
+        10,
+    )
 
 
 async def test_what_could_not_be_generated_or_scored_is_counted_and_not_a_zero(caplog: pytest.LogCaptureFixture):
@@ -76,7 +83,7 @@ async def test_what_could_not_be_generated_or_scored_is_counted_and_not_a_zero(c
             raise KeyError("ground_truth")
         return math.nan if prompt.row["place"] == 2 else 1.0
 
-    found = await evaluate(Echo(), prompts([1], [1], [1], [0]), score, max_new_tokens=9)
+    found = await evaluate(Echo(), prompts([1], [1], [1], [0]), score, max_new_tokens=9, timeout_s=30.0)
     assert (found.mean, found.failed, found.scored) == (1.0, 3, 1)
     assert np.isnan(found.per_prompt[1:]).all()
     assert "1 of 4 prompts could not be generated for: it begins with 0" in caplog.text
@@ -85,26 +92,28 @@ async def test_what_could_not_be_generated_or_scored_is_counted_and_not_a_zero(c
 
 async def test_an_engine_that_can_do_nothing_is_an_error_and_not_a_result():
     with pytest.raises(EngineError, match="begins with 0"):
-        await evaluate(Echo(), prompts([0], [0]), total, max_new_tokens=9)
+        await evaluate(Echo(), prompts([0], [0]), total, max_new_tokens=9, timeout_s=30.0)
     with pytest.raises(ValueError, match="at least one"):
-        await evaluate(Echo(), [], total, max_new_tokens=9)
+        await evaluate(Echo(), [], total, max_new_tokens=9, timeout_s=30.0)
 
 
 async def test_nothing_scored_has_no_mean():
-    found = await evaluate(Echo(), prompts([1]), lambda prompt, completion: math.nan, max_new_tokens=9)
+    found = await evaluate(Echo(), prompts([1]), lambda prompt, completion: math.nan, max_new_tokens=9, timeout_s=30.0)
     assert math.isnan(found.mean) and math.isnan(found.best)
 
 
 async def test_responses_that_were_cut_off_are_counted():
-    found = await evaluate(Echo(limit=2), prompts([1, 1, 1], [1, 1]), total, max_new_tokens=2)
+    found = await evaluate(Echo(limit=2), prompts([1, 1, 1], [1, 1]), total, max_new_tokens=2, timeout_s=30.0)
     assert found.truncated_share == 0.5
 
 
 async def test_a_share_of_the_prompts_is_sampled_as_in_the_whole():
     whole, part = Echo(), Echo()
     rows = prompts([1], [2], [3], [4])
-    await evaluate(whole, rows, total, samples=2, temperature=1.0, max_new_tokens=9, seed=5)
-    await evaluate(part, rows[1::2], total, samples=2, temperature=1.0, max_new_tokens=9, seed=5, ordinals=[1, 3])
+    await evaluate(whole, rows, total, samples=2, temperature=1.0, max_new_tokens=9, timeout_s=30.0, seed=5)
+    await evaluate(
+        part, rows[1::2], total, samples=2, temperature=1.0, max_new_tokens=9, timeout_s=30.0, seed=5, ordinals=[1, 3]
+    )
     seeds = {int(request.prompt[0]): request.samples for request in whole.requests}
     assert len({one.seed for samples in seeds.values() for one in samples}) == 8
     assert all(seeds[int(request.prompt[0])] == request.samples for request in part.requests)
@@ -112,7 +121,7 @@ async def test_a_share_of_the_prompts_is_sampled_as_in_the_whole():
 
 
 async def test_shares_are_joined():
-    parts = [await evaluate(Echo(), prompts(row), total, max_new_tokens=9) for row in ([1], [3])]
+    parts = [await evaluate(Echo(), prompts(row), total, max_new_tokens=9, timeout_s=30.0) for row in ([1], [3])]
     found = EvalResult.joined(parts)
     assert found.mean == 2.0 and found.scores.shape == (2, 1) and found.versions == (7,)
 
@@ -120,7 +129,9 @@ async def test_shares_are_joined():
 async def test_an_engine_is_not_asked_for_everything_at_once():
     engine = Echo(slots=4)
     done: list[int] = []
-    await evaluate(engine, prompts(*[[1]] * 30), total, samples=2, max_new_tokens=9, progress=done.append)
+    await evaluate(
+        engine, prompts(*[[1]] * 30), total, samples=2, max_new_tokens=9, timeout_s=30.0, progress=done.append
+    )
     assert engine.most_at_once == 4, "twice what it runs at a time"
     assert done == list(range(1, 31))
 
@@ -137,7 +148,9 @@ async def test_slow_scoring_does_not_keep_the_engine_waiting():
         return 1.0
 
     async with asyncio.timeout(20):
-        found = await evaluate(engine, prompts(*[[1]] * 8), score, max_new_tokens=9, keep_responses=True)
+        found = await evaluate(
+            engine, prompts(*[[1]] * 8), score, max_new_tokens=9, timeout_s=30.0, keep_responses=True
+        )
     assert found.mean == 1.0 and len(found.responses) == 8
 
 
@@ -166,7 +179,7 @@ async def first_number_async(response: str, row: dict[str, Any]) -> float:
 @pytest.mark.parametrize("function", [first_number, first_number_async])
 async def test_a_reward_function_scores_held_out_responses(function: Any):
     async with held_out(function) as score:
-        found = await evaluate(Echo(), prompts([1, 1], [3, 1]), score, max_new_tokens=9)
+        found = await evaluate(Echo(), prompts([1, 1], [3, 1]), score, max_new_tokens=9, timeout_s=30.0)
     assert found.scores.tolist() == [[1.0], [3.0]]
 
 
@@ -188,7 +201,7 @@ async def test_a_reward_function_that_hangs_costs_its_own_score(caplog: pytest.L
     over = asyncio.Event()
     for function in (hangs, never):
         async with held_out(function, timeout_s=0.1, workers=1) as score:
-            found = await evaluate(Echo(), prompts([1], [1], [1]), score, max_new_tokens=9)
+            found = await evaluate(Echo(), prompts([1], [1], [1]), score, max_new_tokens=9, timeout_s=30.0)
         assert np.isnan(found.scores[0]).all() and found.scores[1:].tolist() == [[1.0], [1.0]]
     assert caplog.text.count("no score within reward.timeout_s = 0.1 s") == 2
     release.set()
@@ -203,12 +216,14 @@ async def test_scoring_takes_no_thread_of_the_loops_own_pool():
         return 1.0
 
     async with held_out(names) as score:
-        await evaluate(Echo(), prompts([1], [2]), score, max_new_tokens=9)
+        await evaluate(Echo(), prompts([1], [2]), score, max_new_tokens=9, timeout_s=30.0)
     assert used == {"freewheel-reward"}
 
 
 async def test_a_process_scores_held_out_responses_where_training_has_one():
     async with held_out("freewheel.data.tasks.word_problems:TASK.score", workers=1, executor="process") as score:
         row = {"place": 0, "reward_model": {"ground_truth": "3"}}
-        found = await evaluate(Echo(), [Prompt(tokens=np.array([1], np.int32), row=row)], score, max_new_tokens=9)
+        found = await evaluate(
+            Echo(), [Prompt(tokens=np.array([1], np.int32), row=row)], score, max_new_tokens=9, timeout_s=30.0
+        )
     assert found.failed == 0

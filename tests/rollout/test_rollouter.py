@@ -109,7 +109,13 @@ async def scene() -> AsyncIterator[Build]:
             },
         )
         queue = queue or MessageQueue(bounds=bounds or bounds_of(), total_prompts=total, rest_s=0.0)
-        usual = {"capacity": 2, "prompt": prompt_of, "interval_s": 0.0, "decode": as_numbers}
+        usual = {
+            "capacity": 2,
+            "prompt": prompt_of,
+            "interval_s": 0.0,
+            "decode": as_numbers,
+            "generation_timeout_s": WAIT_S,
+        }
         rollouter = kind(
             name="rollouter-0",
             engine=engine,
@@ -484,7 +490,9 @@ class TwoTurns(Rollouter):
         prompt = batch.batch["prompts"][0].numpy().astype(np.int32)
         turns: list[list[int]] = []
         for turn in range(2):
-            request = GenerationRequest(id=f"{batch.non_tensor_batch['uid'][0]}/{turn}", prompt=prompt, samples=(None,))  # type: ignore[arg-type]
+            request = GenerationRequest(
+                id=f"{batch.non_tensor_batch['uid'][0]}/{turn}", prompt=prompt, samples=(None,), timeout_s=30.0
+            )  # type: ignore[arg-type]
             turns.append([int(chunk.tokens[0]) async for chunk in self.engine.generate(request)])
         rows = [[turns[0][0], 90, 91, turns[1][0], index] for index in range(N)]
         return by_hand(batch, rows, [[1, 0, 0, 1, 1]] * N)

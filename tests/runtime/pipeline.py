@@ -21,7 +21,7 @@ from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.rollouter import Rollouter
-from freewheel.runtime.building import RolloutSide, TrainSide, evaluation_metrics, model_folder
+from freewheel.runtime.building import RolloutSide, TrainSide, evaluation_metrics, model_folder, synchronizer
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.model_size import find_folder, read_model_size
 from freewheel.runtime.placement import Machine
@@ -190,13 +190,7 @@ async def run_pipeline(
         step=step,
     )
     rollouters = [side.rollouter(queue) for side in sides]
-    sync = ParameterSynchronizer(
-        replicas={rollouter.name: rollouter for rollouter in rollouters},
-        queue=queue,
-        version=version,
-        retry_delay_s=config.async_training.sync_retry_delay,
-        drain=not config.in_flight_updates,
-    )
+    sync = synchronizer(config, {rollouter.name: rollouter for rollouter in rollouters}, queue, version=version)
 
     async def evaluate(_: int) -> dict[str, float] | None:
         return evaluation_metrics([await side.evaluate(i, len(sides)) for i, side in enumerate(sides)])

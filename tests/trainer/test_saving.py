@@ -30,7 +30,9 @@ def backend() -> TorchBackend:
 
 
 def fresh_backend() -> TorchBackend:
-    return TorchBackend(AutoModelForCausalLM.from_pretrained(model_path()), optimizer=OptimizerConfig(lr=1e-2))
+    return TorchBackend(
+        AutoModelForCausalLM.from_pretrained(model_path()), optimizer=OptimizerConfig(lr=1e-2), micro_batch_tokens=16384
+    )
 
 
 @pytest.fixture

@@ -31,7 +31,9 @@ GROUPS = [random_group(ordinal, holes=True) for ordinal in range(4)]
 def make_backend(model: Any = None, *, lr: float = 1e-2, **options: Any) -> TorchBackend:
     algorithm = AlgorithmConfig(**options.pop("algorithm", {}))
     optimizer = OptimizerConfig(lr=lr, **options.pop("optimizer", {}))
-    return TorchBackend(model or tiny_qwen(), algorithm=algorithm, optimizer=optimizer, **options)
+    return TorchBackend(
+        model or tiny_qwen(), algorithm=algorithm, optimizer=optimizer, **{"micro_batch_tokens": 16384, **options}
+    )
 
 
 def trained(backend: TorchBackend, groups: list[PromptGroup], steps: int = 1, start: int = 0) -> dict[str, float]:
@@ -330,8 +332,13 @@ def test_weight_decay_spares_vectors() -> None:
 
 def test_auto_is_no_learning_rate() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.lr = 'auto'"):
-        TorchBackend(tiny_qwen())
-    assert TorchBackend(tiny_qwen(), lr=1e-3).step(GROUPS, version=0, step=0, total_steps=1)["actor/lr"] == 1e-3
+        TorchBackend(tiny_qwen(), micro_batch_tokens=16384)
+    assert (
+        TorchBackend(tiny_qwen(), micro_batch_tokens=16384, lr=1e-3).step(GROUPS, version=0, step=0, total_steps=1)[
+            "actor/lr"
+        ]
+        == 1e-3
+    )
 
 
 def test_the_start_is_described() -> None:

@@ -162,7 +162,15 @@ class Scene:
             saver=self.saver,
             evaluate=evaluate or self._evaluate,
             bounds=self.bounds,
-            schedule=Schedule(**{"total_steps": 4, "eval_at_start": False, **(schedule or {})}),
+            schedule=Schedule(
+                **{
+                    "total_steps": 4,
+                    "batch_timeout_s": 30.0,
+                    "max_errors": 3,
+                    "eval_at_start": False,
+                    **(schedule or {}),
+                }
+            ),
             **settings,
         )
         self.feeding: asyncio.Task[None] | None = None

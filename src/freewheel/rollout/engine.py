@@ -41,7 +41,7 @@ class GenerationRequest:
     prompt: Array
     """int32, at least one token."""
     samples: tuple[SamplingParams, ...]
-    timeout_s: float = 30.0
+    timeout_s: float
     """Longest time without a new token while a sample has a slot, pauses excluded."""
     stream: bool = False
     """Chunks as tokens are made. Off: one chunk a sample, when it ends."""

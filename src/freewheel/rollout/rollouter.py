@@ -107,8 +107,8 @@ class Rollouter:
         sampling: Sampling,
         decode: Callable[[Array], str],
         capacity: int,
-        generation_timeout_s: float = 30.0,
-        interval_s: float = 0.1,
+        generation_timeout_s: float,
+        interval_s: float,
         drop_zero_variance: bool = False,
         pad_token_id: int = 0,
         wall_clock: Callable[[], float] = time.time,
@@ -126,7 +126,7 @@ class Rollouter:
         self._queue = queue
         self._decode = decode
         self._capacity = capacity
-        self._timeout_s = generation_timeout_s
+        self.generation_timeout_s = generation_timeout_s
         self._interval_s = interval_s
         self._drop_zero_variance = drop_zero_variance
         self._pad_token_id = pad_token_id
@@ -311,7 +311,7 @@ class Rollouter:
                 prompt,
                 n=self.sampling.n,
                 version=self.engine.version,
-                generation_timeout_s=self._timeout_s,
+                generation_timeout_s=self.generation_timeout_s,
                 pad_token_id=self._pad_token_id,
                 stop_token_ids=self.sampling.stop_token_ids,
             )
@@ -330,7 +330,7 @@ class Rollouter:
             id=f"{ticket.sequence}",
             prompt=prompt.tokens,
             samples=self.sampling.params(ticket.ordinal),
-            timeout_s=self._timeout_s,
+            timeout_s=self.generation_timeout_s,
         )
         collector = Collector()
         async for chunk in self.engine.generate(request):

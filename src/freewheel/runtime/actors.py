@@ -209,16 +209,10 @@ class SynchronizerActor:
         self._sync: ParameterSynchronizer
 
     async def open(self, config: TrainConfig, queue: Any, rollouters: dict[str, Any], version: int) -> None:
-        a = config.async_training
-        self._sync = ParameterSynchronizer(
-            replicas={name: RemoteReplica(handle) for name, handle in rollouters.items()},
-            queue=RemoteQueue(queue),
-            version=version,
-            timeout_s=a.sync_timeout,
-            max_retries=a.max_sync_retries,
-            retry_delay_s=a.sync_retry_delay,
-            drain=not config.in_flight_updates,
-        )
+        replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
+        from freewheel.runtime.building import synchronizer
+
+        self._sync = synchronizer(config, replicas, RemoteQueue(queue), version=version)
 
     async def run(self) -> None:
         await self._sync.run()

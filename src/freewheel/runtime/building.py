@@ -2,6 +2,7 @@
 
     RolloutSide: tokenizer, task, prompts, engine, reward stage ─▶ Rollouter
     TrainSide:   model, backend, checkpoints                    ─▶ FullyAsyncTrainer
+    synchronizer: the replicas                                  ─▶ ParameterSynchronizer
 
 Called by the actors, and by tests that run a whole pipeline in one process.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,26 @@ if TYPE_CHECKING:
     from freewheel.rollout.rollouter import QueueClient as RolloutQueue
     from freewheel.rollout.rollouter import Rollouter
     from freewheel.runtime.plan import Plan
+    from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
+    from freewheel.sync.synchronizer import QueueClient as SyncQueue
     from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
     from freewheel.trainer.trainer import QueueClient as TrainQueue
+
+
+def synchronizer(
+    config: TrainConfig, replicas: Mapping[str, Replica], queue: SyncQueue, *, version: int = 0
+) -> ParameterSynchronizer:
+    from freewheel.sync.synchronizer import ParameterSynchronizer
+
+    return ParameterSynchronizer(
+        replicas=replicas,
+        queue=queue,
+        version=version,
+        timeout_s=config.async_training.sync_timeout,
+        max_retries=config.async_training.max_sync_retries,
+        retry_delay_s=config.async_training.sync_retry_delay,
+        drain=not config.in_flight_updates,
+    )
 
 
 def model_folder(config: TrainConfig) -> str:

@@ -93,10 +93,10 @@ class ParameterSynchronizer:
         *,
         replicas: Mapping[str, Replica],
         queue: QueueClient,
+        timeout_s: float,
+        max_retries: int,
+        retry_delay_s: float,
         version: int = 0,
-        timeout_s: float = 30.0,
-        max_retries: int = 3,
-        retry_delay_s: float = 1.0,
         drain: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

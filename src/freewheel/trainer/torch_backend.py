@@ -69,7 +69,7 @@ class TorchBackend:
         dtype: Precision = "auto",
         lora: LoraConfig | None = None,
         activation_checkpointing: bool = False,
-        micro_batch_tokens: int = 16384,
+        micro_batch_tokens: int,
         share_prompts: bool = True,
         temperature: float = 1.0,
         seed: int = 0,

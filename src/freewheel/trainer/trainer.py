@@ -56,13 +56,13 @@ class Schedule:
     """When things are due."""
 
     total_steps: int
+    batch_timeout_s: float
+    max_errors: int
     save_every: int | None = None
     eval_every: int | None = None
     eval_at_start: bool = True
-    batch_timeout_s: float = 30.0
     publish_timeout_s: float = 120.0
     """How long an evaluation waits for its version to reach the engines."""
-    max_errors: int = 3
 
     def saves(self, step: int) -> bool:
         return self.save_every is not None and step % self.save_every == 0

@@ -80,6 +80,7 @@ def request_of(seed: int, *, n: int = 1, new: int = 12, tokens: int | None = Non
         id=f"request {seed}",
         prompt=prompt_of(seed, tokens),
         samples=tuple(SamplingParams(max_new_tokens=new, seed=1000 * seed + i, **params) for i in range(n)),
+        timeout_s=30.0,
     )
 
 

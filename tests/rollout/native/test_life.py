@@ -329,7 +329,9 @@ async def test_closing_ends_requests_and_the_thread() -> None:
 async def test_chunks_come_as_tokens_are_made_where_a_request_asks_for_them() -> None:
     async with running(tiny("qwen2")) as engine:
         plain = request_of(1, n=2)
-        streamed = GenerationRequest(id="streamed", prompt=plain.prompt, samples=plain.samples, stream=True)
+        streamed = GenerationRequest(
+            id="streamed", prompt=plain.prompt, samples=plain.samples, timeout_s=30.0, stream=True
+        )
         whole = await ask(engine, plain)
         chunks: list[Chunk] = [chunk async for chunk in engine.generate(streamed)]
     assert len(chunks) > 4
@@ -346,7 +348,10 @@ async def test_chunks_come_as_tokens_are_made_where_a_request_asks_for_them() ->
 async def test_a_prompt_that_cannot_be_used_is_refused_by_its_values(prompt: list[int], said: str) -> None:
     async with running(tiny("qwen2")) as engine:
         request = GenerationRequest(
-            id="a", prompt=np.array(prompt, np.int32), samples=(SamplingParams(max_new_tokens=1, seed=0),)
+            id="a",
+            prompt=np.array(prompt, np.int32),
+            samples=(SamplingParams(max_new_tokens=1, seed=0),),
+            timeout_s=30.0,
         )
         with pytest.raises(PromptRefused, match=said):
             await ask(engine, request)

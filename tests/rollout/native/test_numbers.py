@@ -122,7 +122,9 @@ async def test_every_slot_gives_the_same_bits(architecture: str) -> None:
     async with running(tiny(architecture), slots=40) as engine:
         request = request_of(2, tokens=17)
         params = request.samples[0]
-        everywhere = await ask(engine, GenerationRequest(id="all", prompt=request.prompt, samples=(params,) * 40))
+        everywhere = await ask(
+            engine, GenerationRequest(id="all", prompt=request.prompt, samples=(params,) * 40, timeout_s=30.0)
+        )
     assert all(same(everywhere[0], other) for other in everywhere[1:])
 
 
@@ -131,7 +133,7 @@ async def test_a_seed_decides_and_seeds_of_64_bits_are_told_apart() -> None:
     seeds = [0, 1, 2**32, 2**63, 2**64 - 1, 0]
     samples = tuple(SamplingParams(max_new_tokens=24, seed=seed, temperature=3.0) for seed in seeds)
     async with running(tiny("qwen2")) as engine:
-        found = await ask(engine, GenerationRequest(id="a", prompt=prompt, samples=samples))
+        found = await ask(engine, GenerationRequest(id="a", prompt=prompt, samples=samples, timeout_s=30.0))
     texts = [tuple(one.tokens.tolist()) for one in found]
     assert texts[0] == texts[-1] and len(set(texts)) == len(seeds) - 1
 
@@ -144,7 +146,7 @@ async def test_a_response_ends_with_its_own_stop_token_or_at_its_own_length() ->
         for new, stops in ((24, (1, 2, 3, 4, 5, 6)), (7, ()), (24, (9,)))
     )
     async with running(tiny("qwen2")) as engine:
-        found = await ask(engine, GenerationRequest(id="a", prompt=prompt, samples=samples))
+        found = await ask(engine, GenerationRequest(id="a", prompt=prompt, samples=samples, timeout_s=30.0))
     reasons = set()
     for params, one in zip(samples, found, strict=True):
         *body, last = one.tokens.tolist()
