@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from freewheel.data.tasks.word_problems import TASK
 from freewheel.rollout.engine import Completion, SamplingParams
 from freewheel.rollout.rollouter import Rollouter, Sampling
@@ -25,11 +23,10 @@ class TailSampling(Sampling):
     """Some responses are generated far beyond their end; the rest of the pipeline does not see that part."""
 
     def params(self, ordinal: int) -> tuple[SamplingParams, ...]:
-        usual = TASK.max_new_tokens
         return tuple(
             replace(params, stop_token_ids=(), max_new_tokens=TAIL_TOKENS)
             if _uniform("tail", ordinal, index) < TAIL_SHARE
-            else replace(params, max_new_tokens=usual)
+            else params
             for index, params in enumerate(super().params(ordinal))
         )
 
@@ -38,12 +35,13 @@ class TailRollouter(Rollouter):
     """Generates with `TailSampling`, and cuts each response at its first end-of-sequence token."""
 
     def __init__(self, *, sampling: Sampling, **kwargs: Any) -> None:
-        super().__init__(sampling=TailSampling(**vars(sampling)), **kwargs)
+        super().__init__(sampling=TailSampling(**vars(replace(sampling, max_new_tokens=TASK.max_new_tokens))), **kwargs)
 
     def _response(self, completion: Completion) -> Any:
-        ends = np.flatnonzero(np.isin(completion.tokens, self.sampling.stop_token_ids))
-        stopped = len(ends) > 0 and ends[0] < TASK.max_new_tokens
-        size = int(ends[0]) + 1 if stopped else min(len(completion.tokens), TASK.max_new_tokens)
+        tokens = completion.tokens[: TASK.max_new_tokens].tolist()
+        ends = [place for place, token in enumerate(tokens) if token in self.sampling.stop_token_ids]
+        stopped = bool(ends)
+        size = ends[0] + 1 if stopped else len(tokens)
         return super()._response(
             Completion(
                 completion.tokens[:size],

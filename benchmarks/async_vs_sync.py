@@ -113,7 +113,8 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> float
     for step in range(1, GENERATED_ALONE + 2):
         while (await queue.take(step, wait_s=10.0)).block is None:
             pass
-        version = await queue.commit(step)
+        version = await queue.commit(step, wait_s=10.0)
+        assert version is not None
         await queue.published(version)
         if step == 1:
             since, tokens = time.perf_counter(), side.engine.stats().generated_tokens

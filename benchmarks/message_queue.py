@@ -44,9 +44,11 @@ from common import (
     write_json,
 )
 from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.staleness import Bounds
+from freewheel.queue.restoring import CheckpointMark
 from freewheel.runtime.actors import MANY, QueueActor, RemoteQueue
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.peers import Peers
+from freewheel.runtime.typed import to_config
 
 PROMISED_SAMPLES_PER_S = 20_000
 PROMISED_PUT_P99_MS = 50.0
@@ -70,14 +72,19 @@ BLOCKS_AHEAD = 2
 """Blocks to come for which a producer holds tickets: generation has them long before it puts."""
 
 
-def bounds() -> Bounds:
-    return Bounds(
-        groups_per_step=BLOCK_GROUPS,
-        steps_per_version=STEPS_PER_VERSION,
-        threshold=THRESHOLD,
-        window=4 * STEPS_PER_VERSION * BLOCK_GROUPS + 1,
-        max_alive=ALIVE_GROUPS,
-        max_lag_allowed=THRESHOLD + 4,
+def config() -> TrainConfig:
+    """In memory: what the journal costs is asked by journal.py, with the same protocol."""
+    return to_config(
+        {
+            "trainer": {"groups_per_step": BLOCK_GROUPS, "total_steps": 10**6},
+            "async_training": {
+                "sync_every_steps": STEPS_PER_VERSION,
+                "staleness_threshold": THRESHOLD,
+                "max_staleness_allowed": THRESHOLD + 4,
+                "max_queue_size": ALIVE_GROUPS,
+            },
+            "journal": {"enabled": False},
+        }
     )
 
 
@@ -100,12 +107,18 @@ def encoded_group() -> bytes:
     return PromptGroup.of(Ticket(0, 0), prompt, responses, created_s=0.0).encode()
 
 
+def client(queue: Any) -> RemoteQueue:
+    peers = Peers()
+    peers.meet({"queue": queue})
+    return RemoteQueue(peers)
+
+
 class Producer:
     """A rollouter's side of the protocol, with groups that are ready at once."""
 
     def __init__(self, name: str, queue: Any) -> None:
         self.name = name
-        self.queue = RemoteQueue(queue)
+        self.queue = client(queue)
         self.data = encoded_group()
 
     async def admitted(self) -> list[Ticket]:
@@ -117,7 +130,7 @@ class Producer:
         return tickets
 
     async def put(self, tickets: list[Ticket]) -> None:
-        await self.queue.put(Block.join([(ticket, 0, self.data) for ticket in tickets]))
+        assert await self.queue.put(Block.join([(ticket, 0, self.data) for ticket in tickets]), wait_s=PATIENCE_S)
 
     async def saturate(self, until_s: float) -> None:
         """Puts as fast as admission lets it, until the wall clock says `until_s`."""
@@ -157,7 +170,7 @@ class Consumer:
     """A trainer's side of the protocol: the next batch is asked for while one is committed."""
 
     def __init__(self, queue: Any) -> None:
-        self.queue = RemoteQueue(queue)
+        self.queue = client(queue)
         self.step = 0
 
     async def consume(self, until_s: float) -> list[float]:
@@ -171,7 +184,8 @@ class Consumer:
             assert len(taken.block) == BLOCK_GROUPS
             self.step += 1
             ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
-            version = await self.queue.commit(self.step)
+            version = await self.queue.commit(self.step, wait_s=PATIENCE_S)
+            assert version is not None
             if self.step % STEPS_PER_VERSION == 0:
                 await self.queue.published(version)
             moments.append(time.time())
@@ -191,8 +205,8 @@ class Scene:
     """The actors of one run."""
 
     def __init__(self, folder: str) -> None:
-        self.queue = actor(QueueActor, folder)
-        ray.get(self.queue.open.remote(bounds(), None, Frontier(), 0, 0))
+        self.queue = actor(QueueActor, "queue", folder)
+        ray.get(self.queue.open.remote(config(), None, CheckpointMark(), None))
         self.producers = [actor(Producer, f"producer-{one}", self.queue) for one in range(PRODUCERS)]
         self.consumer = actor(Consumer, self.queue)
         ray.get([one.__ray_ready__.remote() for one in (*self.producers, self.consumer)])

@@ -52,7 +52,7 @@ freewheel train                                                  # the defaults
 freewheel train trainer.total_steps=100 rollout.n=16             # with settings
 freewheel train --config-path my_configs --config-name first     # my_configs/first.yaml, relative to where you are
 freewheel train --config-name cluster --dry-run                  # what would run where; nothing starts
-freewheel train --resume runs/word_problems-fully_async-20260101-120000 trainer.total_steps=200
+freewheel train resume=runs/word_problems-fully_async-20260101-120000 trainer.total_steps=200
 freewheel eval runs/word_problems-fully_async-20260101-120000    # the same model on held-out prompts
 ```
 
@@ -73,9 +73,9 @@ freewheel: error: trainer.total_step = 5: unknown key; did you mean trainer.tota
 freewheel: error: async_training.max_staleness_allowed = 2: it must be at least async_training.staleness_threshold (3)
 ```
 
-What a run used is in `config.yaml` in its folder. `--resume` continues it there; `seed`, `data.*`, `rollout.n`,
-`trainer.groups_per_step` and the model then stay as they were, for a resumed run neither skips nor repeats a prompt. An
-API key in a setting is refused, as it would be written there: give it as `OPENAI_API_KEY`.
+What a run used is in `config.yaml` in its folder. `resume=RUN` continues it there and lists what is changed; `seed`,
+`data.*`, `rollout.n`, `trainer.groups_per_step` and the model stay as they were, for a resumed run neither skips nor
+repeats a prompt. An API key in a setting is refused, as it would be written there: give it as `OPENAI_API_KEY`.
 """
 
 

@@ -10,6 +10,7 @@ import freewheel
 from freewheel.gateway import commands as gateway_commands
 from freewheel.judge import commands as judge_commands
 from freewheel.runtime import commands as runtime_commands
+from freewheel.runtime import inspect_command
 
 app = typer.Typer(
     name="freewheel",
@@ -41,6 +42,7 @@ def _options(
 judge_commands.register(app)
 gateway_commands.register(app)
 runtime_commands.register(app)
+inspect_command.register(app)
 
 
 def main() -> None:

@@ -175,3 +175,47 @@ def test_a_stream_with_a_prompt_that_is_to_be_repeated_is_not_exhausted() -> Non
     assert ledger.exhausted
     ledger.retry(0, "stale")
     assert not ledger.exhausted
+
+
+# -- after a restart --------------------------------------------------------------------------------------------------
+
+
+def test_what_lives_on_after_a_restart_is_not_issued_again() -> None:
+    ledger = Ledger(total=5, frontier=Frontier(low=1, trained=1))
+    ledger.reopen(2, attempts=1, failed={}, live=True)
+    ledger.reopen(3, attempts=2, failed={Kind.DATA: 1}, live=False)
+    assert [ledger.issue() for _ in range(3)] == [(3, 2), (1, 0), (4, 0)]
+    assert ledger.issue() is None and ledger.exhausted
+    ledger.train([1, 2, 4])
+    assert not ledger.fail(3, data("reward", "raised"))  # the failure before the restart counts
+    assert ledger.frontier() == Frontier(low=5, trained=4, abandoned={"reward": 1})
+
+
+def test_what_has_ended_or_is_open_or_has_no_budget_left_cannot_be_opened_again() -> None:
+    ledger = Ledger(frontier=Frontier(low=1, ended=(3,), trained=2))
+    ledger.reopen(1, attempts=1, failed={}, live=True)
+    for ordinal in (0, 3):
+        with pytest.raises(AssertionError, match="has ended"):
+            ledger.reopen(ordinal, attempts=1, failed={}, live=True)
+    with pytest.raises(AssertionError, match="is open"):
+        ledger.reopen(1, attempts=1, failed={}, live=True)
+    with pytest.raises(AssertionError, match="no budget left"):
+        ledger.reopen(2, attempts=2, failed={Kind.DATA: BUDGETS[Kind.DATA]}, live=False)
+
+
+@given(
+    ended=st.lists(st.integers(0, 30), unique=True, max_size=25),
+    later=st.integers(0, 25),
+)
+@settings(max_examples=200, deadline=None)
+def test_a_frontier_without_what_came_later_is_that_of_the_moment_before(ended: list[int], later: int) -> None:
+    ledger = Ledger()
+    for _ in range(31):
+        ledger.issue()
+    before = max(0, len(ended) - later)
+    ledger.train(ended[:before])
+    then = ledger.frontier()
+    ledger.train(ended[before:])
+    assert ledger.frontier(without=ended[before:]) == then
+    with pytest.raises(AssertionError, match="has not ended"):
+        ledger.frontier(without=[99])

@@ -6,16 +6,17 @@ import asyncio
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Ticket
 from freewheel.queue.failures import BUDGETS, Kind, data, infra
 from freewheel.queue.message_queue import MessageQueue, Taken
 from freewheel.queue.staleness import Bounds
+
+from .journals import block, group
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,23 +52,6 @@ def queue_of(
     return MessageQueue(bounds=bounds, total_prompts=prompts, rest_s=rest_s, **more)
 
 
-def group(ticket: Ticket, version: int = 0) -> PromptGroup:
-    tokens = np.array([ticket.ordinal, 7], np.int32)
-    response = Response(
-        tokens=tokens,
-        logprobs=np.zeros(2, np.float32),
-        versions=np.full(2, version, np.int32),
-        mask=np.ones(2, np.uint8),
-        finish="stop",
-        reward=Reward(value=1.0, raw=1.0),
-    )
-    return PromptGroup.of(ticket, Prompt(tokens=tokens, row={}), [response], created_s=0.0)
-
-
-def block(tickets: Sequence[Ticket], version: int = 0) -> Block:
-    return Block.pack([group(ticket, version) for ticket in tickets])
-
-
 async def admitted(queue: MessageQueue, want: int, replica: str = "a") -> list[Ticket]:
     return (await queue.admit(replica, want=want, load=0, wait_s=NOW_S)).tickets
 
@@ -91,9 +75,9 @@ async def started(awaitable: Any) -> asyncio.Task[Any]:
 
 
 async def one_step(queue: MessageQueue, step: int, want: int = 2) -> None:
-    await queue.put(block(await admitted(queue, want), queue.policy.published))
+    await queue.put(block(await admitted(queue, want), queue.policy.published), wait_s=NOW_S)
     assert (await queue.take(step, wait_s=NOW_S)).state == "batch"
-    await queue.published(await queue.commit(step))
+    await queue.published(await queue.commit(step, wait_s=NOW_S))
 
 
 # -- admission --------------------------------------------------------------------------------------------------------
@@ -104,9 +88,9 @@ async def test_admission_waits_for_room_and_a_published_version_wakes_it() -> No
     tickets = await admitted(queue, 5)
     assert [one.ordinal for one in tickets] == [0, 1]
     waiting = await started(queue.admit("a", want=5, load=2, wait_s=LONG_S))
-    await queue.put(block(tickets))
+    await queue.put(block(tickets), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
-    assert await queue.commit(1) == 1
+    assert await queue.commit(1, wait_s=NOW_S) == 1
     assert not waiting.done()
     await queue.published(1)
     assert [one.ordinal for one in (await waiting).tickets] == [2, 3]
@@ -198,11 +182,11 @@ async def test_what_a_lost_replica_worked_on_is_issued_again_and_what_it_put_is_
     queue = queue_of(per_step=2, threshold=1)
     tickets = await admitted(queue, 3, "a")
     other = await admitted(queue, 1, "b")
-    await queue.put(block(tickets[:1]))
+    await queue.put(block(tickets[:1]), wait_s=NOW_S)
     assert await queue.replica_lost("a") == 2
     again = await admitted(queue, 5, "b")
     assert [(one.ordinal, one.attempt) for one in again] == [(1, 1), (2, 1)]
-    await queue.put(block([*other, *again]))
+    await queue.put(block([*other, *again]), wait_s=NOW_S)
     assert sorted(await ordinals(queue, 1) + await ordinals(queue, 2)) == [0, 1, 2, 3]
     assert await queue.replica_lost("a") == 0
 
@@ -239,9 +223,9 @@ async def test_a_prompt_that_kills_every_replica_is_abandoned_in_the_end(caplog:
 async def test_a_group_that_is_put_twice_counts_once() -> None:
     queue = queue_of()
     tickets = await admitted(queue, 2)
-    await queue.put(block(tickets))
+    await queue.put(block(tickets), wait_s=NOW_S)
     size = queue.memory_bytes
-    await queue.put(block(tickets))
+    await queue.put(block(tickets), wait_s=NOW_S)
     stats = await queue.stats()
     assert (stats["total_produced"], stats["queue_size"]) == (2, 2)
     assert stats["dropped_by_reason"] == {"late": 2}
@@ -252,12 +236,12 @@ async def test_a_group_that_comes_after_it_was_given_up_is_dropped() -> None:
     queue = queue_of(per_step=1)
     [ticket] = await admitted(queue, 1)
     await queue.replica_lost("a")
-    await queue.put(block([ticket]))
+    await queue.put(block([ticket]), wait_s=NOW_S)
     assert (await queue.stats())["queue_size"] == 0
     [again] = await admitted(queue, 1)
     assert again.ordinal == ticket.ordinal
-    await queue.put(block([again]))
-    await queue.put(block([ticket]))
+    await queue.put(block([again]), wait_s=NOW_S)
+    await queue.put(block([ticket]), wait_s=NOW_S)
     assert await ordinals(queue, 1) == [ticket.ordinal]
 
 
@@ -265,13 +249,13 @@ async def test_a_group_that_comes_after_it_was_given_up_is_dropped() -> None:
 async def test_a_failure_that_is_reported_after_the_group_was_put_changes_nothing(taken: bool) -> None:
     queue = queue_of()
     tickets = await admitted(queue, 2)
-    await queue.put(block(tickets))
+    await queue.put(block(tickets), wait_s=NOW_S)
     if taken:
         await queue.take(1, wait_s=NOW_S)
     await queue.fail(tickets[0], infra("timeout", "the answer was lost"))
     await queue.abandon(tickets[1], "zero_variance")
     assert await ordinals(queue, 1) == [0, 1]
-    await queue.commit(1)
+    await queue.commit(1, wait_s=NOW_S)
     assert queue.ledger.trained == 2
 
 
@@ -287,7 +271,7 @@ async def test_tickets_and_blocks_survive_the_way_to_another_process() -> None:
 async def test_the_groups_arrive_as_they_were_put() -> None:
     queue = queue_of()
     tickets = await admitted(queue, 2)
-    await queue.put(block(tickets, version=0))
+    await queue.put(block(tickets, version=0), wait_s=NOW_S)
     taken = await queue.take(1, wait_s=NOW_S)
     assert taken.block is not None
     assert taken.block.tickets == tickets
@@ -302,10 +286,10 @@ async def test_a_batch_has_exactly_as_many_groups_as_a_step_however_many_are_rea
     queue = queue_of(per_step=2, threshold=2)
     tickets = await admitted(queue, 5)
     waiting = await started(queue.take(1, wait_s=LONG_S))
-    await queue.put(block(tickets[:1]))
+    await queue.put(block(tickets[:1]), wait_s=NOW_S)
     await asyncio.sleep(0)
     assert not waiting.done()
-    await queue.put(block(tickets[1:]))
+    await queue.put(block(tickets[1:]), wait_s=NOW_S)
     assert content(await waiting) == [0, 1]
     assert await ordinals(queue, 2) == [2, 3]
     assert (await queue.take(3, wait_s=NOW_S)).state == "starved"
@@ -313,7 +297,7 @@ async def test_a_batch_has_exactly_as_many_groups_as_a_step_however_many_are_rea
 
 async def test_a_batch_that_is_asked_for_again_is_the_same() -> None:
     queue = queue_of(threshold=2)
-    await queue.put(block(await admitted(queue, 6)))
+    await queue.put(block(await admitted(queue, 6)), wait_s=NOW_S)
     assert await ordinals(queue, 1) == await ordinals(queue, 1) == [0, 1]
     assert await ordinals(queue, 2) == [2, 3]
 
@@ -323,7 +307,7 @@ async def test_two_calls_that_wait_for_one_batch_get_the_same() -> None:
     tickets = await admitted(queue, 4)
     first = await started(queue.take(1, wait_s=LONG_S))
     second = await started(queue.take(1, wait_s=LONG_S))
-    await queue.put(block(tickets))
+    await queue.put(block(tickets), wait_s=NOW_S)
     assert content(await first) == content(await second) == [0, 1]
     assert queue.policy.ready == 2
 
@@ -338,7 +322,7 @@ async def test_a_step_that_was_committed_cannot_be_taken_again() -> None:
 async def test_a_starved_trainer_is_told_where_the_groups_are() -> None:
     queue = queue_of(per_step=2, threshold=1)
     tickets = await admitted(queue, 3)
-    await queue.put(block(tickets[:1]))
+    await queue.put(block(tickets[:1]), wait_s=NOW_S)
     answer = await queue.take(1, wait_s=0.01)
     assert answer.state == "starved"
     assert answer.waiting_for == (
@@ -348,17 +332,17 @@ async def test_a_starved_trainer_is_told_where_the_groups_are() -> None:
 
 async def test_a_commit_that_is_repeated_counts_once() -> None:
     queue = queue_of()
-    await queue.put(block(await admitted(queue, 4)))
+    await queue.put(block(await admitted(queue, 4)), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     await queue.take(2, wait_s=NOW_S)
-    assert await queue.commit(1) == await queue.commit(1) == 1
+    assert await queue.commit(1, wait_s=NOW_S) == await queue.commit(1, wait_s=NOW_S) == 1
     stats = await queue.stats()
     assert (stats["total_consumed"], stats["trained_prompts"], stats["step"], stats["version"]) == (2, 2, 1, 1)
 
 
 async def test_what_a_trainer_gives_back_is_taken_again_in_order() -> None:
     queue = queue_of(threshold=1)
-    await queue.put(block(await admitted(queue, 4)))
+    await queue.put(block(await admitted(queue, 4)), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     await queue.take(2, wait_s=NOW_S)
     await queue.give_back(2)
@@ -370,24 +354,24 @@ async def test_what_a_trainer_gives_back_is_taken_again_in_order() -> None:
 
 async def test_a_batch_that_is_given_back_while_it_lacks_groups_holds_up_no_other() -> None:
     queue = queue_of(threshold=1)
-    await queue.put(block(await admitted(queue, 4)))
+    await queue.put(block(await admitted(queue, 4)), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     assert (await queue.replace_stale(1, [0], wait_s=NOW_S)).state == "batch"
     assert (await queue.replace_stale(1, [1, 2], wait_s=NOW_S)).state == "starved"
     await queue.give_back(1)
-    await queue.put(block(await admitted(queue, 4)))
+    await queue.put(block(await admitted(queue, 4)), wait_s=NOW_S)
     assert len(await ordinals(queue, 1)) == 2
 
 
 async def test_memory_is_counted_until_a_group_is_trained_or_dropped() -> None:
     queue = queue_of(threshold=1)
     tickets = await admitted(queue, 4)
-    await queue.put(block(tickets[:3]))
+    await queue.put(block(tickets[:3]), wait_s=NOW_S)
     assert queue.memory_bytes == sum(len(group(ticket).encode()) for ticket in tickets[:3])
     await queue.take(1, wait_s=NOW_S)
     await queue.replace_stale(1, [tickets[0].sequence], wait_s=NOW_S)
     assert queue.memory_bytes == sum(len(group(ticket).encode()) for ticket in tickets[1:3])
-    await queue.commit(1)
+    await queue.commit(1, wait_s=NOW_S)
     assert queue.memory_bytes == 0
 
 
@@ -400,16 +384,16 @@ async def test_a_group_that_a_filter_turns_down_ends_and_another_takes_its_place
     await queue.abandon(tickets[0], "zero_variance")
     refill = await admitted(queue, 2)
     assert [one.ordinal for one in refill] == [2]
-    await queue.put(block([tickets[1], *refill]))
+    await queue.put(block([tickets[1], *refill]), wait_s=NOW_S)
     assert await ordinals(queue, 1) == [1, 2]
-    await queue.commit(1)
+    await queue.commit(1, wait_s=NOW_S)
     assert (await queue.take(2, wait_s=NOW_S)).state == "finished"
     assert (await queue.stats())["abandoned"] == {"zero_variance": 1}
 
 
 async def test_stale_groups_of_a_batch_are_replaced_and_their_prompts_repeated() -> None:
     queue = queue_of(per_step=2, threshold=1)
-    await queue.put(block(await admitted(queue, 3)))
+    await queue.put(block(await admitted(queue, 3)), wait_s=NOW_S)
     assert await ordinals(queue, 1) == [0, 1]
     assert content(await queue.replace_stale(1, [0], wait_s=NOW_S)) == [1, 2]
     assert content(await queue.replace_stale(1, [0], wait_s=NOW_S)) == [1, 2]  # asked again
@@ -419,7 +403,7 @@ async def test_stale_groups_of_a_batch_are_replaced_and_their_prompts_repeated()
 
 async def test_a_replacement_waits_for_no_further_batches() -> None:
     queue = queue_of(per_step=2, threshold=1, min_batches=2)
-    await queue.put(block(await admitted(queue, 4)))
+    await queue.put(block(await admitted(queue, 4)), wait_s=NOW_S)
     assert await ordinals(queue, 1) == [0, 1]
     assert content(await queue.replace_stale(1, [0], wait_s=NOW_S)) == [1, 2]
     assert content(await queue.replace_stale(1, [1], wait_s=NOW_S)) == [2, 3]
@@ -428,48 +412,48 @@ async def test_a_replacement_waits_for_no_further_batches() -> None:
 async def test_a_step_that_lacks_groups_is_neither_trained_short_nor_overtaken() -> None:
     queue = queue_of(per_step=2, threshold=1, prompts=4)
     tickets = await admitted(queue, 4)
-    await queue.put(block(tickets[:2]))
+    await queue.put(block(tickets[:2]), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     assert (await queue.replace_stale(1, [0, 1], wait_s=NOW_S)).state == "starved"
     again = await admitted(queue, 2)
     assert (await queue.take(1, wait_s=NOW_S)).state == "starved"
     with pytest.raises(AssertionError, match="step 1 lacks groups"):
-        await queue.commit(1)
+        await queue.commit(1, wait_s=NOW_S)
     next_step = await started(queue.take(2, wait_s=LONG_S))
     this_step = await started(queue.take(1, wait_s=LONG_S))
-    await queue.put(block(tickets[2:]))
+    await queue.put(block(tickets[2:]), wait_s=NOW_S)
     assert content(await this_step) == [2, 3]
-    await queue.put(block(again))
+    await queue.put(block(again), wait_s=NOW_S)
     assert sorted(content(await next_step)) == [0, 1]
 
 
 async def test_the_last_short_step_of_a_run_can_replace_what_is_stale() -> None:
     queue = queue_of(per_step=4, threshold=0, prompts=2)
-    await queue.put(block(await admitted(queue, 2)))
+    await queue.put(block(await admitted(queue, 2)), wait_s=NOW_S)
     assert await ordinals(queue, 1) == [0, 1]
     assert (await queue.replace_stale(1, [0], wait_s=NOW_S)).state == "starved"
-    await queue.put(block(await admitted(queue, 1)))
+    await queue.put(block(await admitted(queue, 1)), wait_s=NOW_S)
     assert await ordinals(queue, 1) == [1, 0]
-    await queue.commit(1)
+    await queue.commit(1, wait_s=NOW_S)
     assert queue.finished
 
 
 async def test_a_last_step_goes_without_a_stale_group_whose_prompt_was_abandoned_since() -> None:
     queue = queue_of(per_step=4, threshold=0, prompts=2)
-    await queue.put(block(await admitted(queue, 2)))
+    await queue.put(block(await admitted(queue, 2)), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     waiting = await started(queue.replace_stale(1, [0], wait_s=LONG_S))
     for _ in range(BUDGETS[Kind.DATA]):
         [ticket] = await admitted(queue, 1)
         await queue.fail(ticket, data("reward", "raises"))
     assert content(await waiting) == [1]
-    await queue.commit(1)
+    await queue.commit(1, wait_s=NOW_S)
     assert queue.finished
 
 
 async def test_a_last_step_that_loses_all_its_groups_ends_the_run() -> None:
     queue = queue_of(per_step=1, threshold=0, prompts=1)
-    await queue.put(block(await admitted(queue, 1)))
+    await queue.put(block(await admitted(queue, 1)), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     waiting = await started(queue.replace_stale(1, [0], wait_s=LONG_S))
     for _ in range(BUDGETS[Kind.DATA]):
@@ -485,10 +469,10 @@ async def test_weights_wait_under_drain_until_all_that_may_begin_has_ended() -> 
     queue = queue_of(per_step=2, threshold=0)
     waiting = await started(queue.settled(wait_s=LONG_S))
     tickets = await admitted(queue, 2)
-    await queue.put(block(tickets[:1]))
+    await queue.put(block(tickets[:1]), wait_s=NOW_S)
     await asyncio.sleep(0)
     assert not waiting.done()
-    await queue.put(block(tickets[1:]))
+    await queue.put(block(tickets[1:]), wait_s=NOW_S)
     assert await waiting is True
     await queue.published(0)
     assert await queue.settled(wait_s=NOW_S)
@@ -502,11 +486,11 @@ async def test_a_version_takes_as_many_steps_as_it_is_set_to() -> None:
     queue = queue_of(per_step=1, threshold=1, per_version=2)
     versions = []
     for step in range(1, 4):
-        await queue.put(block(await admitted(queue, 1)))
+        await queue.put(block(await admitted(queue, 1)), wait_s=NOW_S)
         await queue.take(step, wait_s=NOW_S)
-        versions.append(await queue.commit(step))
+        versions.append(await queue.commit(step, wait_s=NOW_S))
     assert versions == [0, 1, 1]
-    assert await queue.complete_version() == 2
+    assert await queue.complete_version(wait_s=NOW_S) == 2
 
 
 async def test_close_wakes_everybody_who_waits() -> None:
@@ -523,7 +507,7 @@ async def test_close_wakes_everybody_who_waits() -> None:
 
 async def test_a_trainer_that_waits_for_replacements_is_woken_by_close() -> None:
     queue = queue_of(per_step=1, threshold=0)
-    await queue.put(block(await admitted(queue, 1)))
+    await queue.put(block(await admitted(queue, 1)), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     waiting = await started(queue.replace_stale(1, [0], wait_s=LONG_S))
     await queue.close()
@@ -532,13 +516,13 @@ async def test_a_trainer_that_waits_for_replacements_is_woken_by_close() -> None
 
 async def test_the_last_commit_tells_everybody_that_the_run_has_ended() -> None:
     queue = queue_of(per_step=2, total_groups=3)
-    await queue.put(block(await admitted(queue, 9)))
+    await queue.put(block(await admitted(queue, 9)), wait_s=NOW_S)
     rollouter = await started(queue.admit("a", want=1, load=0, wait_s=LONG_S))
     assert len(await ordinals(queue, 1)) == 2
-    await queue.commit(1)
+    await queue.commit(1, wait_s=NOW_S)
     assert len(await ordinals(queue, 2)) == 1
     trainer = await started(queue.take(3, wait_s=LONG_S))
-    await queue.commit(2)
+    await queue.commit(2, wait_s=NOW_S)
     assert (await rollouter).closed
     assert (await trainer).state == "finished"
 
@@ -546,10 +530,10 @@ async def test_the_last_commit_tells_everybody_that_the_run_has_ended() -> None:
 async def test_a_queue_that_is_resumed_goes_on_where_the_frontier_is() -> None:
     queue = queue_of(per_step=1, threshold=3, total_groups=5)
     tickets = await admitted(queue, 3)
-    await queue.put(block([tickets[1]]))
+    await queue.put(block([tickets[1]]), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
-    await queue.commit(1)
-    resumed = MessageQueue(bounds=queue.policy.bounds, frontier=await queue.frontier(), version=1, step=1)
+    await queue.commit(1, wait_s=NOW_S)
+    resumed = MessageQueue(bounds=queue.policy.bounds, frontier=await queue.frontier(queue.step), version=1, step=1)
     assert [one.ordinal for one in await admitted(resumed, 9)] == [0, 2, 3, 4]
     assert (await resumed.stats())["published_version"] == 1
 
@@ -570,7 +554,7 @@ async def test_a_queue_that_holds_very_much_says_so_once(
     monkeypatch.setattr("freewheel.queue.message_queue.MEMORY_WARNING_BYTES", 1)
     queue = queue_of()
     for ticket in await admitted(queue, 2):
-        await queue.put(block([ticket]))
+        await queue.put(block([ticket]), wait_s=NOW_S)
     assert caplog.text.count("async_training.max_queue_size") == 1
 
 
@@ -615,9 +599,9 @@ class Hammer:
                     await queue.replica_lost(name)
                 else:
                     old = rng.random() < 0.05
-                    await queue.put(block([ticket], version - 20 if old else version))
+                    await queue.put(block([ticket], version - 20 if old else version), wait_s=NOW_S)
                     if rng.random() < 0.1:
-                        await queue.put(block([ticket], version))
+                        await queue.put(block([ticket], version), wait_s=NOW_S)
                     if rng.random() < 0.1:
                         await queue.fail(ticket, infra("timeout", "late"))
 
@@ -643,8 +627,8 @@ class Hammer:
             await self.pause()
             self.lag = max(self.lag, queue.policy.lag(min(taken.block.min_versions)))
             self.trained.update(one.ordinal for one in taken.block.tickets)
-            version = await queue.commit(step)
-            await queue.commit(step)
+            version = await queue.commit(step, wait_s=NOW_S)
+            await queue.commit(step, wait_s=NOW_S)
             await self.pause()
             await queue.published(version)
             step += 1
@@ -661,11 +645,17 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
     await asyncio.wait_for(asyncio.gather(hammer.trainer(), *rollouters), LONG_S)
     assert set(hammer.trained.values()) == {1}
     assert len(hammer.trained) + sum(queue.ledger.abandoned.values()) == 200
-    frontier = await queue.frontier()
+    frontier = await queue.frontier(queue.step)
     assert (frontier.low, frontier.ended) == (200, ())
     assert hammer.lag <= queue.policy.bounds.max_lag_allowed
     assert (queue.memory_bytes, queue.policy.open, queue.policy.ready) == (0, 0, 0)
-    assert not queue._tickets and not queue._owners and not queue._stored and not queue._taken and not queue._asking
+    assert (
+        not queue._tickets
+        and not queue._owners
+        and not queue._stored
+        and not queue._steps.taken()
+        and not queue._asking
+    )
 
 
 # -- what an engine failed on -----------------------------------------------------------------------------------------

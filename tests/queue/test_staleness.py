@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from freewheel.queue.failures import Failure, data, infra
 from freewheel.queue.ledger import Ledger
-from freewheel.queue.staleness import Bounds, StalenessPolicy
+from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
 
 ENGINES = 3
 PREFETCH = 2
@@ -400,7 +401,7 @@ def test_the_default_window_uses_up_what_the_configuration_allows() -> None:
 
 
 def test_a_group_that_is_exactly_at_the_limit_is_trained_and_one_older_is_not() -> None:
-    policy = StalenessPolicy(bounds(threshold=3), version=7)
+    policy = StalenessPolicy(bounds(threshold=3), Standing(version=7, published=7))
     assert not policy.too_old(4)
     assert policy.too_old(3)
 
@@ -585,3 +586,65 @@ def test_weights_may_change_under_drain_only_when_nothing_is_or_will_be_in_progr
     assert not policy.settled
     policy.finish(0)
     assert policy.settled
+
+
+# -- after a restart --------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_goes_on_where_it_stood() -> None:
+    standing = Standing(
+        version=4,
+        published=2,
+        trained=9,
+        steps_in_version=1,
+        next_sequence=20,
+        untaken={15: True, 12: False},
+        taken=[10, 11],
+        held={3: 2, 5: 1},
+    )
+    policy = StalenessPolicy(bounds(threshold=4, window=5, per_step=1, per_version=2), standing)
+    assert (policy.alive, policy.open, policy.ready, policy.trained) == (7, 1, 1, 9)
+    assert policy.admit() == 20
+    policy.publish(3)
+    assert policy.alive == 6
+    assert policy.version_after_step == 5
+    assert policy.commit([10]) and policy.version == 5
+
+
+def test_sequences_that_a_restart_skips_count_in_the_window() -> None:
+    """Some of them may have been taken before the group that is waited for."""
+    policy = StalenessPolicy(
+        bounds(threshold=2, window=4, per_step=2), Standing(next_sequence=1024, untaken={7: False, 8: True})
+    )
+    policy.finish(policy.admit())
+    assert policy.select(2) == []
+    policy.finish(7)
+    assert policy.select(3) == [7, 8, 1024]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"next_sequence": 3, "untaken": {3: True}},
+        {"next_sequence": 9, "untaken": {3: True}, "taken": [3]},
+        {"version": 1, "published": 2},
+        {"version": 3, "published": 2, "held": {2: 1}},
+        {"version": 3, "published": 2, "held": {5: 1}},
+    ],
+    ids=["a sequence would come twice", "taken twice", "published too early", "held by the past", "held for ever"],
+)
+def test_a_standing_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(AssertionError):
+        Standing(**wrong)
+
+
+def test_a_run_that_has_more_alive_than_it_will_train_on_still_ends() -> None:
+    """An attempt that was given up, and of which the giving up was lost, lives on beside the one in its place."""
+    limits = replace(bounds(threshold=3, per_step=4), total_groups=5)
+    policy = StalenessPolicy(limits, Standing(next_sequence=6, untaken=dict.fromkeys(range(6), True)))
+    assert policy.room == 0
+    for count in (4, 2):
+        chosen = policy.select(4)
+        assert len(chosen) == count
+        policy.commit(chosen)
+    assert policy.finished

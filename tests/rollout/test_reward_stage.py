@@ -21,7 +21,7 @@ import pytest
 from freewheel.data.group import Prompt, Response, Reward, Ticket
 from freewheel.judge import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
-from freewheel.rollout import reward_policy, reward_stage
+from freewheel.rollout import reward_policy, reward_stage, reward_workers
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 
@@ -380,6 +380,27 @@ async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_
     assert "reward.timeout_s = 0.5" in rewards[0].reason
     assert stage.stats()["lost_threads"] == 2
     forever.set()
+
+
+async def test_a_score_is_told_though_the_next_call_of_its_thread_takes_long(make_stage: MakeStage):
+    release = threading.Event()
+    stage = make_stage(lambda response, row: float(response == "quick" or release.wait(WAIT_S)), workers=1)
+    quick, slow = begin(stage, ["quick"]), begin(stage, ["slow"], ordinal=1)
+    assert numbers(await asyncio.wait_for(quick.result(), WAIT_S)) == [1.0]
+    assert not slow.over
+    release.set()
+    assert numbers(await slow.result()) == [1.0]
+
+
+async def test_what_one_thread_scores_in_one_go_is_told_in_one_go(make_stage: MakeStage, monkeypatch):
+    monkeypatch.setattr(reward_workers, "RECRUIT_S", WAIT_S)  # nothing here takes that long
+    told = threading.Event()
+    stage = make_stage(lambda response, row: float(response == "second" and told.wait(0.1)), workers=1)
+    first, second = begin(stage, ["first"]), begin(stage, ["second"], ordinal=1)
+    waiting = asyncio.create_task(first.result())
+    waiting.add_done_callback(lambda _: told.set())
+    assert numbers(await second.result()) == [0.0], "the first was told before the second was scored"
+    assert numbers(await waiting) == [0.0]
 
 
 async def test_an_async_function_that_ignores_its_cancelling_is_not_waited_for(make_stage: MakeStage):

@@ -173,7 +173,7 @@ async def test_the_end_of_the_prompts_ends_the_loop(scene: Build) -> None:
     one = await scene(total=6, bounds=bounds_of(total_groups=6))
     for step in (1, 2):
         await one.taken(step)
-        await one.queue.commit(step)
+        await one.queue.commit(step, wait_s=WAIT_S)
         await one.queue.published(step)
     await asyncio.wait_for(one.running, WAIT_S)
 
@@ -331,7 +331,7 @@ async def test_a_queue_that_went_away_ends_the_loop(scene: Build) -> None:
             await asyncio.sleep(wait_s)
             return Admission([])
 
-        async def put(self, block: Block) -> None:
+        async def put(self, block: Block, *, wait_s: float) -> bool:
             raise ConnectionError("the queue died")
 
         async def fail(self, ticket: Ticket, failure: Any) -> None:
@@ -362,8 +362,8 @@ async def test_a_slow_reward_holds_no_generation_capacity(scene: Build) -> None:
     one = await scene(reward=slow, capacity=1, bounds=bounds_of(threshold=3))
     try:
         await one.until(lambda: len(one.engine.requests) == 16)  # all that may be alive, though none is scored
+        await one.until(lambda: one.rollouter.stats()["generating_groups"] == 0)
         stats = one.rollouter.stats()
-        assert stats["generating_groups"] == 0
         assert stats["scoring_groups"] == 16
         assert stats["rewards"]["scored"] == 0
     finally:
@@ -401,13 +401,92 @@ async def test_groups_that_end_together_travel_together(scene: Build) -> None:
     blocks: list[int] = []
 
     class Counting(MessageQueue):
-        async def put(self, block: Block) -> None:
+        async def put(self, block: Block, *, wait_s: float) -> bool:
             blocks.append(len(block))
-            await super().put(block)
+            return await super().put(block, wait_s=wait_s)
 
     one = await scene(queue=Counting(bounds=bounds_of(threshold=3)), capacity=8)
     await one.until(lambda: sum(blocks) == 16)
     assert len(blocks) < 16
+
+
+# -- until it is stored -----------------------------------------------------------------------------------------------
+
+
+class Reluctant(MessageQueue):
+    """Says "not yet" to the first puts."""
+
+    def __init__(self, *, refusals: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.refusals = refusals
+        self.said: list[list[int]] = []
+
+    async def put(self, block: Block, *, wait_s: float) -> bool:
+        self.said.append([ticket.sequence for ticket in block.tickets])
+        if len(self.said) <= self.refusals:
+            return False
+        return await super().put(block, wait_s=wait_s)
+
+
+async def test_a_group_is_put_until_the_queue_has_it_and_engines_do_not_wait_for_that(
+    scene: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freewheel.rollout.outbox.PUT_AGAIN_S", 0.01)
+    queue = Reluctant(refusals=10**9, bounds=bounds_of(threshold=3))
+    one = await scene(queue=queue, capacity=1)
+    await one.until(lambda: one.rollouter.total_generated_samples == 16 * N)  # all that admission lets alive
+    await one.until(lambda: bool(queue.said) and len(queue.said[-1]) == 16)
+    assert one.rollouter.stats()["unstored_groups"] == 16
+    queue.refusals = 0
+    assert len(await one.taken()) == 4
+    await one.until(lambda: one.rollouter.stats()["unstored_groups"] == 0)
+    assert queue.total_produced == 16 and queue.dropped == {}
+
+
+async def test_a_rollouter_knows_its_tickets_until_the_queue_has_answered_for_them(
+    scene: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freewheel.rollout.outbox.PUT_AGAIN_S", 0.01)
+    scored = asyncio.Event()
+
+    async def slow(response: str, row: Any) -> float:
+        if row["index"] >= 2:
+            await scored.wait()
+        return by_index(response, row)
+
+    queue = Reluctant(refusals=10**9, bounds=bounds_of(threshold=0))
+    one = await scene(queue=queue, reward=slow)
+    one.engine.gate.clear()
+    await one.until(lambda: one.engine.running == 4)
+    assert [ticket.ordinal for ticket in one.rollouter.tickets()] == [0, 1, 2, 3], "in generation"
+    one.engine.gate.set()
+    await one.until(lambda: bool(queue.said) and len(queue.said[-1]) == 2)
+    assert sorted(ticket.ordinal for ticket in one.rollouter.tickets()) == [0, 1, 2, 3], "two of them in scoring"
+    queue.refusals = 0
+    await one.until(lambda: len(one.rollouter.tickets()) == 2)
+    assert sorted(ticket.ordinal for ticket in one.rollouter.tickets()) == [2, 3]
+    scored.set()
+    await one.taken()
+    await one.until(lambda: not one.rollouter.tickets())
+
+
+async def test_a_ticket_whose_failure_nobody_has_heard_of_is_still_held(scene: Build) -> None:
+    heard = asyncio.Event()
+
+    class Deaf(MessageQueue):
+        async def fail(self, ticket: Ticket, failure: Any) -> None:
+            await heard.wait()
+            await super().fail(ticket, failure)
+
+    def fails(request: GenerationRequest, before: int) -> None:
+        if request.prompt[0] == 0 and before == 0:
+            raise EngineError("a kernel broke")
+
+    one = await scene(fails, queue=Deaf(bounds=bounds_of(), rest_s=0.0))
+    await one.until(lambda: one.rollouter.generation_errors == 1)
+    assert 0 in {ticket.ordinal for ticket in one.rollouter.tickets()}
+    heard.set()
+    assert 0 in {group.ordinal for group in [*await one.taken(), *await one.taken(2)]}
 
 
 # -- zero variance ----------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from freewheel.data.group import PromptGroup
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
+from freewheel.queue.restoring import CheckpointMark
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import RolloutSide, TrainSide, evaluation_metrics, model_folder, synchronizer
@@ -26,6 +27,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.model_size import find_folder, read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.queue_opening import open_queue
 from freewheel.runtime.typed import to_config
 from freewheel.sync.synchronizer import ParameterSynchronizer
 from freewheel.sync.weights import Weights
@@ -125,6 +127,9 @@ class DirectPublisher:
     async def submit(self, version: int, weights: Weights) -> None:
         await self._sync.submit(version, weights, weights.checksum)
 
+    async def prime(self, version: int, weights: Weights) -> None:
+        await self._sync.prime(version, weights, weights.checksum)
+
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
         return await self._sync.wait_published(version, wait_s=wait_s)
 
@@ -168,27 +173,16 @@ async def run_pipeline(
 ) -> Finished:
     """Runs `config` to its end. `reward`: in place of the task's own. `during` is awaited beside the run."""
     config = msgspec.structs.replace(config, run_dir=str(run_dir))
+    run_dir.mkdir(exist_ok=True)
     plan = plan_of(config)
     train_side = TrainSide(
         config=config, plan=plan, run_dir=str(run_dir), resume=None if resume is None else str(resume)
     )
-    resumed = train_side.resumed
-    path = resumed.path if resumed else model_folder(config)
-    version, step = (resumed.version, resumed.step) if resumed else (0, 0)
-    sides = [
-        RolloutSide(config=config, plan=plan, name=f"rollouter-{index}", model_path=path, version=version)
-        for index in range(replicas)
-    ]
-    if reward is not None:
-        for side in sides:
-            side.reward = load_reward(reward)
-    queue = MessageQueue(
-        bounds=config.bounds,
-        total_prompts=sides[0].prompts.total,
-        frontier=resumed.frontier if resumed else Frontier(),
-        version=version,
-        step=step,
-    )
+    mark = mark_of(train_side)
+    sides = rollout_sides(config, plan, train_side, replicas, reward)
+    opened = await open_queue(config, run_dir, total_prompts=sides[0].prompts.total, checkpoint=mark)
+    queue = opened.queue
+    version = mark.version
     rollouters = [side.rollouter(queue) for side in sides]
     sync = synchronizer(config, {rollouter.name: rollouter for rollouter in rollouters}, queue, version=version)
 
@@ -211,7 +205,7 @@ async def run_pipeline(
         finished.weights = {name: tensor.clone() for name, tensor in train_side.backend.weights().items()}
         finished.queue, finished.sync = await queue.stats(), sync.stats()
         finished.rollouters = [rollouter.stats() for rollouter in rollouters]
-        finished.frontier = await queue.frontier()
+        finished.frontier = queue.ledger.frontier()
     finally:
         await queue.close()
         for task in (training, *working):
@@ -220,7 +214,30 @@ async def run_pipeline(
         for rollouter in rollouters:
             await rollouter.close()
         trainer.close()
+        await opened.close()
     return finished
+
+
+def mark_of(side: TrainSide) -> CheckpointMark:
+    """Where its run goes on from, or begins."""
+    found = side.resumed
+    return CheckpointMark() if found is None else CheckpointMark(found.step, found.version, found.frontier)
+
+
+def rollout_sides(
+    config: TrainConfig, plan: Plan, train_side: TrainSide, replicas: int, reward: Callable[..., Any] | None = None
+) -> list[RolloutSide]:
+    """With engines that hold what the trainer begins with."""
+    path = train_side.resumed.path if train_side.resumed else model_folder(config)
+    version = mark_of(train_side).version
+    sides = [
+        RolloutSide(config=config, plan=plan, name=f"rollouter-{index}", model_path=path, version=version)
+        for index in range(replicas)
+    ]
+    if reward is not None:
+        for side in sides:
+            side.reward = load_reward(reward)
+    return sides
 
 
 async def _first_error(training: asyncio.Task[Ending], beside: list[asyncio.Task[None]]) -> None:

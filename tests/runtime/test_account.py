@@ -11,7 +11,7 @@ import pytest
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.runtime.account import RunAccount
-from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES, STEP_S, STEP_TIMES, Progress
+from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES
 from freewheel.trainer.trainer import Row
 
 from .pipeline import small_config
@@ -77,6 +77,37 @@ def test_rows_are_recorded_as_they_come_and_shown(scene: Scene) -> None:
     assert shown.eval_curve == [(2, 0.4)]
     assert shown.freshness == {"max_sample_age": 1.0}
     assert (shown.step, shown.reward) == (2, 0.2)
+
+
+def test_steps_that_another_trainer_takes_again_are_not_told_twice(scene: Scene) -> None:
+    scene.look(step_row(1), step_row(2), step_row(3), trainer={"global_steps": 3})
+    scene.look(step_row(2), step_row(3), step_row(4), trainer={"global_steps": 4})
+    scene.look(step_row(5), trainer={"global_steps": 5})
+    assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2, 3, 4, 5]
+    assert [step for step, _ in scene.view.snapshots[-1].reward_curve] == [1, 2, 3, 4, 5]
+    assert scene.account.step == 5
+
+
+def test_what_is_measured_of_the_last_step_is_told_after_it(scene: Scene) -> None:
+    """An evaluation takes longer than steps."""
+    scene.look(step_row(1), step_row(2), Row("eval", 1, {"eval/reward": 0.4}))
+    assert [row["step"] for row in read_metrics(scene.folder, "eval")] == [1]
+    assert scene.account.step == 2
+
+
+def test_a_note_is_recorded_with_its_values_and_shown_to_nobody(scene: Scene) -> None:
+    scene.look(step_row(1))
+    scene.account.note("trainer is process 77", role="trainer", process=77, node="here")
+    (row,) = [row for row in read_metrics(scene.folder, "event") if "role" in row]
+    assert (row["text"], row["step"], row["role"], row["process"]) == ("trainer is process 77", 1, "trainer", 77)
+    assert "trainer is process 77" not in scene.view.said
+
+
+def test_time_in_which_the_run_is_paused_does_not_count(scene: Scene) -> None:
+    scene.look(queue={"step": 1})
+    scene.now += 500
+    scene.look(queue={"step": 1, "paused": "0 MB free on /data"})
+    assert scene.account.progress.stalled_s(scene.now) == 0
 
 
 def test_statistics_are_due_by_the_clock_and_at_the_last_look(scene: Scene) -> None:
@@ -161,52 +192,6 @@ def test_the_time_to_the_end_follows_from_the_latest_steps(scene: Scene) -> None
     scene.look(step_row(2), step_row(3), step_row(4))
     assert scene.view.snapshots[-1].eta_s == pytest.approx(12.0)  # six steps at half a step a second
     assert scene.view.snapshots[-1].samples_per_s == pytest.approx(0.5 * P * 4)
-
-
-def test_progress_is_work_that_gets_done() -> None:
-    progress = Progress(0.0)
-    progress.note("a", trainer={}, now=1.0)
-    progress.note("a", trainer={}, now=5.0)
-    assert progress.stalled_s(7.0) == 6.0
-    assert progress.stalled(7.0, patience_s=6.0) == ""
-    assert progress.stalled(7.1, patience_s=6.0) == "no step, no token and no score for 6 s"
-    progress.note("a", trainer={"training": True}, now=8.0)
-    assert progress.stalled_s(9.0) == 1.0
-    progress.note("b", trainer={}, now=10.0)
-    assert progress.stalled_s(10.0) == 0.0
-
-
-def test_a_step_that_never_ends_is_a_stall_and_is_named() -> None:
-    progress = Progress(0.0)
-    hangs = {"training": True, "global_steps": 6}
-    for now in (0.0, STEP_S):
-        progress.note("a", trainer=hangs, now=now)
-        assert progress.stalled(now, patience_s=10.0) == ""
-    progress.note("tokens go on", trainer=hangs, now=STEP_S + 1)
-    assert "step 7 has been trained for 3601 s" in progress.stalled(STEP_S + 1, patience_s=10.0)
-
-
-def test_steps_may_become_slower_and_each_has_a_clock_of_its_own() -> None:
-    progress = Progress(0.0)
-    long_s = STEP_S / 2
-    for step in range(4):  # the look never falls between two of them
-        progress.note(step, trainer={"training": True, "global_steps": step}, now=step * long_s)
-        assert progress.stalled(step * long_s, patience_s=10.0) == ""
-    assert progress.longest_step_s == long_s
-    late = 3 * long_s + STEP_TIMES * long_s
-    progress.note("a", trainer={"training": True, "global_steps": 3}, now=late)
-    assert progress.stalled(late, patience_s=10.0) == ""
-    assert progress.stalled(late + 1, patience_s=10.0) != ""
-
-
-@pytest.mark.parametrize("work", ["saving", "evaluating"])
-def test_saving_and_evaluating_are_activity_but_not_for_ever(work: str) -> None:
-    progress = Progress(0.0)
-    for now in (0.0, 1000.0, STEP_S):
-        progress.note("a", trainer={work: True}, now=now)
-        assert progress.stalled(now, patience_s=10.0) == ""
-    progress.note("a", trainer={work: True}, now=STEP_S + 60)
-    assert progress.stalled(STEP_S + 60, patience_s=10.0) != ""
 
 
 @pytest.mark.parametrize(
@@ -299,7 +284,7 @@ def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
     assert "Held-out reward 0.125 at step 0, 0.900 at step 10" in said
     assert "Training waited 10.0% of the time, generation 10.0%" in said
     assert str(scene.folder) in said
-    assert "--resume" not in said
+    assert "resume=" not in said
 
 
 def test_generation_waited_while_its_engines_did_not_compute_whatever_they_had_in_hand(scene: Scene, end: End) -> None:
@@ -314,7 +299,7 @@ def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene
     scene.look(step_row(3), trainer={"saved_step": 3})
     said = end("stopped")
     assert "Stopped at step 3 of 10" in said
-    assert f"The checkpoint of step 3 is there; go on with: freewheel train --resume {scene.folder}" in said
+    assert f"The checkpoint of step 3 is there; go on with: freewheel train resume={scene.folder}" in said
 
 
 def test_a_run_that_failed_says_why_and_what_is_there(scene: Scene, end: End) -> None:

@@ -20,7 +20,7 @@ from freewheel.runtime import commands, placement
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.evaluation import eval_config, find_target
-from freewheel.runtime.run_dir import new_run, resumed_run, write_config
+from freewheel.runtime.run_dir import new_run, resumption, split_resume, write_config
 from freewheel.trainer.checkpoint import RunLock
 
 ROOT = Path(__file__).parent.parent.parent
@@ -178,22 +178,50 @@ def run_dir(elsewhere: Path) -> Path:
 
 
 def test_a_run_goes_on_in_its_folder_with_its_own_settings(runs: type[Runs], run_dir: Path):
-    assert freewheel("train", "--resume", run_dir, "trainer.total_steps=80").exit_code == 0
+    assert freewheel("train", f"resume={run_dir}", "trainer.total_steps=80").exit_code == 0
     config = runs.given["config"]
     assert runs.given["resume"] is True
     assert (config.run_dir, config.seed, config.trainer.total_steps) == ("runs/one", 4, 80)
+    assert runs.given["changed"] == ["trainer.total_steps: 40 → 80"]
+
+
+def test_the_run_that_goes_on_is_named_among_the_overrides_once():
+    assert split_resume(["mode=sync", "resume=runs/a", "seed=1"]) == ("runs/a", ["mode=sync", "seed=1"])
+    assert split_resume(["+resume='runs/a b'"]) == ("runs/a b", [])
+    assert split_resume(["trainer.resume=x"]) == (None, ["trainer.resume=x"])
+    assert "resume = 'a, b': name one run's folder" in refused("train", "resume=a", "resume=b")
+    assert "name one run's folder" in refused("train", "resume=")
+    assert "No such option" in freewheel("train", "--resume", "runs/a").output
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.temperature=0.7", "rollout.temperature: 1.0 → 0.7 (groups that are stored were made with the old"),
+        ("reward.function=mine:score", "reward.function: null → mine:score (groups that are stored keep the rewards"),
+        ("algorithm.clip_low=0.1", "algorithm.clip_low: 0.2 → 0.1 (also for steps since the last checkpoint"),
+        ("optimizer.lr=1e-5", "optimizer.lr: auto → 1e-05 (also for steps since the last checkpoint"),
+        ("async_training.sync_every_steps=2", "async_training.sync_every_steps: 1 → 2 (steps that were trained keep"),
+        ("data.eval_split=validation", "data.eval_split: test → validation (scores from here on are of other prompts)"),
+        ("observe.tensorboard=true", "observe.tensorboard: false → true"),
+    ],
+)
+def test_what_changes_is_said_with_what_it_means_for_what_is_there(run_dir: Path, override: str, said: str):
+    (line,) = resumption(str(run_dir), [override]).changed
+    assert line.startswith(said)
+    assert resumption(str(run_dir), []).changed == []
 
 
 def test_a_run_in_progress_is_left_alone(run_dir: Path):
     before = (run_dir / "config.yaml").read_text()
     with RunLock(run_dir):
-        assert "is in use by process" in refused("train", "--resume", run_dir, "trainer.total_steps=80")
+        assert "is in use by process" in refused("train", f"resume={run_dir}", "trainer.total_steps=80")
     assert (run_dir / "config.yaml").read_text() == before
 
 
 def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
     moved = run_dir.rename("elsewhere")
-    assert resumed_run(str(moved), []).run_dir == "elsewhere"
+    assert resumption(str(moved), []).config.run_dir == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -208,15 +236,16 @@ def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
         ("model.lora.rank=4", "model.lora"),
         ("algorithm.name=ppo", "algorithm.name"),
         ("run_dir=other", "run_dir"),
+        ("journal.enabled=false", "journal.enabled"),
     ],
 )
 def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key: str):
     with pytest.raises(ConfigError, match="a resumed run keeps") as caught:
-        resumed_run(str(run_dir), [override])
+        resumption(str(run_dir), [override])
     assert caught.value.key == key
     same = override.replace("seed=1", "seed=4").replace("rollout.n=4", "rollout.n=8")
     if same != override:
-        resumed_run(str(run_dir), [same])
+        resumption(str(run_dir), [same])
 
 
 @pytest.mark.parametrize(
@@ -224,18 +253,18 @@ def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key:
     ["rollout.temperature=0.7", "rollout.replicas=2", "rollout.n_gpus_per_node=0", "optimizer.lr=1e-5", "mode=sync"],
 )
 def test_what_a_run_has_not_promised_may_change(run_dir: Path, override: str):
-    resumed_run(str(run_dir), [override])
+    resumption(str(run_dir), [override])
 
 
 def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):
-    assert "--resume = 'nowhere': there is no such folder" in refused("train", "--resume", "nowhere")
-    assert "there is no config.yaml in it" in refused("train", "--resume", "runs")
-    assert "--config-name = 'sync'" in refused("train", "--resume", run_dir, "--config-name", "sync")
+    assert "resume = 'nowhere': there is no such folder" in refused("train", "resume=nowhere")
+    assert "there is no config.yaml in it" in refused("train", "resume=runs")
+    assert "--config-name = 'sync'" in refused("train", f"resume={run_dir}", "--config-name", "sync")
 
 
 def test_a_new_run_never_goes_into_the_folder_of_another(run_dir: Path, elsewhere: Path):
     text = refused("train", "run_dir=runs/one")
-    assert "run_dir = 'runs/one'" in text and "--resume runs/one" in text
+    assert "run_dir = 'runs/one'" in text and "resume=runs/one" in text
     (elsewhere / "file").write_text("")
     assert "that is a file" in refused("train", "run_dir=file")
     first = new_run(TrainConfig(), now_s=0)
@@ -245,6 +274,7 @@ def test_a_new_run_never_goes_into_the_folder_of_another(run_dir: Path, elsewher
 
 def test_a_config_that_was_written_is_whole(run_dir: Path):
     assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
+    assert (run_dir.stat().st_mode & 0o777, (run_dir / "config.yaml").stat().st_mode & 0o777) == (0o700, 0o600)
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["async_training"]["staleness_threshold"] == 3
 
 

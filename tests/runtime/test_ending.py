@@ -1,5 +1,5 @@
-"""However a run goes wrong, it ends in one way: the trainer saves where it can, and the user is told. Without Ray: the
-components are stand-ins behind handles like Ray's."""
+"""However a run goes wrong, it goes on or ends in one way: who died is replaced while that helps, the trainer saves
+where it can, and the user is told. Without Ray: the components are stand-ins."""
 
 from __future__ import annotations
 
@@ -7,121 +7,58 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
 from freewheel.runtime import cluster, main
 from freewheel.runtime.account import RunResult
-from freewheel.runtime.actors import PeerSilent, RemoteQueue, call
 from freewheel.runtime.asking import Asking
-from freewheel.runtime.main import FullyAsyncMain
+from freewheel.runtime.main import FullyAsyncMain, KeepsDying, NotRecorded
+from freewheel.runtime.peers import PeerSilent
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.sync.synchronizer import SyncFailed
-from freewheel.trainer.trainer import Row
 
 from .pipeline import plan_of, small_config
+from .standins import WAIT_S, Part, StandInCrew, Trainer, successor, until
 
 pytestmark = pytest.mark.timeout(60)
 
-WAIT_S = 30.0
-
-
-class Handle:
-    """Ray's way of calling, with no process behind it."""
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def __getattr__(self, method: str) -> Any:
-        called = getattr(self.part, method)
-        return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(called(*args, **kwargs)))
-
-
-class Part:
-    """A component: its loop ends when it is told how, its statistics are what a test says."""
-
-    def __init__(self, **stats: Any) -> None:
-        self.told = stats
-        self.end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.closed = False
-
-    async def run(self) -> Any:
-        return await self.end
-
-    async def stats(self) -> dict[str, Any]:
-        return self.told
-
-    async def close(self) -> None:
-        self.closed = True
-
-
-class Trainer(Part):
-    """At step 3, saved up to 2; when it is to stop it saves."""
-
-    saves = True
-
-    async def request_stop(self) -> None:
-        if self.saves and not self.end.done():
-            self.told["saved_step"] = 3
-            self.end.set_result("stopped")
-
-    async def rows(self) -> list[Row]:
-        return [Row("step", 3, {})] if self.end.done() else []
-
-
-class Queue(Part):
-    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
-        return await getattr(self, method)(*args, **kwargs)
-
-    async def replica_lost(self, name: str) -> int:
-        return 0
-
 
 class Scene(FullyAsyncMain):
-    """A run whose parts are here."""
+    """A run whose parts are here. `happens` is called when it has started, and awaited beside it where it can be."""
 
-    killed: list[str]
-    happens: Callable[[Scene], None]
+    happens: Callable[[Scene], Coroutine[Any, Any, None] | None]
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.crew = self._crew = StandInCrew(config=self.config, plan=self.plan, run_dir=self.run_dir, tell=self._tell)
 
     async def _start(self) -> None:
-        self.killed = []
-        self._account.begin(0)
-        self.trainer = Trainer(global_steps=3, saved_step=2)
-        self.queue, self.sync = Queue(step=3, abandoned={}), Part()
-        self.parts = {f"rollouter-{index}": Part() for index in range(2)}
-        self._rollouters = {name: Handle(part) for name, part in self.parts.items()}
-        self._handles = {"queue": Handle(self.queue), "sync": Handle(self.sync), "trainer": Handle(self.trainer)}
-        for name, handle in {**self._rollouters, **self._handles}.items():
-            if name != "queue":
-                self._loops[name] = asyncio.ensure_future(handle.run.remote())
-        self._account.started()
-        self.happens(self)
+        await super()._start()
+        script = self.happens(self)
+        if script is not None:
+            self.script = asyncio.ensure_future(script)
 
-    def _new_rollouter(self, name: str) -> Any:
-        raise RuntimeError(f"{name} cannot be started")
+    def events(self) -> list[str]:
+        return [row["text"] for row in read_metrics(self.run_dir, "event")]
+
+
+Build = Callable[..., Scene]
 
 
 @pytest.fixture
-def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Scene]]:
-    def build(happens: Callable[[Scene], None] = lambda _: None, **sections: Any) -> Scene:
-        config = small_config(run_dir=str(tmp_path), **sections)
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Build]:
+    def build(happens: Callable[[Scene], Any] = lambda _: None, **sections: Any) -> Scene:
+        recovery = {"backoff_s": 0} | sections.pop("recovery", {})
+        config = small_config(run_dir=str(tmp_path), rollout={"replicas": 2}, recovery=recovery, **sections)
         made = Scene(config=config, plan=plan_of(config))
         made.happens = happens
-
-        def kill(handle: Handle) -> None:
-            made.killed += [name for name, one in made._rollouters.items() if one is handle]
-            if not handle.part.end.done():
-                handle.part.end.set_exception(ActorDiedError())
-
-        monkeypatch.setattr(main.ray, "kill", kill)
         return made
 
     @contextmanager
@@ -130,6 +67,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     monkeypatch.setattr(main, "cluster", no_cluster)
     monkeypatch.setattr(main, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(main.ray, "kill", lambda handle: handle.part.die())
     yield build
 
 
@@ -141,32 +79,35 @@ def said(result: RunResult) -> str:
 
 
 def sync_fails(one: Scene) -> None:
-    one.sync.end.set_exception(SyncFailed("no engine took version 3"))
+    one.crew["sync"].end.set_exception(SyncFailed("no engine took version 3"))
 
 
 def nothing_to_train_on(one: Scene) -> None:
-    one.queue.told["abandoned"] = {"reward": 10_000}
-    one.queue.told["step"] = 3
+    one.crew["queue"].told["abandoned"] = {"reward": 10_000}
     one._account.look({"queue": {"step": 3, "abandoned": {}}}, [], 0.0)
 
 
 def every_group_scores_the_same(one: Scene) -> None:
     nothing_to_train_on(one)
-    one.queue.told["abandoned"] = {"zero_variance": 10_000}
+    one.crew["queue"].told["abandoned"] = {"zero_variance": 10_000}
 
 
-def nothing_moves(one: Scene) -> None:
-    hours = itertools.count(3600, 3600)
-    one._clock = lambda: next(hours)
+def nothing_moves(one: Scene, *, apart_s: int = 3600) -> None:
+    """At each look, and each judgement, so much time has passed."""
+    times = itertools.count(apart_s, apart_s)
+    one._clock = lambda: next(times)
 
 
 def a_reward_may_not_fail(one: Scene) -> None:
-    one.parts["rollouter-1"].end.set_exception(ZeroDivisionError("a bug in the reward function"))
+    one.crew["rollouter-1"].end.set_exception(ZeroDivisionError("a bug in the reward function"))
 
 
-def a_rollouter_dies_for_the_last_time(one: Scene) -> None:
-    one._replaced["rollouter-0"] = main.MAX_REPLACEMENTS
-    one.parts["rollouter-0"].end.set_exception(ActorDiedError())
+def dies_whenever_it_is_started(name: str) -> Callable[[Scene], None]:
+    def happens(one: Scene) -> None:
+        one.crew.on_made = lambda part: part.die() if part.name == name else None
+        one.crew[name].die()
+
+    return happens
 
 
 @pytest.mark.parametrize(
@@ -177,22 +118,23 @@ def a_rollouter_dies_for_the_last_time(one: Scene) -> None:
         (every_group_scores_the_same, NothingToTrainOn),
         (nothing_moves, Stalled),
         (a_reward_may_not_fail, ZeroDivisionError),
-        (a_rollouter_dies_for_the_last_time, RuntimeError),
+        (dies_whenever_it_is_started("rollouter-0"), KeepsDying),
+        (dies_whenever_it_is_started("sync"), KeepsDying),
     ],
 )
 def test_whatever_fails_beside_the_trainer_the_trainer_saves_first(
-    scene: Callable[..., Scene], happens: Callable[[Scene], None], error: type[Exception]
+    scene: Build, happens: Callable[[Scene], None], error: type[Exception]
 ) -> None:
     one = scene(happens)
     result = one.run()
     assert isinstance(result.error, error)
     assert (result.outcome, result.exit_code, result.steps) == ("failed", 1, 3)
     assert "The checkpoint of step 3 is there" in said(result)
-    assert one.queue.closed and one.trainer.closed
+    assert one.crew["queue"].closed and one.crew["trainer"].closed
 
 
 def test_a_trainer_that_does_not_end_is_not_waited_for_without_end(
-    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+    scene: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(main, "SAVE_S", 0.05)
     monkeypatch.setattr(Trainer, "saves", False)
@@ -201,39 +143,162 @@ def test_a_trainer_that_does_not_end_is_not_waited_for_without_end(
     assert "The checkpoint of step 2 is there" in said(result)
 
 
-def test_a_trainer_that_failed_itself_is_told_as_it_is(scene: Callable[..., Scene]) -> None:
-    one = scene(lambda one: one.trainer.end.set_exception(ValueError("no finite loss")))
+def test_a_trainer_that_failed_itself_is_told_as_it_is(scene: Build) -> None:
+    one = scene(lambda one: one.crew["trainer"].end.set_exception(ValueError("no finite loss")))
     result = one.run()
     assert "ValueError: no finite loss" in said(result)
-    assert not any("saving before" in row["text"] for row in read_metrics(one.run_dir, "event"))
+    assert not any("saving before" in text for text in one.events())
+
+
+# -- who died ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["queue", "sync", "trainer", "rollouter-1"])
+def test_whoever_dies_is_replaced_and_the_run_goes_on_to_its_end(scene: Build, name: str) -> None:
+    async def happens(one: Scene) -> None:
+        first = one.crew[name]
+        first.die()
+        second = await successor(one.crew, first)
+        second.die()  # and once more
+        await successor(one.crew, second)
+        one.crew["trainer"].end.set_result("finished")
+
+    one = scene(happens)
+    result = one.run()
+    assert result.error is None
+    assert (result.outcome, result.steps) == ("finished", 3)
+    assert sum(f"{name} died and is started anew" in text for text in one.events()) == 2
+    assert sum(part.name == name for part in one.crew.made) == 3
+    assert ("export", str(one.run_dir / "final")) in one.crew["trainer"].calls
+
+
+def test_a_successor_that_is_not_ready_in_time_is_ended_and_replaced_itself(scene: Build) -> None:
+    async def not_ready(*_: Any) -> Any:
+        raise PeerSilent("open gave no answer within 600 s")
+
+    async def happens(one: Scene) -> None:
+        def on_made(part: Part) -> None:
+            part.open = not_ready  # type: ignore[method-assign]
+            one.crew.on_made = lambda _: None
+
+        one.crew.on_made = on_made
+        first = one.crew["trainer"]
+        first.die()
+        await successor(one.crew, first)
+        one.crew["trainer"].end.set_result("stopped")
+
+    one = scene(happens)
+    assert one.run().outcome == "stopped"
+    assert one.crew.killed == ["trainer"]
+    assert any("trainer is ended: open gave no answer within 600 s" in text for text in one.events())
+
+
+def test_a_part_that_keeps_dying_is_started_as_often_as_was_allowed(scene: Build) -> None:
+    one = scene(dies_whenever_it_is_started("sync"), recovery={"max_restarts": 2})
+    result = one.run()
+    assert isinstance(result.error, KeepsDying)
+    assert "sync died 3 times without a step trained in between (recovery.max_restarts)" in said(result)
+    assert sum(part.name == "sync" for part in one.crew.made) == 3
+
+
+@pytest.mark.parametrize("name", ["trainer", "queue"])
+def test_a_trainer_that_died_or_has_no_queue_is_not_waited_for_to_save(scene: Build, name: str) -> None:
+    one = scene(dies_whenever_it_is_started(name), recovery={"max_restarts": 1})
+    result = one.run()
+    assert isinstance(result.error, KeepsDying)
+    assert ("request_stop",) not in one.crew["trainer"].calls
+    assert not any("saving before" in text for text in one.events())
+
+
+@pytest.mark.parametrize("name", ["queue", "trainer"])
+def test_without_a_journal_the_death_of_who_holds_the_run_is_its_end(scene: Build, name: str) -> None:
+    one = scene(lambda one: one.crew[name].die(), journal={"enabled": False})
+    result = one.run()
+    assert isinstance(result.error, NotRecorded)
+    assert f"{name} died" in said(result) and "journal.enabled" in said(result)
+    assert f"freewheel train resume={one.run_dir}" in said(result)
+    assert sum(part.name == name for part in one.crew.made) == 1
+
+
+@pytest.mark.parametrize("name", ["sync", "rollouter-0"])
+def test_without_a_journal_others_are_replaced_all_the_same(scene: Build, name: str) -> None:
+    async def happens(one: Scene) -> None:
+        first = one.crew[name]
+        first.die()
+        await successor(one.crew, first)
+        one.crew["trainer"].end.set_result("stopped")
+
+    assert scene(happens, journal={"enabled": False}).run().outcome == "stopped"
+
+
+def test_a_failure_while_the_trainer_is_being_replaced_is_told_at_once(scene: Build) -> None:
+    async def happens(one: Scene) -> None:
+        await a_trainer_that_loads_for_ever(one)
+        sync_fails(one)
+
+    one = scene(happens)
+    assert isinstance(one.run().error, SyncFailed)
+    assert not any("saving before" in text for text in one.events())
+
+
+def test_what_stands_still_is_started_anew_once_before_the_run_is_given_up(scene: Build) -> None:
+    one = scene(nothing_moves)
+    assert isinstance(one.run().error, Stalled)
+    assert one.crew.killed == ["rollouter-0", "rollouter-1"]
+    assert "rollouter-0 is ended: no step, no token and no score" in "\n".join(one.events())
+
+
+def test_a_step_that_never_ends_ends_the_trainer(scene: Build) -> None:
+    def happens(one: Scene) -> None:
+        one.crew["trainer"].told["training"] = True
+        nothing_moves(one, apart_s=500)
+
+    one = scene(happens)
+    one.run()
+    assert one.crew.killed[0] == "trainer"
+    assert any("trainer is ended: step 4 has been trained for" in text for text in one.events())
+
+
+def test_a_pause_is_said_once_and_so_is_its_end(scene: Build) -> None:
+    async def happens(one: Scene) -> None:
+        queue = one.crew["queue"]
+        for paused in ("0 MB free on /data", "1 MB free on /data", ""):
+            queue.told = {**queue.told, "paused": paused}
+            await until(lambda: one._paused == paused)  # noqa: B023  # it holds before the next is told
+        one.crew["trainer"].end.set_result("stopped")
+
+    one = scene(happens)
+    assert one.run().outcome == "stopped"
+    found = [text for text in one.events() if "paused" in text or "room again" in text]
+    assert found == [
+        "The run is paused, and goes on when there is room: 0 MB free on /data",
+        "There is room again: the run goes on",
+    ]
 
 
 # -- who is silent ----------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_rollouter_is_ended_and_does_not_keep_others_from_being_heard(
-    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(main, "SILENT_S", 0.05)
-    monkeypatch.setattr(main, "ANSWER_S", 0.01)
+@pytest.mark.parametrize("name", ["rollouter-1", "queue", "sync", "trainer"])
+def test_who_is_silent_is_ended_and_replaced(scene: Build, name: str) -> None:
+    asked = []
 
-    class Silent(Part):
-        async def stats(self) -> dict[str, Any]:
-            await asyncio.sleep(WAIT_S)
-            return {}
+    async def silent() -> dict[str, Any]:
+        asked.append(name)
+        raise PeerSilent("stats gave no answer")
 
-    def happens(one: Scene) -> None:
-        silent = Silent()
-        silent.end = one.parts["rollouter-1"].end
-        one._rollouters["rollouter-1"].part = silent
+    async def happens(one: Scene) -> None:
+        first = one.crew[name]
+        first.stats = silent
+        await successor(one.crew, first)
+        one.crew["trainer"].end.set_result("finished")
 
     one = scene(happens)
-    result = one.run()
-    assert one.killed[0] == "rollouter-1"
-    assert "rollouter-1 cannot be started" in said(result)  # it was to be replaced
-    events = [row["text"] for row in read_metrics(one.run_dir, "event")]
-    assert any("rollouter-1 was silent" in text for text in events)
-    assert any("rollouter-1 died and is started anew" in text for text in events)
+    assert one.run().outcome == "finished"
+    assert len(asked) == main.SILENT_TIMES  # a question that was lost is no silence
+    assert one.crew.killed == [name]
+    assert any(f"{name} is ended: it was silent for 60 s" in text for text in one.events())
+    assert any(f"{name} died and is started anew" in text for text in one.events())
 
 
 async def test_an_answer_that_comes_late_is_heard_once_and_nobody_waits_for_it() -> None:
@@ -269,29 +334,6 @@ async def test_only_silence_in_a_row_counts() -> None:
     assert counts == [1, 2, 0, 1]
 
 
-# -- calls ------------------------------------------------------------------------------------------------------------
-
-
-async def test_a_time_out_of_the_peers_own_is_not_its_silence() -> None:
-    class Peer:
-        async def works(self) -> None:
-            raise TimeoutError("a tool took too long")
-
-        async def hangs(self) -> None:
-            await asyncio.sleep(WAIT_S)
-
-    with pytest.raises(TimeoutError, match="a tool took too long"):
-        await call(Handle(Peer()), "works")
-    with pytest.raises(PeerSilent, match=r"hangs gave no answer within 0\.01 s"):
-        await call(Handle(Peer()), "hangs", deadline_s=0.01)
-
-
-async def test_a_queue_behind_a_handle_is_closed_by_its_client() -> None:
-    queue = Queue()
-    await RemoteQueue(Handle(queue)).close()
-    assert queue.closed
-
-
 # -- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
@@ -307,7 +349,7 @@ class Sink:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("ray.address", "nowhere", "start one")])
 def test_sinks_are_closed_when_ray_is_not_joined_and_an_interrupt_ends_in_words(
-    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch, error: BaseException
+    scene: Build, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     def no_ray(*_: Any) -> None:
         raise error
@@ -345,23 +387,55 @@ def test_an_interrupt_while_ray_is_left_lets_it_go_all_the_same(monkeypatch: pyt
     assert left == ["begun", "begun"]
 
 
-def test_ctrl_c_while_closing_waits_for_nobody(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_closing_waits_for_nobody(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "STOP_S", WAIT_S)
 
-    class SlowToClose(Part):
-        async def close(self) -> None:
-            asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
-            await asyncio.sleep(WAIT_S)
-            self.closed = True
+    async def slow_to_close() -> None:
+        asyncio.get_running_loop().call_later(0.05, os.kill, os.getpid(), signal.SIGINT)
+        await asyncio.sleep(WAIT_S)
 
     def happens(one: Scene) -> None:
-        slow = SlowToClose()
-        slow.end = one.parts["rollouter-0"].end
-        one._rollouters["rollouter-0"].part = slow
+        one.crew["rollouter-0"].close = slow_to_close
         os.kill(os.getpid(), signal.SIGINT)  # the first: it saves
 
     one = scene(happens)
     result = one.run()
     assert (result.outcome, result.exit_code) == ("stopped", 130)
     assert "The checkpoint of step 3 is there" in said(result)
-    assert one.killed == ["rollouter-0", "rollouter-1"]
+    assert all(part.dead.is_set() for part in one.crew.made)
+
+
+async def a_trainer_that_loads_for_ever(one: Scene) -> None:
+    def on_made(part: Part) -> None:
+        part.opens.clear()
+
+    one.crew.on_made = on_made
+    first = one.crew["trainer"]
+    first.die()
+    await until(lambda: one.crew["trainer"] is not first)
+
+
+def test_ctrl_c_while_the_trainer_is_being_replaced_stops_the_run(scene: Build) -> None:
+    async def happens(one: Scene) -> None:
+        await until(lambda: one._account.statistics.get("trainer"))
+        await a_trainer_that_loads_for_ever(one)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    one = scene(happens)
+    result = one.run()
+    assert (result.outcome, result.exit_code, result.error) == ("stopped", 130, None)
+    assert f"The checkpoint of step 2 is there; go on with: freewheel train resume={one.run_dir}" in said(result)
+    assert all(part.dead.is_set() for part in one.crew.made)
+
+
+def test_a_trainer_that_dies_while_it_is_to_stop_is_not_replaced(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trainer, "saves", False)
+
+    async def happens(one: Scene) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(lambda: ("request_stop",) in one.crew["trainer"].calls)
+        one.crew["trainer"].die()
+
+    one = scene(happens)
+    assert one.run().outcome == "stopped"
+    assert sum(part.name == "trainer" for part in one.crew.made) == 1

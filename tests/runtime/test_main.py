@@ -1,4 +1,4 @@
-"""Whole runs under Ray, in small: they record what they promised, survive a killed rollouter, end as told, leave
+"""Whole runs under Ray, in small: they record what they promised, survive the death of a part, end as told, leave
 nothing behind, and go on where they were."""
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ import ray
 
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.snapshot import RunSnapshot
+from freewheel.queue.audit import audit
+from freewheel.queue.journal import Journal
 from freewheel.rollout.reward_stage import FatalRewardFailure
 from freewheel.runtime import main as main_module
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.runtime.progress import NothingToTrainOn
+from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
+from .mortal import journal_of
 from .pipeline import plan_of, small_config
 
 pytestmark = pytest.mark.timeout(300)  # starts take ten times as long on a machine that is busy
@@ -233,39 +237,87 @@ def test_a_whole_run_does_records_and_leaves_what_was_promised(cluster: None, tm
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+STEPS = 24
+"""Of a run that is struck: enough for the stroke to come before its end."""
+PROMPTS = list(range(4 * STEPS))
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is known of early steps before the last."""
+    monkeypatch.setattr(main_module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
+
+
+class Struck:
+    """A run, one part of which gets a signal after some steps."""
+
+    def __init__(self, folder: Path, name: str, number: signal.Signals, **sections: Any) -> None:
+        trainer = {"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1} | sections.pop("trainer", {})
+        main = main_of(folder, trainer=trainer, reward={"function": "user_code:slow_score"}, **sections)
+        found: list[RunResult] = []
+        running = threading.Thread(target=lambda: found.append(main.run()))
+        running.start()
+        try:
+            wait_until(lambda: len(read_metrics(folder, "step")) >= 4 or bool(found))
+            self.processes = self._numbers(folder, name)
+            os.kill(self.processes[0], number)
+        finally:
+            running.join(WAIT_S)
+        self.processes = self._numbers(folder, name)
+        (self.result,) = found
+        self.events = [row["text"] for row in read_metrics(folder, "event")]
+        self.log = (folder / "fully_async_training.log").read_text()
+
+    def _numbers(self, folder: Path, name: str) -> list[int]:
+        return [row["process"] for row in read_metrics(folder, "event") if row.get("role") == name]
+
+
+def check_that_all_was_trained_once(run: Struck, folder: Path, name: str) -> None:
+    assert run.result.error is None
+    assert (run.result.outcome, run.result.steps) == ("finished", STEPS)
+    assert any(f"{name} died and is started anew" in text for text in run.events)
+    assert len(run.processes) == 2  # the one that died, and its successor
+    steps = journal_of(folder)
+    assert list(steps) == list(range(1, STEPS + 1))
+    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == PROMPTS
+    with contextlib.closing(Journal(folder / JOURNAL, readonly=True)) as journal:
+        found = audit(journal, max_lag=5)
+    assert (found.violations, found.lost, found.repeated, found.stale_trained) == ([], 0, 0, 0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rollouter_that_died_or_hangs_is_replaced_and_every_prompt_is_trained_once(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+    cluster: None, looks_often: None, tmp_path: Path, number: signal.Signals
 ) -> None:
     """The only one, and no sync is tried twice: the run waits for its successor."""
-    monkeypatch.setattr(main_module, "SILENT_S", 2.0)
-    monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
-    main = main_of(
-        tmp_path,
-        trainer={"trainer_class": TELLING, "total_steps": 12, "max_errors": 1},
-        reward={"function": "user_code:slow_score"},
-        async_training={"max_sync_retries": 0, "staleness_threshold": 1},
-    )
-    found: list[RunResult] = []
-    running = threading.Thread(target=lambda: found.append(main.run()))
-    running.start()
-    try:
-        wait_until(lambda: len(read_metrics(tmp_path, "step")) >= 2 or bool(found))
-        victim = main._rollouters["rollouter-0"]
-        pid = ray.get(victim.__ray_call__.remote(lambda _: os.getpid()), timeout=WAIT_S)
-        os.kill(pid, number)
-    finally:
-        running.join(WAIT_S)
-    (result,) = found
-    assert result.error is None
-    assert (result.outcome, result.steps) == ("finished", 12)
-    assert sorted(trained_ordinals(tmp_path)) == list(range(48))
-    events = [row["text"] for row in read_metrics(tmp_path, "event")]
-    assert any("rollouter-0 died and is started anew" in text for text in events)
-    assert any("rollouter-0 was silent" in text for text in events) == (number == signal.SIGSTOP)
-    log = (tmp_path / "fully_async_training.log").read_text()
-    assert "rollouter-0 died; " in log
-    wait_until(lambda: not psutil.pid_exists(pid), RAY_GOES_S)
+    sync = {"max_sync_retries": 0, "staleness_threshold": 1}
+    run = Struck(tmp_path, "rollouter-0", number, async_training=sync, recovery={"silent_s": 6.0})
+    check_that_all_was_trained_once(run, tmp_path, "rollouter-0")
+    assert sorted(trained_ordinals(tmp_path)) == PROMPTS
+    silent = any("rollouter-0 is ended: it was silent for 6 s" in text for text in run.events)
+    assert silent == (number == signal.SIGSTOP)
+    assert "rollouter-0 died; " in run.log
+    wait_until(lambda: not psutil.pid_exists(run.processes[0]), RAY_GOES_S)
+
+
+def test_a_queue_that_died_is_restored_and_every_prompt_is_trained_once(
+    cluster: None, looks_often: None, tmp_path: Path
+) -> None:
+    run = Struck(tmp_path, "queue", signal.SIGKILL)
+    check_that_all_was_trained_once(run, tmp_path, "queue")
+    assert sorted(trained_ordinals(tmp_path)) == PROMPTS  # nobody else was disturbed
+
+
+def test_a_trainer_that_died_takes_its_steps_again_and_every_prompt_is_trained_once(
+    cluster: None, looks_often: None, tmp_path: Path
+) -> None:
+    run = Struck(tmp_path, "trainer", signal.SIGKILL, trainer={"save_every_steps": 3})
+    check_that_all_was_trained_once(run, tmp_path, "trainer")
+    told = [row["step"] for row in read_metrics(tmp_path, "step")]
+    assert told == sorted(set(told))  # none is told twice
+    assert "A trainer begins anew from " in run.log
+    assert CheckpointStore(tmp_path, keep_last=2).latest() == tmp_path / "checkpoints" / f"step_{STEPS:06d}"
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_a_word_on_why(cluster: None, tmp_path: Path) -> None:
@@ -342,12 +394,12 @@ def test_ctrl_c_and_sigterm_save_and_the_run_goes_on_where_it_was(cluster: None,
         os.killpg(first.process.pid, signal.SIGINT)  # a terminal sends it to all
         assert first.end() == 130
         said = first.output.read_text()
-        assert f"freewheel train --resume {run_dir}" in said
+        assert f"freewheel train resume={run_dir}" in said
         assert "Stopped at step" in said
         assert "Traceback" not in said
         stopped_at = first.steps()
 
-        second = Program(tmp_path, "--resume", str(run_dir))
+        second = Program(tmp_path, f"resume={run_dir}")
         programs.append(second)
         second.wait_for_step(stopped_at + 2)
         second.process.terminate()

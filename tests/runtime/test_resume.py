@@ -82,6 +82,40 @@ async def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint_on_one_pat
     assert second.same_weights_as(first)
 
 
+async def test_a_first_checkpoint_that_is_damaged_costs_time_and_nothing_else(tmp_path: Path) -> None:
+    """The journal has everything since the start for as long as there is only one."""
+    config = small_config(mode="sync", trainer={"total_steps": 4, "save_every_steps": None}, journal={"keep_groups": 0})
+    first = await run_pipeline(config, run_dir=tmp_path)
+    (only,) = (tmp_path / "checkpoints").iterdir()
+    (only / "training.safetensors").write_bytes(b"")
+    assert CheckpointStore(tmp_path, keep_last=2).latest() is None
+    again = await run_pipeline(config, run_dir=tmp_path)
+    assert again.ordinals == first.ordinals
+    assert again.rollouters[0]["total_generated_samples"] == 0, "nothing is generated that is there"
+    assert again.same_weights_as(first)
+
+
+async def test_a_run_that_was_stopped_in_the_middle_of_a_version_goes_on_from_before_it_as_it_was(
+    tmp_path: Path,
+) -> None:
+    """The checkpoint of its end is damaged: the version that the end completed early is in the journal."""
+    config = small_config(
+        trainer={"total_steps": 9, "save_every_steps": 2},
+        async_training={"sync_every_steps": 2, "staleness_threshold": 2},
+    )
+    first = await run_pipeline(config, run_dir=tmp_path, during=stop_after(5))
+    assert first.ending == "stopped"
+    stopped_at, version = len(first.ordinals), first.sync["published_version"]
+    earlier = next(path for path in (tmp_path / "checkpoints").iterdir() if path != latest(tmp_path))
+    again = await run_pipeline(config, run_dir=tmp_path, resume=earlier)
+    begun = int(earlier.name.removeprefix("step_"))
+    replayed = stopped_at - begun
+    assert again.ordinals[:replayed] == first.ordinals[begun:]
+    assert again.versions[:replayed] == first.versions[begun:]
+    assert again.versions[replayed] == version
+    assert trained(again) == sorted(set(range(36)) - {one for step in first.ordinals[:begun] for one in step})
+
+
 async def test_a_resumed_run_has_the_engines_at_the_checkpoints_version(tmp_path: Path) -> None:
     config = small_config(mode="sync", trainer={"total_steps": 3, "save_every_steps": 2})
     await run_pipeline(config, run_dir=tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed
+from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed, WeightsGone
 
 WAIT_S = 30.0
 """Longer than anything here takes on a busy machine."""
@@ -338,6 +338,163 @@ async def test_a_successor_that_takes_no_weights_ends_the_run_only_where_it_is_t
     assert one.sync.stats()["fenced"] == ["r1"]
     with pytest.raises(SyncFailed):
         await one.sync.join("r0", FakeReplica(*refuses))
+
+
+# -- trainers, queues and synchronizers that die ----------------------------------------------------------------------
+
+
+async def test_weights_that_died_with_their_trainer_change_nothing_and_its_successor_brings_them(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However few retries there are, and though one engine had them."""
+    quick, late = FakeReplica(), FakeReplica(None, WeightsGone("owner died"))
+    one = scene(quick, late, max_retries=0)
+    await one.submit(1)
+    await one.published(1)
+    await one.submit(2)
+    await one.until(lambda: "version 2 is gone with its trainer" in caplog.text)
+    await one.until(lambda: one.sync.state == "idle")
+    assert not one.running.done()
+    assert one.queue.events == [("published", 1)], "nobody is fenced off for it, and nothing is published"
+    assert one.sync.stats()["versions"] == {"r0": 2, "r1": 1}
+    await one.submit(2)
+    await one.published(2)
+    assert (quick.calls, late.calls) == ([1, 2, 2], [1, 2, 2])
+
+
+async def test_a_version_that_is_published_is_brought_again_without_waiting_for_anything(scene: Build) -> None:
+    replica = FakeReplica()
+    one = scene(replica, drain=True)
+    await one.submit(1)
+    await one.published(1)
+    asked = one.queue.asked
+    one.queue.settled_after = 10**9
+    await one.submit(1)
+    await one.until(lambda: replica.calls == [1, 1] and one.sync.state == "idle")
+    assert one.queue.asked == asked, "it changes nothing for responses that are being generated"
+    assert one.queue.versions == [1, 1]
+
+
+async def test_a_version_that_comes_again_brings_back_who_is_fenced_off(scene: Build) -> None:
+    well, ill = FakeReplica(), FakeReplica(*[OSError("no route")] * 3)
+    one = scene(well, ill)
+    await one.submit(1)
+    await one.published(1)
+    assert one.sync.stats()["fenced"] == ["r1"]
+    await one.submit(1)
+    await one.until(lambda: one.sync.stats()["fenced"] == [])
+    assert one.queue.events[-2:] == [("back", "r1"), ("published", 1)]
+
+
+async def test_what_a_dead_trainer_sent_and_its_successor_has_overtaken_is_left(scene: Build) -> None:
+    replica = FakeReplica()
+    one = scene(replica, version=5)
+    await one.submit(4)
+    await one.submit(6)
+    await one.published(6)
+    await one.submit(3)
+    await one.submit(6)
+    await one.until(lambda: len(replica.calls) == 2)
+    assert replica.calls == [6, 6]
+
+
+async def test_a_trainer_that_begins_behind_what_is_published_changes_nothing(scene: Build) -> None:
+    replica, successor = FakeReplica(), FakeReplica()
+    one = scene(replica)
+    await one.submit(1)
+    await one.published(1)
+    await one.sync.prime(0, "weights 0", CHECKSUM)
+    await one.sync.join("r0", successor)
+    assert successor.calls == [1], "who joins gets what is published, and not what a trainer goes on from"
+
+
+async def test_a_trainer_that_begins_ahead_of_what_is_published_brings_it(scene: Build) -> None:
+    """Its predecessor had saved it and died before engines had it."""
+    replica = FakeReplica()
+    one = scene(replica, version=3)
+    await one.sync.prime(4, "weights 4", CHECKSUM)
+    await one.published(4)
+    assert replica.calls == [4]
+
+
+async def test_what_a_trainer_begins_with_is_brought_only_to_who_waits_for_it(scene: Build) -> None:
+    replica = FakeReplica()
+    one = scene(replica, version=3)
+    await one.sync.prime(3, "weights 3", CHECKSUM)
+    await asyncio.sleep(0.01)
+    assert replica.calls == []
+    successor = FakeReplica()
+    await one.sync.join("r0", successor)
+    assert successor.calls == [3]
+
+
+async def test_a_successor_that_dies_while_it_joins_is_waited_for_again(scene: Build) -> None:
+    one = scene(FakeReplica())
+    await one.submit(1)
+    assert await one.sync.wait_published(1, wait_s=WAIT_S)
+    await one.sync.join("r0", FakeReplica(ReplicaGone("died while it joined")))
+    successor = FakeReplica()
+    await one.sync.join("r0", successor)
+    assert successor.version == 1 and not one.sync.group["r0"].fenced
+
+
+async def test_who_joins_after_the_trainers_death_waits_for_its_successor(scene: Build) -> None:
+    replica, joins = FakeReplica(), FakeReplica(WeightsGone("owner died"))
+    one = scene(replica)
+    await one.submit(1)
+    await one.published(1)
+    await one.sync.join("r0", joins)
+    assert one.sync.stats()["fenced"] == ["r0"]
+    later = FakeReplica()
+    await one.sync.join("r0", later)
+    assert later.calls == [], "the files that it was started from are of version 0"
+    assert one.sync.stats()["fenced"] == ["r0"] and not one.running.done()
+    await one.sync.prime(1, "weights 1", CHECKSUM)
+    await one.until(lambda: one.sync.stats()["fenced"] == [])
+    assert later.calls == [1]
+
+
+async def test_where_no_engine_takes_a_version_the_next_one_is_tried_before_the_run_ends(scene: Build) -> None:
+    slow = asyncio.Event()
+    replica = FakeReplica(slow, *[OSError("no route")] * 2, None)
+    one = scene(replica, timeout_s=0.2, max_retries=2)
+    await one.submit(1)
+    await one.until(lambda: replica.calls == [1])
+    await one.submit(2)
+    await one.published(2)
+    assert replica.calls == [1, 1, 1, 2]
+
+
+async def test_a_new_queue_is_told_what_is_published_and_who_is_fenced_off(scene: Build) -> None:
+    one = scene(FakeReplica(), FakeReplica(*[OSError("no route")] * 3))
+    await one.submit(1)
+    await one.published(1)
+    one.queue.events.clear()
+    await one.sync.announce()
+    assert one.queue.events == [("back", "r0"), ("fenced", "r1"), ("published", 1)]
+
+
+async def test_a_synchronizer_in_the_place_of_another_knows_what_each_engine_holds(scene: Build) -> None:
+    ahead, behind, unknown = FakeReplica(), FakeReplica(), FakeReplica()
+    one = scene(ahead, behind, unknown, version=4, versions={"r0": 5, "r1": 3})
+    await one.sync.announce()
+    assert one.queue.events == [("back", "r0"), ("fenced", "r1"), ("fenced", "r2"), ("published", 4)]
+    await one.sync.prime(4, "weights 4", CHECKSUM)
+    await one.until(lambda: one.sync.stats()["fenced"] == [])
+    assert (ahead.calls, behind.calls, unknown.calls) == ([], [4], [4]), "nobody is turned back"
+    await one.submit(5)
+    await one.published(5)
+    assert one.sync.stats()["versions"] == {"r0": 5, "r1": 5, "r2": 5}
+
+
+async def test_a_replica_that_joins_a_synchronizers_successor_waits_for_weights(scene: Build) -> None:
+    one = scene(FakeReplica(), version=4, versions={"r0": 4})
+    joins = FakeReplica()
+    await one.sync.join("r0", joins)
+    assert one.sync.stats()["fenced"] == ["r0"], "of which version the files are that it began with, nobody knows"
+    await one.submit(4)
+    await one.until(lambda: one.sync.stats()["fenced"] == [])
+    assert joins.calls == [4]
 
 
 async def test_each_sync_says_so_in_the_log(scene: Build, caplog: pytest.LogCaptureFixture) -> None:

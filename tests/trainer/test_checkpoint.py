@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from freewheel.trainer import checkpoint as module
-from freewheel.trainer.checkpoint import CheckpointDamaged, CheckpointFailed, CheckpointStore, RunLock, RunLocked
+from freewheel.trainer import checkpoint_files as module
+from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore, RunLock, RunLocked
+from freewheel.trainer.checkpoint_files import CheckpointDamaged
 
 
 def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -119,6 +122,40 @@ def test_checkpoints_of_a_path_that_was_left_are_removed(store: CheckpointStore)
     assert steps(store) == ["step_000020", "step_000030"]
 
 
+def test_how_far_back_a_resume_may_go_is_the_oldest_that_is_whole(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep_last=3)
+    save(store, 10)
+    assert store.oldest() == 0, "were the only one damaged, the run would begin anew"
+    save(store, 20)
+    assert store.oldest() == 10
+    save(store, 30)
+    (store.folder / "step_000010" / "training.safetensors").unlink()
+    assert store.oldest() == 20
+    save(store, 40)
+    save(store, 50)
+    assert store.oldest() == 30
+    only = CheckpointStore(tmp_path / "one", keep_last=1)
+    save(only, 10)
+    assert only.oldest() == 10, "nothing else was asked for"
+
+
+def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0o000)
+    try:
+        store = CheckpointStore(tmp_path, keep_last=2)
+        path = save(store, 1)
+        store.save_best(1, 0.5, write_hf)
+        with RunLock(tmp_path / "run"):
+            pass
+    finally:
+        os.umask(before)
+    modes = {file: file.stat().st_mode & 0o777 for file in (tmp_path / "best").rglob("*")}
+    modes |= {file: file.stat().st_mode & 0o777 for file in (path.parent, path, *path.rglob("*"))}
+    modes |= {file: file.stat().st_mode & 0o777 for file in (tmp_path / "run", tmp_path / "run" / "run.lock")}
+    assert len(modes) > 10
+    assert {file.name for file, mode in modes.items() if mode != (0o700 if file.is_dir() else 0o600)} == set()
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -141,6 +178,24 @@ def test_a_format_of_the_future_is_refused_by_its_number(store: CheckpointStore,
     monkeypatch.undo()
     with pytest.raises(CheckpointDamaged, match="format 99"):
         store.load(path)
+
+
+def test_a_table_of_files_that_leads_out_of_the_checkpoint_is_refused(store: CheckpointStore):
+    path = save(store, 1)
+    told = json.loads((path / "state.json").read_text())
+    told.pop("checksum")
+    told["files"]["../../secret"] = {"bytes": 1, "crc32": 0}
+    told["checksum"] = module._checksum(told)
+    (path / "state.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointDamaged, match="leads out of it"):
+        store.load(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"checksum": 1}', "null"])
+def test_a_state_of_another_shape_is_damage_and_no_crash(store: CheckpointStore, text: str):
+    path = save(store, 1)
+    (path / "state.json").write_text(text)
+    assert store.latest() is None and store.oldest() == 0
 
 
 # -- trouble while writing --------------------------------------------------------------------------------------------
@@ -232,6 +287,55 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(store: Ch
     assert found is not None and again.load(found).state["note"] == "first"
     save(again, 1, note="third")
     assert steps(again) == ["step_000001"]
+
+
+class Killed(BaseException):
+    """Nobody handles it."""
+
+
+CHANGES = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "chmod")
+"""Of `os`: what pathlib and shutil go through."""
+
+
+def mortal(real: Any, left: Iterator[int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(left) <= 0:
+            raise Killed
+        return real(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])
+def test_a_kill_before_any_change_of_the_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch, again: bool):
+    """Every call in turn that makes, moves, removes or secures something: all that were before it are done, none is
+    after it."""
+    for last in range(1, 200):
+        run = tmp_path / str(last)
+        store = CheckpointStore(run, keep_last=2)
+        for step in (1, 2):
+            save(store, step)
+        left = itertools.count(last, -1)
+        with monkeypatch.context() as patch:
+            for name in CHANGES:
+                patch.setattr(os, name, mortal(getattr(os, name), left))
+            try:
+                save(store, 2 if again else 3, note="newer")
+                ended = True
+            except Killed:
+                ended = False
+        found = CheckpointStore(run, keep_last=2)
+        latest = found.latest()
+        assert latest is not None
+        loaded = found.load(latest)
+        assert loaded.step in ((2,) if again else (2, 3))
+        assert (loaded.tensors("training")["w"] == loaded.step).all()
+        assert found.oldest() in (0, 1, 2)
+        save(found, 4)
+        assert found.load(found.latest() or "").step == 4
+        if ended:
+            break
+    assert ended and last > 10
 
 
 KILLED_AT_RANDOM = """

@@ -4,240 +4,17 @@ that could go on, and what must end it leaves the run as it was saved."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import MessageQueue, Taken
-from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import Weights
-from freewheel.trainer.backend import BackendState, NonFiniteLoss
-from freewheel.trainer.checkpoint import CheckpointFailed
-from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule, TrainingFailed
+from freewheel.trainer.backend import NonFiniteLoss
+from freewheel.trainer.trainer import FullyAsyncTrainer, TrainingFailed
 
-from .groups import make_response
-
-WAIT_S = 30.0
-"""Longer than anything here takes on a busy machine."""
-P = 3
-REWARD = "eval/reward"
-
-
-def group_of(ticket: Ticket, version: int) -> PromptGroup:
-    responses = [make_response([1, 2], value=float(index), version=version) for index in range(2)]
-    return PromptGroup.of(ticket, Prompt(tokens=torch.tensor([ticket.ordinal]).numpy(), row={}), responses, 0.0)
-
-
-class RecordingQueue(MessageQueue):
-    """With what the trainer asked for, in order."""
-
-    def __init__(self, events: list[Any], **settings: Any) -> None:
-        super().__init__(**settings)
-        self.events = events
-
-    async def take(self, step: int, *, wait_s: float) -> Taken:
-        self.events.append(("take", step))
-        return await super().take(step, wait_s=wait_s)
-
-    async def commit(self, step: int) -> int:
-        self.events.append(("commit", step))
-        return await super().commit(step)
-
-    async def give_back(self, step: int) -> None:
-        self.events.append(("give back", step))
-        await super().give_back(step)
-
-
-class FakeBackend:
-    """Counts its steps in its only weight. `on_step` runs in the training thread and may raise."""
-
-    def __init__(self, events: list[Any]) -> None:
-        self.events = events
-        self.on_step: Callable[[int], object] = lambda step: None
-        self.trained: list[list[PromptGroup]] = []
-        self.versions: list[int | None] = []
-        self.updates_applied = 0
-
-    def step(
-        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
-    ) -> dict[str, float]:
-        self.events.append(("begin", step + 1))
-        self.on_step(step + 1)
-        self.updates_applied += 1
-        self.trained.append(list(groups))
-        self.versions.append(version)
-        self.events.append(("end", step + 1))
-        return {"actor/loss": 0.5}
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.tensor([float(len(self.trained))])}
-
-    def state(self) -> BackendState:
-        return BackendState(tensors=self.weights(), values={"steps": len(self.trained)})
-
-    def load_state(self, state: BackendState) -> None: ...
-
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None: ...
-
-    def describe(self) -> str:
-        return "fake"
-
-
-class FakePublisher:
-    """Engines that take each version at once, unless `holding`."""
-
-    def __init__(self, events: list[Any], queue: MessageQueue) -> None:
-        self.events = events
-        self.queue = queue
-        self.version = 0
-        self.holding = False
-
-    async def submit(self, version: int, weights: Weights) -> None:
-        self.events.append(("publish", version, int(weights.tensors()["w"][0])))
-        if not self.holding:
-            self.version = version
-            await self.queue.published(version)
-
-    async def wait_published(self, version: int, *, wait_s: float) -> bool:
-        return self.version >= version
-
-
-class FakeSaver:
-    def __init__(self, events: list[Any]) -> None:
-        self.events = events
-        self.saved: list[tuple[int, int, Frontier, int]] = []
-        self.best: list[tuple[int, float, int]] = []
-        self.measured: list[tuple[int, int]] = []
-        self.fails: set[int] = set()
-
-    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> None:
-        if step in self.fails:
-            raise CheckpointFailed("No space left on device")
-        assert weights.tensors()["w"].tolist() == state.tensors["w"].tolist()
-        self.events.append(("save", step))
-        self.saved.append((step, version, frontier, int(weights.tensors()["w"][0])))
-
-    def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
-        self.best.append((step, score, int(weights.tensors()["w"][0])))
-        self.measured.append(versions)
-        return True
-
-
-class Scene:
-    """A trainer with its queue, and one who fills it."""
-
-    def __init__(
-        self,
-        *,
-        kind: type[FullyAsyncTrainer] = FullyAsyncTrainer,
-        bounds: dict[str, Any] | None = None,
-        schedule: dict[str, Any] | None = None,
-        evaluate: Callable[[int], Awaitable[dict[str, float] | None]] | None = None,
-        total_prompts: int | None = None,
-        born_old: bool = False,
-        **settings: Any,
-    ) -> None:
-        self.events: list[Any] = []
-        usual = {"groups_per_step": P, "threshold": 1, "window": 1, "max_alive": 100, "max_lag_allowed": 5}
-        self.bounds = Bounds(**{**usual, **(bounds or {})})
-        self.queue = RecordingQueue(self.events, bounds=self.bounds, total_prompts=total_prompts)
-        self.backend = FakeBackend(self.events)
-        self.publisher = FakePublisher(self.events, self.queue)
-        self.saver = FakeSaver(self.events)
-        self.evaluated: list[int] = []
-        self.born_old = born_old
-        """First attempts say that version 0 made them, whatever the engines hold."""
-        self.trainer = kind(
-            backend=self.backend,
-            queue=self.queue,
-            publisher=self.publisher,
-            saver=self.saver,
-            evaluate=evaluate or self._evaluate,
-            bounds=self.bounds,
-            schedule=Schedule(
-                **{
-                    "total_steps": 4,
-                    "batch_timeout_s": 30.0,
-                    "max_errors": 3,
-                    "eval_at_start": False,
-                    **(schedule or {}),
-                }
-            ),
-            **settings,
-        )
-        self.feeding: asyncio.Task[None] | None = None
-
-    async def _evaluate(self, step: int) -> dict[str, float]:
-        self.evaluated.append(step)
-        return self.scored(step / 10)
-
-    def scored(self, value: float, oldest: int | None = None) -> dict[str, float]:
-        """By the engines as they are, and those from version `oldest` on."""
-        newest = self.publisher.version
-        return {REWARD: value, "eval/version_min": newest if oldest is None else oldest, "eval/version_max": newest}
-
-    def feed(self) -> None:
-        self.feeding = asyncio.create_task(self._feed())
-
-    async def _feed(self) -> None:
-        while True:
-            admission = await self.queue.admit("r", want=8, load=0, wait_s=WAIT_S)
-            version = self.publisher.version
-            groups = [group_of(one, 0 if self.born_old and not one.attempt else version) for one in admission.tickets]
-            if groups:
-                await self.queue.put(Block.pack(groups))
-            if admission.closed:
-                return
-            await asyncio.sleep(0)
-
-    async def run(self, *, feed: bool = True) -> str:
-        if feed:
-            self.feed()
-        return await asyncio.wait_for(self.trainer.run(), WAIT_S)
-
-    @property
-    def ordinals(self) -> list[list[int]]:
-        return [sorted(group.ordinal for group in groups) for groups in self.backend.trained]
-
-    def at(self, *event: Any) -> int:
-        return next(place for place, found in enumerate(self.events) if found[: len(event)] == event)
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not holds():
-                await asyncio.sleep(0.002)
-
-
-Build = Callable[..., Scene]
-
-
-@pytest.fixture
-async def scene() -> AsyncIterator[Build]:
-    made: list[Scene] = []
-
-    def build(**settings: Any) -> Scene:
-        made.append(Scene(**settings))
-        return made[-1]
-
-    yield build
-    for one in made:
-        await one.queue.close()
-        one.trainer.close()
-        if one.feeding is not None:
-            one.feeding.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await one.feeding
-    await asyncio.sleep(0)
-    assert asyncio.all_tasks() == {asyncio.current_task()}
-
+from .scene import REWARD, WAIT_S, Build, P
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -404,12 +181,27 @@ async def test_a_loss_that_stays_without_a_number_is_not_tried_again(scene: Buil
 async def test_what_goes_wrong_after_a_step_ends_the_run(scene: Build) -> None:
     one = scene()
 
-    async def gone(step: int) -> int:
+    async def gone(step: int, *, wait_s: float) -> int:
         raise ConnectionError("the queue died")
 
     one.queue.commit = gone  # type: ignore[method-assign]
     with pytest.raises(ConnectionError, match="the queue died"):
         await one.run()
+
+
+async def test_a_version_that_could_not_be_published_ends_the_run_while_it_waits_for_what_that_version_brings(
+    scene: Build,
+) -> None:
+    one = scene(bounds={"threshold": 0})  # the next batch comes when engines have the version before it
+
+    async def gone(version: int, weights: Weights) -> None:
+        await one.until(lambda: ("take", 2) in one.events)
+        raise ConnectionError("the synchronizer died")
+
+    one.publisher.submit = gone  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="the synchronizer died"):
+        await one.run()
+    assert one.saver.saved[-1][0] == 1
 
 
 async def test_a_step_that_failed_after_an_update_is_not_trained_on_twice(scene: Build) -> None:
@@ -478,7 +270,7 @@ async def test_without_the_queue_nothing_is_saved_that_would_train_prompts_twice
 ) -> None:
     one = scene()
 
-    async def gone(step: int) -> int:
+    async def gone(step: int, *, wait_s: float) -> int:
         raise ConnectionError("the queue died")
 
     one.queue.commit = gone  # type: ignore[method-assign]
@@ -495,10 +287,10 @@ async def test_a_checkpoint_that_is_being_written_when_a_run_fails_is_written(sc
     writing, gate = threading.Event(), threading.Event()
     save = one.saver.save
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> int:
         writing.set()
         gate.wait(WAIT_S)
-        save(*args)
+        return save(*args)
 
     def fails(step: int) -> None:
         if step == 3:
@@ -525,10 +317,10 @@ async def test_a_checkpoint_that_is_being_written_when_a_run_is_cancelled_is_wri
     writing, gate = threading.Event(), threading.Event()
     save = one.saver.save
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> int:
         writing.set()
         gate.wait(WAIT_S)
-        save(*args)
+        return save(*args)
 
     one.saver.save = slow  # type: ignore[method-assign]
     running = asyncio.create_task(one.run())
@@ -579,9 +371,9 @@ async def test_saving_does_not_hold_up_training_until_the_next_one_is_due(scene:
     gate = threading.Event()
     save = one.saver.save
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> int:
         gate.wait(WAIT_S)
-        save(*args)
+        return save(*args)
 
     one.saver.save = slow  # type: ignore[method-assign]
     running = asyncio.create_task(one.run())
@@ -597,9 +389,9 @@ async def test_a_disk_slower_than_the_steps_slows_them_down_instead_of_filling_m
     gate = threading.Event()
     save = one.saver.save
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> int:
         gate.wait(WAIT_S)
-        save(*args)
+        return save(*args)
 
     one.saver.save = slow  # type: ignore[method-assign]
     running = asyncio.create_task(one.run())
@@ -629,7 +421,7 @@ async def test_stop_while_training_finishes_that_step_saves_and_gives_the_next_b
     gate = threading.Event()
     one.backend.on_step = lambda step: step < 2 or gate.wait(WAIT_S)
     running = asyncio.create_task(one.run())
-    await one.until(lambda: ("begin", 2) in one.events and 3 in one.queue._taken)
+    await one.until(lambda: ("begin", 2) in one.events and 3 in one.queue._steps.taken())
     one.trainer.request_stop()
     gate.set()
     assert await running == "stopped"
@@ -637,7 +429,7 @@ async def test_stop_while_training_finishes_that_step_saves_and_gives_the_next_b
     assert one.saver.saved[-1][0] == 2
     assert one.saver.saved[-1][2].low == 6
     assert ("give back", 3) in one.events
-    assert one.queue._taken == {}
+    assert one.queue._steps.taken() == []
 
 
 async def test_stop_while_stale_groups_are_replaced_ends_at_once(scene: Build) -> None:
@@ -827,8 +619,7 @@ async def test_custom_metrics_are_in_the_rows_and_a_hook_that_raises_costs_only_
 
 async def test_a_resumed_trainer_counts_on_and_takes_only_the_steps_that_are_left(scene: Build) -> None:
     one = scene(step=2, version=2, schedule={"eval_at_start": True, "total_steps": 4})
-    one.queue.step = 2
-    one.queue.policy.version = one.queue.policy.published = one.publisher.version = 2
+    one.publisher.version = 2
     assert await one.run() == "finished"
     assert [row.step for row in one.trainer.rows if row.kind == "step"] == [3, 4]
     assert one.backend.versions == [2, 3]
@@ -837,7 +628,6 @@ async def test_a_resumed_trainer_counts_on_and_takes_only_the_steps_that_are_lef
 
 async def test_a_run_that_had_all_its_steps_only_ends(scene: Build) -> None:
     one = scene(step=4, version=4)
-    one.queue.step = 4
     one.publisher.version = 4
     await one.queue.close()
     assert await one.run(feed=False) == "finished"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.observe.names import COMPONENTS, METRICS
+from freewheel.observe.private import open_private
 from freewheel.observe.values import plain
 
 FILE = "fully_async_training.log"
@@ -64,7 +65,7 @@ class AppendHandler(logging.Handler):
         self.lost_lines = 0
         self._torn = False
         self.speak_for(component)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._fd = open_private(path, os.O_WRONLY | os.O_APPEND)
 
     def speak_for(self, component: str) -> None:
         self.component = component

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from freewheel.observe.alerts import Alerts
+from freewheel.observe.private import open_private
 from freewheel.observe.sinks import Sink
 from freewheel.observe.values import plain, without_nonfinite
 
@@ -104,7 +105,7 @@ class Recorder:
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
 
     def _open(self) -> int:
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = open_private(self.path, os.O_RDWR | os.O_APPEND)
         with contextlib.suppress(OSError):  # then one row may be glued to half of another, and readers pass it over
             _cut_torn_line(fd)
         return fd

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from freewheel.observe.names import describe
+from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.values import numbers
 
 log = logging.getLogger("freewheel.observe")
@@ -35,6 +36,8 @@ CLOSE_WAIT_S = 15.0
 """How long the end of a run waits for a sink's last rows: an upload takes seconds, a service that is down hours."""
 FLUSH_EVERY_S = 5.0
 """TensorBoard looks at its files every few seconds, and a flush waits for the disk."""
+WANDB_ID_CHARS = 8
+"""As wandb's own."""
 PREFIX = "freewheel_"
 LOCAL = "127.0.0.1"
 """Metrics are no secret, and no business of the network's either."""
@@ -153,8 +156,7 @@ class TensorBoardSink:
         writer = need("tensorboardX.record_writer", key="observe.tensorboard", value=True, package="tensorboardX")
         self._event = importlib.import_module("tensorboardX.proto.event_pb2").Event
         self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
-        folder = run_dir / "tensorboard"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = private_folder(run_dir / "tensorboard")
         name = f"events.out.tfevents.{time.time_ns() / 1e9:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = writer.RecordWriter(str(folder / name))
         self._flushed_at = time.monotonic()
@@ -222,9 +224,15 @@ def _no_login(wandb: Any) -> str:
 
 
 def _kept_id(path: Path) -> str:
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:8])
-    return path.read_text().strip()
+    """The id in the file; a new one where there is none, or one that was not written here: wandb names folders so."""
+    with os.fdopen(open_private(path, os.O_RDWR), "r+", encoding="utf-8", errors="replace") as file:
+        kept = file.read(WANDB_ID_CHARS + 1).strip()
+        if not re.fullmatch(r"[0-9a-f]+", kept):
+            kept = uuid.uuid4().hex[:WANDB_ID_CHARS]
+            file.seek(0)
+            file.truncate()
+            file.write(kept)
+    return kept
 
 
 class PrometheusSink:

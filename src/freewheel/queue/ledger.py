@@ -4,14 +4,15 @@
       ▲                  └─ fail / stale / lost ─┐
       └── re-issue while its budget lasts ◀──────┴─▶ abandoned(reason)
 
-Held in memory here; a journal can replay into it, because every change is one of five calls.
+Held in memory. A checkpoint keeps its `Frontier`; what a journal knows beyond that is said to a new one by `reopen`
+(`freewheel.queue.restoring`): attempts that still live, and failures that still count.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -59,9 +60,7 @@ class Ledger:
         if self._again:
             ordinal = heapq.heappop(self._again)
         else:
-            while self._next in self._ended:
-                self._next += 1
-            if self.total is not None and self._next >= self.total:
+            if self.exhausted:
                 return None
             ordinal = self._next
             self._next += 1
@@ -75,9 +74,9 @@ class Ledger:
     @property
     def exhausted(self) -> bool:
         """`issue` would give None."""
-        if self._again or self.total is None:
-            return False
-        return all(one in self._ended for one in range(self._next, self.total))
+        while self._next in self._ended or self._next in self._open:
+            self._next += 1
+        return not self._again and self.total is not None and self._next >= self.total
 
     def fail(self, ordinal: int, failure: Failure) -> bool:
         """The attempt died. True: the prompt will be attempted again; False: its budget is spent, it is abandoned."""
@@ -94,6 +93,16 @@ class Ledger:
         """The attempt came to nothing through no fault of its own (stale, lost): it is repeated, at no cost."""
         self.failures[reason] += 1
         self._reissue(ordinal)
+
+    def reopen(self, ordinal: int, *, attempts: int, failed: Mapping[Kind, int], live: bool) -> None:
+        """What is known of a prompt from before a restart. Live: an attempt at it goes on, or waits to be trained; else
+        it is issued again. What it failed of still counts."""
+        assert not self.has_ended(ordinal), f"ordinal {ordinal} has ended"
+        assert ordinal not in self._open, f"ordinal {ordinal} is open"
+        assert all(count < BUDGETS[kind] for kind, count in failed.items()), f"ordinal {ordinal} has no budget left"
+        self._open[ordinal] = _Open(attempts, dict(failed), live)
+        if not live:
+            heapq.heappush(self._again, ordinal)
 
     def _reissue(self, ordinal: int) -> None:
         entry = self._open[ordinal]
@@ -121,10 +130,18 @@ class Ledger:
             self._low += 1
         self._next = max(self._next, self._low)  # over what had ended before a resume, and is now below `low`
 
-    def frontier(self) -> Frontier:
+    def has_ended(self, ordinal: int) -> bool:
+        return ordinal < self._low or ordinal in self._ended
+
+    def frontier(self, without: Iterable[int] = ()) -> Frontier:
+        """`without`: prompts that were trained after the moment that is asked for: as if they had not."""
+        later = set(without)
+        low = min(later, default=self._low)
+        assert all(self.has_ended(one) for one in later), "a prompt that has not ended is left out"
+        ended = self._ended.union(range(low, self._low)) - later
         return Frontier(
-            low=self._low,
-            ended=tuple(sorted(self._ended)),
-            trained=self.trained,
+            low=min(low, self._low),
+            ended=tuple(sorted(ended)),
+            trained=self.trained - len(later),
             abandoned=dict(self.abandoned),
         )

@@ -1,13 +1,14 @@
 """`MessageQueue`: the one place through which groups pass, and where it is decided which may be made and which trained.
 
     rollouter ── admit ──▶ tickets        (waits for: room, i.e. a published version or a dropped group)
-    rollouter ── put ────▶ stored         (never waits: admission is the bound)
-    trainer ──── take ───▶ P groups       (waits for: P groups within the window)
-    trainer ──── commit ─▶ trained        (never waits)
+    rollouter ── put ────▶ stored         (waits for: the journal)
+    trainer ──── take ───▶ P groups       (waits for: P groups within the window, and the journal)
+    trainer ──── commit ─▶ trained        (waits for: the journal)
     synchronizer ─ published ─▶ room      (never waits)
 
 Plain asyncio on one loop: calls interleave only where a method awaits. Every wait is bounded by its caller's `wait_s`;
-an empty answer says "nothing yet", and the caller looks after its peers before it asks again.
+an empty answer says "not yet", and the caller looks after its peers before it asks again. Every call may come twice: a
+caller that met a dead queue asks its successor, which `Restored` tells what was written.
 Decisions are `StalenessPolicy`'s, `Ledger`'s and `least_loaded`'s. Groups are kept as the bytes they came in.
 """
 
@@ -18,15 +19,24 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
-from freewheel.data.group import Block, Ticket, tickets_from_bytes, tickets_to_bytes
+from freewheel.data.group import Block, Ticket
+from freewheel.queue.answers import Admission, Taken
 from freewheel.queue.failures import Failure, Kind, infra
+from freewheel.queue.journal import Abandoned, Committed, Event, Failed, Stored, VersionCompleted
+from freewheel.queue.journal_writer import JournalWriter
 from freewheel.queue.ledger import Frontier, Ledger
+from freewheel.queue.recorded import RecordedSteps
+from freewheel.queue.recording import Recording, Written, durable
+from freewheel.queue.restoring import Restored
 from freewheel.queue.routing import Asking, least_loaded
 from freewheel.queue.signal import Signal
-from freewheel.queue.staleness import Bounds, StalenessPolicy
+from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
+from freewheel.queue.steps import Steps
+
+__all__ = ["Admission", "MessageQueue", "Taken"]
 
 log = logging.getLogger("freewheel.queue")
 
@@ -35,38 +45,6 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 what is down for half a minute must not use up its budget in seconds."""
 MEMORY_WARNING_BYTES = 4 << 30
 """Groups of a few KB never get there: a queue that holds this much has very long responses and a slow trainer."""
-
-
-@dataclass(frozen=True)
-class Admission:
-    """An answer to `admit`."""
-
-    tickets: list[Ticket]
-    closed: bool = False
-    """No ticket will come any more."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _admission, (tickets_to_bytes(self.tickets), self.closed)
-
-
-def _admission(tickets: bytes, closed: bool) -> Admission:
-    return Admission(tickets_from_bytes(tickets), closed)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """An answer to `take`: a batch, `starved` (nothing yet: ask again), or `finished` (nothing will come)."""
-
-    state: Literal["batch", "starved", "finished"]
-    block: Block | None = None
-    waiting_for: str = ""
-    """Where the groups are that a starved trainer waits for."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    min_version: int
-    data: bytes
 
 
 class MessageQueue:
@@ -80,26 +58,46 @@ class MessageQueue:
         frontier: Frontier | None = None,
         version: int = 0,
         step: int = 0,
+        journal: JournalWriter | None = None,
+        restored: Restored | None = None,
+        keep_groups: int = 0,
         rest_s: float = FIRST_REST_S,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.ledger = Ledger(total=total_prompts, frontier=frontier)
-        self.policy = StalenessPolicy(bounds, version=version, trained=self.ledger.trained)
-        self.step = step
+        """`journal` None: all in memory, from `frontier`, `version` and `step` on; `restored` says more than these.
+        `keep_groups`: of steps that a checkpoint covers, for who looks back."""
+        assert journal is None or restored is not None or step == 0, "what a journal begins with is `restore`'s to say"
+        ledger = Ledger(total=total_prompts, frontier=frontier)
+        begin = restored or Restored(
+            ledger=ledger, standing=Standing(version=version, published=version, trained=ledger.trained), step=step
+        )
+        self.ledger = begin.ledger
+        self.policy = StalenessPolicy(bounds, begin.standing)
+        self.step = begin.step
         """Steps that are committed."""
-        self.total_produced = 0
-        self.total_consumed = 0
+        self.total_produced = self.ledger.trained + len(begin.stored)
+        self.total_consumed = self.ledger.trained
         self.dropped: Counter[str] = Counter()
-        self.memory_bytes = 0
+        self.memory_bytes = sum(len(group.data) for group in begin.stored.values())
         self._clock = clock
+        self._wall_clock = wall_clock
         self._rest_s = rest_s
+        self._keep_groups = keep_groups
+        self._recording = Recording(journal, reserved=begin.standing.next_sequence)
         self._changed = Signal()
         self._asking: list[Asking] = []
-        self._tickets: dict[int, Ticket] = {}  # by sequence, until it is trained or dropped
-        self._owners: dict[int, str] = {}  # the replica that works on it, until it is put
-        self._stored: dict[int, _Stored] = {}
-        self._taken: dict[int, list[int]] = {}  # step → sequences, until it is committed
-        self._missing: dict[int, int] = {}  # step → groups that turned out stale and are to be replaced
+        # By sequence, until it is trained or dropped:
+        self._tickets = {sequence: group.ticket for sequence, group in begin.stored.items()}
+        self._tickets |= {sequence: ticket for sequence, (ticket, _) in begin.in_flight.items()}
+        self._owners = {sequence: replica for sequence, (_, replica) in begin.in_flight.items()}  # until it is put
+        self._putting: dict[int, Written] = {}  # put, and not durable yet
+        self._stored = dict(begin.stored)
+        self._steps = Steps(self.policy, self._recording, self._tickets, committed=begin.step, taken=begin.taken)
+        self._recorded = RecordedSteps(
+            journal, base=begin.base, versions=begin.versions, last_commit_s=begin.last_commit_s
+        )
+        self._completing: Written | None = None
         self._fenced: set[str] = set()
         self._resting: dict[int, asyncio.TimerHandle] = {}  # ordinal → when it is attempted again
         self._closed = False
@@ -118,7 +116,7 @@ class MessageQueue:
         except asyncio.CancelledError:
             asking.want = 0
             for ticket in asking.tickets:  # nobody will read them: a live replica would hold their slots for ever
-                self._retry(ticket, "lost")
+                self._recording.write(self._retried(ticket, "lost"))
             self._wake()
             raise
         finally:
@@ -128,7 +126,10 @@ class MessageQueue:
     def _serve(self) -> None:
         """Gives what room there is to those who ask, one ticket at a time to the least loaded."""
         candidates = [one for one in self._asking if one.replica not in self._fenced]
-        for _ in range(0 if self._closed else self.policy.room):
+        room = 0 if self._closed or not candidates else self.policy.room
+        if room:
+            room = min(room, self._recording.spare(self.policy.next_sequence, self._wake))
+        for _ in range(room):
             asking = least_loaded(candidates)
             issued = self.ledger.issue() if asking else None
             if asking is None or issued is None:
@@ -137,25 +138,48 @@ class MessageQueue:
             self._tickets[ticket.sequence] = ticket
             self._owners[ticket.sequence] = asking.replica
             asking.tickets.append(ticket)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
         self.policy.exhausted = self.ledger.exhausted and not self._resting
 
     def _wake(self) -> None:
         self._serve()
         self._changed.notify()
 
-    async def put(self, block: Block) -> None:
-        """Stores finished groups. What is put twice, or after it was given up, is dropped and counted as `late`."""
+    async def put(self, block: Block, *, wait_s: float) -> bool:
+        """Stores finished groups; True when the journal has them all, and who made them may forget them.
+
+        What is put twice, or after it was given up, is dropped and counted as `late`; while it is being written, its
+        second put waits for the same write."""
+        fresh: list[Stored] = []
+        writing: set[Written] = set()
         for ticket, min_version, data in zip(block.tickets, block.min_versions, block.parts(), strict=True):
-            if self._owners.pop(ticket.sequence, None) is None:
+            if ticket.sequence in self._putting:
+                writing.add(self._putting[ticket.sequence])
+            elif self._owners.pop(ticket.sequence, None) is None:
                 self.dropped["late"] += 1
-                continue
-            self._stored[ticket.sequence] = _Stored(min_version, bytes(data))
-            self.memory_bytes += len(data)
-            self.total_produced += 1
-            self.policy.finish(ticket.sequence)
+            else:
+                fresh.append(Stored(ticket, min_version, bytes(data), self._wall_clock()))
+        if fresh:
+            for group in fresh:
+                self._stored[group.ticket.sequence] = group
+                self.memory_bytes += len(group.data)
+            sequences = [group.ticket.sequence for group in fresh]
+            written = self._recording.then(fresh, partial(self._are_stored, sequences))
+            if written is not None:
+                self._putting |= dict.fromkeys(sequences, written)
+                writing.add(written)
         if self.memory_bytes > MEMORY_WARNING_BYTES and not self._warned:
             self._warned = True
             log.warning("The queue holds %.1f GB: lower async_training.max_queue_size", self.memory_bytes / 1e9)
+        return await durable(writing, wait_s)
+
+    def _are_stored(self, sequences: list[int]) -> None:
+        for sequence in sequences:
+            self._putting.pop(sequence, None)
+            self.policy.finish(sequence)
+        self.total_produced += len(sequences)
         self._wake()
 
     async def fail(self, ticket: Ticket, failure: Failure) -> None:
@@ -166,6 +190,7 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
+        self._recording.write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
         if self._rest_s and failure.kind is Kind.INFRA and failure.reason != "lost":
             rest_s = min(self._rest_s * 2**ticket.attempt, LONGEST_REST_S)
             loop = asyncio.get_running_loop()
@@ -179,6 +204,7 @@ class MessageQueue:
             return
         if not self.ledger.fail(ticket.ordinal, failure):
             log.error("Prompt %d is abandoned (%s): %s", ticket.ordinal, failure.reason, failure.detail)
+            self._recording.write(self._abandoned(ticket, failure.reason))
         self._wake()
 
     async def abandon(self, ticket: Ticket, reason: str) -> None:
@@ -187,6 +213,7 @@ class MessageQueue:
             return
         self._release(ticket.sequence, reason)
         self.ledger.abandon(ticket.ordinal, reason)
+        self._recording.write(self._abandoned(ticket, reason))
         self._wake()
 
     async def replica_lost(self, replica: str) -> int:
@@ -206,69 +233,104 @@ class MessageQueue:
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
+    async def begin(self, step: int) -> None:
+        """A trainer starts that has trained `step` steps: what another took and did not commit is ready again."""
+        assert step <= self.step, f"a trainer begins after step {step}, and only {self.step} are committed"
+        for taken in self._steps.taken():
+            await self.give_back(taken)
+
     async def take(self, step: int, *, wait_s: float) -> Taken:
-        """The groups of `step`: always exactly P, but for the last step of a run. Asked again, the same ones."""
-        assert step > self.step, f"step {step} was committed before"
-        if not await self._changed.until(lambda: self._filled(step) or self.finished, wait_s):
-            return Taken("starved", waiting_for=self.waiting_for())
-        return Taken("batch", self._block(self._taken[step])) if self._filled(step) else Taken("finished")
+        """The groups of `step`: always exactly P, but for the last step of a run. Asked again, the same ones; one that
+        was committed comes from the journal, as it was."""
+        until = asyncio.get_running_loop().time() + wait_s
+
+        def left() -> float:
+            return max(0.0, until - asyncio.get_running_loop().time())
+
+        def holds() -> bool:
+            return step <= self.step or self._filled(step) or self.finished
+
+        while True:
+            committing = self._steps.committing.get(step)
+            if not await durable([committing], left()) or not await self._changed.until(holds, left()):
+                break
+            if step <= self.step:
+                recorded = await self._recorded.groups(step, wait_s=left())
+                if recorded is None:
+                    break
+                return self._batch(recorded)
+            if not self._filled(step):
+                return Taken("finished", recorded_until=self.step)
+            written = self._steps.written(step)
+            if not await durable([written], left()):
+                break
+            if self._steps.is_whole(step) and self._steps.written(step) is written:  # nobody changed it meanwhile
+                return self._batch([self._stored[one] for one in self._steps.sequences(step)])
+        return Taken("starved", waiting_for=self.waiting_for(), recorded_until=self.step)
+
+    def _batch(self, groups: list[Stored]) -> Taken:
+        block = Block.join([(group.ticket, group.min_version, group.data) for group in groups])
+        return Taken("batch", block, recorded_until=self.step)
 
     async def replace_stale(self, step: int, sequences: Iterable[int], *, wait_s: float) -> Taken:
         """Sends groups of `step` that turned out too old back to the stream, and gives as many others."""
-        for sequence in set(sequences).intersection(self._taken[step]):  # asked again, they are gone
-            self._taken[step].remove(sequence)
-            self._missing[step] += 1
-            self._retry(self._tickets[sequence], "stale")
-        self._wake()
+        if step > self.step and step not in self._steps.committing:
+            stale = set(sequences).intersection(self._steps.sequences(step))  # asked again, they are gone
+            tickets = [self._tickets[one] for one in stale]
+            self._steps.drop(step, stale, [self._retried(ticket, "stale") for ticket in tickets])
+            self._wake()
         return await self.take(step, wait_s=wait_s)
 
     def _filled(self, step: int) -> bool:
-        """Gives `step` the groups that it lacks, if it can. True: it has all that it will have."""
-        self.policy.exhausted = self.ledger.exhausted and not self._resting
-        if step not in self._taken:
-            if any(self._missing.values()):  # an earlier step was sent stale groups and comes first
-                return False
-            chosen = self.policy.select(self.policy.bounds.groups_per_step)
-            if chosen:
-                self._taken[step], self._missing[step] = chosen, 0
-            return bool(chosen)
-        if self._missing[step]:
-            found = self.policy.select(self._missing[step], starting=False)
-            self._taken[step] += found
-            self._missing[step] = 0 if self.policy.dry else self._missing[step] - len(found)
-        if not self._taken[step] and not self._missing[step]:  # all stale, and their prompts abandoned since
-            del self._taken[step], self._missing[step]
-        return step in self._taken and not self._missing[step]
+        self._look_ahead()
+        return self._steps.filled(step)
 
-    def _block(self, sequences: list[int]) -> Block:
-        stored = [(self._tickets[one], self._stored[one]) for one in sequences]
-        return Block.join([(ticket, one.min_version, one.data) for ticket, one in stored])
+    async def commit(self, step: int, *, wait_s: float) -> int | None:
+        """`step` was trained on: its prompts have ended. Gives the version that it completed or went towards; None:
+        the journal does not have it yet, ask again."""
+        if step > self.step and step not in self._steps.committing:
+            assert step == self.step + 1, f"step {step} comes too early: {self.step} are committed"
+            assert self._steps.is_whole(step), f"step {step} lacks groups that are being replaced, or was not taken"
+            said = Committed(step, self.policy.version_after_step, self._wall_clock())
+            written = self._recording.then([said], partial(self._committed, said))
+            if written is not None:
+                self._steps.committing[step] = written
+        if not await durable([self._steps.committing.get(step)], wait_s):
+            return None
+        return self._recorded.versions.get(step, self.policy.version)
 
-    async def commit(self, step: int) -> int:
-        """`step` was trained on: its prompts have ended. Gives the version that it completed or went towards."""
-        if step > self.step:
-            assert not self._missing[step], f"step {step} lacks groups that are being replaced"
-            sequences = self._taken.pop(step)
-            del self._missing[step]
-            self.ledger.train(self._tickets[sequence].ordinal for sequence in sequences)
-            self.policy.commit(sequences)
-            for sequence in sequences:
-                self._forget(sequence)
-            self.step = step
-            self.total_consumed += len(sequences)
-            self._progress_s = self._clock()
-            self._wake()
-        return self.policy.version
+    def _committed(self, said: Committed) -> None:
+        sequences = self._steps.pop(said.step)
+        self.ledger.train(self._tickets[sequence].ordinal for sequence in sequences)
+        self.policy.commit(sequences)
+        for sequence in sequences:
+            self._forget(sequence)
+        self.step = said.step
+        self._recorded.versions[said.step] = said.version
+        self._recorded.last_commit_s = said.wall_s
+        self.total_consumed += len(sequences)
+        self._progress_s = self._clock()
+        self._wake()
 
     async def give_back(self, step: int) -> None:
         """`step` will not be trained on by the one who took it: its groups are ready again."""
-        self.policy.untake(self._taken.pop(step, []))
-        self._missing.pop(step, None)
+        self._steps.give_back(step)
         self._wake()
 
-    async def frontier(self) -> Frontier:
-        """What a checkpoint of the committed steps needs to know about prompts."""
-        return self.ledger.frontier()
+    async def frontier(self, step: int) -> Frontier:
+        """What a checkpoint needs to know of prompts: the ledger when `step` was committed, on disk by now."""
+        assert step <= self.step, f"step {step} is not committed"
+        if self._recording.journal is None and step == self.step:
+            return self.ledger.frontier()
+        while True:
+            until, later = await self._recorded.trained_after(step)
+            if self.step <= until:  # else a commit came between
+                return self.ledger.frontier(without=[one for at in later if at <= self.step for one in later[at]])
+
+    async def checkpointed(self, step: int) -> None:
+        """No resume will go back beyond `step`: the journal drops the data of groups that were trained up to it."""
+        if self._recording.journal is not None and step > self._recorded.base:
+            await self._recorded.compact(step, await self.frontier(step), keep_groups=self._keep_groups)
 
     # -- versions and the end -----------------------------------------------------------------------------------------
 
@@ -277,21 +339,30 @@ class MessageQueue:
         self.policy.publish(version)
         self._wake()
 
-    async def complete_version(self) -> int:
-        """The run ends between two versions: what was trained since the last one becomes one."""
-        return self.policy.complete_version()
+    async def complete_version(self, *, wait_s: float) -> int | None:
+        """The run ends between two versions: what was trained since the last one becomes one. None: ask again."""
+        if self.policy.version_is_partial and self._completing is None:
+            said = VersionCompleted(self.step, self.policy.version + 1)
+            self._completing = self._recording.then([said], partial(self._completed, said))
+        if not await durable([self._completing], wait_s):
+            return None
+        return self.policy.version
+
+    def _completed(self, said: VersionCompleted) -> None:
+        self._completing = None
+        self._recorded.versions[said.step] = self.policy.complete_version()
 
     async def settled(self, *, wait_s: float) -> bool:
         """Waits until nothing is in progress and nothing more is admitted under the weights that engines hold."""
 
         def holds() -> bool:
-            self.policy.exhausted = self.ledger.exhausted and not self._resting
+            self._look_ahead()
             return self.policy.settled or self._closed
 
         return await self._changed.until(holds, wait_s)
 
     async def close(self) -> None:
-        """The run is over: everybody who waits is told so."""
+        """The run is over: everybody who waits is told so. The journal is closed by whoever opened it."""
         self._closed = True
         for timer in self._resting.values():
             timer.cancel()
@@ -307,10 +378,11 @@ class MessageQueue:
     def waiting_for(self) -> str:
         """In words, where the groups are that would make the next batch."""
         policy = self.policy
-        return (
+        where = (
             f"{policy.ready} groups ready, {policy.open} in generation or scoring, room for {policy.room} more; "
             f"trainer at version {policy.version}, engines at {policy.published}"
         )
+        return f"{self._recording.paused}; {where}" if self._recording.paused else where
 
     async def stats(self) -> dict[str, Any]:
         policy = self.policy
@@ -332,12 +404,19 @@ class MessageQueue:
             "trained_prompts": self.ledger.trained,
             "since_progress_s": max(0.0, self._clock() - self._progress_s),
             "waiting_for": self.waiting_for(),
+            "paused": self._recording.paused,
+            "recorded_steps": self.step - self._recorded.base if self._recording.journal else 0,
+            "last_commit_s": self._recorded.last_commit_s,
         }
 
-    def _retry(self, ticket: Ticket, reason: str) -> None:
-        """An attempt came to nothing through no fault of its own."""
+    def _abandoned(self, ticket: Ticket, reason: str) -> Event:
+        return Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock())
+
+    def _retried(self, ticket: Ticket, reason: str) -> Event:
+        """An attempt came to nothing through no fault of its own. Gives what the journal is to be told."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
+        return Failed(ticket, None, reason, "", self._wall_clock())
 
     def _release(self, sequence: int, reason: str) -> None:
         """Frees the slot of a group that is not trained on."""

@@ -15,12 +15,17 @@ was alive at that moment (at most (T + 1)·Q − 1 others are) or was admitted l
 taken first, as h ≤ s until it is taken itself. So (v − u)·Q ≤ (T + 1)·Q − 1 + W − 1, and therefore
 v − u ≤ T + ⌊(Q − 1 + W − 1) / Q⌋, which is the bound. It needs steps of exactly P groups: short ones would raise v with
 fewer groups.
+
+**After a restart** (`Standing`) it holds as before, for it speaks of what was alive at an admission and of the order of
+sequences: groups keep theirs, later ones get higher ones, and what was trained and is not known to be published holds
+its slot. Numbers that are skipped count in the window: who was taken before is not known by number any more. A sequence
+that was given up and lives again is the exception: it is for `too_old` to catch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +72,50 @@ class Bounds:
         return self.threshold + -(-(self.window - 1) // self.groups_per_version)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """Where a policy begins: at the start of a run, or where one that is gone had come to."""
+
+    version: int = 0
+    published: int = 0
+    """A version that engines hold for certain: too low costs room until a higher is said, too high the bound."""
+    trained: int = 0
+    steps_in_version: int = 0
+    next_sequence: int = 0
+    """Above every one that was ever given out."""
+    untaken: Mapping[int, bool] = field(default_factory=dict)
+    """Sequence → ready."""
+    taken: Collection[int] = ()
+    held: Mapping[int, int] = field(default_factory=dict)
+    """Version that frees them → groups that were trained."""
+
+    def __post_init__(self) -> None:
+        known = {*self.untaken, *self.taken}
+        assert len(known) == len(self.untaken) + len(self.taken), "a group is taken and not taken"
+        assert max(known, default=-1) < self.next_sequence, "a sequence would be given out twice"
+        assert self.published <= self.version, f"version {self.published} is not trained yet"
+        assert all(self.published < frees <= self.version + 1 for frees in self.held), "a slot would never be freed"
+
+
 class StalenessPolicy:
     """Keeps the bound of this module's head, and never stops a run that could go on."""
 
-    def __init__(self, bounds: Bounds, *, version: int = 0, trained: int = 0) -> None:
+    def __init__(self, bounds: Bounds, standing: Standing | None = None) -> None:
+        standing = standing or Standing()
         self.bounds = bounds
-        self.version = version
+        self.version = standing.version
         """The trainer's."""
-        self.published = version
+        self.published = standing.published
         """What every engine in use holds, at least."""
-        self.trained = trained
+        self.trained = standing.trained
         self.exhausted = False
         """No prompt is left to be admitted. A re-issue may still set it back."""
-        self._steps_in_version = 0
-        self._next_sequence = 0
-        self._untaken: dict[int, bool] = {}  # sequence → ready; in the order of admission
-        self._ready: set[int] = set()
-        self._taken: set[int] = set()
-        self._held: dict[int, int] = {}  # version that frees them → groups
+        self._steps_in_version = standing.steps_in_version
+        self._next_sequence = standing.next_sequence
+        self._untaken = dict(sorted(standing.untaken.items()))  # sequence → ready; in the order of admission
+        self._ready = {sequence for sequence, ready in self._untaken.items() if ready}
+        self._taken = set(standing.taken)
+        self._held = dict(standing.held)  # version that frees them → groups
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -108,6 +139,11 @@ class StalenessPolicy:
         if self.bounds.total_groups is not None:
             room = min(room, self.bounds.total_groups - self.trained - len(self._untaken) - len(self._taken))
         return max(0, room)
+
+    @property
+    def next_sequence(self) -> int:
+        """What `admit` would give."""
+        return self._next_sequence
 
     def admit(self) -> int:
         """A new sequence number; a slot is held for it from now on."""
@@ -168,7 +204,8 @@ class StalenessPolicy:
     @property
     def _ending(self) -> bool:
         """No group will be admitted beyond those that are here."""
-        if self.bounds.total_groups is not None and self._unasked == 0:
+        # Below 0: what had been given up lives again after a restart.
+        if self.bounds.total_groups is not None and self._unasked <= 0:
             return True
         return self.exhausted and self.open == 0
 
@@ -198,6 +235,16 @@ class StalenessPolicy:
     def too_old(self, min_version: int) -> bool:
         """The check at consumption: the promise itself."""
         return self.bounds.too_old(self.lag(min_version))
+
+    @property
+    def version_after_step(self) -> int:
+        """The version that the next commit leaves."""
+        return self.version + (self._steps_in_version + 1 == self.bounds.steps_per_version)
+
+    @property
+    def version_is_partial(self) -> bool:
+        """Steps were trained that went into no version yet."""
+        return self._steps_in_version > 0
 
     def commit(self, sequences: Iterable[int]) -> bool:
         """A step on these groups is done. True: it completed a weight version, which is now to be published."""

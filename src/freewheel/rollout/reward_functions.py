@@ -21,7 +21,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import attrgetter
 from typing import Any, Literal
+
+import msgspec
 
 from freewheel.data.errors import shown
 from freewheel.data.group import Finish, Status
@@ -52,8 +55,7 @@ DETAIL_CHARS = 300
 """Of an exception's message: some carry a whole response."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One response to be scored, and what a function may ask about it."""
 
     text: str
@@ -83,8 +85,7 @@ class Call:
         return found if isinstance(found, str) else ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one call."""
 
     status: Status
@@ -124,6 +125,8 @@ def as_outcome(found: Any) -> Outcome:
 
     None is a response that the function does not score (as in TRL): it is left out, and that is no failure.
     """
+    if isinstance(found, _PLAIN):
+        return _scored(found)
     if found is None:
         return Outcome(status="skipped", kind="none", detail="the function gave None")
     if isinstance(found, Skipped):
@@ -139,6 +142,14 @@ def as_outcome(found: Any) -> Outcome:
         if inspect.iscoroutine(found):
             found.close()
         return failed("result", "the function gave something to await: declare it with `async def`")
+    return _scored(found)
+
+
+_PLAIN = (RuleScore, float, int)
+"""Nearly all answers, so they are asked for first: the other questions take longer than most rules."""
+
+
+def _scored(found: Any) -> Outcome:
     try:
         rule = as_rule_score(found)
     except ConfigError as error:
@@ -207,7 +218,7 @@ class RewardFunction:
     def _invoke(self, calls: Sequence[Call]) -> Any:
         if self.convention == "single":
             (call,) = calls
-            given = {name: _single(call, name) for name in (*self.positional, *self.names)}
+            given = {name: _SINGLE[name](call) for name in (*self.positional, *self.names)}
         elif self.convention == "verl_batch":
             given = {name: _column(calls, name) for name in (*self.positional, *self.names)}
         else:
@@ -330,16 +341,17 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def _single(call: Call, name: str) -> Any:
-    if name in TEXTS:
-        return call.text
-    if name == "row":
-        return dict(call.row)
-    return getattr(call, "data_source" if name == "dataset_name" else name)
+_SINGLE: dict[str, Callable[[Call], Any]] = {
+    **dict.fromkeys(TEXTS, attrgetter("text")),
+    "row": lambda call: dict(call.row),
+    "dataset_name": attrgetter("data_source"),
+    **{name: attrgetter(name) for name in ("finish", "data_source", "ground_truth", "extra_info")},
+}
+"""What an argument of a function of one response is."""
 
 
 def _column(calls: Sequence[Call], name: str) -> list[Any]:
-    return [_single(call, name.removesuffix("s") if name != "extra_infos" else "extra_info") for call in calls]
+    return [_SINGLE[name.removesuffix("s")](call) for call in calls]
 
 
 def _columns(calls: Sequence[Call]) -> dict[str, list[Any]]:

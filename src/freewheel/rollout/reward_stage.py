@@ -181,9 +181,9 @@ class RewardStage:
         item = _Item(group, call, sample, self._clock())
         self._counts.started(item.added_s, idle=self._in_flight == 0 and not self._waiting)
         self._waiting.append(item)
-        # The last response of a group is not in its list yet.
-        whole = sum(one is None for one in group.items) == 1
-        self._pump_soon(LINGER_S if self.function.is_batch and not whole else 0.0)
+        # The response itself is not in its group's list yet.
+        lingers = self.function.is_batch and sum(one is None for one in group.items) > 1
+        self._pump_soon(LINGER_S if lingers else 0.0)
         return item
 
     def _pump_soon(self, delay_s: float) -> None:

@@ -61,8 +61,9 @@ class _Worker:
 
 
 RECRUIT_S = 0.01
-"""One thread is woken for what comes, and all only if it has not done it by then: a rule takes microseconds, and every
-thread that wakes for it takes the interpreter from the engine beside it."""
+"""One thread is woken for what comes, and tells of it when all is done; only what it has not done by then is shared by
+all, and what it has done is told: a rule takes microseconds, and every wake for it takes the interpreter from the
+engine beside it."""
 
 
 class Workers:
@@ -95,18 +96,18 @@ class Workers:
             self._queue.extend(jobs)
             self._staff(1)
             self._lock.notify(1)
-            several = len(self._queue) > 1
-        if several and self._recruiting is None:
-            self._recruiting = self._loop.call_later(RECRUIT_S, self._recruit)
+            if len(self._queue) > 1 and self._recruiting is None:
+                self._recruiting = self._loop.call_later(RECRUIT_S, self._recruit)
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._watch)
 
     def _recruit(self) -> None:
         """What one thread has not done in a moment is shared by all."""
-        self._recruiting = None
         with self._lock:
+            self._recruiting = None
             self._staff(len(self._queue))
             self._lock.notify(len(self._queue))
+        self._deliver()
 
     def _staff(self, wanted: int) -> None:
         """Under the lock: threads that could take so many jobs now, up to the bound."""
@@ -196,7 +197,9 @@ class Workers:
             worker.job = worker.started_at = None
             self._idle += 1
             self._finished.append((job, outcomes))
-            wake, self._wake_sent = not self._wake_sent, True
+            told_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
+            wake = not told_later and not self._wake_sent
+            self._wake_sent |= wake
         if wake and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
                 self._loop.call_soon_threadsafe(self._deliver)

@@ -1,12 +1,13 @@
 """`Rollouter`: generates without end, scores, and puts whole groups into the queue.
 
     admit ─▶ ticket ─▶ prompt ─▶ engine ─▶ response, response, … ─▶ reward stage ─▶ group ─▶ outbox ─▶ put
-      │ waits for: room                        each scored as it ends   │ waits for: rewards      │ coalesced
+      │ waits for: room                        each scored as it ends   │ waits for: rewards      │ until it is stored
       ▼                                                                 ▼
     capacity: groups in generation          a group in scoring holds no generation capacity
 
 New weights arrive in mid-flight (`load_weights`); each token carries the version that made it. A failed attempt is
-reported with its kind, and the queue decides whether the prompt is tried again. Runs on one event loop.
+reported with its kind, and the queue decides whether the prompt is tried again. A ticket is held (`tickets`) until the
+queue has answered for its end, so that a queue's successor can be told of it. Runs on one event loop.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from freewheel.rollout.engine import (
     SamplingParams,
 )
 from freewheel.rollout.hook import generate_by_hook
+from freewheel.rollout.outbox import Outbox, wait
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 from freewheel.rollout.seeds import sample_seed
 from freewheel.sync.weights import Weights
@@ -45,8 +47,6 @@ log = logging.getLogger("freewheel.rollout")
 
 ADMIT_WAIT_S = 5.0
 """A wait for room is asked for anew this often, so that a queue that went away is noticed."""
-PUT_LINGER_S = 0.05
-"""Groups that finish within it share a message: a message costs more than a group."""
 LOOKAHEAD = 2.0
 """Groups admitted, in units of what the engine runs at a time: it must not run dry between two admissions."""
 
@@ -56,7 +56,8 @@ class QueueClient(Protocol):
 
     async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission: ...
 
-    async def put(self, block: Block) -> None: ...
+    async def put(self, block: Block, *, wait_s: float) -> bool:
+        """True: these groups are stored, or not wanted any more; False: not yet."""
 
     async def fail(self, ticket: Ticket, failure: Failure) -> None: ...
 
@@ -132,11 +133,11 @@ class Rollouter:
         self._pad_token_id = pad_token_id
         self._wall_clock = wall_clock
         self._generating = 0
-        self._making: set[asyncio.Task[None]] = set()
-        self._outbox: list[tuple[Ticket, int, bytes]] = []
+        self._making: dict[asyncio.Task[None], Ticket] = {}
         self._room = asyncio.Event()
-        self._mail = asyncio.Event()
         self._quiet = asyncio.Event()  # nothing is being made
+        self._quiet.set()
+        self._outbox = Outbox(put=queue.put, quiet=self._quiet)
         self._over = asyncio.Event()
         self._winding_up = False
         self._fatal: BaseException | None = None
@@ -147,7 +148,7 @@ class Rollouter:
 
     async def run(self) -> None:
         """Until the queue says that no ticket will come any more. Raises what ends a run."""
-        posting = asyncio.create_task(self._post())
+        posting = asyncio.create_task(self._outbox.run())
         posting.add_done_callback(self._look_at)
         self._note()
         try:
@@ -192,7 +193,7 @@ class Rollouter:
         want = most - self._generating
         if want <= 0:
             self._room.clear()
-            await _wait(self._room, ADMIT_WAIT_S)  # set when groups leave the engine
+            await wait(self._room, ADMIT_WAIT_S)  # set when groups leave the engine
             return True
         admission = await self._asked(want)
         if admission is None:
@@ -200,14 +201,14 @@ class Rollouter:
         self._generating += len(admission.tickets)
         for ticket in admission.tickets:
             task = asyncio.create_task(self._make(ticket))
-            self._making.add(task)
+            self._making[task] = ticket
             self._quiet.clear()
             task.add_done_callback(self._made)
         self._note()
         if admission.tickets and self._interval_s:
             self._room.clear()
             if self._generating >= self._capacity:  # else the engine has slots to fill, and there is no time to lose
-                await _wait(self._room, self._interval_s)
+                await wait(self._room, self._interval_s)
         return not admission.closed
 
     async def _asked(self, want: int) -> Admission | None:
@@ -224,7 +225,7 @@ class Rollouter:
             ending.cancel()
 
     def _made(self, task: asyncio.Task[None]) -> None:
-        self._making.discard(task)
+        del self._making[task]
         if not self._making:
             self._quiet.set()
         self._look_at(task)
@@ -267,8 +268,7 @@ class Rollouter:
                 self.dropped_zero_variance += len(group)
                 await self._queue.abandon(ticket, "zero_variance")
             else:
-                self._outbox.append(packed)
-                self._mail.set()
+                self._outbox.add(*packed)
 
     async def _failed(self, ticket: Ticket, failure: Failure) -> None:
         self.generation_errors += 1
@@ -357,18 +357,6 @@ class Rollouter:
         in threads, for several groups at a time. Not called unless overridden."""
         raise NotImplementedError
 
-    # -- out ----------------------------------------------------------------------------------------------------------
-
-    async def _post(self) -> None:
-        while True:
-            await self._mail.wait()
-            if self._making:  # others may finish in a moment
-                await _wait(self._quiet, PUT_LINGER_S)
-            self._mail.clear()
-            groups, self._outbox = self._outbox, []
-            if groups:
-                await self._queue.put(Block.join(groups))
-
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def load_weights(self, version: int, weights: Weights) -> int:
@@ -381,6 +369,11 @@ class Rollouter:
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 
+    def tickets(self) -> list[Ticket]:
+        """All that it works on: in generation, in scoring, or not yet stored by the queue."""
+        held = [*self._making.values(), *self._outbox.tickets]
+        return list({ticket.sequence: ticket for ticket in held}.values())
+
     def stats(self) -> dict[str, Any]:
         engine = self.engine.stats()
         return {
@@ -390,6 +383,7 @@ class Rollouter:
             "dropped_zero_variance": self.dropped_zero_variance,
             "generating_groups": self._generating,
             "scoring_groups": len(self._making) - self._generating,
+            "unstored_groups": len(self._outbox),
             "version": engine.version,
             "running": engine.running,
             "waiting": engine.waiting,
@@ -400,11 +394,3 @@ class Rollouter:
             "rewards": self.rewards.stats(),
             "spans": self.spans.snapshot(),
         }
-
-
-async def _wait(event: asyncio.Event, wait_s: float) -> None:
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait([waiting], timeout=wait_s)
-    finally:
-        waiting.cancel()

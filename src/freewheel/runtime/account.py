@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from freewheel.observe.recorder import Recorder
+from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot, bottleneck
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.runtime.config import TrainConfig
@@ -109,14 +109,23 @@ class RunAccount:
         self.step = self._first_step = self._saved_step = step
         self.say(f"Run directory: {self._run_dir}")
 
+    def went_as_far_as(self, step: int) -> None:
+        """Steps up to `step` are in the journal and are trained again: those that have a row need no second one."""
+        told = max((row["step"] for row in read_metrics(self._run_dir, "step")), default=0)
+        self.step = max(self.step, min(step, told))
+
     def started(self) -> None:
         now = self._started = self._clock()
         self.progress = Progress(now)
         self.say(f"Started in {now - self._began:.1f} s")
 
+    def note(self, text: str, **values: Any) -> None:
+        """For the record only."""
+        self._recorder.record("event", self.step, {"text": text, **values})
+
     def say(self, text: str) -> None:
         self._events.append(text)
-        self._recorder.record("event", self.step, {"text": text})
+        self.note(text)
         if self._view is not None:
             self._view.say(text)
 
@@ -144,7 +153,7 @@ class RunAccount:
             self._tokens_per_s = (tokens - count) / (now - before)
         self._tokens = (now, tokens)
         marks = (queue.get("step"), queue.get("total_produced"), tokens, str(rollouter.get("rewards")))
-        self.progress.note(marks, trainer=trainer, now=now)
+        self.progress.note(marks, trainer=trainer, paused=bool(queue.get("paused")), now=now)
         if self._view is not None:
             self._view.update(self.snapshot(now))
         if not last and now - self._said_at < self._config.observe.statistics_every_s:
@@ -154,6 +163,8 @@ class RunAccount:
         return True
 
     def _row(self, row: Any, now: float) -> None:
+        if row.kind == "step" and row.step <= self.step:  # trained again by a trainer that took another's place
+            return
         self._recorder.record(row.kind, row.step, row.values)
         if row.kind == "eval":
             self._held_out.append((row.step, float(row.values[HELD_OUT])))
@@ -245,9 +256,9 @@ class RunAccount:
         if self.waits:
             summary.append(self._waited())
         summary.append(f"Run directory: {self._run_dir}")
-        if outcome != "finished" and self._started is not None:
+        if outcome != "finished":
             saved = f"The checkpoint of step {self._saved_step} is there" if self._saved_step else "No checkpoint yet"
-            summary.append(f"{saved}; go on with: freewheel train --resume {self._run_dir}")
+            summary.append(f"{saved}; go on with: freewheel train resume={self._run_dir}")
         if self._view is not None:
             self._view.finish(self.snapshot(now), "\n".join(summary))
         return summary

@@ -4,9 +4,9 @@
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
-Beside `FullyAsyncMain` and `freewheel.runtime.cluster` the only module that knows Ray. Actors build their component
-(`freewheel.runtime.building`) and pass calls on. Every call has a deadline: an answer that does not come is a
-`PeerSilent`, a peer that died is Ray's own error, and both end the caller's loop, which `FullyAsyncMain` watches.
+Beside `FullyAsyncMain`, `Crew`, `Peers` and `freewheel.runtime.cluster` the only module that knows Ray. Actors build
+their component (`freewheel.runtime.building`) and pass calls on. Every call has a deadline, and one that meets a dead
+peer is made again to its successor (`Peers`).
 
 Weights travel as a reference inside a list, so that Ray does not fetch them on the way; groups travel as values.
 """
@@ -17,28 +17,29 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from freewheel.data.group import Block, Ticket
 from freewheel.queue.failures import Failure
 from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import Admission, MessageQueue, Taken
-from freewheel.queue.staleness import Bounds
+from freewheel.queue.message_queue import Admission, Taken
+from freewheel.queue.restoring import CheckpointMark
 from freewheel.runtime.config import TrainConfig
-from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone
-from freewheel.sync.weights import Weights, pack
+from freewheel.runtime.peers import CALL_S, Peers, call
+from freewheel.runtime.queue_opening import OpenedQueue, open_queue
+from freewheel.sync.synchronizer import ReplicaGone, WeightsGone
+from freewheel.sync.weights import Weights
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluating import EvalResult
 
 log = logging.getLogger("freewheel.runtime")
 
-CALL_S = 60.0
-"""Longest time for a call that does not wait for anything."""
 EVALUATION_S = 3600.0
 """Longest time for an evaluation."""
 BESIDE_TRAINER = 5
@@ -51,52 +52,26 @@ MANY = 1000
 """Calls that an actor may have in progress: those that wait must not keep others out."""
 
 
-class PeerSilent(RuntimeError):
-    """A component did not answer in time."""
-
-
-async def call(handle: Any, method: str, *args: Any, deadline_s: float | None = CALL_S, **kwargs: Any) -> Any:
-    """A remote call that ends. `deadline_s` None: the caller has a deadline of its own."""
-    reference = getattr(handle, method).remote(*args, **kwargs)
-    limit = asyncio.timeout(deadline_s)
-    try:
-        async with limit:
-            return await reference
-    except TimeoutError:
-        if not limit.expired():  # the peer's own: it answered
-            raise
-        raise PeerSilent(f"{method} gave no answer within {deadline_s:g} s") from None
-
-
-def died(error: BaseException) -> bool:
-    """The actor itself, and not one that it was talking to."""
-    return isinstance(error, RayActorError) and not isinstance(error, RayTaskError)
-
-
-def cause(error: BaseException) -> BaseException:
-    """What a component raised, out of Ray's wrapping."""
-    return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
-
-
 # -- clients ----------------------------------------------------------------------------------------------------------
 
 
 class RemoteQueue:
-    """A `MessageQueue` in another process."""
+    """A `MessageQueue` in another process, or its successor."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     async def _call(self, method: str, *args: Any, wait_s: float | None = None, **kwargs: Any) -> Any:
         more = {} if wait_s is None else {"wait_s": wait_s}
-        return await call(self._handle, "call", method, args, kwargs | more, deadline_s=CALL_S + (wait_s or 0.0))
+        deadline_s = CALL_S + (wait_s or 0.0)
+        return await self._peers.call("queue", "call", method, args, kwargs | more, deadline_s=deadline_s)
 
     async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission:
         found: Admission = await self._call("admit", replica, want=want, load=load, wait_s=wait_s)
         return found
 
-    async def put(self, block: Block) -> None:
-        await self._call("put", block)
+    async def put(self, block: Block, *, wait_s: float) -> bool:
+        return bool(await self._call("put", block, wait_s=wait_s))
 
     async def fail(self, ticket: Ticket, failure: Failure) -> None:
         await self._call("fail", ticket, failure)
@@ -110,6 +85,9 @@ class RemoteQueue:
     async def fence(self, replica: str, *, fenced: bool) -> None:
         await self._call("fence", replica, fenced=fenced)
 
+    async def begin(self, step: int) -> None:
+        await self._call("begin", step)
+
     async def take(self, step: int, *, wait_s: float) -> Taken:
         found: Taken = await self._call("take", step, wait_s=wait_s)
         return found
@@ -118,30 +96,29 @@ class RemoteQueue:
         found: Taken = await self._call("replace_stale", step, list(sequences), wait_s=wait_s)
         return found
 
-    async def commit(self, step: int) -> int:
-        return int(await self._call("commit", step))
+    async def commit(self, step: int, *, wait_s: float) -> int | None:
+        version: int | None = await self._call("commit", step, wait_s=wait_s)
+        return version
 
     async def give_back(self, step: int) -> None:
         await self._call("give_back", step)
 
-    async def frontier(self) -> Frontier:
-        found: Frontier = await self._call("frontier")
+    async def frontier(self, step: int) -> Frontier:
+        found: Frontier = await self._call("frontier", step)
         return found
 
-    async def complete_version(self) -> int:
-        return int(await self._call("complete_version"))
+    async def checkpointed(self, step: int) -> None:
+        await self._call("checkpointed", step)
+
+    async def complete_version(self, *, wait_s: float) -> int | None:
+        version: int | None = await self._call("complete_version", wait_s=wait_s)
+        return version
 
     async def published(self, version: int) -> None:
         await self._call("published", version)
 
     async def settled(self, *, wait_s: float) -> bool:
         return bool(await self._call("settled", wait_s=wait_s))
-
-    async def close(self) -> None:
-        await self._call("close")
-
-    async def stats(self) -> dict[str, Any]:
-        return dict(await self._call("stats"))
 
 
 class RemoteReplica:
@@ -160,11 +137,13 @@ class RemoteReplica:
 
 
 class RemotePublisher:
-    """The synchronizer as the trainer sees it."""
+    """The synchronizer as the trainer sees it, or its successor."""
 
-    def __init__(self, handle: Any, *, verify: bool) -> None:
-        self._handle = handle
+    def __init__(self, peers: Peers, *, verify: bool) -> None:
+        self._peers = peers
         self._verify = verify
+        self._last: tuple[Any, ...] | None = None
+        """What was sent last, which a synchronizer's successor has not seen."""
 
     async def submit(self, version: int, weights: Weights) -> None:
         await self._send("submit", version, weights)
@@ -174,48 +153,103 @@ class RemotePublisher:
 
     async def _send(self, method: str, version: int, weights: Weights) -> None:
         reference = ray.put(weights)
-        await call(self._handle, method, version, [reference], weights.checksum if self._verify else None)
+        self._last = (method, version, [reference], weights.checksum if self._verify else None)
+        await self.again()
+
+    async def again(self) -> None:
+        if self._last is not None:
+            method, *args = self._last
+            await self._peers.call("sync", method, *args)
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
-        return bool(await call(self._handle, "wait_published", version, wait_s, deadline_s=CALL_S + wait_s))
+        deadline_s = CALL_S + wait_s
+        return bool(await self._peers.call("sync", "wait_published", version, wait_s, deadline_s=deadline_s))
 
 
 # -- actors -----------------------------------------------------------------------------------------------------------
 
 
-class QueueActor:
-    """Around a `MessageQueue`. `open` comes first."""
+class Component:
+    """What all actors have. `open` comes first: what a constructor raises reaches the user as the death of an actor.
+    `run` ends with the component, so that its death is noticed."""
 
-    def __init__(self, run_dir: str) -> None:
-        _attach(run_dir, "queue")
+    def __init__(self, name: str, run_dir: str) -> None:
+        from freewheel.observe.logs import attach_log
+
+        attach_log(run_dir, name)
+        self._peers = Peers()
+
+    async def meet(self, handles: Mapping[str, Any]) -> None:
+        self._peers.meet(handles)
+
+    async def process(self) -> tuple[int, str]:
+        """Its number, and the node that it is on."""
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+
+class QueueActor(Component):
+    """Around a `MessageQueue`."""
+
+    def __init__(self, name: str, run_dir: str) -> None:
+        super().__init__(name, run_dir)
         gc.freeze()
         gc.set_threshold(GARBAGE_AFTER)
-        self._queue: MessageQueue | None = None
+        self._run_dir = Path(run_dir)
+        self._opened: OpenedQueue | None = None
+        self._closing = asyncio.Event()
 
-    def open(self, bounds: Bounds, total_prompts: int | None, frontier: Frontier, version: int, step: int) -> None:
-        self._queue = MessageQueue(
-            bounds=bounds, total_prompts=total_prompts, frontier=frontier, version=version, step=step
+    async def open(
+        self,
+        config: TrainConfig,
+        total_prompts: int | None,
+        checkpoint: CheckpointMark | None,
+        in_flight: Mapping[str, Sequence[Ticket]] | None,
+    ) -> list[str]:
+        """Gives what is to be said of the journal. `checkpoint`: where a run begins; None: in a dead one's place."""
+        self._opened = await open_queue(
+            config, self._run_dir, total_prompts=total_prompts, checkpoint=checkpoint, in_flight=in_flight
         )
+        return self._opened.notes
+
+    async def run(self) -> None:
+        await self._closing.wait()
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await getattr(self._queue, method)(*args, **kwargs)
+        assert self._opened is not None
+        return await getattr(self._opened.queue, method)(*args, **kwargs)
+
+    async def stats(self) -> dict[str, Any]:
+        return {} if self._opened is None else dict(await self._opened.queue.stats())
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+        self._closing.set()
 
 
-class SynchronizerActor:
+class SynchronizerActor(Component):
     """Around a `ParameterSynchronizer`."""
 
-    def __init__(self, run_dir: str) -> None:
-        _attach(run_dir, "sync")
-        self._sync: ParameterSynchronizer
+    def __init__(self, name: str, run_dir: str) -> None:
+        super().__init__(name, run_dir)
+        self._sync: Any = None
 
-    async def open(self, config: TrainConfig, queue: Any, rollouters: dict[str, Any], version: int) -> None:
-        replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
+    async def open(
+        self, config: TrainConfig, rollouters: dict[str, Any], version: int, versions: Mapping[str, int] | None
+    ) -> None:
+        """`versions`: what each rollouter holds, where this one takes a dead one's place."""
         from freewheel.runtime.building import synchronizer
 
-        self._sync = synchronizer(config, replicas, RemoteQueue(queue), version=version)
+        replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
+        queue = RemoteQueue(self._peers)
+        self._sync = synchronizer(config, replicas, queue, version=version, versions=versions)
 
     async def run(self) -> None:
         await self._sync.run()
+
+    async def announce(self) -> None:
+        if self._sync is not None:
+            await self._sync.announce()
 
     async def submit(self, version: int, weights: list[Any], checksum: int | None) -> None:
         await self._sync.submit(version, weights, checksum)
@@ -224,34 +258,32 @@ class SynchronizerActor:
         await self._sync.prime(version, weights, checksum)
 
     async def wait_published(self, version: int, wait_s: float) -> bool:
-        return await self._sync.wait_published(version, wait_s=wait_s)
+        return bool(await self._sync.wait_published(version, wait_s=wait_s))
 
     async def join(self, name: str, handle: Any) -> None:
         await self._sync.join(name, RemoteReplica(handle))
 
     async def stats(self) -> dict[str, Any]:
-        return self._sync.stats()
+        return {} if self._sync is None else dict(self._sync.stats())
 
 
-class RollouterActor:
+class RollouterActor(Component):
     """Around a `Rollouter` with its engine and reward stage."""
 
-    def __init__(self, config: TrainConfig, plan: Any, name: str, run_dir: str, model_path: str, version: int) -> None:
-        _attach(run_dir, name)
+    def __init__(self, name: str, run_dir: str, config: TrainConfig, plan: Any, model_path: str, version: int) -> None:
+        super().__init__(name, run_dir)
         self._given = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
         self._rollouter: Any = None
         self._closing = asyncio.Event()
 
-    async def open(self, queue: Any) -> dict[str, Any]:
-        """Loads the model, and gives what the coordinator must know before it starts anything.
-
-        Not done by the constructor: what a constructor raises reaches the user as the death of an actor."""
+    async def open(self) -> dict[str, Any]:
+        """Loads the model, and gives what the coordinator must know before it starts anything."""
         from freewheel.runtime.building import RolloutSide
 
         if self._given["plan"].device_rollout == "cpu":
             os.nice(BESIDE_TRAINER)
         self._side = RolloutSide(**self._given)
-        self._rollouter = self._side.rollouter(RemoteQueue(queue))
+        self._rollouter = self._side.rollouter(RemoteQueue(self._peers))
         gc.freeze()  # what was imported and loaded is no garbage: collections need not look through it
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
 
@@ -262,7 +294,15 @@ class RollouterActor:
         await self._closing.wait()
 
     async def load_weights(self, version: int, weights: list[Any]) -> int:
-        return int(await self._rollouter.load_weights(version, await weights[0]))
+        try:
+            loaded = await weights[0]
+        except ObjectLostError as error:
+            raise WeightsGone(str(error).splitlines()[0]) from error
+        return int(await self._rollouter.load_weights(version, loaded))
+
+    async def tickets(self) -> list[Ticket]:
+        """What it works on; a queue that comes in a dead one's place is told."""
+        return [] if self._rollouter is None else list(self._rollouter.tickets())
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
         """This replica's share of the held-out prompts."""
@@ -278,22 +318,25 @@ class RollouterActor:
             await self._rollouter.close()
 
 
-class TrainerActor:
+class TrainerActor(Component):
     """Around a `FullyAsyncTrainer` with its backend and checkpoints."""
 
-    def __init__(self, config: TrainConfig, plan: Any, run_dir: str, resume: str | None) -> None:
-        _attach(run_dir, "trainer")
+    def __init__(self, name: str, run_dir: str, config: TrainConfig, plan: Any, resume: str | None) -> None:
+        super().__init__(name, run_dir)
         self._given = {"config": config, "plan": plan, "run_dir": run_dir, "resume": resume}
         self._trainer: Any = None
+        self._stop = False
 
-    async def open(self, queue: Any, sync: Any, rollouters: dict[str, Any]) -> str:
+    async def open(self, replicas: Sequence[str]) -> str:
         """Loads the model, and gives what the learning settings do together."""
         from freewheel.runtime.building import TrainSide
 
         self._side = TrainSide(**self._given)
-        self._rollouters = rollouters
-        self._publisher = RemotePublisher(sync, verify=self._side.config.async_training.verify_weights)
-        self._trainer = self._side.trainer(RemoteQueue(queue), self._publisher, self._evaluate)
+        self._replicas = list(replicas)
+        self._publisher = RemotePublisher(self._peers, verify=self._side.config.async_training.verify_weights)
+        self._trainer = self._side.trainer(RemoteQueue(self._peers), self._publisher, self._evaluate)
+        if self._stop:
+            self._trainer.request_stop()
         gc.freeze()
         return self._side.backend.describe()
 
@@ -302,39 +345,34 @@ class TrainerActor:
 
         if not self._side.config.eval.prompts:
             return None
-        handles = list(self._rollouters.values())
         shares = [
-            call(handle, "evaluate", share, len(handles), deadline_s=EVALUATION_S)
-            for share, handle in enumerate(handles)
+            self._peers.call(name, "evaluate", share, len(self._replicas), deadline_s=EVALUATION_S)
+            for share, name in enumerate(self._replicas)
         ]
         return evaluation_metrics(await asyncio.gather(*shares))
 
-    async def replace_rollouter(self, name: str, handle: Any) -> None:
-        self._rollouters[name] = handle
-
     async def run(self) -> str:
-        await self._publisher.prime(self._trainer.current_param_version, pack(self._side.backend.weights()))
         return str(await self._trainer.run())
 
+    async def publish_again(self) -> None:
+        """For a synchronizer that came in a dead one's place."""
+        if self._trainer is not None:
+            await self._publisher.again()
+
     async def request_stop(self) -> None:
-        self._trainer.request_stop()
+        self._stop = True
+        if self._trainer is not None:
+            self._trainer.request_stop()
 
     async def export(self, folder: str) -> None:
         await asyncio.to_thread(self._side.export, folder)
 
     async def stats(self) -> dict[str, Any]:
-        return dict(self._trainer.stats())
+        return {} if self._trainer is None else dict(self._trainer.stats())
 
     async def rows(self) -> list[Any]:
-        return list(self._trainer.drain_rows())
+        return [] if self._trainer is None else list(self._trainer.drain_rows())
 
     async def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()
-
-
-def _attach(run_dir: str, component: str) -> None:
-    """The process of an actor: its log goes to the run's file."""
-    from freewheel.observe.logs import attach_log
-
-    attach_log(run_dir, component)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from freewheel.runtime.actors import PeerSilent
+from freewheel.runtime.peers import PeerSilent
 
 log = logging.getLogger("freewheel.runtime")
 

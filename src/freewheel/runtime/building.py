@@ -37,14 +37,21 @@ if TYPE_CHECKING:
 
 
 def synchronizer(
-    config: TrainConfig, replicas: Mapping[str, Replica], queue: SyncQueue, *, version: int = 0
+    config: TrainConfig,
+    replicas: Mapping[str, Replica],
+    queue: SyncQueue,
+    *,
+    version: int = 0,
+    versions: Mapping[str, int] | None = None,
 ) -> ParameterSynchronizer:
+    """`versions`: what each replica holds, where it takes over from one that died."""
     from freewheel.sync.synchronizer import ParameterSynchronizer
 
     return ParameterSynchronizer(
         replicas=replicas,
         queue=queue,
         version=version,
+        versions=versions,
         timeout_s=config.async_training.sync_timeout,
         max_retries=config.async_training.max_sync_retries,
         retry_delay_s=config.async_training.sync_retry_delay,
@@ -343,6 +350,7 @@ class TrainSide:
             ),
             step=self.resumed.step if self.resumed else 0,
             version=self.resumed.version if self.resumed else 0,
+            keep_best=config.trainer.keep_best,
             pad_token_id=pad_token_id(self.tokenizer),
         )
         return self._trainer

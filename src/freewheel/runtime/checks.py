@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 from freewheel.judge.errors import ConfigError
 
@@ -19,6 +21,9 @@ OWN_ROWS = "word_problems"
 """The task that makes its rows itself."""
 NO_ROWS = "rows"
 """The task that brings none."""
+KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token", "code", "sig", "signature")
+"""Of a URL, by which services take a key that others take in a header."""
+TASK_NAME = re.compile(r"[\w.-]+(:\w+)?")
 WORDS_ELSEWHERE = ("gsm8k",)
 """Built-in tasks whose words the embedded model does not know."""
 
@@ -68,15 +73,22 @@ def judge_settings(judge: Mapping[str, Any] | None) -> None:
 
 
 def _find_key(value: Any) -> str | None:
-    """The dotted place of an `api_key` within."""
+    """The dotted place of an `api_key` within, or of a URL that has one."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
-        if name == "api_key" and inner is not None:
+        if (name == "api_key" and inner is not None) or _has_key(inner):
             return str(name)
         found = _find_key(inner)
         if found is not None:
             return f"{name}.{found}"
     return None
+
+
+def _has_key(value: Any) -> bool:
+    if not isinstance(value, str) or not value.lstrip().startswith(("http://", "https://")):
+        return False
+    query = value.partition("?")[2].partition("#")[0]
+    return any(name.lower() in KEY_PARAMETERS for name, _ in parse_qsl(query))
 
 
 def check_pairs(config: TrainConfig) -> None:
@@ -176,6 +188,8 @@ def _optimizer(config: TrainConfig) -> None:
 
 def _data(config: TrainConfig) -> None:
     data = config.data
+    if not TASK_NAME.fullmatch(data.task):  # which a new run's folder is named after
+        raise ConfigError("data.task", data.task, "give a built-in task's name, or module:name")
     if data.task == OWN_ROWS and (data.train or data.eval):
         key = "train" if data.train else "eval"
         raise ConfigError(

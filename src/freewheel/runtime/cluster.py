@@ -7,10 +7,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
 from freewheel.judge.errors import ConfigError
+
+NEEDED = frozenset({"raylet", "gcs_server"})
+"""Ray's names for what starts actors, and for what knows them."""
 
 
 @contextmanager
@@ -28,6 +32,16 @@ def cluster(*, address: str | None, cpus: int) -> Iterator[None]:
             ray.shutdown()
         except KeyboardInterrupt:  # what was begun is finished: processes would be left behind
             ray.shutdown()
+
+
+def lost_processes() -> list[str]:
+    """Of the Ray that this process started: those without which no actor lives. A cluster that it joined is watched
+    over by others."""
+    from ray._private import worker
+
+    node: Any = worker._global_node
+    dead = [] if node is None else node.dead_processes()
+    return sorted({kind for kind, _ in dead} & NEEDED)
 
 
 def _connect(address: str | None, cpus: int) -> None:

@@ -27,7 +27,7 @@ EVALUATES = ("hydra", "torch", "transformers", "safetensors")
 
 EPILOG = """
 Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
-and saved, to be continued with `--resume`.
+and saved, to be continued with `resume=RUN`.
 """
 _CONFIG, _SHOW = "Configuration", "Output"
 
@@ -41,7 +41,9 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Hydra's grammar: "
-                       "lists [1,2], mappings {a: 1}, null; ~KEY goes back to the default.", show_default=False),
+                       "lists [1,2], mappings {a: 1}, null; ~KEY goes back to the default. resume=RUN continues the "
+                       "run in that folder, with the settings that it has and those that are given.",
+                       show_default=False),
     ] = None,
     config_path: Annotated[
         str | None,
@@ -51,11 +53,6 @@ def train(
     config_name: Annotated[
         str | None,
         typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=_CONFIG),
-    ] = None,
-    resume: Annotated[
-        str | None,
-        typer.Option(help="Continue the run in this folder, from its last checkpoint.", metavar="RUN_DIR",
-                     rich_help_panel=_CONFIG),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -73,13 +70,13 @@ def train(
     with _plain_errors():
         _need(MERGES if dry_run else TRAINS)
         _find_local_modules()
-        config = _config(overrides or [], config_path, config_name, resume)
+        config, resume, changed = _config(overrides or [], config_path, config_name)
         plan = _plan(config, count_rows=dry_run)
         if dry_run:
             _show(plan)
             return
         plan.check()
-        raise typer.Exit(_run(config, plan, resume=resume is not None, plain=plain))
+        raise typer.Exit(_run(config, plan, resume=resume, changed=changed, plain=plain))
 
 
 def evaluate(
@@ -123,17 +120,22 @@ def evaluate(
             raise typer.Exit(1)
 
 
-def _config(overrides: list[str], config_path: str | None, config_name: str | None, resume: str | None) -> TrainConfig:
+def _config(
+    overrides: list[str], config_path: str | None, config_name: str | None
+) -> tuple[TrainConfig, bool, list[str]]:
+    """What holds, whether a run goes on, and what has changed in it, in words."""
     from freewheel.judge.errors import ConfigError
     from freewheel.runtime.compose import compose
-    from freewheel.runtime.run_dir import new_run, resumed_run
+    from freewheel.runtime.run_dir import new_run, resumption, split_resume
 
+    resume, overrides = split_resume(overrides)
     if resume is None:
-        return new_run(compose(overrides, config_path=config_path, config_name=config_name))
+        return new_run(compose(overrides, config_path=config_path, config_name=config_name)), False, []
     given = "--config-path" if config_path else "--config-name" if config_name else None
     if given:
-        raise ConfigError(given, config_path or config_name, "--resume goes on with the run's own: give overrides only")
-    return resumed_run(resume, overrides)
+        raise ConfigError(given, config_path or config_name, "resume=RUN has the run's own: give overrides only")
+    found = resumption(resume, overrides)
+    return found.config, True, found.changed
 
 
 def _plan(config: TrainConfig, *, count_rows: bool) -> Plan:
@@ -152,12 +154,12 @@ def _plan(config: TrainConfig, *, count_rows: bool) -> Plan:
     return resolve(config, Machine.here(), model=read_model_size(folder) if folder else None, rows=rows)
 
 
-def _run(config: TrainConfig, plan: Plan, *, resume: bool, plain: bool) -> int:
+def _run(config: TrainConfig, plan: Plan, *, resume: bool, changed: list[str], plain: bool) -> int:
     from freewheel.dashboard.terminal import says_warnings, view
     from freewheel.runtime.main import FullyAsyncMain
 
     with view(plain=plain) as shown, says_warnings(shown):
-        return FullyAsyncMain(config=config, plan=plan, resume=resume, view=shown).run().exit_code
+        return FullyAsyncMain(config=config, plan=plan, resume=resume, changed=changed, view=shown).run().exit_code
 
 
 def _show(plan: Plan) -> None:

@@ -175,12 +175,14 @@ def _composition_error(error: Exception, overrides: list[str]) -> ConfigError:
     message = _reason(error)
     for text in overrides:
         if text.lstrip("+~").partition("=")[0] in message:
-            return ConfigError("override", _shown(text), message)
+            return ConfigError("override", _shown(text), message if _shown(text) == text else _GRAMMAR)
     return ConfigError("configuration", type(error).__name__, message)
 
 
 def _shown(override: str) -> object:
-    return shown_value(override.partition("=")[0], override)
+    """A key may also stand inside a mapping: `reward.judge={api_key: …`."""
+    names = [override.partition("=")[0], *re.findall(r"([\w-]+)\s*[:=]", override)]
+    return next((hidden for name in names if (hidden := shown_value(name, override)) != override), override)
 
 
 def _escaped(value: Any) -> Any:

@@ -190,7 +190,9 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     save_every_steps: int | None = 20
     """None: only at the end."""
     keep_last: int = 2
-    """Checkpoints kept; the best one is kept beside them."""
+    """Checkpoints kept: a resume falls back to the one before where the newest is damaged."""
+    keep_best: bool = True
+    """The weights that did best on held-out prompts are kept beside them, in `best/`."""
     max_errors: int = 3
     """Attempts at a step that fails (out of memory, say) before the run ends."""
     trainer_class: str | None = None
@@ -319,6 +321,34 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
                 )
 
 
+class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a run writes down so that nothing is lost: scored groups, and what each step was trained on."""
+
+    enabled: bool = True
+    """Off: groups that are queued, and steps since the last checkpoint, are lost with the process that holds them."""
+    keep_groups: int = 256
+    """Groups kept for `freewheel inspect --group` after a checkpoint covers their step."""
+
+    def __post_init__(self) -> None:
+        check_integer("journal.keep_groups", self.keep_groups, low=0)
+
+
+class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What happens when a part of the run dies."""
+
+    max_restarts: int = 5
+    """Times in a row that a part is started anew before a step is trained; then the run ends and can be resumed."""
+    backoff_s: float = 1.0
+    """Before the second restart in a row; doubled from one to the next, 30 s at most. The first comes at once."""
+    silent_s: float = 60.0
+    """A part that has not answered for so long is ended and started anew."""
+
+    def __post_init__(self) -> None:
+        check_integer("recovery.max_restarts", self.max_restarts, low=0)
+        check_number("recovery.backoff_s", self.backoff_s, low=0)
+        check_number("recovery.silent_s", self.silent_s, above=0)
+
+
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray cluster."""
 
@@ -348,6 +378,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     async_training: AsyncTrainingConfig = AsyncTrainingConfig()
     eval: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
+    journal: JournalConfig = JournalConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     ray: RayConfig = RayConfig()
 
     def __post_init__(self) -> None:

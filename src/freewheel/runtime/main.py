@@ -1,13 +1,13 @@
 """`FullyAsyncMain`: starts the components, watches them, recovers what can be recovered, and stops everything.
 
-    start:  Ray ─▶ actors, all at once ─▶ opened in the order of their needs ─▶ their loops
+    start:  Ray ─▶ the crew: queue, synchronizer, trainer, rollouters
     watch:  a look every second: rows to the recorder, statistics to log and view, progress to the watchdog
+            a part that died, was silent or stands still ─▶ replaced, while its budget lasts
     end:    trainer's loop ended ─▶ queue closed ─▶ export ─▶ everything released, whatever happened before
 
 It waits for: the components' loops (each look is bounded). It is unblocked by: the trainer's end, a component's death,
-Ctrl-C or SIGTERM. A dead rollouter is replaced, and what it worked on is issued again; one that is silent is ended, and
-then replaced. Whatever else fails, the trainer finishes its step and saves before the run ends. Runs in the user's own
-process.
+Ctrl-C or SIGTERM. What a part raises, other than by dying, ends the run; then the trainer finishes its step and saves
+first. Runs in the user's own process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,18 +31,19 @@ from freewheel.observe.alerts import Alerts
 from freewheel.observe.logs import attach_log, component_statistics, detach_log
 from freewheel.observe.recorder import Recorder
 from freewheel.observe.sinks import Sink, SinkError, open_sinks
-from freewheel.queue.ledger import Frontier
 from freewheel.rollout.hook import HOOK_TIMEOUTS
-from freewheel.runtime import actors
 from freewheel.runtime.account import Outcome, RunAccount, RunResult
-from freewheel.runtime.actors import MANY, PeerSilent, RemoteQueue, call, cause, died
 from freewheel.runtime.asking import Asking
-from freewheel.runtime.building import model_folder, named_function
-from freewheel.runtime.cluster import cluster
+from freewheel.runtime.building import named_function
+from freewheel.runtime.cluster import cluster, lost_processes
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.crew import START_S, Crew, newest_checkpoint
+from freewheel.runtime.peers import PeerSilent, call, cause, died
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
+from freewheel.runtime.queue_opening import reaches_the_start
+from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts
 from freewheel.runtime.run_dir import new_run, write_config
-from freewheel.trainer.checkpoint import CheckpointStore, RunLock, RunLocked
+from freewheel.trainer.checkpoint import FOLDER, RunLock, RunLocked
 from freewheel.trainer.saving import Resumed
 
 if TYPE_CHECKING:
@@ -54,21 +55,14 @@ LOOK_EVERY_S = 1.0
 """Between two looks at the components. A look costs a few milliseconds of theirs."""
 ANSWER_S = 5.0
 """Longest time that a look waits for an answer; one that comes later is told at a later look."""
-SILENT_S = 20.0
-"""Without an answer for this long, a component was silent: answers take milliseconds, on a busy machine seconds."""
 SILENT_TIMES = 3
-"""Times in a row that a rollouter may be silent before it is ended and replaced: a pause of a minute may be a driver's
-or a file system's."""
-START_S = 600.0
-"""Longest time for an actor to load its model."""
+"""Questions in a row that `recovery.silent_s` is divided into: one that was lost is no silence."""
 STOP_S = 10.0
 """Longest time for a component to close when a run ends."""
 SAVE_S = 120.0
 """Longest time for the trainer to save after something else failed, the step under way not counted."""
 PATIENCE = 10
 """Times a time-out of generation or of a batch passes without any progress before a run is held to be stuck."""
-MAX_REPLACEMENTS = 3
-"""Times that one rollouter is started anew: one that keeps dying has a cause that restarting does not mend."""
 EXPORT = "final"
 ROWS = "rows"
 """The question for the trainer's rows, among those for statistics."""
@@ -83,6 +77,7 @@ class FullyAsyncMain:
         config: TrainConfig,
         plan: Plan,
         resume: bool = False,
+        changed: Sequence[str] = (),
         view: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -90,15 +85,16 @@ class FullyAsyncMain:
         self.plan = plan
         self.run_dir = Path(self.config.run_dir or "").absolute()
         self._resume = resume
+        self._changed = changed
+        """Settings that a resumed run did not have before, in words."""
         self._clock = clock
         self._view = view
         self._monitor = named_function("observe.custom_monitor", config.observe.custom_monitor)
-        self._handles: dict[str, Any] = {}
-        self._rollouters: dict[str, Any] = {}
-        self._loops: dict[str, asyncio.Task[Any]] = {}
-        self._replaced: dict[str, int] = {}
-        self._opening: set[str] = set()  # rollouters that load their model, and cannot answer
+        self._crew = Crew(config=self.config, plan=plan, run_dir=self.run_dir, tell=self._tell)
+        recovery = config.recovery
+        self._restarts = Restarts(max_restarts=recovery.max_restarts, backoff_s=recovery.backoff_s)
         self._asking = Asking()
+        self._paused = ""
         self._ending: tuple[Outcome, BaseException | None] = ("stopped", None)
         self._stopping = 0
         self._hurry = asyncio.Event()
@@ -186,17 +182,19 @@ class FullyAsyncMain:
         if outcome == "finished" and self._account.step == 0:
             raise NothingToTrainOn("every prompt was given up and no step was taken: the warnings in the log say why")
         if outcome == "finished":
-            await call(self._handles["trainer"], "export", str(self.run_dir / EXPORT), deadline_s=START_S)
+            await call(self._crew.handles["trainer"], "export", str(self.run_dir / EXPORT), deadline_s=START_S)
         return outcome
 
     async def _let_trainer_save(self) -> None:
         """Where the trainer lives, what it learned outlives the failure of another."""
-        trainer = self._loops.get("trainer")
-        if trainer is None or trainer.done():
+        trainer = self._crew.loops.get("trainer")
+        if trainer is None or trainer.done() or "trainer" in self._crew.opening:
+            return
+        if "queue" not in self._crew.loops:  # it died for good: without it no checkpoint can say which prompts ended
             return
         self._account.say("The run has failed: finishing the step and saving before it ends")
         with suppress(PeerSilent, RayError):  # it may be about to end by itself
-            await call(self._handles["trainer"], "request_stop", deadline_s=SILENT_S)
+            await call(self._crew.handles["trainer"], "request_stop", deadline_s=self.config.recovery.silent_s)
         limit_s = SAVE_S + self._account.progress.longest_step_s
         await asyncio.wait([trainer], timeout=limit_s)
         if not trainer.done():
@@ -221,113 +219,81 @@ class FullyAsyncMain:
         if self._working.done():
             self._hurry.set()
             return
-        trainer = self._loops.get("trainer")
-        if self._stopping > 1 or trainer is None or trainer.done():
-            self._working.cancel()
+        trainer = self._crew.loops.get("trainer")
+        if self._stopping > 1 or trainer is None or trainer.done() or "trainer" in self._crew.opening:
+            self._working.cancel()  # also where the trainer died: what it had not saved is in the journal
             return
         self._account.say("Finishing the step and saving; once more ends at once")
-        self._handles["trainer"].request_stop.remote()
+        self._stop = asyncio.ensure_future(self._crew.peers.call("trainer", "request_stop"))
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        config = self.config
         resumed = self._resumed() if self._resume else None
-        path = resumed.path if resumed else model_folder(config)
-        version, step = (resumed.version, resumed.step) if resumed else (0, 0)
-        self._account.begin(step)
-        for note in self.plan.notes:
+        self._account.begin(resumed.step if resumed else 0)
+        for note in (*self.plan.notes, *(f"Changed: {line}" for line in self._changed)):
             self._account.say(note)
-        self._handles["queue"] = self._actor(actors.QueueActor, str(self.run_dir))
-        self._handles["sync"] = self._actor(actors.SynchronizerActor, str(self.run_dir))
-        self._handles["trainer"] = self._actor(
-            actors.TrainerActor,
-            *(config, self.plan, str(self.run_dir), resumed.path if resumed else None),
-            threads=self.plan.threads_trainer,
-            gpus=self.plan.gpus_trainer,
-        )
-        self._start_from = (path, version)
-        for index in range(self.plan.replicas):
-            self._rollouters[f"rollouter-{index}"] = self._new_rollouter(f"rollouter-{index}")
-        queue = self._handles["queue"]
-        opening = [call(handle, "open", queue, deadline_s=START_S) for handle in self._rollouters.values()]
-        rest = (queue, self._handles["sync"], self._rollouters)
-        described, opened, *_ = await asyncio.gather(
-            call(self._handles["trainer"], "open", *rest, deadline_s=START_S), *opening
-        )
-        frontier = resumed.frontier if resumed else Frontier()
-        await call(queue, "open", config.bounds, opened["total_prompts"], frontier, version, step)
-        await call(self._handles["sync"], "open", config, queue, self._rollouters, version)
-        log.info("Training: %s", described)
-        for name, handle in {**self._rollouters, **self._handles}.items():
-            if name != "queue":  # which has no loop of its own
-                self._loops[name] = asyncio.ensure_future(_awaited(handle.run.remote()))
+        for note in await self._crew.start(resumed):
+            self._account.say(note)
+        if self._resume:
+            queue = await call(self._crew.handles["queue"], "stats")
+            self._account.went_as_far_as(queue["step"])
         self._account.started()
 
     def _resumed(self) -> Resumed | None:
-        store = CheckpointStore(self.run_dir, keep_last=self.config.trainer.keep_last)
-        latest = store.latest()
-        if latest is None and not any(store.folder.glob("step_*")):
-            self._account.say("There is no checkpoint yet: beginning anew")
-            return None
-        if latest is None:
-            raise ConfigError("--resume", str(self.run_dir), "there is no checkpoint in it that can be loaded")
-        resumed = Resumed.of(latest, store.load(latest).state)
-        log.info("Resuming from %s (step %d, version %d)", latest, resumed.step, resumed.version)
-        return resumed
-
-    def _actor(self, kind: type, *args: Any, threads: int = 0, gpus: float = 0) -> Any:
-        options = {"num_cpus": threads, "num_gpus": gpus, "max_concurrency": MANY}
-        return ray.remote(kind).options(**options).remote(*args)
-
-    def _new_rollouter(self, name: str) -> Any:
-        path, version = self._start_from
-        if not Path(path).exists():  # a checkpoint that was resumed from, and pruned since: `join` brings newer weights
-            path = model_folder(self.config)
-        return self._actor(
-            actors.RollouterActor,
-            *(self.config, self.plan, name, str(self.run_dir), path, version),
-            threads=self.plan.threads_rollout,
-            gpus=self.plan.gpus_per_replica,
-        )
+        found = newest_checkpoint(self.run_dir, self.config)
+        if found is not None:
+            log.info("Resuming from %s (step %d, version %d)", found.path, found.step, found.version)
+            return found
+        damaged = any((self.run_dir / FOLDER).glob("step_*"))
+        if damaged and not reaches_the_start(self.run_dir):
+            raise ConfigError("resume", str(self.run_dir), "there is no checkpoint in it that can be loaded")
+        why = "No checkpoint can be loaded" if damaged else "There is no checkpoint yet"
+        self._account.say(f"{why}: beginning anew, with what the journal has")
+        return None
 
     # -- watch --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> Outcome:
+        loops = self._crew.loops
         while True:
-            await asyncio.wait(self._loops.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-            if self._loops["trainer"].done():
-                outcome: Outcome = self._loops["trainer"].result()
-                return outcome
-            for name in [name for name, loop in self._loops.items() if loop.done()]:
-                self._ended(name, self._loops.pop(name).exception())
+            await asyncio.wait(loops.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            for name in [name for name, loop in loops.items() if loop.done()]:
+                ended = loops.pop(name)
+                error = ended.exception()
+                if error is None and name == "trainer":
+                    outcome: Outcome = ended.result()
+                    return outcome
+                if name == "trainer" and self._stopping and error is not None and died(error):
+                    return "stopped"  # what it was to save is in the journal
+                self._ended(name, error)
             await self._look()
 
     def _ended(self, name: str, error: BaseException | None) -> None:
-        """A component's loop is over while the trainer's is not."""
-        if error is None or name not in self._rollouters or not died(error):
+        """A component's loop is over while the run is not."""
+        unready = type(error) is PeerSilent  # what took its place was not ready in time, or waited for another in vain
+        if error is None or not (died(error) or unready):
             raise error or RuntimeError(f"{name} ended by itself")
-        self._replaced[name] = self._replaced.get(name, 0) + 1
-        if self._replaced[name] > MAX_REPLACEMENTS:
-            raise RuntimeError(f"{name} died {self._replaced[name]} times; the last time: {error}") from error
-        self._account.say(f"{name} died and is started anew: {str(error).splitlines()[0]}")
-        self._loops[name] = asyncio.ensure_future(self._replacement(name, error))
-
-    async def _replacement(self, name: str, error: BaseException) -> None:
-        """A rollouter in the place of one that died: what that one worked on is issued again, and the new one has the
-        newest weights before it gets any work. Beside the watch, which must not stand still for it."""
-        lost = await RemoteQueue(self._handles["queue"]).replica_lost(name)
-        log.error("%s died; %d groups are issued again: %s", name, lost, error)
+        why = str(error).splitlines()[0]
+        if dead := lost_processes():
+            raise RayDied(f"Ray itself died ({', '.join(dead)}), and everything with it: resume the run") from error
+        if unready:
+            self._kill(name, why)
+        if not self._crew.can_replace(name):
+            raise NotRecorded(
+                f"{name} died ({why}), and what it had was in no journal (journal.enabled = false): resume the run, "
+                "which goes on from its last checkpoint, or begin one with journal.enabled=true"
+            ) from error
+        wait_s = self._restarts.died(name, step=self._account.step)
+        if wait_s is None:
+            raise KeepsDying(
+                f"{name} died {self.config.recovery.max_restarts + 1} times without a step trained in between "
+                f"(recovery.max_restarts); the last time: {why}"
+            ) from error
+        self._account.say(f"{name} died and is started anew: {why}")
+        log.error("%s died and is started anew in %g s: %s", name, wait_s, why)
         self._asking.forget(name)
-        self._opening.add(name)
-        try:
-            handle = self._rollouters[name] = self._new_rollouter(name)
-            await call(handle, "open", self._handles["queue"], deadline_s=START_S)
-        finally:
-            self._opening.discard(name)
-        await call(self._handles["sync"], "join", name, handle, deadline_s=START_S)
-        await call(self._handles["trainer"], "replace_rollouter", name, handle)
-        await handle.run.remote()
+        self._crew.replace(name, after_s=wait_s)
 
     async def _look(self, *, last: bool = False) -> None:
         """Statistics and rows from everybody who answers; who died is told by its loop."""
@@ -342,36 +308,57 @@ class FullyAsyncMain:
                 log.info("%s", line)
             self._call_monitor()
         if not last:
+            self._say_if_paused(stats.get("queue", {}))
             self._end_the_silent()
             self._judge(stats)
 
     def _questions(self) -> dict[str, Callable[[], Any]]:
-        asked = {**self._handles, **self._rollouters}
-        questions = {name: partial(self._ask, name, "stats", SILENT_S) for name in asked if name not in self._opening}
-        return {**questions, ROWS: partial(self._ask, "trainer", "rows", START_S)}  # asked once: they are told once
+        answering = [name for name in self._crew.handles if name not in self._crew.opening]
+        deadline_s = self.config.recovery.silent_s / SILENT_TIMES
+        questions: dict[str, Callable[[], Any]]
+        questions = {name: partial(self._ask, name, "stats", deadline_s) for name in answering}
+        if "trainer" in answering:  # asked once: they are told once
+            questions[ROWS] = partial(self._ask, "trainer", "rows", START_S)
+        return questions
 
     async def _ask(self, name: str, method: str, deadline_s: float) -> Any:
         """The answer; None of one that died."""
         try:
-            if name == "queue":
-                return await RemoteQueue(self._handles["queue"]).stats()
-            return await call({**self._handles, **self._rollouters}[name], method, deadline_s=deadline_s)
+            return await call(self._crew.handles[name], method, deadline_s=deadline_s)
         except RayActorError:
             return None
 
+    def _say_if_paused(self, queue: Mapping[str, Any]) -> None:
+        paused = queue.get("paused", self._paused)
+        if paused and not self._paused:
+            self._account.say(f"The run is paused, and goes on when there is room: {paused}")
+        elif self._paused and not paused:
+            self._account.say("There is room again: the run goes on")
+        self._paused = paused
+
     def _end_the_silent(self) -> None:
-        """A rollouter that does not answer is as good as dead; its end makes it so, and it is replaced."""
-        for name in [name for name in self._rollouters if self._asking.silent[name] >= SILENT_TIMES]:
-            self._asking.forget(name)
-            self._account.say(f"{name} was silent for {SILENT_TIMES} times {SILENT_S:g} s and is ended")
-            ray.kill(self._rollouters[name])
+        """A part that does not answer is as good as dead; its end makes it so, and it is replaced."""
+        for name in [name for name in self._crew.handles if self._asking.silent[name] >= SILENT_TIMES]:
+            self._kill(name, f"it was silent for {self.config.recovery.silent_s:g} s")
+
+    def _kill(self, name: str, why: str) -> None:
+        self._asking.forget(name)
+        self._account.say(f"{name} is ended: {why}")
+        self._crew.kill(name)
 
     def _judge(self, stats: Mapping[str, Any]) -> None:
-        """Ends a run that gets nowhere."""
+        """Ends a run that gets nowhere, after what stands still was started anew in vain."""
         if self._account.hopeless:
             raise NothingToTrainOn(self._account.hopeless)
-        if why := self._account.progress.stalled(self._clock(), patience_s=self._patience_s):
-            raise Stalled(f"{why}: {stats.get('queue', {}).get('waiting_for', 'the queue does not answer')}")
+        stalled = self._account.progress.stalled(self._clock(), patience_s=self._patience_s)
+        if stalled is None:
+            return
+        where = stats.get("queue", {}).get("waiting_for", "the queue does not answer")
+        if self._account.progress.stalls > 1:
+            raise Stalled(f"{stalled.why}: {where}")
+        for name in ["trainer"] if stalled.training else self._crew.replicas:
+            if name not in self._crew.opening:
+                self._kill(name, f"{stalled.why}: {where}")
 
     @property
     def _patience_s(self) -> float:
@@ -379,6 +366,10 @@ class FullyAsyncMain:
         a, reward = self.config.async_training, self.config.reward
         hook_s = HOOK_TIMEOUTS * a.generation_timeout if self.config.rollout.rollouter_class else 0.0
         return PATIENCE * max(a.batch_timeout, a.generation_timeout) + 2 * reward.timeout_s + hook_s
+
+    def _tell(self, name: str, process: int, node: str) -> None:
+        """Where a part runs: for whoever looks at, or after, a run's processes."""
+        self._account.note(f"{name} is process {process}", process=process, role=name, node=node)
 
     def _call_monitor(self) -> None:
         statistics = self._account.statistics
@@ -397,25 +388,15 @@ class FullyAsyncMain:
     async def _end(self) -> None:
         """Releases everything, in the order of the data; nobody who does not answer is waited for."""
         await self._asking.close()
-        handles = [*self._rollouters.values(), *self._handles.values()]
-        parts = [*self._rollouters.values(), *_some(self._handles, "trainer")]
-        asked: list[Any] = [call(handle, "close", deadline_s=STOP_S) for handle in parts]
-        asked += [RemoteQueue(handle).close() for handle in _some(self._handles, "queue")]
+        handles = self._crew.handles
+        asked: list[Any] = [call(handles[name], "close", deadline_s=STOP_S) for name in handles if name != "sync"]
         ends: list[Any] = [asyncio.gather(*asked, return_exceptions=True), asyncio.ensure_future(self._hurry.wait())]
         await asyncio.wait(ends, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
-        for loop in self._loops.values():
+        for loop in self._crew.loops.values():
             loop.cancel()
-        await asyncio.gather(*self._loops.values(), return_exceptions=True)
-        for handle in handles:
+        await asyncio.gather(*self._crew.loops.values(), return_exceptions=True)
+        for handle in handles.values():
             ray.kill(handle)
-
-
-async def _awaited(reference: Any) -> Any:
-    return await reference
-
-
-def _some(handles: dict[str, Any], name: str) -> list[Any]:
-    return [handles[name]] if name in handles else []

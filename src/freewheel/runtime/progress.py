@@ -1,7 +1,7 @@
 """Whether a run still gets anywhere: the rules by which it is ended when it does not. Pure; the clock is the caller's.
 
-    marks (steps, groups, tokens, scores) ──┐
-    training, saving, evaluating ───────────┴─▶ Progress.stalled ─▶ `Stalled`
+    marks (steps, groups, tokens, scores) ──┐                      ┌─▶ what stands still is started anew
+    training, saving, evaluating, paused ───┴─▶ Progress.stalled ──┴─▶ in vain: `Stalled`
     prompts given up, groups filtered out ────▶ GivenUp.hopeless ─▶ `NothingToTrainOn`
 
 Fed by `RunAccount` at each look, asked by `FullyAsyncMain`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 STEP_S = 3600.0
@@ -38,23 +39,37 @@ class NothingToTrainOn(RuntimeError):
     """Prompt after prompt is given up, and no step comes of it."""
 
 
+@dataclass(frozen=True)
+class Stall:
+    """Nothing moves."""
+
+    why: str
+    training: bool
+    """It is a step that takes too long; else no group comes."""
+
+
 class Progress:
     """Since when nothing has moved: not whether processes live, but whether work gets done."""
 
     def __init__(self, now: float) -> None:
         self.longest_step_s = 0.0
+        self.stalls = 0
+        """Times that it was found to be stuck since it last moved."""
         self._marks: object = None
         self._since = now
         self._step = 0
         self._work: dict[str, float] = {}  # what of `LONG_WORK` goes on, since when
 
-    def note(self, marks: object, *, trainer: Mapping[str, Any], now: float) -> None:
-        """`trainer`: its statistics; empty where it did not answer."""
+    def note(self, marks: object, *, trainer: Mapping[str, Any], paused: bool = False, now: float) -> None:
+        """`trainer`: its statistics; empty where it did not answer. `paused`: on purpose, until there is room."""
         if trainer:
             self._note_work(trainer, now)
         active = bool(trainer) and any(now - since <= self.step_deadline_s for since in self._work.values())
-        if active or marks != self._marks:
-            self._marks, self._since = marks, now
+        if marks != self._marks:
+            self._marks, self.stalls = marks, 0
+        elif not active and not paused:
+            return
+        self._since = now
 
     def _note_work(self, trainer: Mapping[str, Any], now: float) -> None:
         step = int(trainer.get("global_steps", 0))
@@ -72,17 +87,19 @@ class Progress:
     def stalled_s(self, now: float) -> float:
         return now - self._since
 
-    def stalled(self, now: float, *, patience_s: float) -> str:
-        """Why the run is held to be stuck, in words; empty while it is not."""
+    def stalled(self, now: float, *, patience_s: float) -> Stall | None:
+        """What the run is stuck with; None while it is not. Once it is said, time is counted anew."""
         trained_s = now - self._work.get("training", now)
+        stall = None
         if trained_s > self.step_deadline_s:
-            return (
-                f"step {self._step + 1} has been trained for {trained_s:.0f} s, and the longest before it took "
-                f"{self.longest_step_s:.0f} s"
-            )
-        if self.stalled_s(now) > patience_s:
-            return f"no step, no token and no score for {patience_s:g} s"
-        return ""
+            longest = f"the longest before it took {self.longest_step_s:.0f} s"
+            stall = Stall(f"step {self._step + 1} has been trained for {trained_s:.0f} s, and {longest}", training=True)
+        elif self.stalled_s(now) > patience_s:
+            stall = Stall(f"no step, no token and no score for {patience_s:g} s", training=False)
+        if stall is not None:
+            self.stalls += 1
+            self._since, self._work = now, {}
+        return stall
 
 
 class GivenUp:

@@ -7,6 +7,10 @@
 A failed sync leaves the old version serving. Of a replica that died only its successor is waited for, which whoever
 watches the processes starts and lets `join`. Transport is the caller's: `weights` is handed to `Replica.load_weights`
 as it came (an object-store reference under Ray).
+
+Weights die with the trainer that holds them (`WeightsGone`). Then nothing is changed and nobody fenced: its successor
+submits the same version again, which is brought to every engine, those included that had it. A queue's successor is
+told what holds by `announce`; a synchronizer's own starts with the `versions` that engines are at.
 """
 
 from __future__ import annotations
@@ -23,6 +27,8 @@ log = logging.getLogger("freewheel.sync")
 State = Literal["idle", "draining", "loading", "closed"]
 SETTLE_WAIT_S = 5.0
 """A wait for the queue is asked for anew this often, so that a queue that went away is noticed."""
+NOTHING = -1
+"""The version of a replica that holds none that is known."""
 BETWEEN_ROUNDS_S = 1.0
 """Least time between two rounds over engines that fail while another one's successor is awaited, however short the
 retry delay is: one that fails at once would be asked without a pause for as long as a process takes to start."""
@@ -49,6 +55,10 @@ class SyncFailed(RuntimeError):
 
 class ReplicaGone(Exception):
     """Raised by `Replica.load_weights`: its process has died, and trying again is of no use."""
+
+
+class WeightsGone(Exception):
+    """Raised by `Replica.load_weights`: the trainer that held these weights has died. Its successor has them anew."""
 
 
 @dataclass
@@ -97,10 +107,16 @@ class ParameterSynchronizer:
         max_retries: int,
         retry_delay_s: float,
         version: int = 0,
+        versions: Mapping[str, int] | None = None,
         drain: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.group = {name: Member(replica, version) for name, replica in replicas.items()}
+        """`version`: what is published. `versions`: what each replica holds, where this one takes over from another
+        that died; who holds less than is published gets no work before it has been brought up to date."""
+        held = {name: version if versions is None else versions.get(name, NOTHING) for name in replicas}
+        self.group = {
+            name: Member(replica, held[name], fenced=held[name] < version) for name, replica in replicas.items()
+        }
         self.state: State = "idle"
         self.version = version
         """The newest that is published."""
@@ -115,6 +131,9 @@ class ParameterSynchronizer:
         self._clock = clock
         self._pending: Pending | None = None
         self._newest: Pending | None = None
+        """What was published last, for who joins. None: nobody has handed it over, or it is gone."""
+        self._begins_at = version if versions is None else None
+        """The version of the files that replicas are started from, as far as that is known."""
         self._joined = 0
         """How often a replica has joined."""
         self._changed = asyncio.Condition()
@@ -124,14 +143,32 @@ class ParameterSynchronizer:
     # -- the trainer's side -------------------------------------------------------------------------------------------
 
     async def submit(self, version: int, weights: Any, checksum: int | None = None) -> None:
-        """Weights to bring to all engines. Returns at once; one that is still waiting is superseded."""
-        async with self._changed:
-            self._pending = Pending(version=version, weights=weights, checksum=checksum)
-            self._changed.notify_all()
+        """Weights to bring to all engines, also where they hold that version already: by a trainer that died. Returns
+        at once; one that is still waiting is superseded."""
+        await self._await_turn(Pending(version=version, weights=weights, checksum=checksum))
 
     async def prime(self, version: int, weights: Any, checksum: int | None = None) -> None:
-        """The weights that engines started with: nobody needs them, but for a replica that joins later."""
-        self._newest = Pending(version=version, weights=weights, checksum=checksum)
+        """The weights that a trainer begins with. Engines that started from the same files hold them, and only who
+        joins later needs them; a trainer in the place of another may be behind (it will submit what is published when
+        it is there), or ahead of what its predecessor still brought to the engines."""
+        given = Pending(version=version, weights=weights, checksum=checksum)
+        if version == self.version:
+            self._newest = given
+        waiting = any(member.fenced for member in self.group.values())
+        if version > self.version or (version == self.version and waiting):
+            await self._await_turn(given)
+
+    async def _await_turn(self, pending: Pending) -> None:
+        async with self._changed:
+            self._pending = pending
+            self._changed.notify_all()
+
+    async def announce(self) -> None:
+        """For a queue that was started anew: what is published, and who is fenced off."""
+        async with self._loading:
+            for name, member in self.group.items():
+                await self._queue.fence(name, fenced=member.fenced)
+            await self._queue.published(self.version)
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
         async with self._changed:
@@ -152,54 +189,79 @@ class ParameterSynchronizer:
                     await self._changed.wait_for(lambda: self._pending is not None)
                     pending, self._pending = self._pending, None
                 assert pending is not None
-                await self._bring(pending)
+                if pending.version >= self.version:  # else it is of a trainer that died, and has been overtaken
+                    await self._bring(pending)
         finally:
             self.state = "closed"
 
     async def _bring(self, pending: Pending) -> None:
-        if self._drain:
+        if self._drain and pending.version > self.version:  # what is published already changes nothing
             self.state = "draining"
             while not await self._queue.settled(wait_s=SETTLE_WAIT_S):
                 pass
         self.state = "loading"
         since = self._clock()
+        loaded = await self._loaded(pending)
+        if loaded:
+            self.times.add(self._clock() - since)
+            self.param_sync_count += 1
+        async with self._changed:
+            self.version = pending.version if loaded else self.version
+            self.state = "idle"
+            self._changed.notify_all()
+        if loaded:
+            log.info(
+                "Parameter sync: version %d on %d of %d engines in %.3f s",
+                pending.version,
+                loaded,
+                len(self.group),
+                self.times.last_s,
+            )
+
+    async def _loaded(self, pending: Pending) -> int:
+        """How many engines took it; 0: it was given up, and what comes next is to be brought instead."""
         joined = self._joined
-        while not any(loaded := await self._load_all(pending)):
+        while True:
+            try:
+                loaded = await self._load_all(pending)
+            except WeightsGone as error:
+                log.warning(
+                    "Parameter sync: version %d is gone with its trainer (%s); version %d serves until it comes again",
+                    pending.version,
+                    error,
+                    self.version,
+                )
+                return 0
+            if any(loaded) or self._pending is not None:
+                return sum(loaded)
             if not any(member.gone for member in self.group.values()):
                 raise self._failed(pending.version)
             joined = await self._next_join(joined)
-        self.times.add(self._clock() - since)
-        self.param_sync_count += 1
-        async with self._changed:
-            self.version = pending.version
-            self.state = "idle"
-            self._changed.notify_all()
-        log.info(
-            "Parameter sync: version %d on %d of %d engines in %.3f s",
-            pending.version,
-            sum(loaded),
-            len(loaded),
-            self.times.last_s,
-        )
 
     async def _next_join(self, joined: int) -> int:
-        """Waits for: `join`, by the one who watches over the processes. One that lives, and failed, is tried again in
-        the meantime."""
+        """Waits for: `join`, by the one who watches over the processes, or another version. One that lives, and failed,
+        is tried again in the meantime."""
         alive = not all(member.gone for member in self.group.values())
         try:
             async with asyncio.timeout(max(self._retry_delay_s, BETWEEN_ROUNDS_S) if alive else None):
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._joined != joined)
+                    await self._changed.wait_for(lambda: self._joined != joined or self._pending is not None)
         except TimeoutError:
             pass
         return self._joined
 
     async def _load_all(self, pending: Pending) -> list[bool]:
-        """One round over all replicas; the version is published where any of them has it then."""
+        """One round over all replicas; the version is published where any of them has it then. `WeightsGone`: not all
+        of them could be asked."""
         async with self._loading:
             # One that was fenced off has had its chances: it gets one, and does not hold up the others for long.
             chances = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
-            loaded = await asyncio.gather(*(self._load(name, pending, chances[name]) for name in self.group))
+            asked = [self._load(name, pending, chances[name]) for name in self.group]
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            for one in found:
+                if isinstance(one, BaseException):
+                    raise one
+            loaded = [one is True for one in found]
             if any(loaded):
                 self._newest = pending
                 await self._queue.published(pending.version)
@@ -215,6 +277,9 @@ class ParameterSynchronizer:
     async def _load(self, name: str, pending: Pending, chances: int) -> bool:
         """Brings one replica up to date; one that will not come is fenced off until a later version reaches it."""
         member = self.group[name]
+        if member.version > pending.version and not member.gone:  # it took a later one, before its trainer died
+            await self._rejoin(name, member)
+            return True
         for attempt in range(chances if not member.gone else 0):
             if attempt:
                 await asyncio.sleep(self._retry_delay_s)
@@ -226,6 +291,9 @@ class ParameterSynchronizer:
                 member.gone = True
                 log.warning("Parameter sync: %s is gone: %s", name, error)
                 break
+            except WeightsGone:
+                self.sync_failures += 1
+                raise
             except Exception as error:  # noqa: BLE001  # a transport may raise anything; it did not load
                 self.sync_failures += 1
                 log.warning(
@@ -243,10 +311,7 @@ class ParameterSynchronizer:
                 log.warning("Parameter sync: %s holds other weights than version %d's", name, pending.version)
                 continue
             member.version = pending.version
-            if member.fenced:
-                member.fenced = False
-                await self._queue.fence(name, fenced=False)
-                log.info("Parameter sync: %s is back with version %d", name, pending.version)
+            await self._rejoin(name, member)
             return True
         if not member.fenced:
             member.fenced = True
@@ -254,21 +319,37 @@ class ParameterSynchronizer:
             log.error("Parameter sync: %s is fenced off at version %d", name, member.version)
         return False
 
+    async def _rejoin(self, name: str, member: Member) -> None:
+        if member.fenced:
+            member.fenced = False
+            await self._queue.fence(name, fenced=False)
+            log.info("Parameter sync: %s is back with version %d", name, member.version)
+
     async def join(self, name: str, replica: Replica) -> None:
         """A replica that was started anew: it gets the newest version before it gets any work."""
         async with self._loading:
-            self.group[name] = Member(replica, version=-1, fenced=True)
+            self.group[name] = Member(replica, version=NOTHING, fenced=True)
             await self._queue.fence(name, fenced=True)
-            if self._newest is None:  # no version was published since it was started from the same files
+            if self._newest is not None:
+                await self._bring_up(name, self._newest)
+            elif self.version == self._begins_at:  # no version was published since it was started from the same files
                 self.group[name] = Member(replica, self.version)
                 await self._queue.fence(name, fenced=False)
-            else:
-                loaded = await self._load(name, self._newest, self._max_retries + 1)
-                if not loaded and all(member.fenced for member in self.group.values()):  # no version will come any more
-                    raise self._failed(self._newest.version)
         async with self._changed:
             self._joined += 1
             self._changed.notify_all()
+
+    async def _bring_up(self, name: str, newest: Pending) -> None:
+        try:
+            loaded = await self._load(name, newest, self._max_retries + 1)
+        except WeightsGone as error:
+            self._newest = None
+            log.warning("Parameter sync: %s waits for the next version: the last is gone (%s)", name, error)
+            return
+        if loaded or self.group[name].gone:  # it died again: its next successor joins
+            return
+        if all(member.fenced for member in self.group.values()):  # no version will come any more
+            raise self._failed(newest.version)
 
     def stats(self) -> dict[str, Any]:
         return {

@@ -15,21 +15,33 @@ Opened without torch; tensors need it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import json
 import logging
 import math
 import os
 import re
 import shutil
 import socket
-import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
+
+from freewheel.observe.private import FOLDER_MODE, open_private, private_folder
+from freewheel.trainer.checkpoint_files import (
+    CheckpointDamaged,
+    described,
+    files,
+    is_about_space,
+    is_alive,
+    looks_whole,
+    put_in_place,
+    read_state,
+    size,
+    sync_folder,
+    write_state,
+    write_tensors,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,13 +56,11 @@ BEST_STATE = "best.json"
 FINAL_STATE = "final.json"
 HF_CONFIG = "config.json"
 LOCK = "run.lock"
-FORMAT = 1
-"""Of `state.json`. A later one is refused rather than misread."""
 RESERVED = ("format", "step", "saved_at", "files", "checksum")
 """Keys of `state.json` that are the store's own."""
 
-READ_BYTES = 1 << 22
-"""Read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and nobody forges checkpoints here."""
+FALLBACKS = 2
+"""Checkpoints that a resume has at its choice, where so many are kept."""
 MB = 1e6
 
 _STEP = re.compile(r"step_(\d+)(\.replaced)?")
@@ -61,10 +71,6 @@ WriteHf = Callable[[Path], None]
 
 class CheckpointFailed(Exception):
     """A checkpoint could not be written; those before it are as they were."""
-
-
-class CheckpointDamaged(ValueError):
-    """A checkpoint is not what was written. The message says where."""
 
 
 class RunLocked(RuntimeError):
@@ -132,13 +138,13 @@ class CheckpointStore:
 
         def fill(folder: Path) -> None:
             for stem, named in tensors.items():
-                _write_tensors(folder / f"{stem}.safetensors", named)
+                write_tensors(folder / f"{stem}.safetensors", named)
             if hf is not None:
                 hf(folder)
-            _write_state(folder, STATE, {**state, "step": step})
+            write_state(folder, STATE, {**state, "step": step})
 
         target = self.folder / f"step_{step:06d}"
-        self._write(target, fill, f"the checkpoint of step {step}", _size(tensors))
+        self._write(target, fill, f"the checkpoint of step {step}", size(tensors))
         self._prune(step)
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # of a run that is resumed: it is the end no longer
         return target
@@ -152,7 +158,7 @@ class CheckpointStore:
 
         def fill(folder: Path) -> None:
             hf(folder)
-            _write_state(folder, BEST_STATE, {"step": step, "score": score, **(measured or {})})
+            write_state(folder, BEST_STATE, {"step": step, "score": score, **(measured or {})})
 
         self._write(self.run_dir / BEST, fill, f"the best weights (step {step})", 0)
         return True
@@ -162,21 +168,20 @@ class CheckpointStore:
 
         def fill(folder: Path) -> None:
             hf(folder)
-            _write_state(folder, FINAL_STATE, {"step": step})
+            write_state(folder, FINAL_STATE, {"step": step})
 
         self._write(target, fill, f"the export of step {step}", 0)
 
     def _write(self, target: Path, fill: Callable[[Path], None], what: str, tensor_bytes: int) -> None:
         beside = target.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{target.name}"
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _sync_folder(self.run_dir)
+            private_folder(target.parent)
+            sync_folder(self.run_dir)
             self._clean(only_dead=False)  # before it is needed: what a killed save left takes room
-            beside.mkdir()
+            beside.mkdir(FOLDER_MODE)
             fill(beside)
-            _sync_folder(beside)
-            _put_in_place(beside, target)
-            _sync_folder(target.parent)
+            sync_folder(beside)
+            put_in_place(beside, target)
         except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is no better than a full disk
             shutil.rmtree(beside, ignore_errors=True)
             self._refuse(target, what, error, max(tensor_bytes, self._size_before()))
@@ -184,7 +189,7 @@ class CheckpointStore:
     def _refuse(self, target: Path, what: str, error: Exception, needed: int) -> NoReturn:
         why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         message = f"{target}: {what} was not written: {type(error).__name__}: {why}"
-        if _is_about_space(error):
+        if is_about_space(error):
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(self.run_dir).free
                 message += f". It needs about {needed / MB:.0f} MB, and {free / MB:.0f} MB are free there: make room"
@@ -193,7 +198,7 @@ class CheckpointStore:
     def _size_before(self) -> int:
         """Of the newest checkpoint: the next one is about as large."""
         with contextlib.suppress(OSError, IndexError):
-            return sum(file.stat().st_size for file in _files(self._paths()[0]))
+            return sum(file.stat().st_size for file in files(self._paths()[0]))
         return 0
 
     def _clean(self, *, only_dead: bool) -> None:
@@ -202,7 +207,7 @@ class CheckpointStore:
         for parent in (self.folder, self.run_dir):
             for path in parent.glob(".tmp-*") if parent.is_dir() else ():
                 named = _LEFTOVER.fullmatch(path.name)
-                if named is None or (only_dead and _is_alive(named["host"], int(named["pid"]))):
+                if named is None or (only_dead and is_alive(named["host"], int(named["pid"]))):
                     continue
                 shutil.rmtree(path, ignore_errors=True)
 
@@ -213,9 +218,9 @@ class CheckpointStore:
         earlier one: the next resume must not take them for this one's future."""
         whole = 0
         for path in self._paths():
-            if whole >= self._keep_last or _step(path) > step:
+            if whole >= self._keep_last or step_of(path) > step:
                 shutil.rmtree(path, ignore_errors=True)
-            elif not path.name.endswith(".replaced") and _looks_whole(path):
+            elif not path.name.endswith(".replaced") and looks_whole(path, STATE):
                 whole += 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -232,21 +237,29 @@ class CheckpointStore:
     def load(self, path: Path | str) -> Checkpoint:
         """Reads a checkpoint's state and checks every byte of its files. Raises `CheckpointDamaged`."""
         path = Path(path)
-        state = _read_state(path, STATE)
+        state = read_state(path, STATE)
         for name, told in state["files"].items():
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                raise CheckpointDamaged(f"{path / STATE}: {name} leads out of it")
             try:
-                found = _described(path / name)
+                found = described(path / name)
             except OSError as error:
                 raise CheckpointDamaged(f"{path / name}: {error.strerror or error}") from error
             if found != told:
                 raise CheckpointDamaged(f"{path / name}: written as {told}, and it is {found}")
         return Checkpoint(path=path, state={key: state[key] for key in state if key not in RESERVED or key == "step"})
 
+    def oldest(self) -> int:
+        """The step that a resume falls back to at worst. The start of the run is one, until there are two others (or as
+        many as are kept): a first checkpoint that is damaged must not be the end of it."""
+        whole = [step_of(path) for path in self._paths() if path.suffix == "" and looks_whole(path, STATE)]
+        return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
+
     def best(self) -> Best | None:
         """The best weights so far, with the score that they were kept for."""
         for path in (self.run_dir / BEST, self.run_dir / f"{BEST}.replaced"):
             with contextlib.suppress(CheckpointDamaged):
-                told = _read_state(path, BEST_STATE)
+                told = read_state(path, BEST_STATE)
                 versions = (told["version_min"], told["version_max"]) if "version_max" in told else None
                 return Best(path=path, step=int(told["step"]), score=float(told["score"]), versions=versions)
         return None
@@ -254,11 +267,11 @@ class CheckpointStore:
     def newest(self) -> Path | None:
         """A HF folder with the newest weights: the final ones, or those of a checkpoint that is further. They are not
         read through."""
-        found: list[tuple[float, bool, Path]] = [(_step(path), path.suffix == "", path) for path in self._paths()]
+        found: list[tuple[float, bool, Path]] = [(step_of(path), path.suffix == "", path) for path in self._paths()]
         for path in (self.run_dir / FINAL, self.run_dir / f"{FINAL}.replaced"):
             step: float = math.inf  # of one that somebody put there
             with contextlib.suppress(CheckpointDamaged):
-                step = _read_state(path, FINAL_STATE)["step"]
+                step = read_state(path, FINAL_STATE)["step"]
             found.append((step, path.suffix == "", path))
         there = [one for one in found if (one[2] / HF_CONFIG).is_file()]
         return max(there, key=lambda one: (one[0], one[1], one[2].parent == self.run_dir))[2] if there else None
@@ -266,7 +279,7 @@ class CheckpointStore:
     def _paths(self) -> list[Path]:
         """Newest first. A `.replaced` one is there only while its successor of the same step is put in place."""
         found = [path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (_step(path), path.suffix == ""), reverse=True)
+        return sorted(found, key=lambda path: (step_of(path), path.suffix == ""), reverse=True)
 
 
 class RunLock:
@@ -278,8 +291,8 @@ class RunLock:
 
     def acquire(self) -> None:
         """Raises `RunLocked`, which names the process that holds it."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+        private_folder(self._path.parent)
+        file = open_private(self._path, os.O_RDWR)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -309,124 +322,8 @@ class RunLock:
         self.release()
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    held: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share memory: they are written twice, and read as two.
-        plain[name] = own.clone() if storage in held else own
-        held.add(storage)
-    save_file(plain, path)
-
-
-def _size(tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
-    return sum(one.numel() * one.element_size() for named in tensors.values() for one in named.values())
-
-
-def _write_state(folder: Path, name: str, values: Mapping[str, Any]) -> None:
-    """With a table of all other files of the folder, which lie on the disk when this is written."""
-    files = {}
-    for path in _files(folder):
-        _sync(path)
-        files[str(path.relative_to(folder))] = _described(path)
-    told = {**values, "format": FORMAT, "saved_at": time.time(), "files": files}
-    told["checksum"] = _checksum(told)
-    path = folder / name
-    path.write_text(json.dumps(told, indent=1))
-    _sync(path)
-    for inner in {file.parent for file in _files(folder)} - {folder}:
-        _sync_folder(inner)
-
-
-def _read_state(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        told = json.loads((folder / name).read_text())
-        checksum = told.pop("checksum")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointDamaged(f"{folder / name}: {type(error).__name__}: {error}") from error
-    if _checksum(told) != checksum:
-        raise CheckpointDamaged(f"{folder / name}: its checksum does not fit")
-    if told["format"] != FORMAT:
-        raise CheckpointDamaged(f"{folder / name}: it has format {told['format']}, and this freewheel reads {FORMAT}")
-    read: dict[str, Any] = told
-    return read
-
-
-def _checksum(told: Mapping[str, Any]) -> int:
-    """Over the values as they come back from JSON, so that keys and tuples that JSON changes do no harm."""
-    return zlib.crc32(json.dumps(json.loads(json.dumps(told)), sort_keys=True).encode())
-
-
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
+    """Of a checkpoint's folder."""
     named = _STEP.fullmatch(path.name)
     assert named is not None
     return int(named[1])
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _described(path: Path) -> dict[str, int]:
-    size = value = 0
-    with path.open("rb", buffering=0) as file:
-        while data := file.read(READ_BYTES):
-            size += len(data)
-            value = zlib.crc32(data, value)
-    return {"bytes": size, "crc32": value}
-
-
-def _looks_whole(path: Path) -> bool:
-    """Without reading the files through: that takes a minute for a large model."""
-    try:
-        files = _read_state(path, STATE)["files"]
-        return all((path / name).stat().st_size == told["bytes"] for name, told in files.items())
-    except (OSError, CheckpointDamaged):
-        return False
-
-
-def _put_in_place(beside: Path, target: Path) -> None:
-    """A folder that is there already steps aside under a name that readers know, until the other has its place."""
-    aside = target.with_name(f"{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        target.replace(aside)
-    beside.replace(target)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-_sync_folder = _sync
-"""A name is safe on the disk only when its folder is."""
-
-
-def _is_about_space(error: Exception) -> bool:
-    """safetensors gives the kernel's error as text."""
-    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
-
-
-def _is_alive(host: str, pid: int) -> bool:
-    if host != socket.gethostname():
-        return True  # as far as one can tell from here
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -6,7 +6,8 @@
 Engines go on to newer versions while they are measured, so a score may be of several neighbouring ones. What is kept as
 the best is then the newest of them: weights that a part of the responses came from, with a record of both ends. A
 version whose weights are not at hand (they were trained on before it was complete, or too many came after it) is not
-kept, and the log says so. The evaluation at the end of a run sees one version alone. Used by `FullyAsyncTrainer`.
+kept, and the log says so. The evaluation at the end of a run sees one version alone. Nothing is kept where nobody wants
+the best (`trainer.keep_best`). Used by `FullyAsyncTrainer`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Measuring:
         disk: Executor,
         tell: Callable[[Row], None],
         publish_timeout_s: float,
+        keep_best: bool,
     ) -> None:
         self._publisher = publisher
         self._saver = saver
@@ -49,6 +51,7 @@ class Measuring:
         self._disk = disk
         self._tell = tell
         self._publish_timeout_s = publish_timeout_s
+        self._keeps = keep_best
         self._task: asyncio.Task[None] | None = None
         self._kept: dict[int, tuple[int, Weights]] = {}
         """Version → the step that completed it, and its weights."""
@@ -62,21 +65,28 @@ class Measuring:
         if self.running:
             log.warning("The evaluation at step %d is left out: the one before is still running", step)
             return
-        self._kept = {} if weights is None else {version: (step, weights)}
+        self._kept = {} if weights is None or not self._keeps else {version: (step, weights)}
         self._task = asyncio.create_task(self._run(step, version))
         self._task.add_done_callback(lambda _: self._kept.clear())
 
     def published(self, step: int, version: int, weights: Weights) -> None:
         """Before engines can hold a version: one that is being measured may be made of it."""
-        if self.running:
+        if self.running and self._keeps:
             self._kept[version] = (step, weights)
             while len(self._kept) > KEPT_VERSIONS:
                 del self._kept[min(self._kept)]
 
-    async def done(self) -> None:
-        """When what is under way has ended."""
-        if self._task is not None:
-            await asyncio.shield(self._task)  # whoever waits may be cancelled without it
+    async def done(self, *, unless: asyncio.Event) -> None:
+        """When what is under way has ended, or `unless` is set, which leaves it as it is."""
+        if self._task is None:
+            return
+        stopping = asyncio.create_task(unless.wait())
+        try:
+            await asyncio.wait([self._task, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if self._task.done():
+            self._task.result()
 
     async def abandon(self) -> None:
         if self._task is not None:
@@ -96,7 +106,7 @@ class Measuring:
             return
         self._tell(Row("eval", step, dict(found)))
         log.info("Held-out %s at step %d", ", ".join(f"{name} {value:.3f}" for name, value in found.items()), step)
-        if not math.isnan(found[REWARD]):
+        if self._keeps and not math.isnan(found[REWARD]):
             await self._keep_best(step, found[REWARD], (int(found[OLDEST]), int(found[NEWEST])))
 
     async def _keep_best(self, step: int, score: float, versions: tuple[int, int]) -> None:

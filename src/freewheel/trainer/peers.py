@@ -15,17 +15,26 @@ from freewheel.trainer.backend import BackendState
 class QueueClient(Protocol):
     """What a trainer asks of the queue; `MessageQueue` itself, or an actor around one."""
 
+    async def begin(self, step: int) -> None:
+        """A trainer starts that has trained `step` steps: what another took and did not commit is ready again."""
+
     async def take(self, step: int, *, wait_s: float) -> Taken: ...
 
     async def replace_stale(self, step: int, sequences: Sequence[int], *, wait_s: float) -> Taken: ...
 
-    async def commit(self, step: int) -> int: ...
+    async def commit(self, step: int, *, wait_s: float) -> int | None:
+        """The version after `step`; None while it is not on the disk: ask again."""
 
     async def give_back(self, step: int) -> None: ...
 
-    async def frontier(self) -> Frontier: ...
+    async def frontier(self, step: int) -> Frontier:
+        """The prompts that had ended when `step` was committed."""
 
-    async def complete_version(self) -> int: ...
+    async def checkpointed(self, step: int) -> None:
+        """No resume will fall back behind `step`."""
+
+    async def complete_version(self, *, wait_s: float) -> int | None:
+        """The version that all steps so far belong to; None while that is not on the disk: ask again."""
 
 
 class Publisher(Protocol):
@@ -33,13 +42,17 @@ class Publisher(Protocol):
 
     async def submit(self, version: int, weights: Weights) -> None: ...
 
+    async def prime(self, version: int, weights: Weights) -> None:
+        """Weights that engines should hold already: for those that do not."""
+
     async def wait_published(self, version: int, *, wait_s: float) -> bool: ...
 
 
 class Saver(Protocol):
     """Where checkpoints go. Called in threads; raises `CheckpointFailed`."""
 
-    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> None: ...
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> int:
+        """Gives the step of the oldest checkpoint that a resume may fall back to."""
 
     def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
         """True: it was the best so far. `step` made these weights; `versions`: the first and the last that made the

@@ -35,7 +35,8 @@ class RunSaver:
         self._tokenizer = tokenizer
         self._config = config
 
-    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> None:
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> int:
+        """Gives the step of the oldest checkpoint that a resume may fall back to."""
         self._store.save(
             step,
             tensors={TRAINING: state.tensors},
@@ -47,6 +48,7 @@ class RunSaver:
             },
             hf=lambda folder: self.write_hf(folder, weights),
         )
+        return self._store.oldest()
 
     def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
         measured = {"version_min": versions[0], "version_max": versions[1]}

@@ -6,6 +6,10 @@
 
 `wait_batch` is the time in which there was nothing to train on. The learning itself is a `Backend`'s; what a batch may
 hold is the queue's to say, and is checked again here, because this is where the promise is kept.
+
+One that starts from a checkpoint behind what was committed goes the same way again first: the queue gives it the groups
+of those steps as they were recorded, and the version after each. Engines hold what came of them, or get it when the
+last of them is done, and hear nothing before.
 """
 
 from __future__ import annotations
@@ -13,25 +17,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
 from freewheel.data.group import PromptGroup
 from freewheel.observe.freshness import freshness
 from freewheel.observe.spans import ELAPSED, Spans
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import Taken
 from freewheel.queue.staleness import Bounds
-from freewheel.sync.weights import Weights, pack
-from freewheel.trainer.backend import Backend, BackendState, NonFiniteLoss
-from freewheel.trainer.checkpoint import CheckpointFailed
+from freewheel.sync.weights import Weights
+from freewheel.trainer.backend import Backend, BackendState
+from freewheel.trainer.checkpointing import Checkpointing, Snapshot
+from freewheel.trainer.due import Schedule
 from freewheel.trainer.measuring import Measuring
 from freewheel.trainer.peers import Evaluate, Publisher, QueueClient, Row, Saver
+from freewheel.trainer.stepping import Stepping, TrainingFailed
+from freewheel.trainer.taking import Batch, Taking, unless_failed
 
 __all__ = [
     "Ending",
@@ -47,46 +52,25 @@ __all__ = [
 
 log = logging.getLogger("freewheel.trainer")
 
-T = TypeVar("T")
 Ending = Literal["finished", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """When things are due."""
-
-    total_steps: int
-    batch_timeout_s: float
-    max_errors: int
-    save_every: int | None = None
-    eval_every: int | None = None
-    eval_at_start: bool = True
-    publish_timeout_s: float = 120.0
-    """How long an evaluation waits for its version to reach the engines."""
-
-    def saves(self, step: int) -> bool:
-        return self.save_every is not None and step % self.save_every == 0
-
-    def evaluates(self, step: int) -> bool:
-        return self.eval_every is not None and step % self.eval_every == 0 and step < self.total_steps
-
-
-@dataclass(frozen=True)
 class _Done:
     """A step that was taken, and what has to be told of it."""
 
-    step: int
+    batch: Batch
     version: int
     """After it."""
-    completes: bool
-    """It made a new version."""
     weights: Weights | None
+    """Where it made a new version."""
     state: BackendState | None
     """Where a checkpoint is due."""
 
-
-class TrainingFailed(RuntimeError):
-    """A step could not be taken, however often it was tried, or was half taken. The last checkpoint is intact."""
+    @property
+    def tells(self) -> bool:
+        """Engines are to hear of it: nothing that was recorded comes after it."""
+        return self.batch.step >= self.batch.recorded_until
 
 
 class FullyAsyncTrainer:
@@ -104,36 +88,45 @@ class FullyAsyncTrainer:
         schedule: Schedule,
         step: int = 0,
         version: int = 0,
+        keep_best: bool = True,
         pad_token_id: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.backend = backend
+        """`step` and `version`: of the checkpoint that `backend` was loaded from."""
         self.global_steps = step
         self.current_param_version = version
         self.processed_samples = 0
         self.param_sync_count = 0
-        self.dropped_stale_samples = 0
-        self.errors = 0
         self.spans = Spans()
         self.rows: list[Row] = []
         self._spans_before: dict[str, float] = {}
         self._queue = queue
         self._publisher = publisher
-        self._saver = saver
         self._bounds = bounds
         self._schedule = schedule
         self._pad_token_id = pad_token_id
         self._wall_clock = wall_clock
-        self._torch = ThreadPoolExecutor(1, thread_name_prefix="train")
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._stop = asyncio.Event()
         self._steps_in_version = 0
-        self._training = False
-        self._saving: asyncio.Task[None] | None = None
-        self._saved_step = step
+        self._recorded_until = step
+        """Steps up to this one were committed by a trainer before."""
         self._committed_step = step
-        self._updates_at_step = backend.updates_applied
-        """The backend's count when the last whole step was done."""
+        self._last_due = step
+        """The last one of which a checkpoint was due, whatever came of it."""
+        self._unsent: tuple[int, int, Weights] | None = None
+        """Step, version and weights that engines have not been sent."""
+        self._stepping = Stepping(
+            backend=backend, max_errors=schedule.max_errors, total_steps=schedule.total_steps, spans=self.spans
+        )
+        self._taking = Taking(
+            queue=queue,
+            bounds=bounds,
+            batch_timeout_s=schedule.batch_timeout_s,
+            stop=self._stop,
+            spans=self.spans,
+        )
+        self._checkpoints = Checkpointing(queue=queue, saver=saver, disk=self._disk, spans=self.spans, step=step)
         self._measuring = Measuring(
             publisher=publisher,
             saver=saver,
@@ -141,6 +134,7 @@ class FullyAsyncTrainer:
             disk=self._disk,
             tell=lambda row: self.rows.append(row),
             publish_timeout_s=schedule.publish_timeout_s,
+            keep_best=keep_best,
         )
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -148,23 +142,21 @@ class FullyAsyncTrainer:
     async def run(self) -> Ending:
         """Until all steps are done, the prompts end, or `request_stop`. The state is saved in each case, and as far as
         it can be also where an error ends the run."""
-        if self._schedule.eval_at_start and self.global_steps == 0:
-            self._measuring.start(0, self.current_param_version, None)
+        await self._queue.begin(self.global_steps)
+        await self._publisher.prime(self.current_param_version, await self._stepping.weights())
+        await self._measure_start()
         after = asyncio.create_task(_nothing())
-        taking = asyncio.create_task(self._take(self.global_steps + 1))
+        taking = asyncio.create_task(self._taking.take(self.global_steps + 1))
         try:
-            while self.global_steps < self._schedule.total_steps:
-                with self.spans("wait_batch"):
-                    groups = await taking
-                if not groups or self._stop.is_set():  # what was asked for ahead is given back
+            while self.global_steps < self._last_step:
+                batch = await unless_failed(after, self._batch(taking))
+                if batch is None:
                     break
-                step = self.global_steps + 1
-                groups = await self._fresh(step, groups)
-                if not groups:
-                    break
-                if step < self._schedule.total_steps:
-                    taking = asyncio.create_task(self._take(step + 1))
-                done = await self._train(step, groups)
+                if batch.recorded:
+                    self._recorded_until = batch.recorded_until
+                if batch.step < self._last_step:
+                    taking = asyncio.create_task(self._taking.take(batch.step + 1))
+                done = await self._train(batch)
                 await after  # steps are told of in order, and what went wrong in telling ends the run here
                 after = asyncio.create_task(self._afterwards(done))
             await after
@@ -179,15 +171,26 @@ class FullyAsyncTrainer:
                 task.cancel()
             await self._measuring.abandon()
             await asyncio.gather(taking, after, return_exceptions=True)
-            if self._saving is not None:
-                await asyncio.wait([self._saving])  # a checkpoint that is half written is worth the wait
+            await self._checkpoints.settled()  # one that is half written is worth the wait
+
+    @property
+    def _last_step(self) -> int:
+        """What was recorded is a part of the run, also where it is to be shorter now."""
+        return max(self._schedule.total_steps, self._recorded_until)
+
+    async def _measure_start(self) -> None:
+        """What there is to compare with, unless a trainer before this one had begun."""
+        if not self._schedule.eval_at_start or self.global_steps:
+            return
+        if not await self._publisher.wait_published(self.current_param_version + 1, wait_s=0.0):
+            self._measuring.start(0, self.current_param_version, None)
 
     def request_stop(self) -> None:
-        """Finish the step, save, and end."""
+        """Finish the step, save, and end. Before `run`: it ends as soon as it begins."""
         self._stop.set()
 
     def close(self) -> None:
-        self._torch.shutdown(wait=False, cancel_futures=True)
+        self._stepping.close()
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     async def _finish(self) -> Ending:
@@ -197,165 +200,93 @@ class FullyAsyncTrainer:
         stopped = self._stop.is_set()
         if stopped:
             await self._queue.give_back(self.global_steps + 1)
-        weights = await self._in_torch(self._pack)
-        version = await self._queue.complete_version()
-        if version > self.current_param_version:
-            self.current_param_version = version
-            await self._publish(self.global_steps, version, weights)
-        await self._save(self.global_steps, version, weights)
+        weights = await self._stepping.weights()
+        before = self.current_param_version
+        if await self._at_version():
+            if self.current_param_version > before:
+                await self._publish(self.global_steps, self.current_param_version, weights)
+            await self._save(weights)
         if not stopped:
-            await self._until_stopped(self._measuring.done())
+            await self._measuring.done(unless=self._stop)
         if not self._stop.is_set():
-            self._measuring.start(self.global_steps, version, weights)
-            await self._until_stopped(self._measuring.done())
+            self._measuring.start(self.global_steps, self.current_param_version, weights)
+            await self._measuring.done(unless=self._stop)
         return "stopped" if stopped else "finished"
 
-    async def _until_stopped(self, work: Coroutine[Any, Any, None]) -> None:
-        working, stopping = asyncio.create_task(work), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                working.result()
-        finally:
-            working.cancel()
-            stopping.cancel()
+    async def _at_version(self) -> bool:
+        """Makes the end of the run the end of a version. False: recorded steps come after it, in which that version
+        goes on; the journal has them all, and the next trainer takes them again."""
+        if self._steps_in_version and self.global_steps >= self._recorded_until:
+            version = await self._durable(self._queue.complete_version)
+            assert version == self.current_param_version + 1, f"the queue is at version {version}"
+            self.current_param_version, self._steps_in_version = version, 0
+        return not self._steps_in_version
 
     async def _rescue(self, error: Exception) -> None:
         """Saves the last whole step on the way out of a run that failed."""
-        if self._saving is not None:
-            await asyncio.wait([self._saving])
+        await self._checkpoints.settled()
         step = self.global_steps
-        if step <= self._saved_step:
+        if step <= self._checkpoints.saved_step:
             return
-        if self.backend.updates_applied != self._updates_at_step:
+        if self._stepping.half_done:
             log.error("Nothing more is saved: step %d was half done when it failed (%s)", step + 1, error)
             return
         try:
             for told in range(self._committed_step + 1, step + 1):
-                await self._queue.commit(told)
-            weights = await self._in_torch(self._pack)
-            await self._save(step, self.current_param_version, weights)
+                await self._commit(told)
+            if await self._at_version():
+                await self._save(await self._stepping.weights())
         except Exception as failure:  # noqa: BLE001  # what ended the run is raised; this comes on top of it
             why = f"{type(failure).__name__}: {failure}"
             log.error("Step %d is not saved: what a checkpoint of it needs could not be had (%s)", step, why)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    async def _take(self, step: int) -> list[PromptGroup]:
-        """The groups of `step`; none when the run has nothing more to train on, or is to stop."""
-        while not self._stop.is_set():
-            taken = await self._unless_stopped(self._queue.take(step, wait_s=self._schedule.batch_timeout_s))
-            if taken is None or taken.state == "finished":
-                return []
-            if taken.block is not None:
-                return taken.block.groups()
-            log.warning(
-                "No batch for step %d within async_training.batch_timeout = %g s: %s",
-                step,
-                self._schedule.batch_timeout_s,
-                taken.waiting_for,
-            )
-        return []
+    async def _batch(self, taking: asyncio.Task[Batch | None]) -> Batch | None:
+        """What to train on next; None: nothing more."""
+        with self.spans("wait_batch"):
+            batch = await taking
+        if batch is None or self._stop.is_set():  # what was asked for ahead is given back
+            return None
+        return await self._taking.fresh(batch, version=self.current_param_version)
 
-    async def _fresh(self, step: int, groups: list[PromptGroup]) -> list[PromptGroup]:
-        """The check at consumption: what is too old by now goes back to the stream, and others come in its place."""
-        while stale := [group for group in groups if self._bounds.too_old(self._lag(group))]:
-            self.dropped_stale_samples += sum(len(group) for group in stale)
-            log.warning(
-                "%d groups of step %d lag more than async_training.max_staleness_allowed = %d versions: issued again",
-                len(stale),
-                step,
-                self._bounds.max_lag_allowed,
-            )
-            sequences = [group.ticket.sequence for group in stale]
-            with self.spans("wait_batch"):
-                groups = await self._others(step, sequences)
-        return groups
-
-    async def _others(self, step: int, sequences: list[int]) -> list[PromptGroup]:
-        while not self._stop.is_set():
-            asked = self._queue.replace_stale(step, sequences, wait_s=self._schedule.batch_timeout_s)
-            taken = await self._unless_stopped(asked)
-            if taken is None or taken.state == "finished":
-                break
-            if taken.block is not None:
-                return taken.block.groups()
-            log.warning("Step %d waits for fresh groups: %s", step, taken.waiting_for)
-            sequences = []
-        return []
-
-    async def _unless_stopped(self, asked: Coroutine[Any, Any, Taken]) -> Taken | None:
-        asking, stopping = asyncio.create_task(asked), asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait([asking, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else None
-        finally:
-            asking.cancel()
-            stopping.cancel()
-
-    def _lag(self, group: PromptGroup) -> int:
-        return self.current_param_version - group.min_version
-
-    async def _train(self, step: int, groups: list[PromptGroup]) -> _Done:
-        """One step, tried again where it fails before it changed anything: a batch is not lost because memory was short
-        for a moment, and none is trained on twice."""
-        for attempt in range(1, self._schedule.max_errors + 1):
-            try:
-                metrics = await self._learned(step, groups)
-                break
-            except NonFiniteLoss:
-                raise
-            except Exception as error:
-                self.errors += 1
-                log.exception("Step %d failed (attempt %d of %d)", step, attempt, self._schedule.max_errors)
-                why = f"{type(error).__name__}: {error}"
-                applied = self.backend.updates_applied - self._updates_at_step
-                if applied:
-                    raise TrainingFailed(
-                        f"step {step} failed after {applied} of its updates were applied, and trying it again would "
-                        f"train on its groups twice: {why}. Go on from the last checkpoint (--resume)"
-                    ) from error
-                if attempt == self._schedule.max_errors:
-                    raise TrainingFailed(f"step {step} failed {attempt} times (trainer.max_errors): {why}") from error
-        self._updates_at_step = self.backend.updates_applied
-        self._steps_in_version = (self._steps_in_version + 1) % self._bounds.steps_per_version
-        completes, saves = self._steps_in_version == 0, self._schedule.saves(step)
-        self._account(step, groups, metrics, completes=completes)
-        with self.spans("pack"):
-            weights = await self._in_torch(self._pack) if completes or saves else None
-            state = await self._in_torch(self.backend.state) if saves else None
-        return _Done(step, self.current_param_version, completes, weights, state)
-
-    async def _learned(self, step: int, groups: list[PromptGroup]) -> dict[str, float]:
-        self._training = True
-        try:
-            with self.spans("train"):
-                return await self._in_torch(lambda: self._learn(step, groups))
-        finally:
-            self._training = False
-
-    def _learn(self, step: int, groups: list[PromptGroup]) -> dict[str, float]:
+    async def _train(self, batch: Batch) -> _Done:
         # In the middle of a version the weights are no longer those that any engine has.
-        version = None if self._steps_in_version else self.current_param_version
-        return self.backend.step(groups, version=version, step=step - 1, total_steps=self._schedule.total_steps)
+        before = None if self._steps_in_version else self.current_param_version
+        metrics = await self._stepping.learn(batch, version=before)
+        version = await self._version_after(batch)
+        completes = version > self.current_param_version
+        self._steps_in_version = 0 if completes else self._steps_in_version + 1
+        self._stepping.whole()
+        self._account(batch, metrics, version)
+        saves = completes and self._schedule.saves(batch.step, since=self._last_due)
+        self._last_due = batch.step if saves else self._last_due
+        with self.spans("pack"):
+            weights = await self._stepping.weights() if completes else None
+            state = await self._stepping.state() if saves else None
+        return _Done(batch=batch, version=version, weights=weights, state=state)
 
-    def _pack(self) -> Weights:
-        return pack(self.backend.weights())
+    async def _version_after(self, batch: Batch) -> int:
+        if not batch.recorded:
+            return self.current_param_version + (self._steps_in_version + 1 >= self._bounds.steps_per_version)
+        version = await self._commit(batch.step)  # as it was: a run that ended after it may have completed one early
+        assert 0 <= version - self.current_param_version <= 1, f"step {batch.step} is recorded with version {version}"
+        return version
 
-    async def _in_torch(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._torch, work)
-
-    def _account(self, step: int, groups: list[PromptGroup], metrics: dict[str, float], *, completes: bool) -> None:
+    def _account(self, batch: Batch, metrics: dict[str, float], version: int) -> None:
         """The counters move on, and the step gets its row: ages as it began, counters as they are after it."""
-        lags = np.repeat([self._lag(group) for group in groups], [len(group) for group in groups])
-        born = np.repeat([group.created_s for group in groups], [len(group) for group in groups])
-        assert not self._bounds.too_old(int(lags.max())), f"lag {lags.max()} was trained on"
+        groups = batch.groups
+        samples = [len(group) for group in groups]
+        lags = np.repeat([self.current_param_version - group.min_version for group in groups], samples)
+        born = np.repeat([group.created_s for group in groups], samples)
+        # What was recorded kept the bound that held then.
+        assert batch.recorded or not self._bounds.too_old(int(lags.max())), f"lag {lags.max()} was trained on"
         custom = self._custom_metrics(groups)
-        self.global_steps = step
+        self.global_steps = batch.step
         self.processed_samples += len(lags)
-        self.current_param_version += completes
+        self.current_param_version = version
         fresh = freshness(lags, self._wall_clock() - born, staleness_threshold=self._bounds.threshold)
-        self.rows.append(Row("step", step, {**metrics, **fresh, **custom, **self.counters(), **self._timing()}))
+        self.rows.append(Row("step", batch.step, {**metrics, **fresh, **custom, **self.counters(), **self._timing()}))
 
     def _timing(self) -> dict[str, float]:
         """Where the time since the step before went, and how long the trainer has run."""
@@ -383,48 +314,64 @@ class FullyAsyncTrainer:
 
     async def _afterwards(self, done: _Done) -> None:
         """While the next step trains: the queue hears of it, engines get the weights, and what is due is begun."""
-        await self._queue.commit(done.step)
-        self._committed_step = done.step
-        if done.completes and done.weights is not None:
-            await self._publish(done.step, done.version, done.weights)
+        step, version = done.batch.step, done.version
+        if not done.batch.recorded:
+            found = await self._commit(step)
+            assert found == version, f"the queue is at version {found} after step {step}, and the trainer at {version}"
+        if done.weights is not None:
+            self._unsent = (step, version, done.weights)
+        if done.tells and self._unsent is not None:  # in the middle of a version: the one before
+            unsent, self._unsent = self._unsent, None
+            await self._publish(*unsent)
         if done.state is not None and done.weights is not None:
-            await self._saved()  # a disk slower than the steps slows them down instead of filling memory
-            frontier = await self._queue.frontier()
-            self._saving = asyncio.create_task(self._write(done, frontier))
-        if self._schedule.evaluates(done.step):
-            self._measuring.start(done.step, done.version, done.weights if done.completes else None)
+            snapshot = Snapshot(step=step, version=version, weights=done.weights, state=done.state)
+            await self._checkpoints.begin(snapshot)
+        if done.tells and self._schedule.evaluates(step):
+            self._measuring.start(step, version, done.weights)
+
+    async def _commit(self, step: int) -> int:
+        """The version after `step`, once it is written down that it was trained."""
+        version = await self._durable(partial(self._queue.commit, step))
+        self._committed_step = max(self._committed_step, step)
+        return version
+
+    async def _durable(self, ask: Callable[..., Awaitable[int | None]]) -> int:
+        while (version := await ask(wait_s=self._schedule.batch_timeout_s)) is None:
+            log.warning("The journal cannot be written yet; what was trained up to step %d waits", self.global_steps)
+        return version
 
     async def _publish(self, step: int, version: int, weights: Weights) -> None:
         self.param_sync_count += 1
         self._measuring.published(step, version, weights)
         await self._publisher.submit(version, weights)
 
-    async def _saved(self) -> None:
-        """When the checkpoint that is being written is."""
-        if self._saving is not None:
-            await asyncio.shield(self._saving)
-
-    async def _save(self, step: int, version: int, weights: Weights) -> None:
-        await self._saved()
-        if step > self._saved_step:
-            state = await self._in_torch(self.backend.state)
-            frontier = await self._queue.frontier()
-            self._saving = asyncio.create_task(self._write(_Done(step, version, True, weights, state), frontier))
-            await self._saved()
-
-    async def _write(self, done: _Done, frontier: Frontier) -> None:
-        """A checkpoint that cannot be written is no reason to lose the run: the next one may fit."""
-        assert done.state is not None and done.weights is not None
-        saving = partial(self._saver.save, done.step, done.version, frontier, done.state, done.weights)
-        try:
-            with self.spans("save"):
-                await asyncio.get_running_loop().run_in_executor(self._disk, saving)
-            self._saved_step = done.step
-            log.info("Saved the checkpoint of step %d", done.step)
-        except CheckpointFailed as error:
-            log.error("The checkpoint of step %d was not written, and training goes on: %s", done.step, error)
+    async def _save(self, weights: Weights) -> None:
+        """The last step, unless it is saved."""
+        await self._checkpoints.done()
+        step = self.global_steps
+        if step > self._checkpoints.saved_step:
+            state = await self._stepping.state()
+            last = Snapshot(step=step, version=self.current_param_version, weights=weights, state=state)
+            await self._checkpoints.begin(last)
+            await self._checkpoints.done()
 
     # -- what it knows ------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> Backend:
+        return self._stepping.backend
+
+    @backend.setter
+    def backend(self, backend: Backend) -> None:
+        self._stepping.backend = backend
+
+    @property
+    def errors(self) -> int:
+        return self._stepping.errors
+
+    @property
+    def dropped_stale_samples(self) -> int:
+        return self._taking.dropped_stale_samples
 
     def counters(self) -> dict[str, Any]:
         return {
@@ -439,10 +386,11 @@ class FullyAsyncTrainer:
         return {
             **self.counters(),
             "errors": self.errors,
-            "training": self._training,
-            "saving": self._saving is not None and not self._saving.done(),
+            "training": self._stepping.training,
+            "saving": self._checkpoints.running,
             "evaluating": self._measuring.running,
-            "saved_step": self._saved_step,
+            "saved_step": self._checkpoints.saved_step,
+            "recorded_until": self._recorded_until,
             "spans": self.spans.snapshot(),
         }
 

@@ -1,0 +1,187 @@
+"""What the queue's tests share: groups, a journal in memory, and a writer whose disk works when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.queue.journal import (
+    Abandoned,
+    Base,
+    Committed,
+    Event,
+    Failed,
+    GivenBack,
+    Reserved,
+    Step,
+    Stored,
+    Took,
+    VersionCompleted,
+)
+from freewheel.queue.ledger import Frontier
+
+
+def group(ticket: Ticket, version: int = 0) -> PromptGroup:
+    tokens = np.array([ticket.ordinal, 7], np.int32)
+    response = Response(
+        tokens=tokens,
+        logprobs=np.zeros(2, np.float32),
+        versions=np.full(2, version, np.int32),
+        mask=np.ones(2, np.uint8),
+        finish="stop",
+        reward=Reward(value=1.0, raw=1.0),
+    )
+    return PromptGroup.of(ticket, Prompt(tokens=tokens, row={}), [response], created_s=0.0)
+
+
+def block(tickets: Sequence[Ticket], version: int = 0) -> Block:
+    return Block.pack([group(ticket, version) for ticket in tickets])
+
+
+def light_block(tickets: Sequence[tuple[Ticket, int]]) -> Block:
+    """Tickets with their versions, and groups that nobody looks into."""
+    return Block.join([(ticket, version, b"%d" % ticket.sequence) for ticket, version in tickets])
+
+
+class MemoryJournal:
+    """A `Journal` by its own description, in a few dictionaries; it remembers itself before each transaction."""
+
+    path = Path("journal.memory")
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Any] = {
+            "base": Base(),
+            "reserved": 0,
+            "steps": {},
+            "groups": {},
+            "failures": {},
+            "abandoned": {},
+        }
+        self.before: list[dict[str, Any]] = []
+
+    def _begin(self) -> dict[str, Any]:
+        self.before.append({name: copy.copy(value) for name, value in self.rows.items()})
+        return self.rows
+
+    def lose(self, transactions: int) -> None:
+        """A power cut: the newest of them were not on the disk."""
+        for _ in range(min(transactions, len(self.before))):
+            self.rows = self.before.pop()
+
+    def append(self, events: Sequence[Event]) -> None:
+        rows = self._begin()
+        steps: dict[int, Step] = rows["steps"]
+        for event in events:
+            match event:
+                case Stored(ticket):
+                    rows["groups"].setdefault(ticket.sequence, event)
+                case Took(step, tickets, missing):
+                    if step not in steps or steps[step].version is None:
+                        steps[step] = Step(step, None, tickets, missing, 0.0)
+                case Committed(step, version, wall_s):
+                    if steps[step].version is None:
+                        steps[step] = msgspec.structs.replace(steps[step], version=version, wall_s=wall_s)
+                case VersionCompleted(step, version):
+                    steps[step] = msgspec.structs.replace(steps[step], version=version)
+                case Failed(ticket):
+                    rows["failures"].setdefault(ticket.sequence, event)
+                    rows["groups"].pop(ticket.sequence, None)
+                case Abandoned(ordinal):
+                    rows["abandoned"].setdefault(ordinal, event)
+                case GivenBack(step):
+                    if step in steps and steps[step].version is None:
+                        del steps[step]
+                case Reserved(below):
+                    rows["reserved"] = max(rows["reserved"], below)
+
+    def compact(self, *, step: int, frontier: Frontier, keep_groups: int) -> None:
+        rows = self._begin()
+        if step <= rows["base"].step:
+            return
+        old = [ticket for at, one in rows["steps"].items() if at <= step for ticket in one.tickets]
+        for ticket in old[: len(old) - keep_groups]:
+            rows["groups"].pop(ticket.sequence, None)
+        rows["base"] = Base(step, rows["steps"][step].version, frontier)
+
+    def rewind(self, *, after: int) -> None:
+        rows = self._begin()
+        assert after >= rows["base"].step
+        rows["steps"] = {at: one for at, one in rows["steps"].items() if at <= after}
+
+    def reset(self, *, step: int, version: int, frontier: Frontier) -> None:
+        rows = self._begin()
+        rows["base"] = Base(step, version, frontier)
+        rows["steps"] = {at: one for at, one in rows["steps"].items() if at <= step and one.version is not None}
+        ended = set(frontier.ended)
+        rows["groups"] = {
+            at: one
+            for at, one in rows["groups"].items()
+            if one.ticket.ordinal >= frontier.low and one.ticket.ordinal not in ended
+        }
+
+    def base(self) -> Base:
+        return self.rows["base"]
+
+    def reserved(self) -> int:
+        return self.rows["reserved"]
+
+    def steps(self, *, after: int) -> Iterator[Step]:
+        return iter([one for at, one in sorted(self.rows["steps"].items()) if at > after])
+
+    def stored(self) -> Iterator[Stored]:
+        mine = {ticket.sequence for step in self.rows["steps"].values() for ticket in step.tickets}
+        return iter([one for at, one in sorted(self.rows["groups"].items()) if at not in mine])
+
+    def groups(self, step: int) -> list[Stored] | None:
+        tickets = self.rows["steps"][step].tickets
+        found = [self.rows["groups"].get(ticket.sequence) for ticket in tickets]
+        return None if None in found else found
+
+    def failures(self, ordinal: int | None = None) -> Iterator[Failed]:
+        found = [one for _, one in sorted(self.rows["failures"].items())]
+        return iter([one for one in found if ordinal in (None, one.ticket.ordinal)])
+
+    def abandoned(self) -> Iterator[Abandoned]:
+        return iter([one for _, one in sorted(self.rows["abandoned"].items())])
+
+    def close(self) -> None:
+        pass
+
+
+class ManualWriter:
+    """A `JournalWriter` without a thread: each write is a transaction, and happens at `work`."""
+
+    def __init__(self, journal: Any) -> None:
+        self.journal = journal
+        self.paused = ""
+        self.jobs: deque[tuple[asyncio.Future[Any], Callable[[Any], Any]]] = deque()
+
+    def write(self, *events: Event) -> asyncio.Future[None]:
+        return self._add(lambda journal: journal.append(events))
+
+    async def read(self, work: Callable[[Any], Any]) -> Any:
+        return await self._add(work)
+
+    def _add(self, work: Callable[[Any], Any]) -> asyncio.Future[Any]:
+        future = asyncio.get_running_loop().create_future()
+        self.jobs.append((future, work))
+        return future
+
+    def work(self, count: int = 1_000_000) -> bool:
+        """Does the first of what there is to do. False: there was nothing."""
+        done = 0
+        while self.jobs and done < count:
+            future, work = self.jobs.popleft()
+            result = work(self.journal)
+            done += 1
+            if not future.done():
+                future.set_result(result)
+        return done > 0

@@ -1,0 +1,648 @@
+"""The journal's file: what was appended is there, whatever becomes of the process, the disk or the file's bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from freewheel.data.group import Ticket
+from freewheel.queue import journal as journal_module
+from freewheel.queue import journal_file
+from freewheel.queue.journal import (
+    NO_SEQUENCE,
+    Abandoned,
+    Base,
+    Committed,
+    Event,
+    Failed,
+    GivenBack,
+    Journal,
+    JournalBusy,
+    JournalDamaged,
+    JournalFormat,
+    JournalFull,
+    Reserved,
+    Step,
+    Stored,
+    Took,
+    VersionCompleted,
+    set_aside,
+)
+from freewheel.queue.ledger import Frontier
+
+pytestmark = pytest.mark.timeout(60)
+
+KILLS = 10
+GROUP_BYTES = 80_000
+
+
+def group(sequence: int, *, size: int = 300, ordinal: int | None = None, attempt: int = 0) -> Stored:
+    """One whose data says whose it is."""
+    data = (f"<{sequence}>".encode() * size)[:size]
+    return Stored(Ticket(sequence if ordinal is None else ordinal, sequence, attempt), sequence % 7, data, sequence / 8)
+
+
+def trained(step: int, sequences: Sequence[int]) -> list[Event]:
+    return [
+        *(group(one) for one in sequences),
+        Took(step, tuple(group(one).ticket for one in sequences)),
+        Committed(step, step, float(step)),
+    ]
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, readonly: bool = False) -> Iterator[Journal]:
+    journal = Journal(path, readonly=readonly)
+    try:
+        yield journal
+    finally:
+        journal.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+def sequences(journal: Journal) -> list[int]:
+    return [one.ticket.sequence for one in journal.stored()]
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_appended_is_read_by_the_next_process(path: Path):
+    failure = Failed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)
+    given_up = Abandoned(6, 2, "prompt", 8.0)
+    with opened(path) as journal:
+        journal.append([*trained(1, [0, 1]), group(2), Took(2, (Ticket(3, 3),), 1), failure, given_up, Reserved(1024)])
+    with opened(path) as journal:
+        assert journal.base() == Base()
+        assert list(journal.steps(after=0)) == [
+            Step(1, 1, (Ticket(0, 0), Ticket(1, 1)), 0, 1.0),
+            Step(2, None, (Ticket(3, 3),), 1, 0.0),
+        ]
+        assert list(journal.stored()) == [group(2)]
+        assert journal.groups(1) == [group(0), group(1)]
+        assert list(journal.failures()) == list(journal.failures(5)) == [failure]
+        assert list(journal.failures(4)) == []
+        assert list(journal.abandoned()) == [given_up]
+        assert journal.reserved() == 1024
+        assert journal.check() == []
+
+
+def test_every_event_may_be_said_twice(path: Path):
+    events: list[Event] = [
+        *trained(1, [0, 1]),
+        group(2),
+        Took(2, (Ticket(2, 2),)),
+        GivenBack(2),
+        Failed(Ticket(3, 3), None, "stale", "", 1.0),
+        Abandoned(3, 1, "reward", 2.0),
+        VersionCompleted(1, 1),
+        Reserved(10),
+    ]
+    with opened(path) as journal:
+        journal.append(events)
+        before = everything(journal)
+        journal.append(events)
+        assert everything(journal) == before
+
+
+def test_a_group_is_stored_until_a_step_takes_it_and_again_when_it_is_given_back(path: Path):
+    with opened(path) as journal:
+        journal.append([group(one) for one in range(4)])
+        journal.append([Took(1, (Ticket(1, 1), Ticket(3, 3)))])
+        assert sequences(journal) == [0, 2]
+        journal.append([GivenBack(1)])
+        assert sequences(journal) == [0, 1, 2, 3]
+
+
+def test_a_take_said_again_replaces_its_groups_until_it_is_committed(path: Path):
+    with opened(path) as journal:
+        journal.append([group(one) for one in range(3)])
+        journal.append([Took(1, (Ticket(0, 0), Ticket(1, 1)))])
+        journal.append([Failed(Ticket(1, 1), None, "stale", "", 0.0), Took(1, (Ticket(0, 0),), 1)])
+        journal.append([Took(1, (Ticket(0, 0), Ticket(2, 2)))])
+        assert journal.groups(1) == [group(0), group(2)]
+        journal.append([Committed(1, 1, 1.0), Took(1, (Ticket(2, 2),)), GivenBack(1)])
+        assert journal.groups(1) == [group(0), group(2)]
+
+
+def test_a_failed_attempt_deletes_its_stored_group(path: Path):
+    with opened(path) as journal:
+        journal.append([group(0), group(1), Failed(Ticket(0, 0), None, "stale", "", 0.0)])
+        assert sequences(journal) == [1]
+
+
+def test_a_commit_of_a_step_that_nobody_took_is_refused_and_changes_nothing(path: Path):
+    with opened(path) as journal:
+        with pytest.raises(AssertionError, match="step 3"):
+            journal.append([group(0), Committed(3, 1, 0.0)])
+        assert sequences(journal) == []
+
+
+def test_reserved_sequences_never_fall(path: Path):
+    with opened(path) as journal:
+        journal.append([Reserved(2048), Reserved(1024)])
+        assert journal.reserved() == 2048
+
+
+def test_the_version_that_the_end_of_a_run_completed_is_its_last_steps(path: Path):
+    with opened(path) as journal:
+        journal.append([*trained(1, [0]), VersionCompleted(1, 9)])
+        assert [step.version for step in journal.steps(after=0)] == [9]
+
+
+def test_a_long_error_text_is_cut(path: Path):
+    with opened(path) as journal:
+        journal.append([Failed(Ticket(0, 0), "data", "reward", "x" * 10**6, 0.0)])
+        (failure,) = journal.failures()
+        assert len(failure.detail) == journal_module.DETAIL_CHARS
+
+
+tickets = st.builds(Ticket, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 9))
+seconds = st.floats(allow_nan=False)
+words = st.text(max_size=20)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    stored=st.lists(st.builds(Stored, tickets, st.integers(-1, 2**31), st.binary(max_size=200), seconds), max_size=8),
+    steps=st.lists(st.tuples(st.lists(tickets, max_size=6), st.integers(0, 3), st.integers(0, 99) | st.none())),
+    failures=st.lists(st.builds(Failed, tickets, st.none() | words, words, words, seconds), max_size=5),
+    abandoned=st.lists(st.builds(Abandoned, st.integers(0, 2**40), st.integers(0, 9), words, seconds), max_size=5),
+    reserved=st.integers(0, 2**62),
+)
+def test_events_are_read_as_they_were_written(tmp_path_factory, stored, steps, failures, abandoned, reserved):
+    path = tmp_path_factory.mktemp("journal") / "journal.sqlite"
+    with opened(path) as journal:
+        journal.append([*stored, *abandoned, Reserved(reserved)])
+        for step, (chosen, missing, version) in enumerate(steps, 1):
+            journal.append([Took(step, tuple(chosen), missing)])
+            if version is not None:
+                journal.append([Committed(step, version, 1.5)])
+        assert [(list(s.tickets), s.missing, s.version) for s in journal.steps(after=0)] == steps
+        used = {ticket.sequence for chosen, _, _ in steps for ticket in chosen}
+        first = {one.ticket.sequence: one for one in reversed(stored)}
+        assert list(journal.stored()) == [first[key] for key in sorted(first) if key not in used]
+        journal.append(failures)
+        failed = {one.ticket.sequence: one for one in reversed(failures)}
+        assert list(journal.failures()) == [failed[key] for key in sorted(failed)]
+        ended = {one.ordinal: one for one in reversed(abandoned)}
+        assert list(journal.abandoned()) == [ended[key] for key in sorted(ended)]
+        assert journal.reserved() == reserved
+    shutil.rmtree(path.parent)
+
+
+# -- compaction, rewinding, resetting ---------------------------------------------------------------------------------
+
+
+def test_compaction_drops_the_data_and_keeps_the_ordinals(path: Path):
+    with opened(path) as journal:
+        for step in range(1, 5):
+            journal.append(trained(step, [3 * step, 3 * step + 1, 3 * step + 2]))
+        journal.append([group(99)])
+        frontier = Frontier(low=12, trained=9)
+        journal.compact(step=3, frontier=frontier, keep_groups=4)
+        assert journal.base() == Base(3, 3, frontier)
+        kept = [Ticket(6, 6), Ticket(7, 7), Ticket(8, 8), Ticket(9, 9), Ticket(10, 10), Ticket(11, 11)]
+        assert [ticket for step in journal.steps(after=1) for ticket in step.tickets][:6] == kept
+        assert next(journal.steps(after=0)).tickets == tuple(Ticket(one, NO_SEQUENCE) for one in (3, 4, 5))
+        assert [journal.group(one) is not None for one in range(3, 12)] == [False] * 5 + [True] * 4
+        assert [journal.groups(one) is not None for one in (1, 2, 3, 4)] == [False, False, True, True]
+        assert sequences(journal) == [99], "what is kept for inspection is not stored again"
+
+
+def test_a_step_whose_groups_are_dropped_keeps_the_version_of_its_oldest(path: Path):
+    with opened(path) as journal:
+        for step, mine in enumerate(([2, 3], [4, 5], [7, 6]), 1):
+            journal.append(trained(step, mine))  # 7 is of version 0, all others of their own number
+        journal.compact(step=3, frontier=Frontier(low=8), keep_groups=1)
+        assert [one.min_version for one in journal.steps(after=0)] == [2, 4, 0]
+        journal.append(trained(4, [8]))
+        assert [one.min_version for one in journal.steps(after=3)] == [None], "its group is there to say it"
+        journal.compact(step=4, frontier=Frontier(low=9), keep_groups=0)
+        assert [one.min_version for one in journal.steps(after=0)] == [2, 4, 0, 1]
+
+
+def test_compaction_said_again_or_of_an_earlier_step_changes_nothing(path: Path):
+    with opened(path) as journal:
+        for step in (1, 2):
+            journal.append(trained(step, [step]))
+        journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
+        before = everything(journal)
+        journal.compact(step=2, frontier=Frontier(low=9), keep_groups=0)
+        journal.compact(step=1, frontier=Frontier(), keep_groups=0)
+        assert everything(journal) == before
+
+
+def test_a_compaction_that_was_killed_in_between_is_finished_by_the_next(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(journal_module, "DROPPED_AT_ONCE", 2)
+    with opened(path) as journal:
+        for step in range(1, 6):
+            journal.append(trained(step, [2 * step, 2 * step + 1]))
+        to_history, calls = journal._to_history, iter(range(10))
+
+        def killed(steps: Sequence[Step]) -> None:
+            assert next(calls) < 2, "killed"
+            to_history(steps)
+
+        monkeypatch.setattr(journal, "_to_history", killed)
+        with pytest.raises(AssertionError, match="killed"):
+            journal.compact(step=4, frontier=Frontier(low=10), keep_groups=0)
+    with opened(path) as journal:
+        assert journal.base().step == 4
+        assert sequences(journal) == []
+        journal.compact(step=5, frontier=Frontier(low=12), keep_groups=0)
+        assert [journal.group(one) for one in range(2, 12)] == [None] * 10
+        assert [ticket.ordinal for step in journal.steps(after=0) for ticket in step.tickets] == list(range(2, 12))
+
+
+def test_files_stay_bounded_over_thousands_of_steps_and_a_trained_group_costs_two_bytes(path: Path):
+    per_step, steps, every = 32, 3000, 50
+    sizes = []
+    with opened(path) as journal:
+        for step in range(1, steps + 1):
+            journal.append(trained(step, range(step * per_step, (step + 1) * per_step)))
+            if step % every == 0:
+                frontier = Frontier(low=(step + 1) * per_step, trained=step * per_step)
+                journal.compact(step=step, frontier=frontier, keep_groups=64)
+            if step % 1000 == 0:
+                log = path.with_name(path.name + "-wal").stat().st_size
+                assert log < journal_file.CHECKPOINT_BYTES + 4 * 2**20
+                sizes.append(path.stat().st_size)
+        ordinals = [ticket.ordinal for step in journal.steps(after=0) for ticket in step.tickets]
+    assert ordinals == list(range(per_step, (steps + 1) * per_step))
+    grown = sizes[2] - sizes[0]
+    assert grown <= 2 * 2000 * per_step + 3 * journal_file.PAGE_BYTES, f"{grown} bytes for {2000 * per_step} groups"
+
+
+def test_rewinding_stores_the_groups_of_later_steps_again(path: Path):
+    with opened(path) as journal:
+        for step in (1, 2, 3):
+            journal.append(trained(step, [step * 10, step * 10 + 1]))
+        journal.append([Took(4, (Ticket(40, 40),)), group(40)])
+        journal.rewind(after=1)
+        assert [step.step for step in journal.steps(after=0)] == [1]
+        assert sequences(journal) == [20, 21, 30, 31, 40]
+
+
+def test_rewinding_beyond_the_base_is_refused(path: Path):
+    with opened(path) as journal:
+        for step in (1, 2):
+            journal.append(trained(step, [step]))
+        journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
+        with pytest.raises(AssertionError, match="base"):
+            journal.rewind(after=1)
+
+
+def test_a_reset_begins_from_a_checkpoint_and_keeps_groups_whose_prompts_have_not_ended(path: Path):
+    with opened(path) as journal:
+        journal.append([*trained(1, [0, 1]), *(group(one) for one in range(2, 8)), Took(2, (Ticket(2, 2),))])
+        frontier = Frontier(low=4, ended=(6,), trained=5)
+        journal.reset(step=3, version=2, frontier=frontier)
+        assert journal.base() == Base(3, 2, frontier)
+        assert sequences(journal) == [4, 5, 7]
+        assert [step.step for step in journal.steps(after=0)] == [1], "what was trained is known, as far as it is"
+        journal.append(trained(4, [20]))
+        assert [step.step for step in journal.steps(after=3)] == [4]
+
+
+def test_a_reset_to_an_earlier_step_forgets_what_came_after_it(path: Path):
+    with opened(path) as journal:
+        for step in (1, 2, 3):
+            journal.append(trained(step, [step]))
+        journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
+        journal.reset(step=1, version=1, frontier=Frontier(low=2, trained=1))
+        assert [step.step for step in journal.steps(after=0)] == [1]
+        assert sequences(journal) == [3], "the group of step 2 is gone, and made again"
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+WRITING = """
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from freewheel.data.group import Ticket
+from freewheel.queue.journal import *
+from freewheel.queue.ledger import Frontier
+
+PER_STEP, GROUP_BYTES = {per_step}, {size}
+{functions}
+journal = Journal(Path(sys.argv[1]))
+"""
+STEP_AFTER_STEP = """
+step = max((one.step for one in journal.steps(after=0)), default=0)
+while True:
+    step += 1
+    for event in trained_large(step):
+        journal.append([event])
+    if step % 20 == 0:
+        journal.compact(step=step, frontier=Frontier(low=PER_STEP * (step + 1)), keep_groups=4)
+    print(step, flush=True)
+"""
+UNTIL_FULL = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, resource.RLIM_INFINITY))
+done = 0
+try:
+    while True:
+        journal.append([group(done, size=GROUP_BYTES)])
+        done += 1
+except JournalFull:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+journal.append([group(done, size=GROUP_BYTES)])
+assert [one.ticket.sequence for one in journal.stored()] == list(range(done + 1)) and done > 9, done
+print("went on")
+"""
+PER_STEP = 3
+
+
+def trained_large(step: int) -> list[Event]:
+    """Groups as large as real ones, so that kills meet checkpoints and transactions of several pages."""
+    mine = range(step * PER_STEP, (step + 1) * PER_STEP)
+    events = trained(step, mine)
+    return [*(group(one, size=GROUP_BYTES) for one in mine), *events[PER_STEP:]]
+
+
+def process(script: str, path: Path) -> subprocess.Popen[str]:
+    functions = "\n".join(inspect.getsource(one) for one in (group, trained, trained_large))
+    source = WRITING.format(functions=functions, per_step=PER_STEP, size=GROUP_BYTES) + script
+    return subprocess.Popen([sys.executable, "-c", source, str(path)], stdout=subprocess.PIPE, text=True)
+
+
+def test_a_kill_at_any_instant_loses_nothing_that_was_acknowledged(path: Path):
+    rng = random.Random(5)
+    last = 0
+    for _ in range(KILLS):
+        writer = process(STEP_AFTER_STEP, path)
+        assert writer.stdout is not None
+        for _ in range(rng.randrange(5, 60)):
+            last = int(writer.stdout.readline())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            writer.wait(rng.random() * 0.01)
+        writer.send_signal(signal.SIGKILL)
+        acknowledged = [int(line) for line in writer.stdout.read().split()]
+        writer.stdout.close()
+        writer.wait()
+        last = max([last, *acknowledged])
+        with opened(path) as journal:
+            steps = list(journal.steps(after=0))
+            assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+            assert len([step for step in steps if step.version is not None]) >= last
+            for step in steps:
+                assert [ticket.ordinal for ticket in step.tickets] == [
+                    group(one).ticket.ordinal for one in range(step.step * PER_STEP, (step.step + 1) * PER_STEP)
+                ]
+            for step in steps[journal.base().step :]:
+                assert journal.groups(step.step) == trained_large(step.step)[:PER_STEP]
+            for one in journal.stored():  # put, and the kill came before their step was taken
+                assert one == group(one.ticket.sequence, size=GROUP_BYTES)
+                assert one.ticket.sequence // PER_STEP == len(steps) + 1
+            journal.rewind(after=max(last, journal.base().step))
+
+
+def test_a_reader_beside_a_live_writer_sees_whole_moments_and_keeps_no_log_from_being_used_again(path: Path):
+    with opened(path) as journal, opened(path, readonly=True) as reader:
+        for step in range(1, 200):
+            for event in trained_large(step):
+                journal.append([event])
+            with reader.snapshot():
+                in_steps = {ticket.sequence for one in reader.steps(after=0) for ticket in one.tickets}
+                if step % 10 == 0:
+                    journal.append([group(10**6 + step)])
+                    assert in_steps == set(range(PER_STEP, (step + 1) * PER_STEP))
+                    assert 10**6 + step not in sequences(reader)
+            if step == 20:
+                paused = reader.stored()  # a reader that stops in the middle of a stream
+                next(paused)
+        assert path.with_name(path.name + "-wal").stat().st_size < 2 * journal_file.CHECKPOINT_BYTES
+
+
+def test_only_one_process_writes(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(journal_file, "LOCK_WAIT_S", 0.0)
+    with opened(path):
+        with pytest.raises(JournalBusy, match="another process"):
+            Journal(path)
+        Journal(path, readonly=True).close()
+    Journal(path).close()
+
+
+def test_the_file_is_its_owners_alone(path: Path):
+    with opened(path) as journal:
+        journal.append([group(0)])
+        for one in path.parent.iterdir():
+            assert stat.S_IMODE(one.stat().st_mode) == 0o600, one.name
+
+
+def test_a_journal_that_is_not_there_is_not_made_by_reading(path: Path):
+    with pytest.raises(FileNotFoundError):
+        Journal(path, readonly=True)
+    assert not list(path.parent.iterdir())
+
+
+# -- damage -----------------------------------------------------------------------------------------------------------
+
+
+def everything(journal: Journal) -> dict[str, bytes | list[bytes]]:
+    """All that it says, row by row."""
+    encode = msgspec.msgpack.encode
+    return {
+        "base": encode(journal.base()),
+        "reserved": encode(journal.reserved()),
+        "steps": [encode(one) for one in journal.steps(after=0)],
+        "stored": [encode(one) for one in journal.stored()],
+        "groups": [encode(journal.groups(one.step)) for one in journal.steps(after=0)],
+        "failures": [encode(one) for one in journal.failures()],
+        "abandoned": [encode(one) for one in journal.abandoned()],
+    }
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a writer that was killed: part in the database, part in the log."""
+    path = tmp_path_factory.mktemp("killed") / "journal.sqlite"
+    copy = path.with_name("copy")
+    with opened(path) as journal:
+        for step in range(1, 61):
+            journal.append(trained_large(step))
+            journal.append([Failed(Ticket(step, 10**6 + step), "infra", "engine", "it broke", 0.0)])
+        journal.append([group(10**5 + one, size=GROUP_BYTES) for one in range(20)])
+        for suffix in ("", "-wal"):
+            shutil.copy(path.with_name(path.name + suffix), copy.with_name(copy.name + suffix))
+    return copy
+
+
+def copied(killed: Path, path: Path) -> Path:
+    for suffix in ("", "-wal"):
+        shutil.copy(killed.with_name(killed.name + suffix), path.with_name(path.name + suffix))
+    path.with_name(path.name + "-shm").unlink(missing_ok=True)
+    return path
+
+
+def plausible(journal: Journal) -> None:
+    """Whatever is there is what was written."""
+    for step in journal.steps(after=0):
+        expected = trained_large(step.step)
+        assert step.tickets == expected[PER_STEP].tickets  # type: ignore[union-attr]
+        assert step.version in (None, step.step)
+        groups = journal.groups(step.step)
+        assert groups is None or groups == expected[:PER_STEP]
+    for one in journal.stored():
+        assert one == group(one.ticket.sequence, size=GROUP_BYTES)
+    for failure in journal.failures():
+        assert failure.reason == "engine"
+
+
+def test_a_log_cut_off_at_any_place_leaves_a_prefix(path: Path):
+    """Nothing has been copied into the file yet, as it is when a power cut takes the end of the log."""
+    rng = random.Random(1)
+    with opened(path) as journal:
+        for step in range(1, 11):
+            for event in trained(step, range(step * PER_STEP, (step + 1) * PER_STEP)):
+                journal.append([event])
+        copied(path, path.with_name("whole"))
+    size = path.with_name("whole-wal").stat().st_size
+    assert size < journal_file.CHECKPOINT_BYTES
+    for round_ in range(20):
+        cut = path.with_name(f"cut-{round_}")
+        copied(path.with_name("whole"), cut)
+        os.truncate(cut.with_name(cut.name + "-wal"), rng.randrange(size))
+        with opened(cut) as journal:
+            steps = list(journal.steps(after=0))
+            assert [step.step for step in steps] == list(range(1, len(steps) + 1))
+            assert all(step.version is not None for step in steps[:-1])
+            known = [*(ticket.sequence for step in steps for ticket in step.tickets), *sequences(journal)]
+            assert known == list(range(PER_STEP, PER_STEP + len(known)))
+
+
+@pytest.mark.parametrize("which", ["", "-wal"])
+@pytest.mark.parametrize("how", ["cut", "garbled", "zeros"])
+def test_a_damaged_file_says_so_or_gives_what_was_written(killed: Path, path: Path, which: str, how: str):
+    rng = random.Random(f"{which}{how}")
+    for _ in range(6):
+        victim = copied(killed, path).with_name(path.name + which)
+        size = victim.stat().st_size
+        if how == "cut":
+            os.truncate(victim, rng.randrange(size))
+        else:
+            with victim.open("r+b") as file:
+                file.seek(rng.randrange(size))
+                length = rng.randrange(1, 5000)
+                file.write(bytes(length) if how == "zeros" else rng.randbytes(length))
+        with contextlib.suppress(JournalDamaged), opened(path) as journal:
+            plausible(journal)
+
+
+def test_a_flipped_byte_in_a_groups_data_makes_it_missing_and_is_said(path: Path, caplog: pytest.LogCaptureFixture):
+    with opened(path) as journal:
+        journal.append([*trained(1, [0, 1]), group(2), group(3)])
+    data = bytearray(path.read_bytes())
+    for sequence in (1, 2):
+        data[data.index(f"<{sequence}><{sequence}>".encode()) + 1] ^= 4
+    path.write_bytes(data)
+    with opened(path) as journal:
+        assert journal.groups(1) is None
+        assert sequences(journal) == [3]
+    assert "sequence 1 is damaged" in caplog.text and "sequence 2 is damaged" in caplog.text
+
+
+def test_a_damaged_steps_row_is_a_gap(path: Path, caplog: pytest.LogCaptureFixture):
+    with opened(path) as journal:
+        for step in (1, 2, 3):
+            journal.append(trained(step, [step]))
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("UPDATE steps SET crc = crc + 1 WHERE step = 2")
+    with opened(path) as journal:
+        assert [step.step for step in journal.steps(after=0)] == [1, 3]
+    assert "2 is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"not a database at all " * 500, b"\x00" * 100_000, b"SQLite format 3\x00" * 999])
+def test_another_file_is_not_a_journal(path: Path, content: bytes):
+    path.write_bytes(content)
+    with pytest.raises(JournalDamaged, match=r"journal\.sqlite"):
+        Journal(path)
+    assert path.read_bytes() == content
+
+
+def test_another_programs_database_is_not_a_journal(path: Path):
+    with contextlib.closing(sqlite3.connect(path)) as other, other:
+        other.execute("CREATE TABLE mine (x)")
+    for readonly in (False, True):
+        with pytest.raises(JournalDamaged, match="not a journal"):
+            Journal(path, readonly=readonly)
+
+
+def test_an_empty_file_becomes_a_journal(path: Path):
+    path.touch()
+    with opened(path) as journal:
+        assert journal.base() == Base()
+
+
+def test_a_log_whose_file_is_gone_is_not_replayed_into_a_new_one(killed: Path, path: Path):
+    copied(killed, path).unlink()
+    with pytest.raises(JournalDamaged, match="sqlite-wal is left"):
+        Journal(path)
+
+
+def test_a_later_format_is_refused_by_its_number(path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as later:
+        later.setattr(journal_module, "FORMAT", 7)
+        Journal(path).close()
+    with pytest.raises(JournalFormat, match="has format 7"):
+        Journal(path)
+
+
+def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_begins(killed: Path, path: Path):
+    for number in (1, 2):
+        copied(killed, path)
+        assert set_aside(path) == path.with_name(f"journal.sqlite.damaged-{number}")
+        assert path.with_name(f"journal.sqlite.damaged-{number}-wal").exists()
+        with opened(path) as journal:
+            assert sequences(journal) == []
+        path.unlink()
+
+
+# -- a full disk ------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_said_changes_nothing_and_is_over_when_there_is_room(small_disk: Path):
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(12 * 2**20))
+    with opened(small_disk / "journal.sqlite") as journal:
+        done = 0
+        with pytest.raises(JournalFull, match=r"journal\.sqlite.*MB free"):
+            for _ in range(1000):
+                journal.append([group(done + one, size=GROUP_BYTES) for one in range(4)])
+                done += 4
+        assert sequences(journal) == list(range(done)), "the transaction that did not fit is not there by half"
+        with pytest.raises(JournalFull):
+            journal.append([group(done + one, size=GROUP_BYTES) for one in range(100)])
+        ballast.unlink()
+        journal.append([group(done + one, size=GROUP_BYTES) for one in range(4)])
+        assert list(journal.stored()) == [group(one, size=GROUP_BYTES) for one in range(done + 4)]
+        assert journal.check() == []
+
+
+def test_a_limit_on_the_size_of_files_is_a_full_disk(path: Path):
+    """Anywhere, also where nothing can be mounted: the same error as of a quota."""
+    output, _ = process(UNTIL_FULL, path).communicate()
+    assert output.strip() == "went on"

@@ -1,0 +1,605 @@
+"""Whatever is killed, and whenever: every prompt ends once on the way to the weights, and the run goes on.
+
+A world of replicas, a trainer with checkpoints and a synchronizer around one `MessageQueue`, in which every answer may
+be lost and every write wait. At any moment the queue, the trainer, replicas or everything dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from freewheel.data.group import Block, Ticket
+from freewheel.queue.failures import data, infra
+from freewheel.queue.journal import Journal
+from freewheel.queue.ledger import Frontier
+from freewheel.queue.message_queue import MessageQueue, Taken
+from freewheel.queue.restoring import CheckpointMark, restore
+from freewheel.queue.staleness import Bounds
+
+from .journals import ManualWriter, MemoryJournal, light_block
+
+REPLICAS = ("a", "b")
+PREFETCH = 2
+"""Batches that a trainer may hold: the one it trains on and the next."""
+KEEP_LAST = 2
+"""Checkpoints."""
+LONG_S = 3600.0
+"""A wait that only the world ends."""
+TICKS = 4
+"""Turns of the loop after each rule: enough for an answer whose time has come."""
+ROUNDS = 150
+"""Of the fair schedule, within which every small run must have ended."""
+
+
+@dataclass
+class Replica:
+    version: int
+    """What its engine holds."""
+    tickets: dict[int, tuple[Ticket, int]] = field(default_factory=dict)
+    """By sequence, with the version that it began under; until it has been told that the queue stored the group."""
+    made: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Trainer:
+    """Weights are what was trained to get them: a list of steps."""
+
+    path: list[tuple[int, ...]] = field(default_factory=list)
+    version: int = 0
+    steps_in_version: int = 0
+    batches: dict[int, Taken] = field(default_factory=dict)
+    uncommitted: int = 0
+    """The step that was trained and not yet answered for."""
+    recorded_until: int = 0
+    unsent: int | None = None
+    """A version that engines have not been sent."""
+
+    @property
+    def step(self) -> int:
+        return len(self.path)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    mark: CheckpointMark
+    path: list[tuple[int, ...]]
+
+
+class World:
+    def __init__(self, bounds: Bounds, prompts: int | None, folder: Path | None) -> None:
+        self.bounds = bounds
+        self.prompts = prompts
+        self.loop = asyncio.new_event_loop()
+        self.folder = folder
+        self.journal: Any = MemoryJournal() if folder is None else Journal(folder / "journal.sqlite")
+        self.calls: dict[tuple[Any, ...], asyncio.Task[Any]] = {}
+        self.zombies: list[asyncio.Task[Any]] = []
+        self.replicas = {name: Replica(0) for name in REPLICAS}
+        self.trainer = Trainer()
+        self.submitted = 0
+        """The newest version that the synchronizer was given."""
+        self.synced = 0
+        """The newest that all engines held."""
+        self.announced = True
+        """The queue knows of it."""
+        self.checkpoints = {0: Checkpoint(CheckpointMark(), [])}
+        self.sequences: dict[int, int] = {}
+        self.acknowledged: dict[int, int] = {}
+        """Groups whose makers were told that they are stored: sequence → ordinal."""
+        self.history_was_lost = False
+        """By a power cut, or by damage."""
+        self.engines_are_true = True
+        """None had older weights than it had confirmed: then nothing can be too old."""
+        self.start_queue(None, {})
+
+    # -- the queue's life ---------------------------------------------------------------------------------------------
+
+    def start_queue(self, checkpoint: CheckpointMark | None, in_flight: dict[str, list[Ticket]]) -> None:
+        restored = restore(self.journal, total=self.prompts, checkpoint=checkpoint, in_flight=in_flight)
+        self.notes = restored.notes
+        self.writer: Any = ManualWriter(self.journal)
+        self.queue = MessageQueue(bounds=self.bounds, journal=self.writer, restored=restored, rest_s=0.0)
+        given_up = {one.ticket.sequence for one in self.journal.failures()}
+        for sequence, ordinal in self.acknowledged.items():
+            kept = sequence in restored.stored or restored.ledger.has_ended(ordinal) or sequence in given_up
+            assert kept or self.history_was_lost, f"the group of sequence {sequence} was stored, and is lost"
+
+    def stop_queue(self) -> None:
+        for task in [*self.calls.values(), *self.zombies]:
+            task.cancel()
+        self.calls.clear()
+        self.zombies.clear()
+        self.run_loop()
+        if self.folder is not None:
+            self.journal.close()
+            self.journal = Journal(self.folder / "journal.sqlite")
+
+    def kill_queue(self, lost: set[str]) -> None:
+        """With some of the replicas."""
+        for name in lost:
+            self.replicas[name] = Replica(self.synced)
+        self.stop_queue()
+        held = {name: [ticket for ticket, _ in one.tickets.values()] for name, one in self.replicas.items()}
+        self.start_queue(None, {name: tickets for name, tickets in held.items() if name not in lost})
+        self.announced = False
+
+    def kill_trainer(self, step: int) -> None:
+        for key in [one for one in self.calls if one[0] in ("take", "commit", "frontier", "checkpointed", "stale")]:
+            self.zombies.append(self.calls.pop(key))  # they go on in the queue, and nobody hears the answer
+        self.begin_trainer(self.checkpoints[step])
+        self.answer(self.queue.begin(self.trainer.step))
+
+    def begin_trainer(self, checkpoint: Checkpoint) -> None:
+        self.trainer = Trainer(list(checkpoint.path), checkpoint.mark.version, recorded_until=len(checkpoint.path))
+
+    def kill_everything(self, step: int, *, lose: int = 0, damage: int | None = None) -> None:
+        self.stop_queue()
+        if lose:
+            self.journal.lose(lose)
+            self.history_was_lost = True
+        if damage is not None and self.journal.rows["groups"]:
+            groups = self.journal.rows["groups"]
+            del groups[sorted(groups)[damage % len(groups)]]
+            self.history_was_lost = True
+        checkpoint = self.checkpoints[step]
+        self.checkpoints = {at: one for at, one in self.checkpoints.items() if at <= step}
+        version = checkpoint.mark.version
+        self.replicas = {name: Replica(version) for name in REPLICAS}
+        self.submitted = self.synced = version
+        self.start_queue(checkpoint.mark, {})
+        self.announced = True
+        self.begin_trainer(checkpoint)
+        self.answer(self.queue.begin(self.trainer.step))
+
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def run_loop(self, ticks: int = TICKS) -> None:
+        async def turn() -> None:
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turn())
+
+    def ask(self, *key: Any, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Begins a call, unless one is under way."""
+        if key not in self.calls:
+            self.calls[key] = self.loop.create_task(call())
+        self.run_loop()
+
+    def ask_twice(self, key: tuple[Any, ...], call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        if key in self.calls:
+            self.zombies.append(self.loop.create_task(call()))
+        self.run_loop()
+
+    def answer(self, call: Coroutine[Any, Any, Any]) -> Any:
+        """Of a call that does not wait."""
+        return self.loop.run_until_complete(call)
+
+    def hear(self) -> None:
+        """All answers that have come."""
+        self.run_loop()
+        for key, task in list(self.calls.items()):
+            if task.done():
+                del self.calls[key]
+                getattr(self, f"heard_{key[0]}")(task.result(), *key[1:])
+
+    def disk(self, jobs: int = 1_000_000) -> bool:
+        worked = self.writer.work(jobs)
+        self.run_loop()
+        return worked
+
+    # -- replicas -----------------------------------------------------------------------------------------------------
+
+    def admit(self, name: str, want: int) -> None:
+        load = len(self.replicas[name].tickets)
+        self.ask("admit", name, call=lambda: self.queue.admit(name, want=want, load=load, wait_s=LONG_S))
+
+    def heard_admit(self, admission: Any, name: str) -> None:
+        for ticket in admission.tickets:
+            assert self.sequences.setdefault(ticket.sequence, ticket.ordinal) == ticket.ordinal or self.history_was_lost
+            assert ticket.sequence not in self.replicas[name].tickets
+            self.replicas[name].tickets[ticket.sequence] = ticket, self.replicas[name].version
+
+    def put(self, name: str) -> None:
+        replica = self.replicas[name]
+        parts = tuple(replica.tickets[one] for one in sorted(replica.made))
+        if parts:
+            call = lambda: self.queue.put(light_block(parts), wait_s=LONG_S)  # noqa: E731
+            self.ask("put", name, parts, call=call)
+            self.ask_twice(("put", name, parts), call)
+
+    def heard_put(self, stored: bool, name: str, parts: tuple[tuple[Ticket, int], ...]) -> None:
+        assert stored
+        for ticket, _ in parts:
+            self.replicas[name].tickets.pop(ticket.sequence, None)
+            self.replicas[name].made.discard(ticket.sequence)
+            if ticket.sequence in self.queue._stored:
+                self.acknowledged[ticket.sequence] = ticket.ordinal
+
+    def give_up(self, name: str, sequence: int, how: str) -> None:
+        ticket, _ = self.replicas[name].tickets.pop(sequence)
+        if how == "abandon":
+            self.answer(self.queue.abandon(ticket, "zero_variance"))
+        elif how in ("infra", "data"):
+            self.answer(self.queue.fail(ticket, infra("engine", "") if how == "infra" else data("reward", "")))
+
+    def lose_replica(self, name: str) -> None:
+        self.calls.pop(("admit", name), asyncio.Future(loop=self.loop)).cancel()
+        self.run_loop()
+        for key in [key for key in self.calls if key[:2] == ("put", name)]:
+            self.zombies.append(self.calls.pop(key))
+        self.replicas[name] = Replica(self.synced)
+        self.answer(self.queue.replica_lost(name))
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    def load(self, name: str) -> None:
+        self.replicas[name].version = max(self.replicas[name].version, self.submitted)
+        self.synced = max(self.synced, min(one.version for one in self.replicas.values()))
+        self.announced = False
+
+    def announce(self) -> None:
+        self.answer(self.queue.published(self.synced))
+        self.announced = True
+
+    # -- the trainer --------------------------------------------------------------------------------------------------
+
+    def take(self) -> None:
+        step = self.trainer.step + 1
+        while step in self.trainer.batches:
+            step += 1
+        if step <= self.trainer.step + PREFETCH:
+            self.ask("take", step, call=lambda: self.queue.take(step, wait_s=LONG_S))
+
+    def heard_take(self, taken: Taken, step: int) -> None:
+        if taken.state == "batch":
+            self.trainer.batches[step] = taken
+
+    heard_stale = heard_take
+
+    def train(self) -> None:
+        trainer = self.trainer
+        step = trainer.step + 1
+        taken = trainer.batches.get(step)
+        if taken is None or trainer.uncommitted:
+            return
+        assert taken.block is not None
+        recorded = step <= taken.recorded_until
+        old = [
+            ticket.sequence
+            for ticket, version in zip(taken.block.tickets, taken.block.min_versions, strict=True)
+            if self.bounds.too_old(trainer.version - version)
+        ]
+        if old:
+            assert not recorded, "a recorded step lags more than it did"
+            assert self.history_was_lost or not self.engines_are_true, (
+                f"sequences {old} lag more than {self.bounds.max_lag} versions"
+            )
+            if step + 1 not in trainer.batches and ("take", step + 1) not in self.calls:
+                del trainer.batches[step]
+                self.ask("stale", step, call=lambda: self.queue.replace_stale(step, old, wait_s=LONG_S))
+                return
+            trainer.batches.pop(step + 1, None)  # the check comes before the next batch is asked for
+            self.calls.pop(("take", step + 1), asyncio.Future(loop=self.loop)).cancel()
+            self.answer(self.queue.give_back(step + 1))
+            return
+        self.check_batch(taken.block)
+        trainer.path.append(tuple(ticket.ordinal for ticket in taken.block.tickets))
+        trainer.batches.pop(step)
+        trainer.recorded_until = max(trainer.recorded_until, taken.recorded_until)
+        trainer.uncommitted = step
+
+    def check_batch(self, taken: Block) -> None:
+        assert 0 < len(taken) <= self.bounds.groups_per_step
+        seen = {ordinal for step in self.trainer.path for ordinal in step}
+        assert not seen.intersection(ticket.ordinal for ticket in taken.tickets), "trained twice"
+
+    def commit(self) -> None:
+        step = self.trainer.uncommitted
+        if step:
+            self.ask("commit", step, call=lambda: self.queue.commit(step, wait_s=LONG_S))
+            self.ask_twice(("commit", step), lambda: self.queue.commit(step, wait_s=LONG_S))
+
+    def heard_commit(self, version: int, step: int) -> None:
+        trainer = self.trainer
+        assert step == trainer.uncommitted == trainer.step
+        trainer.uncommitted = 0
+        trainer.steps_in_version = (trainer.steps_in_version + 1) % self.bounds.steps_per_version
+        trainer.version += trainer.steps_in_version == 0
+        assert version == trainer.version
+        if trainer.steps_in_version == 0:
+            trainer.unsent = version
+        if trainer.unsent is not None and step >= trainer.recorded_until:
+            self.submitted = max(self.submitted, trainer.unsent)
+            trainer.unsent = None
+
+    def save(self) -> None:
+        trainer = self.trainer
+        if trainer.step and not trainer.uncommitted and not trainer.steps_in_version:
+            checkpoint = Checkpoint(CheckpointMark(trainer.step, trainer.version), list(trainer.path))
+            self.ask("frontier", trainer.step, call=lambda: self.saved(checkpoint))
+
+    async def saved(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Frontier]:
+        return checkpoint, await self.queue.frontier(checkpoint.mark.step)
+
+    def heard_frontier(self, found: tuple[Checkpoint, Frontier], _: Any) -> None:
+        checkpoint, frontier = found
+        mark = CheckpointMark(checkpoint.mark.step, checkpoint.mark.version, frontier)
+        trained = [ordinal for step in checkpoint.path for ordinal in step]
+        ended = {*range(frontier.low), *frontier.ended}
+        assert frontier.trained == len(trained) and ended.issuperset(trained)
+        assert len(ended) == frontier.trained + sum(frontier.abandoned.values())
+        self.checkpoints[mark.step] = replace(checkpoint, mark=mark)
+        while len(self.checkpoints) > KEEP_LAST:
+            del self.checkpoints[min(self.checkpoints)]
+        oldest = min(self.checkpoints)
+        self.ask("checkpointed", oldest, call=lambda: self.queue.checkpointed(oldest))
+
+    def heard_checkpointed(self, _: None, step: int) -> None:
+        pass
+
+    # -- that it goes on ----------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> bool:
+        trainer = self.trainer
+        return self.queue.finished and trainer.step == self.queue.step and not trainer.uncommitted
+
+    def run_fairly(self) -> None:
+        for _ in range(ROUNDS):
+            self.hear()
+            if self.ended:
+                break
+            if not self.announced:
+                self.announce()
+            for name, replica in self.replicas.items():
+                self.load(name)
+                self.admit(name, 3)
+                replica.made.update(replica.tickets)
+                self.put(name)
+            self.disk()
+            self.take()
+            self.train()
+            self.commit()
+            self.disk()
+        assert self.ended, f"it does not go on: {self.queue.waiting_for()}, {self.trainer}, {self.calls}"
+        self.check_the_end()
+
+    def check_the_end(self) -> None:
+        trained = [ordinal for step in self.trainer.path for ordinal in step]
+        assert len(set(trained)) == len(trained) == self.queue.ledger.trained
+        abandoned = {one.ordinal for one in self.journal.abandoned()}
+        assert not abandoned.intersection(trained)
+        frontier = self.queue.ledger.frontier()
+        ended = {*range(frontier.low), *frontier.ended}
+        assert ended == abandoned.union(trained)
+        if self.bounds.total_groups is None or len(ended) < self.bounds.total_groups:
+            assert ended == set(range(self.prompts or 0))
+        restored = restore(self.journal, total=self.prompts, checkpoint=None)
+        assert restored.ledger.frontier() == frontier
+        assert restored.step == self.trainer.step
+
+    def close(self) -> None:
+        for task in [*self.calls.values(), *self.zombies]:
+            task.cancel()
+        self.run_loop()
+        self.loop.close()
+        self.journal.close()
+
+
+@st.composite
+def some_bounds(draw: st.DrawFn) -> Bounds:
+    per_step, per_version = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    bounds = Bounds(
+        groups_per_step=per_step,
+        steps_per_version=per_version,
+        threshold=draw(st.integers(0, 2)),
+        window=draw(st.integers(1, 3 * per_step * per_version)),
+        max_alive=1000,
+        max_lag_allowed=0,
+        total_groups=draw(st.none() | st.integers(1, 25)),
+    )
+    return replace(bounds, max_lag_allowed=bounds.max_lag)
+
+
+class Kills(RuleBasedStateMachine):
+    on_disk = False
+
+    @initialize(bounds=some_bounds(), prompts=st.integers(1, 25))
+    def start(self, bounds: Bounds, prompts: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="freewheel-")) if self.on_disk else None
+        self.world = World(bounds, prompts, self.folder)
+
+    # Rules that fill the pipeline do several things: long runs would otherwise be rare.
+    @rule(count=st.integers(1, 8), disk=st.booleans(), straggler=st.booleans())
+    def much_happens(self, count: int, disk: bool, straggler: bool) -> None:
+        """`straggler`: the oldest group is not made."""
+        world = self.world
+        for _ in range(count):
+            oldest = min((one for replica in world.replicas.values() for one in replica.tickets), default=0)
+            for name, replica in world.replicas.items():
+                world.admit(name, 4)
+                replica.made.update(one for one in replica.tickets if one != oldest or not straggler)
+                world.put(name)
+            if disk:
+                world.disk()
+            world.take()
+            world.hear()
+            world.train()
+            world.commit()
+            if disk:
+                world.disk()
+                world.hear()
+            world.load("a")
+            world.load("b")
+            world.announce()
+
+    @rule(name=st.sampled_from(REPLICAS), want=st.integers(1, 6), heard=st.booleans())
+    def admission(self, name: str, want: int, heard: bool) -> None:
+        self.world.admit(name, want)
+        if heard:
+            self.world.hear()
+
+    @rule(name=st.sampled_from(REPLICAS), choices=st.lists(st.integers(0, 99), max_size=6))
+    def groups_are_made(self, name: str, choices: list[int]) -> None:
+        replica = self.world.replicas[name]
+        for choice in choices:
+            if replica.tickets:
+                replica.made.add(list(replica.tickets)[choice % len(replica.tickets)])
+
+    @rule(name=st.sampled_from(REPLICAS), all_are_made=st.booleans())
+    def groups_are_put(self, name: str, all_are_made: bool) -> None:
+        replica = self.world.replicas[name]
+        if all_are_made:
+            replica.made.update(replica.tickets)
+        self.world.put(name)
+        self.world.hear()
+
+    @rule(
+        name=st.sampled_from(REPLICAS),
+        choice=st.integers(0, 99),
+        how=st.sampled_from(["infra", "data", "abandon"]),
+        queue_dies=st.booleans(),
+    )
+    def an_attempt_ends(self, name: str, choice: int, how: str, queue_dies: bool) -> None:
+        replica = self.world.replicas[name]
+        open_now = [one for one in replica.tickets if one not in replica.made]
+        if open_now:
+            self.world.give_up(name, open_now[choice % len(open_now)], how)
+            if queue_dies:  # what it was told is not on the disk
+                self.world.kill_queue(set())
+
+    @rule(jobs=st.integers(1, 6))
+    def the_disk_works(self, jobs: int) -> None:
+        self.world.disk(jobs)
+
+    @rule()
+    def answers_are_heard(self) -> None:
+        self.world.hear()
+
+    @rule()
+    def take(self) -> None:
+        self.world.take()
+        self.world.hear()
+
+    @rule()
+    def train(self) -> None:
+        self.world.train()
+
+    @rule()
+    def commit(self) -> None:
+        self.world.commit()
+        self.world.hear()
+
+    @rule()
+    def save(self) -> None:
+        self.world.save()
+
+    @rule(name=st.sampled_from(REPLICAS))
+    def an_engine_loads(self, name: str) -> None:
+        self.world.load(name)
+
+    @rule()
+    def a_version_is_announced(self) -> None:
+        self.world.announce()
+
+    # -- deaths -------------------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(REPLICAS))
+    def a_replica_dies(self, name: str) -> None:
+        self.world.lose_replica(name)
+
+    @rule(lost=st.sets(st.sampled_from(REPLICAS)))
+    def the_queue_dies(self, lost: set[str]) -> None:
+        self.world.kill_queue(lost)
+
+    @rule(choice=st.integers(0, 99))
+    def the_trainer_dies(self, choice: int) -> None:
+        kept = sorted(self.world.checkpoints)
+        self.world.kill_trainer(kept[choice % len(kept)])
+
+    @rule(choice=st.integers(0, 99))
+    def everything_dies(self, choice: int) -> None:
+        kept = sorted(self.world.checkpoints)
+        self.world.kill_everything(kept[choice % len(kept)])
+
+    @rule()
+    def it_goes_on_to_the_end_from_here(self) -> None:
+        """And stays there, whatever is killed then."""
+        self.world.run_fairly()
+
+    @invariant()
+    def the_ledger_knows_what_was_trained(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world, queue = self.world, self.world.queue
+        trainer = world.trainer
+        committed = trainer.step - (trainer.uncommitted > 0)
+        if committed == queue.step:
+            assert queue.ledger.trained == sum(len(one) for one in trainer.path[:committed])
+        assert queue.memory_bytes == sum(len(one.data) for one in queue._stored.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            try:
+                self.world.run_fairly()
+            finally:
+                self.world.close()
+                if self.folder is not None:
+                    shutil.rmtree(self.folder)
+
+
+class KillsOnDisk(Kills):
+    on_disk = True
+
+
+class PowerCuts(Kills):
+    """Also with a journal that lost its newest transactions, or a group that was there, and engines that lag."""
+
+    @rule(name=st.sampled_from(REPLICAS), back=st.integers(1, 6))
+    def an_engine_is_restored_with_old_weights(self, name: str, back: int) -> None:
+        replica = self.world.replicas[name]
+        replica.version = max(0, replica.version - back)
+        self.world.engines_are_true = False
+
+    @rule(choice=st.integers(0, 99), lose=st.integers(1, 20))
+    def the_power_fails(self, choice: int, lose: int) -> None:
+        kept = sorted(self.world.checkpoints)
+        self.world.kill_everything(kept[choice % len(kept)], lose=lose)
+
+    @rule(choice=st.integers(0, 99), damage=st.integers(0, 99))
+    def a_group_is_damaged(self, choice: int, damage: int) -> None:
+        kept = sorted(self.world.checkpoints)
+        self.world.kill_everything(kept[choice % len(kept)], damage=damage)
+
+
+SCALE = int(os.environ.get("FREEWHEEL_EXAMPLES", "1"))
+"""Times as many examples, for a longer look."""
+
+
+def _settings(examples: int) -> settings:
+    return settings(
+        max_examples=examples * SCALE,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+TestNothingIsLostWhateverIsKilled = Kills.TestCase
+TestNothingIsLostWhateverIsKilled.settings = _settings(100)
+TestNothingIsLostOnDisk = KillsOnDisk.TestCase
+TestNothingIsLostOnDisk.settings = _settings(20)
+TestNothingIsLostWhenThePowerFails = PowerCuts.TestCase
+TestNothingIsLostWhenThePowerFails.settings = _settings(100)

@@ -1,0 +1,200 @@
+"""The components of a run without Ray: stand-ins behind handles like Ray's, which die when a test says so.
+
+FullyAsyncMain ─▶ StandInCrew (all of `Crew`, but for processes) ─▶ Handle ─▶ Part, or an ActorDiedError
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from ray.exceptions import ActorDiedError
+
+from freewheel.data.group import Ticket
+from freewheel.runtime import actors
+from freewheel.runtime.crew import Crew
+from freewheel.trainer.trainer import Row
+
+WAIT_S = 30.0
+
+
+class Handle:
+    """Ray's way of calling, with no process behind it: who calls a dead one, or one that dies meanwhile, is told so."""
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def __getattr__(self, method: str) -> Any:
+        return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(self._call(method, args, kwargs)))
+
+    async def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        called = asyncio.ensure_future(getattr(self.part, method)(*args, **kwargs))
+        dying = asyncio.ensure_future(self.part.dead.wait())
+        try:
+            await asyncio.wait([called, dying], return_when=asyncio.FIRST_COMPLETED)
+            if self.part.dead.is_set():
+                raise ActorDiedError
+            return called.result()
+        finally:
+            called.cancel()
+            dying.cancel()
+            await asyncio.gather(called, dying, return_exceptions=True)
+
+
+class Mortal:
+    """Whatever is behind a handle."""
+
+    def __init__(self) -> None:
+        self.dead = asyncio.Event()
+
+    def die(self) -> None:
+        self.dead.set()
+
+
+class Part(Mortal):
+    """A component: its loop ends when it is told how, its statistics are what a test says."""
+
+    def __init__(self, name: str = "part", *given: Any) -> None:
+        super().__init__()
+        self.name = name
+        self.given = given
+        """Its constructor's."""
+        self.told: dict[str, Any] = {}
+        self.end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.opens = asyncio.Event()
+        self.opens.set()
+        self.opened: tuple[Any, ...] | None = None
+        self.met: dict[str, Any] = {}
+        self.calls: list[tuple[Any, ...]] = []
+        """What else was said to it."""
+        self.running = self.closed = False
+
+    async def process(self) -> tuple[int, str]:
+        return 0, "nowhere"
+
+    async def open(self, *args: Any) -> Any:
+        await self.opens.wait()
+        self.opened = args
+        return self.answer
+
+    answer: Any = None
+    """To `open`."""
+
+    async def meet(self, handles: dict[str, Any]) -> None:
+        self.met |= handles
+
+    async def run(self) -> Any:
+        self.running = True
+        return await asyncio.shield(self.end)
+
+    async def stats(self) -> dict[str, Any]:
+        return self.told
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Trainer(Part):
+    """At step 3, saved up to 2; when it is to stop it saves."""
+
+    saves = True
+    answer = "as usual"
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.told = {"global_steps": 3, "saved_step": 2}
+
+    async def request_stop(self) -> None:
+        self.calls.append(("request_stop",))
+        if self.saves and not self.end.done():
+            self.told["saved_step"] = 3
+            self.end.set_result("stopped")
+
+    async def rows(self) -> list[Row]:
+        return [Row("step", 3, {})] if self.end.done() else []
+
+    async def publish_again(self) -> None:
+        self.calls.append(("publish_again",))
+
+    async def export(self, folder: str) -> None:
+        self.calls.append(("export", folder))
+
+
+class Queue(Part):
+    answer = ("found as it was",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.told = {"step": 3, "abandoned": {}, "published_version": 0}
+
+    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
+        self.calls.append((method, *args))
+        return 0
+
+
+class Sync(Part):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.announces = asyncio.Event()
+        self.announces.set()
+
+    async def announce(self) -> None:
+        self.calls.append(("announce",))
+        await self.announces.wait()
+
+    async def join(self, name: str, handle: Handle) -> None:
+        self.calls.append(("join", name, handle))
+
+
+class Rollouter(Part):
+    answer: ClassVar = {"total_prompts": 96, "prompts": 96}
+
+    async def tickets(self) -> list[Ticket]:
+        return [Ticket(ordinal=7, sequence=70, attempt=0)]
+
+
+KINDS: dict[type, type[Part]] = {
+    actors.QueueActor: Queue,
+    actors.SynchronizerActor: Sync,
+    actors.TrainerActor: Trainer,
+    actors.RollouterActor: Rollouter,
+}
+
+
+class StandInCrew(Crew):
+    """A crew whose parts are here. `on_made` is told of each, before anybody talks to it."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**{"tell": lambda name, *_: self.told_of.append(name), **given})
+        self.told_of: list[str] = []
+        self.made: list[Part] = []
+        self.killed: list[str] = []
+        self.on_made: Callable[[Any], None] = lambda _: None
+
+    def _actor(self, kind: type, name: str, *args: Any, threads: int = 0, gpus: float = 0) -> Any:
+        part = KINDS[kind](name, *args)
+        self.made.append(part)
+        self.on_made(part)
+        return Handle(part)
+
+    def __getitem__(self, name: str) -> Any:
+        """The part that has this name now."""
+        return self.handles[name].part
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+        self[name].die()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+async def successor(crew: StandInCrew, before: Part) -> Any:
+    """Who takes the place of `before`, once its loop goes on."""
+    await until(lambda: crew[before.name] is not before and crew[before.name].running)
+    return crew[before.name]

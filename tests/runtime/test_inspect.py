@@ -1,0 +1,299 @@
+"""`freewheel inspect` as users and scripts meet it: on dead runs and live ones, whole and damaged; and one prompt."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from freewheel.cli import app
+from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
+from freewheel.queue.ledger import Frontier
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.inspecting import shown
+from freewheel.runtime.queue_opening import JOURNAL
+from freewheel.runtime.run_dir import write_config
+from freewheel.trainer.checkpoint import CheckpointStore, RunLock
+
+NOW_S = 1_700_000_000.0
+PROMPT, SAID = [5, 9, 11], [7, 12, 13, 14, 8]
+"""Words of the embedded model."""
+
+
+def response(*, value: float, versions: list[int], reason: str = "", **reward: Any) -> Response:
+    mask = np.array([version != NO_VERSION for version in versions], np.uint8)
+    status: Any = "failed" if np.isnan(value) else "scored"
+    return Response(
+        tokens=np.array(SAID[: len(versions)], np.int32),
+        logprobs=np.zeros(len(versions), np.float32),
+        versions=np.array(versions, np.int32),
+        mask=mask,
+        finish="stop",
+        reward=Reward(value=value, raw=value * 2, status=status, reason=reason, **reward),
+    )
+
+
+def stored(ordinal: int, *, min_version: int = 0) -> Stored:
+    ticket = Ticket(ordinal, ordinal + 10, 1 if ordinal == 3 else 0)
+    responses = [
+        response(value=0.5, versions=[0, 0, NO_VERSION, 1, 1], parts={"format": 1.0}),
+        response(value=float("nan"), versions=[1, 1], reason="timeout"),
+    ]
+    prompt = Prompt(tokens=np.array(PROMPT, np.int32), row={"data_source": "test"})
+    group = PromptGroup.of(ticket, prompt, responses, created_s=NOW_S)
+    return Stored(ticket, min_version, group.encode(), NOW_S + 5)
+
+
+def write_run(folder: Path, *, steps: int = 2, keep_groups: int = 100) -> Journal:
+    """Two prompts a step, each a version; a checkpoint of step 1, where the journal was compacted. Prompt 9 is
+    abandoned, 8 has failed, 7 is queued."""
+    write_config(msgspec.structs.replace(TrainConfig(), run_dir=str(folder)))
+    journal = Journal(folder / JOURNAL)
+    for number in range(1, steps + 1):
+        groups = [stored(2 * number - 2), stored(2 * number - 1)]
+        journal.append([*groups, Took(number, tuple(group.ticket for group in groups))])
+        journal.append([Committed(number, number, NOW_S + 60 * number)])
+    frontier = Frontier(low=2, trained=2)
+    CheckpointStore(folder, keep_last=2).save(
+        1, tensors={}, state={"version": 1, "frontier": msgspec.to_builtins(frontier)}
+    )
+    journal.compact(step=1, frontier=frontier, keep_groups=keep_groups)
+    journal.append([stored(7), Abandoned(9, 0, "zero_variance", NOW_S + 7)])
+    journal.append([Failed(Ticket(8, 40), "infra", "engine", "CUDA error", NOW_S + 8)])
+    journal.append([Failed(Ticket(3, 1), None, "lost", "rollouter-0 died", NOW_S + 1)])
+    return journal
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    write_run(tmp_path / "run").close()
+    return tmp_path / "run"
+
+
+def freewheel(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+
+
+def told(*arguments: object) -> dict[str, Any]:
+    done = freewheel(*arguments, "--json")
+    assert done.exit_code in (0, 1), done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert done.exit_code == (1 if found.get("violations") else 0)
+    return found
+
+
+def refused(*arguments: object) -> str:
+    done = freewheel(*arguments)
+    assert done.exit_code == 2 and not done.stdout, done.output
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("freewheel: error: ")
+    return str(line)
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_clean_run_is_accounted_for(run_dir: Path):
+    found = told(run_dir)
+    assert (found["run"], found["steps"], found["version"], found["live"]) == (str(run_dir), 2, 2, "")
+    assert found["states"] == {
+        "trained": 4, "abandoned": 1, "ended": 0, "taken": 0, "queued": 1, "failed": 1, "open": 3,
+    }  # fmt: skip
+    assert found["abandoned"] == {"zero_variance": 1} and found["failures"] == {"engine": 1, "lost": 1}
+    journal = found["journal"]
+    assert (journal["groups"], journal["first_step"], journal["last_step"], journal["base"]) == (1, 1, 2, 1)
+    assert journal["bytes"] > 0
+    assert [(one["step"], one["version"], one["damaged"]) for one in found["checkpoints"]] == [(1, 1, "")]
+    assert (found["lost"], found["repeated"], found["stale_trained"], found["violations"]) == (0, 0, 0, [])
+
+
+def test_the_table_says_the_same_in_words(run_dir: Path):
+    done = freewheel(run_dir)
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.stdout.split())
+    for part in ("step 2, version 2", "prompts 10", "trained 4", "zero_variance 1", "Every prompt is accounted for"):
+        assert part in text
+    assert "\x1b" not in done.stdout, "no colour where there is no terminal"
+
+
+def test_violations_are_told_and_are_the_exit_code(run_dir: Path):
+    journal = Journal(run_dir / JOURNAL)
+    journal.append([Abandoned(2, 0, "prompt", NOW_S)])
+    journal.close()
+    found = told(run_dir)
+    assert found["repeated"] == 1
+    assert found["violations"] == ["prompt 2 was abandoned and trained on in step 2"]
+    done = freewheel(run_dir)
+    assert done.exit_code == 1 and "prompt 2 was abandoned and trained on" in done.stdout
+
+
+def test_a_group_that_was_trained_too_old_is_found_by_the_runs_own_settings(tmp_path: Path):
+    journal = write_run(tmp_path)
+    group = stored(20, min_version=-9)
+    journal.append([group, Took(3, (group.ticket,)), Committed(3, 3, NOW_S)])
+    journal.close()
+    found = told(tmp_path)
+    assert found["stale_trained"] == 1 and "lagged 11 versions in step 3, and 5 are allowed" in found["violations"][0]
+
+
+def test_a_live_run_is_read_beside_its_writer_and_said_to_be_live(tmp_path: Path):
+    journal = write_run(tmp_path / "run")
+    with RunLock(tmp_path / "run"):
+        found = told(tmp_path / "run")
+        journal.append([stored(12)])
+        again = told(tmp_path / "run")
+    journal.close()
+    assert f"process {os.getpid()}" in found["live"] and any("the run is live" in note for note in found["notes"])
+    assert (found["states"]["queued"], again["states"]["queued"]) == (1, 2)
+
+
+def test_a_killed_run_left_its_name_in_the_lock_and_is_not_live(run_dir: Path):
+    (run_dir / "run.lock").write_text("process 1 on elsewhere\n")
+    assert told(run_dir)["live"] == ""
+    with RunLock(run_dir):  # and nothing of the look at it is left
+        pass
+
+
+def test_nothing_in_the_folder_is_changed(run_dir: Path):
+    leftover = run_dir / "checkpoints" / ".tmp-elsewhere-1-step_000009"
+    leftover.mkdir()
+
+    def seen() -> dict[str, tuple[int, bytes]]:
+        files = sorted(
+            path for path in run_dir.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))
+        )
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = seen()
+    assert freewheel(run_dir).exit_code == freewheel(run_dir, "--group", 3).exit_code == 0
+    assert seen() == before and leftover.is_dir()
+
+
+def test_a_run_without_a_journal_is_audited_by_its_checkpoints(run_dir: Path):
+    for file in run_dir.glob("journal*"):
+        file.unlink()
+    found = told(run_dir)
+    assert found["journal"] is None and found["steps"] == 1 and found["states"]["ended"] == 2
+    assert any("journal.enabled=false" in note for note in found["notes"])
+    assert "nothing is known of single groups" in refused(run_dir, "--group", 0)
+
+
+def test_a_damaged_journal_is_a_violation_and_the_checkpoints_still_speak(run_dir: Path):
+    for file in run_dir.glob("journal*"):
+        file.unlink()
+    (run_dir / JOURNAL).write_bytes(b"this is no database, and far from it" * 100)
+    (run_dir / f"{JOURNAL}.damaged-1").touch()
+    found = told(run_dir)
+    assert "the journal cannot be read" in found["violations"][0] and found["states"]["ended"] == 2
+    assert any("damaged-1" in note for note in found["notes"])
+
+
+def test_a_damaged_checkpoint_is_said_and_not_believed(run_dir: Path):
+    store = CheckpointStore(run_dir, keep_last=3)
+    for step in (2, 3):
+        store.save(
+            step,
+            tensors={},
+            state={"version": step, "frontier": msgspec.to_builtins(Frontier(low=99, trained=1))},
+            hf=lambda folder: (folder / "weights").write_bytes(b"1234") and None,
+        )
+    (run_dir / "checkpoints/step_000002/weights").write_bytes(b"1")
+    (run_dir / "checkpoints/step_000003/state.json").write_text("{")
+    found = told(run_dir)
+    assert [(one["step"], bool(one["damaged"])) for one in found["checkpoints"]] == [(1, False), (2, True), (3, True)]
+    assert not found["violations"] and sum("passed over by a resume" in note for note in found["notes"]) == 2
+
+
+def test_settings_that_cannot_be_read_cost_the_check_of_lags_only(run_dir: Path):
+    (run_dir / "config.yaml").write_text("nobody: knows\n")
+    found = told(run_dir)
+    assert not found["violations"] and any("lags are not checked" in note for note in found["notes"])
+
+
+def test_what_is_no_run_is_one_line(tmp_path: Path, run_dir: Path):
+    assert "there is no such folder" in refused(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "it is not a run's folder" in refused(tmp_path / "empty")
+    assert "prompts 0 to 9 have been seen" in refused(run_dir, "--group", 10)
+
+
+def test_neither_torch_nor_ray_is_imported_nor_what_the_settings_name(run_dir: Path):
+    text = (run_dir / "config.yaml").read_text().replace("rollouter_class: null", "rollouter_class: evil:Rollouter")
+    (run_dir / "config.yaml").write_text(text)
+    (run_dir / "evil.py").write_text("raise SystemExit('imported')")
+    code = f"""
+import sys
+sys.argv = ["freewheel", "inspect", {str(run_dir)!r}, *sys.argv[1:]]
+from freewheel.cli import app
+app(standalone_mode=False)
+assert not {{"torch", "ray", "transformers", "evil"}} & {{*sys.modules}}, sorted(sys.modules)
+"""
+    for more in ([], ["--group", "0"]):
+        done = subprocess.run([sys.executable, "-c", code, *more], capture_output=True, text=True, cwd=run_dir)
+        assert done.returncode == 0, done.stderr
+
+
+# -- one prompt -------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompts_whole_life_is_shown(run_dir: Path):
+    life = told(run_dir, "--group", 3)
+    assert (life["state"], life["step"], life["version"], life["sequence"]) == ("trained", 2, 2, 13)
+    assert (life["created_s"], life["stored_s"], life["committed_s"]) == (NOW_S, NOW_S + 5, NOW_S + 120)
+    (failed,) = life["failed"]
+    assert (failed["attempt"], failed["reason"], failed["kind"], failed["detail"]) == (
+        0,
+        "lost",
+        None,
+        "rollouter-0 died",
+    )
+    first, second = life["responses"]
+    assert first["versions"] == [[0, 2], [NO_VERSION, 1], [1, 2]]
+    assert (first["value"], first["raw"], first["status"], first["parts"]) == (0.5, 1.0, "scored", {"format": 1.0})
+    assert (second["value"], second["status"], second["reason"]) == (None, "failed", "timeout")
+    assert life["prompt"] and first["text"] and first["tokens"] == SAID, "decoded by the embedded model's tokenizer"
+    text = freewheel(run_dir, "--group", 3).stdout
+    for part in (
+        "trained in step 2, version 2",
+        "v0 ×2, given ×1, v1 ×2",
+        "reward 0.5, raw 1",
+        "no reward",
+        "(timeout)",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(("ordinal", "state"), [(7, "queued"), (8, "failed"), (9, "abandoned"), (5, "open")])
+def test_the_state_of_a_prompt_is_that_of_the_audit(run_dir: Path, ordinal: int, state: str):
+    life = told(run_dir, "--group", ordinal)
+    assert life["state"] == state and bool(life["responses"]) == (state == "queued")
+    assert life["abandoned"] == ("zero_variance" if state == "abandoned" else "")
+    assert f"prompt {ordinal} of {run_dir}: {state}" in freewheel(run_dir, "--group", ordinal).stdout
+
+
+def test_of_a_compacted_group_step_version_and_time_are_left(tmp_path: Path):
+    write_run(tmp_path, keep_groups=0).close()
+    life = told(tmp_path, "--group", 0)
+    assert (life["state"], life["step"], life["version"], life["committed_s"]) == ("trained", 1, 1, NOW_S + 60)
+    assert not life["responses"] and "only step, version and time are known" in life["notes"][0]
+
+
+def test_without_a_tokenizer_token_ids_are_shown(run_dir: Path):
+    text = (run_dir / "config.yaml").read_text().replace("path: embedded", "path: /nowhere/model")
+    (run_dir / "config.yaml").write_text(text)
+    life = told(run_dir, "--group", 3)
+    assert life["prompt"] is None and "no tokenizer.json was found" in life["notes"][0]
+    assert str(PROMPT) in freewheel(run_dir, "--group", 3).stdout
+
+
+def test_what_a_model_said_cannot_rewrite_the_terminal():
+    assert shown("a\x1b[2J\r\x07b\n\u202ec") == "a\\x1b[2J\\r\\x07b\n\\u202ec"

@@ -1,0 +1,428 @@
+"""What docs/security.md promises: nothing is unpickled, run directories are private, keys stay in memory, Ray keeps its
+authentication, and no name in a file leads out of a run directory."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from freewheel.data.errors import DataError
+from freewheel.judge.errors import ConfigError
+from freewheel.observe.logs import attach_log, detach_log
+from freewheel.observe.private import open_private, private_folder
+from freewheel.observe.recorder import Recorder
+from freewheel.observe.sinks import PrometheusSink, TensorBoardSink, _kept_id
+from freewheel.queue.journal import Journal
+from freewheel.runtime import checks, cluster
+from freewheel.runtime.compose import compose, to_yaml
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.queue_opening import JOURNAL
+from freewheel.runtime.run_dir import new_run, write_config
+from freewheel.trainer.checkpoint import CheckpointStore, RunLock
+from freewheel.trainer.checkpoint_files import CheckpointDamaged
+
+SOURCE = Path(__file__).parent.parent / "src" / "freewheel"
+KEY = "sk-DISTINCTIVE-0123456789abcdefghijklmnopqrstuvwxyz"
+PIECES = [KEY[at : at + 12].encode() for at in range(len(KEY) - 12)]
+"""Half a key is a leak too."""
+RUN_S = 200.0
+"""Longest time for a small run on a machine that is busy."""
+
+# -- no pickle --------------------------------------------------------------------------------------------------------
+
+UNPICKLES = {
+    ("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("cloudpickle", "load"), ("cloudpickle", "loads"),
+    ("dill", "load"), ("dill", "loads"), ("joblib", "load"), ("marshal", "load"), ("marshal", "loads"), ("np", "load"),
+    ("numpy", "load"), ("torch", "load"), ("pandas", "read_pickle"), ("pd", "read_pickle"), ("shelve", "open"),
+    ("yaml", "load"), ("yaml", "full_load"), ("yaml", "unsafe_load"), ("", "eval"), ("", "exec"), ("os", "system"),
+    ("os", "popen"),
+}  # fmt: skip
+"""Calls that can run what a file or a socket says, by module and name."""
+ALLOWED = {
+    ("rollout/reward_workers.py", "_serve", "pickle.loads"): "the child's end of a pipe that its parent made and holds",
+    (
+        "rollout/reward_workers.py",
+        "_receive",
+        ".recv()",
+    ): "the parent's end of that pipe; the child runs the user's code",
+    ("integrations/verl/shared_table.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
+    ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
+    ("runtime/compose.py", "_read", "yaml.load"): "with a subclass of SafeLoader",
+}
+"""File, function, call → why nobody else can say what is loaded there."""
+
+
+def suspicious(path: Path) -> Iterator[tuple[str, str, str]]:
+    name, tree = path.relative_to(SOURCE).as_posix(), ast.parse(path.read_text())
+    imported = {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    def walk(node: ast.AST, function: str) -> Iterator[tuple[str, str, str]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.Call):
+            called = node.func
+            if isinstance(called, ast.Attribute):
+                owner = called.value.id if isinstance(called.value, ast.Name) else "?"
+                if (owner, called.attr) in UNPICKLES:
+                    yield name, function, f"{owner}.{called.attr}"
+                elif (
+                    called.attr == "recv" and not node.args and not node.keywords
+                ):  # multiprocessing's, which unpickles
+                    yield name, function, ".recv()"
+            elif isinstance(called, ast.Name):
+                module, attribute = imported.get(called.id, ("", called.id))
+                if (module, attribute) in UNPICKLES:
+                    yield name, function, f"{module}.{attribute}".lstrip(".")
+            for keyword in node.keywords:
+                constant = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if (keyword.arg, constant) in (("allow_pickle", True), ("weights_only", False), ("shell", True)):
+                    yield name, function, f"{keyword.arg}={constant}"
+        for inner in ast.iter_child_nodes(node):
+            yield from walk(inner, function)
+
+    return walk(tree, "")
+
+
+def test_nothing_is_unpickled_or_run_that_came_from_a_file_or_a_socket():
+    found = {one for path in SOURCE.rglob("*.py") for one in suspicious(path)}
+    assert found - ALLOWED.keys() == set(), "not allowed: use safetensors, JSON or msgpack, or say here why it is safe"
+    assert ALLOWED.keys() - found == set(), "allowed, and no longer there"
+
+
+def test_the_search_for_unpickling_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.modules[__name__], "SOURCE", tmp_path)
+    (tmp_path / "bad.py").write_text(
+        "import torch, pickle\nfrom pickle import loads as read\n"
+        "def f(pipe):\n torch.load('x', weights_only=False)\n read(b'')\n pickle.Unpickler(x).load()\n pipe.recv()\n"
+    )
+    calls = sorted(call for _, function, call in suspicious(tmp_path / "bad.py") if function == "f")
+    assert calls == [".recv()", "pickle.Unpickler", "pickle.loads", "torch.load", "weights_only=False"]
+
+
+# -- private ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o277], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_folders_and_files_are_private_whatever_the_umask_is(tmp_path: Path, umask: None):
+    folder = private_folder(tmp_path / "run")
+    os.close(open_private(folder / "file", os.O_WRONLY))
+    assert (mode(folder), mode(folder / "file")) == (0o700, 0o600)
+
+
+def test_a_folder_that_is_there_is_left_as_open_as_its_owner_made_it(tmp_path: Path):
+    (tmp_path / "run").mkdir(mode=0o755)
+    assert mode(private_folder(tmp_path / "run")) == 0o755
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        private_folder(tmp_path / "file")
+
+
+@pytest.mark.parametrize("umask", [0o000], indirect=True, ids=oct)
+def test_a_run_directory_and_all_that_is_put_into_it_are_private(tmp_path: Path, umask: None):
+    """As `FullyAsyncMain` and its actors make them, in their order."""
+    run_dir = tmp_path / "runs" / "one"
+    with RunLock(run_dir):
+        write_config(msgspec.structs.replace(TrainConfig(), run_dir=str(run_dir)))
+        attach_log(run_dir, "main")
+        detach_log()
+        Recorder(run_dir=run_dir).close()
+        TensorBoardSink(run_dir=run_dir).close()
+        _kept_id(run_dir / "wandb_run_id")
+        journal = Journal(run_dir / JOURNAL)
+        store = CheckpointStore(run_dir, keep_last=2)
+        store.save(1, tensors={}, state={}, hf=lambda folder: (folder / "weights").write_bytes(b"1") and None)
+        store.export(run_dir / "final", 1, lambda folder: None)
+        found = {path.relative_to(run_dir.parent).as_posix(): oct(mode(path)) for path in [run_dir, *run_dir.iterdir()]}
+        found |= {path.name: oct(mode(path)) for path in (run_dir / "checkpoints").iterdir()}
+        journal.close()
+    folders = {"one", "one/checkpoints", "one/final", "one/tensorboard", "step_000001"}
+    assert found == {name: "0o700" if name in folders else "0o600" for name in found}
+    assert folders < found.keys() and len(found) >= len(folders) + 6
+
+
+# -- paths ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_in_a_run_directory_is_not_written_through(tmp_path: Path):
+    """A run that somebody handed over could have its log lead to the user's own files."""
+    mine, run_dir = tmp_path / "authorized_keys", tmp_path / "run"
+    run_dir.mkdir()
+    for name, write in {
+        "fully_async_training.log": lambda: attach_log(run_dir, "main"),
+        "metrics.jsonl": lambda: Recorder(run_dir=run_dir),
+        "wandb_run_id": lambda: _kept_id(run_dir / "wandb_run_id"),
+        "run.lock": lambda: RunLock(run_dir).acquire(),
+    }.items():
+        mine.write_text("ssh-ed25519 AAAA\nhalf a line")
+        (run_dir / name).symlink_to(mine)
+        with pytest.raises(OSError, match="it is a link"):
+            write()
+        assert mine.read_text() == "ssh-ed25519 AAAA\nhalf a line", name
+    write_config(msgspec.structs.replace(TrainConfig(), run_dir=str(run_dir)))
+    assert not (run_dir / "config.yaml").is_symlink()
+
+
+@pytest.mark.parametrize("kept", ["../../elsewhere", "/etc/passwd", "abc/../../def", ""])
+def test_an_id_that_was_not_written_here_names_no_folder(tmp_path: Path, kept: str):
+    (tmp_path / "id").write_text(kept)
+    found = _kept_id(tmp_path / "id")
+    assert found.isalnum() and found == (tmp_path / "id").read_text() == _kept_id(tmp_path / "id")
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "inner/../../../secret"])
+def test_a_checkpoint_cannot_name_files_outside_of_itself(tmp_path: Path, name: str):
+    from freewheel.trainer.checkpoint_files import _checksum, described
+
+    store = CheckpointStore(tmp_path, keep_last=2)
+    (tmp_path / "secret").write_text("x")
+    path = store.save(1, tensors={}, state={}, hf=lambda folder: (folder / "inner").mkdir())
+    state = json.loads((path / "state.json").read_text())
+    del state["checksum"]
+    state["files"] = {name: described(path / name)}
+    state["checksum"] = _checksum(state)
+    (path / "state.json").write_text(json.dumps(state))
+    with pytest.raises(CheckpointDamaged):
+        store.load(path)
+
+
+def test_a_linked_checkpoint_is_not_followed_when_old_ones_are_removed(tmp_path: Path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis").write_text("x")
+    store = CheckpointStore(tmp_path / "run", keep_last=1)
+    store.save(2, tensors={}, state={})
+    for name in ("step_000001", "step_000009", ".tmp-elsewhere-1-step_000003"):
+        (store.folder / name).symlink_to(tmp_path / "mine")
+    store.save(3, tensors={}, state={})
+    assert (tmp_path / "mine" / "thesis").read_text() == "x"
+
+
+def test_a_saved_batch_cannot_name_files_outside_of_itself(tmp_path: Path):
+    from freewheel.data import DataProto
+
+    DataProto.from_dict({}, {"uid": ["a"]}).save(tmp_path / "batch")
+    (manifest,) = (tmp_path / "batch").glob("*.json")
+    told = json.loads(manifest.read_text()) | {"tensors": "../elsewhere.safetensors"}
+    manifest.write_text(json.dumps(told))
+    with pytest.raises(DataError, match="not a file name of ours"):
+        DataProto.load(tmp_path / "batch")
+
+
+@pytest.mark.parametrize("task", ["../../up", "module:../../up", "/etc/task", "a:b/../../c", ".."])
+def test_a_tasks_name_does_not_lead_a_new_run_out_of_the_runs_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+):
+    monkeypatch.chdir(tmp_path)
+    try:
+        config = compose([f"data.task='{task}'", "data.train=x", "model.path=x"])
+    except ConfigError as error:
+        assert error.key == "data.task"
+    else:
+        assert Path(new_run(config).run_dir or "").resolve().parent == tmp_path / "runs"
+
+
+HOSTILE = """
+import json, sys
+opened = []
+sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+import numpy as np
+from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.tasks import get_task
+from freewheel.rewards.compute_score import compute_score
+place = "../../HOSTILE/passwd"
+row = {"data_source": place, "prompt": [{"role": "user", "content": place}], "uid": place, "index": place,
+       "reward_model": {"ground_truth": place, "style": "rule"}, "extra_info": {"split": place, "index": place}}
+open("rows.jsonl", "w").write(json.dumps(row))
+(loaded,) = get_task("rows").load("train", "rows.jsonl")
+compute_score(place, "1", "openai/gsm8k", loaded["extra_info"])
+try:
+    compute_score(place, place, place, loaded["extra_info"])
+except ValueError as error:
+    assert "no rule is registered" in str(error)
+one = np.ones(1, np.int32)
+response = Response(tokens=one, logprobs=one, versions=one, mask=one, finish="stop", reward=Reward(value=1.0, raw=1.0))
+group = PromptGroup.of(Ticket(0, 0), Prompt(tokens=one, row=loaded), [response], 0.0)
+assert PromptGroup.decode(group.encode()).row["data_source"] == place
+sys.stdout.write(json.dumps([name for name in opened if "HOSTILE" in name]))
+"""
+
+
+def test_a_row_of_data_cannot_name_a_path(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, cwd=tmp_path, timeout=RUN_S)
+    assert done.returncode == 0 and json.loads(done.stdout) == [], done.stderr
+
+
+# -- keys and Ray -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "judge",
+    [
+        {"api_key": KEY},
+        {"judge": {"endpoint": [{"url": "http://a/v1", "api_key": KEY}]}},
+        {"api_endpoint": f"https://a/v1?api-version=2&key={KEY}"},
+        {"judge": {"endpoint": {"url": f"https://a/v1?API-KEY={KEY}#x"}}},
+    ],
+)
+def test_a_key_among_the_settings_is_refused_and_not_shown(judge: dict[str, Any]):
+    with pytest.raises(ConfigError, match="a key must not be") as caught:
+        checks.judge_settings(judge)
+    assert not leaks(str(caught.value).encode())
+    checks.judge_settings({"api_endpoint": "https://a/v1?api-version=2024-06-01", "model_name": "m"})
+
+
+@pytest.mark.parametrize(
+    "given", ["reward.judge={{api_key: {}}}", "reward.judge={{api_key: {}", "reward.judge.api_key={}"]
+)
+def test_an_override_with_a_key_is_refused_and_not_shown(given: str):
+    with pytest.raises(ConfigError) as caught:
+        compose([given.format(KEY)])
+    assert not leaks(str(caught.value).encode())
+
+
+def test_a_runs_settings_name_the_variable_and_never_hold_what_is_in_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    config = compose(["reward.judge={api_endpoint: 'http://127.0.0.1:1/v1', judge: {api_key_env: OPENAI_API_KEY}}"])
+    assert "OPENAI_API_KEY" in to_yaml(config) and not leaks(to_yaml(config).encode())
+
+
+def test_rays_environment_holds_no_key_and_its_authentication_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    monkeypatch.setattr(cluster.ray, "init", lambda **settings: given.update(settings))
+    for mode in (None, "token", "disabled"):
+        monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+        if mode is not None:
+            monkeypatch.setenv("RAY_AUTH_MODE", mode)
+        before = dict(os.environ)
+        cluster._connect(None, 2)
+        assert dict(os.environ) == before, "whoever set it, or left it to Ray, decides"
+        assert given["runtime_env"].keys() == {"env_vars"}
+        assert given["runtime_env"]["env_vars"].keys() == {"PYTHONPATH", "OMP_NUM_THREADS"}
+        assert not leaks(repr(given).encode())
+        assert given["include_dashboard"] is False and "_system_config" not in given
+
+
+def test_metrics_are_served_to_this_machine_only():
+    sink = PrometheusSink(port=0)
+    try:
+        assert sink._server.server_address[0] == "127.0.0.1"
+    finally:
+        sink.close()
+
+
+def leaks(data: bytes) -> bool:
+    return any(piece in data for piece in PIECES)
+
+
+class Echoing:
+    """A judge that shows the caller's key in what it says, refuses at first, and then scores."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:  # the library's name
+                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                said = self.headers.get("Authorization", "")
+                outer.keys.append(said)
+                status, reply = (500, {"error": {"message": f"your header was {said}"}}) if len(outer.keys) <= 2 else (
+                    200, {"choices": [{"index": 0, "message": {"role": "assistant", "content": "7"}}], "id": said}
+                )  # fmt: skip
+                body = json.dumps(reply).encode()
+                self.send_response_only(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/v1/chat/completions"
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.mark.timeout(300)
+def test_a_key_that_a_whole_run_used_is_in_no_file_of_the_run_nor_of_ray(tmp_path: Path):
+    """Also where the judge says it back. Every byte is searched: of the run, of the cache, and of what Ray wrote."""
+    judge, ray_dir = Echoing(), Path(tempfile.mkdtemp(prefix="fw-", dir="/tmp"))  # a socket's path must be short
+    run_dir, cache = tmp_path / "run", tmp_path / "cache"
+    settings = [
+        f"run_dir={run_dir}",
+        *("trainer.total_steps=2", "trainer.groups_per_step=2", "rollout.n=2", "eval.prompts=0", "data.limit=32"),
+        *("trainer.device=cpu", "rollout.device=cpu", "observe.tensorboard=true"),
+        f"reward.judge={{api_endpoint: '{judge.url}', model_name: m, use_async_io: true, judge_gate: 'off'}}",
+    ]
+    environment = {**os.environ, "OPENAI_API_KEY": KEY, "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(ray_dir)}
+    environment |= {"FREEWHEEL_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "freewheel.cli", "train", "--plain", *settings],
+            env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=RUN_S, cwd=tmp_path,
+        )  # fmt: skip
+        said = done.stdout + done.stderr
+        assert done.returncode == 0, said.decode(errors="replace")[-4000:]
+        assert judge.keys and all(KEY in said for said in judge.keys), "it was really sent"
+        files = [path for place in (run_dir, cache, ray_dir) for path in place.rglob("*") if path.is_file()]
+        there = {path.name for path in files}
+        assert {
+            "config.yaml",
+            "metrics.jsonl",
+            "fully_async_training.log",
+            JOURNAL,
+            "state.json",
+            "raylet.out",
+        } <= there
+        assert [str(path) for path in files if leaks(path.read_bytes())] == []
+        assert not leaks(said)
+    finally:
+        judge.close()
+        shutil.rmtree(ray_dir, ignore_errors=True)
+
+
+def test_every_test_that_the_threat_model_names_exists():
+    page = (SOURCE.parent.parent / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", page))
+    tests = "\n".join(path.read_text() for path in Path(__file__).parent.rglob("test_*.py"))
+    assert len(named) > 15 and {name for name in named if f"def {name}(" not in tests} == set()

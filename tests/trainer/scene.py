@@ -1,0 +1,236 @@
+"""A trainer among fakes, and one who fills its queue: what tests of `FullyAsyncTrainer` watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
+from freewheel.queue.ledger import Frontier
+from freewheel.queue.message_queue import MessageQueue, Taken
+from freewheel.queue.staleness import Bounds
+from freewheel.sync.weights import Weights
+from freewheel.trainer.backend import BackendState
+from freewheel.trainer.checkpoint import CheckpointFailed
+from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule
+
+from .groups import make_response
+
+WAIT_S = 30.0
+"""Longer than anything here takes on a busy machine."""
+P = 3
+REWARD = "eval/reward"
+
+
+def group_of(ticket: Ticket, version: int) -> PromptGroup:
+    responses = [make_response([1, 2], value=float(index), version=version) for index in range(2)]
+    return PromptGroup.of(ticket, Prompt(tokens=torch.tensor([ticket.ordinal]).numpy(), row={}), responses, 0.0)
+
+
+class RecordingQueue(MessageQueue):
+    """With what the trainer asked for, in order."""
+
+    def __init__(self, events: list[Any], **settings: Any) -> None:
+        super().__init__(**settings)
+        self.events = events
+
+    async def take(self, step: int, *, wait_s: float) -> Taken:
+        self.events.append(("take", step))
+        return await super().take(step, wait_s=wait_s)
+
+    async def commit(self, step: int, *, wait_s: float) -> int | None:
+        self.events.append(("commit", step))
+        return await super().commit(step, wait_s=wait_s)
+
+    async def checkpointed(self, step: int) -> None:
+        self.events.append(("checkpointed", step))
+        await super().checkpointed(step)
+
+    async def give_back(self, step: int) -> None:
+        self.events.append(("give back", step))
+        await super().give_back(step)
+
+
+class FakeBackend:
+    """Counts its steps in its only weight, those `before` it was loaded included. `on_step` runs in the training thread
+    and may raise."""
+
+    def __init__(self, events: list[Any], *, before: int = 0) -> None:
+        self.events = events
+        self.before = before
+        self.on_step: Callable[[int], object] = lambda step: None
+        self.trained: list[list[PromptGroup]] = []
+        self.versions: list[int | None] = []
+        self.updates_applied = 0
+
+    def step(
+        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
+    ) -> dict[str, float]:
+        self.events.append(("begin", step + 1))
+        self.on_step(step + 1)
+        self.updates_applied += 1
+        self.trained.append(list(groups))
+        self.versions.append(version)
+        self.events.append(("end", step + 1))
+        return {"actor/loss": 0.5}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor([float(self.before + len(self.trained))])}
+
+    def state(self) -> BackendState:
+        return BackendState(tensors=self.weights(), values={"steps": len(self.trained)})
+
+    def load_state(self, state: BackendState) -> None: ...
+
+    def save_hf(self, folder: Path, tokenizer: Any = None) -> None: ...
+
+    def describe(self) -> str:
+        return "fake"
+
+
+class FakePublisher:
+    """Engines that take each version at once, unless `holding`."""
+
+    def __init__(self, events: list[Any], queue: MessageQueue) -> None:
+        self.events = events
+        self.queue = queue
+        self.version = 0
+        self.holding = False
+
+    async def submit(self, version: int, weights: Weights) -> None:
+        self.events.append(("publish", version, int(weights.tensors()["w"][0])))
+        if not self.holding:
+            self.version = version
+            await self.queue.published(version)
+
+    async def prime(self, version: int, weights: Weights) -> None:
+        self.primed = version, int(weights.tensors()["w"][0])
+
+    async def wait_published(self, version: int, *, wait_s: float) -> bool:
+        return self.version >= version
+
+
+class FakeSaver:
+    def __init__(self, events: list[Any]) -> None:
+        self.events = events
+        self.saved: list[tuple[int, int, Frontier, int]] = []
+        self.best: list[tuple[int, float, int]] = []
+        self.measured: list[tuple[int, int]] = []
+        self.fails: set[int] = set()
+
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> int:
+        if step in self.fails:
+            raise CheckpointFailed("No space left on device")
+        assert weights.tensors()["w"].tolist() == state.tensors["w"].tolist()
+        self.events.append(("save", step))
+        self.saved.append((step, version, frontier, int(weights.tensors()["w"][0])))
+        return self.saved[-2][0] if len(self.saved) > 1 else 0
+
+    def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
+        self.best.append((step, score, int(weights.tensors()["w"][0])))
+        self.measured.append(versions)
+        return True
+
+
+class Scene:
+    """A trainer with its queue, and one who fills it."""
+
+    def __init__(
+        self,
+        *,
+        kind: type[FullyAsyncTrainer] = FullyAsyncTrainer,
+        bounds: dict[str, Any] | None = None,
+        schedule: dict[str, Any] | None = None,
+        evaluate: Callable[[int], Awaitable[dict[str, float] | None]] | None = None,
+        total_prompts: int | None = None,
+        born_old: bool = False,
+        after: Scene | None = None,
+        **settings: Any,
+    ) -> None:
+        """`after`: the queue and the engines of another, whose trainer is gone."""
+        self.events: list[Any] = []
+        usual = {"groups_per_step": P, "threshold": 1, "window": 1, "max_alive": 100, "max_lag_allowed": 5}
+        self.bounds = Bounds(**{**usual, **(bounds or {})})
+        begun = {name: settings[name] for name in ("step", "version") if name in settings}
+        journal = settings.pop("journal", None)
+        if after is None:
+            begun = {} if journal is not None else begun
+            self.queue = RecordingQueue(
+                self.events, bounds=self.bounds, total_prompts=total_prompts, journal=journal, **begun
+            )
+        else:
+            self.queue = after.queue
+            self.queue.events = self.events
+        self.backend = FakeBackend(self.events, before=settings.get("step", 0))
+        self.publisher = FakePublisher(self.events, self.queue)
+        self.publisher.version = 0 if after is None else after.publisher.version
+        self.saver = FakeSaver(self.events)
+        self.evaluated: list[int] = []
+        self.born_old = born_old
+        """First attempts say that version 0 made them, whatever the engines hold."""
+        self.trainer = kind(
+            backend=self.backend,
+            queue=self.queue,
+            publisher=self.publisher,
+            saver=self.saver,
+            evaluate=evaluate or self._evaluate,
+            bounds=self.bounds,
+            schedule=Schedule(
+                **{
+                    "total_steps": 4,
+                    "batch_timeout_s": 30.0,
+                    "max_errors": 3,
+                    "eval_at_start": False,
+                    **(schedule or {}),
+                }
+            ),
+            **settings,
+        )
+        self.feeding: asyncio.Task[None] | None = None
+
+    async def _evaluate(self, step: int) -> dict[str, float]:
+        self.evaluated.append(step)
+        return self.scored(step / 10)
+
+    def scored(self, value: float, oldest: int | None = None) -> dict[str, float]:
+        """By the engines as they are, and those from version `oldest` on."""
+        newest = self.publisher.version
+        return {REWARD: value, "eval/version_min": newest if oldest is None else oldest, "eval/version_max": newest}
+
+    def feed(self) -> None:
+        self.feeding = asyncio.create_task(self._feed())
+
+    async def _feed(self) -> None:
+        while True:
+            admission = await self.queue.admit("r", want=8, load=0, wait_s=WAIT_S)
+            version = self.publisher.version
+            groups = [group_of(one, 0 if self.born_old and not one.attempt else version) for one in admission.tickets]
+            if groups:
+                await self.queue.put(Block.pack(groups), wait_s=WAIT_S)
+            if admission.closed:
+                return
+            await asyncio.sleep(0)
+
+    async def run(self, *, feed: bool = True) -> str:
+        if feed:
+            self.feed()
+        return await asyncio.wait_for(self.trainer.run(), WAIT_S)
+
+    @property
+    def ordinals(self) -> list[list[int]]:
+        return [sorted(group.ordinal for group in groups) for groups in self.backend.trained]
+
+    def at(self, *event: Any) -> int:
+        return next(place for place, found in enumerate(self.events) if found[: len(event)] == event)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                await asyncio.sleep(0.002)
+
+
+Build = Callable[..., Scene]
