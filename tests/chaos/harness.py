@@ -1,0 +1,382 @@
+"""A training run as a real tree of processes, to be struck and looked at from outside.
+
+    Disturbed ── starts ──▶ freewheel train … (a session of its own: driver, Ray, actors)
+        │  kill, stop, fill its disk, damage its files                    │
+        └──◀── witness.jsonl (the trainer's own word), metrics.jsonl, journal, `freewheel inspect` ──┘
+
+Used by `scenarios.py`. It sends signals to processes of the session that it started and to no others, and whatever
+happens in a scenario, none of them outlives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from freewheel.observe.recorder import read_metrics
+from freewheel.queue.journal import Journal
+
+from .account import Kill, Result, Trained, audit_witness, last_reward
+from .family import Family, signal_all
+
+HERE = Path(__file__).parent
+JOURNAL = "journal.sqlite"
+STUCK_S = 120.0
+"""Without anything that was waited for: recoveries take seconds, and tens of them on a machine that is busy."""
+GONE_S = 20.0
+"""Until the last component of a driver that was killed has noticed, which takes Ray's workers two or three seconds."""
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+LOOK_S = 0.005
+"""Between two looks at a file. Steps take tenths of a second, saves hundredths."""
+NAP_S = 0.1
+FOREIGN = ("RAY_ADDRESS", "OPENAI_API_KEY", "PYTHONPATH")
+"""Variables that would make a run another one."""
+WHOLE = ("tree", "driver", "raylet")
+"""What is struck with all that it started."""
+
+SMALL: dict[str, Any] = {
+    "trainer.total_steps": 40,
+    "trainer.save_every_steps": 4,
+    "trainer.trainer_class": "witness:WitnessTrainer",
+    "reward.function": "witness:slow_score",
+    "eval.prompts": 0,
+    "eval.at_start": "false",
+    "recovery.max_restarts": 100,
+    "recovery.backoff_s": 0.1,
+    "async_training.batch_timeout": 10,
+}
+"""The default run, 40 steps of 32 groups of 8 in which the embedded model learns (0.33 to 0.9) in ten seconds, with a
+checkpoint every fourth step and more restarts allowed than any plan has kills."""
+GROUPS_PER_STEP = 32
+
+Moment = Callable[[], object]
+"""Returns when it has come."""
+
+
+def _at_once() -> None:
+    pass
+
+
+class Stuck(Exception):
+    """What was waited for did not happen; what is known of the run is in the message."""
+
+
+class Finished(Exception):
+    """The run came to its end before what was waited for."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A component of the run: `role` as the run names it, of this process number since `since_s` on the wall clock."""
+
+    role: str
+    pid: int
+    since_s: float
+
+
+class Disturbed:
+    """A run that is begun, struck, resumed, and at the end accounted for."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        scenario: str,
+        seed: int,
+        run_dir: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        prompts: int | None = None,
+        **settings: Any,
+    ) -> None:
+        """`settings`: on top of `SMALL`, with two underscores for the dot of a key. `prompts`: that there are, where
+        they are used up before the last step."""
+        self.run_dir = run_dir or folder / "run"
+        self.output = folder / "output"
+        self.scenario, self.seed = scenario, seed
+        self.kills: list[Kill] = []
+        self.problems: list[str] = []
+        self.settings = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
+        self.total = prompts or int(self.settings["trainer.total_steps"]) * GROUPS_PER_STEP
+        self._witness = folder / "witness.jsonl"
+        self._ray = tempfile.mkdtemp(prefix="fwc-", dir="/tmp")  # short: sockets in it may have 107 characters
+        self._env = {name: value for name, value in os.environ.items() if name not in FOREIGN} | {
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "RAY_TMPDIR": self._ray,
+            "FREEWHEEL_CHAOS_WITNESS": str(self._witness),
+            **(env or {}),
+        }
+        self.family = Family()
+        self._program: subprocess.Popen[bytes] | None = None
+        self._began_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end_all()
+        shutil.rmtree(self._ray, ignore_errors=True)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Begins the run; a run that is there goes on."""
+        resumes = (self.run_dir / "config.yaml").is_file()
+        told = [f"{key}={value}" for key, value in self.settings.items()]
+        where = [f"resume={self.run_dir}"] if resumes else [f"run_dir={self.run_dir}", *told]
+        with self.output.open("a") as output:
+            self._program = subprocess.Popen(
+                [sys.executable, "-m", "freewheel.cli", "train", "--plain", *where],
+                cwd=HERE,  # where `witness` is found
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.family.adopt(self._program.pid)
+        return self
+
+    @property
+    def program(self) -> subprocess.Popen[bytes]:
+        assert self._program is not None, "start it first"
+        return self._program
+
+    @property
+    def running(self) -> bool:
+        return self._program is not None and self._program.poll() is None
+
+    def finish(self, *, expect: Collection[int] = (0,)) -> int:
+        """Waits for the end, and that nobody is left behind."""
+        seen, since = -1, time.monotonic()
+        while self.running:
+            if (now := len(self.witnessed())) != seen:
+                seen, since = now, time.monotonic()
+            if time.monotonic() - since > STUCK_S:
+                raise self._stuck("the end of the run")
+            time.sleep(NAP_S)
+        code = self.program.wait()
+        if code not in expect:
+            self.problems.append(f"ended with exit code {code}: {self._last_words()}")
+        self.wait_gone()
+        return code
+
+    def to_the_end(self) -> None:
+        """Where it stands still before its last step, it is resumed; that it must be is a problem unless it was struck
+        as a whole."""
+        code = self.finish()
+        for _ in range(3):
+            if code == 0:
+                return
+            code = self.start().finish()
+
+    def wait_gone(self) -> None:
+        """None of the run's components is left, with or without a driver. Ray's own agents, which hold nothing of it,
+        take a minute to give up their raylet; they are ended here."""
+        deadline = time.monotonic() + GONE_S
+        while left := [title for title in self.family.titles() if not title.endswith(AGENTS)]:
+            if time.monotonic() > deadline:
+                self.problems.append(f"left behind: {', '.join(left)}")
+                break
+            time.sleep(NAP_S)
+        self._end_all()
+
+    def _end_all(self) -> None:
+        self.family.end()
+        if self._program is not None:
+            self._program.wait()
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    def witnessed(self) -> list[Trained]:
+        """Every step that any trainer of this run trained, in order, those included that were taken back."""
+        if not self._witness.exists():
+            return []
+        return [Trained.read(line) for line in self._witness.read_bytes().splitlines()]
+
+    @property
+    def step(self) -> int:
+        return max((one.step for one in self.witnessed()), default=0)
+
+    def times_trained(self, step: int) -> int:
+        return sum(one.step == step for one in self.witnessed())
+
+    def processes(self) -> dict[str, Process]:
+        """By role, as the run said when it started them last."""
+        found = {}
+        for row in read_metrics(self.run_dir, "event"):
+            if "role" in row:
+                found[row["role"]] = Process(row["role"], int(row["process"]), float(row["time"]))
+        return found
+
+    def commits(self) -> list[float]:
+        """Wall-clock times at which steps were committed, in order."""
+        try:
+            journal = Journal(self.run_dir / JOURNAL, readonly=True)
+        except Exception:  # noqa: BLE001  # it is being moved or made just now; there is another look
+            return []
+        with contextlib.closing(journal):
+            return [step.wall_s for step in journal.steps(after=0) if step.version is not None]
+
+    def checkpoints(self) -> set[str]:
+        return {path.name for path in (self.run_dir / "checkpoints").glob("step_*")}
+
+    def saving(self) -> bool:
+        folder = self.run_dir / "checkpoints"
+        return folder.is_dir() and any(folder.glob(".tmp-*"))
+
+    def log(self) -> str:
+        path = self.run_dir / "fully_async_training.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, what: str, holds: Callable[[], Any], *, wait_s: float = STUCK_S, nap_s: float = LOOK_S) -> Any:
+        """The first true value of `holds`. `Finished`: the run was over first. `Stuck`: it ended otherwise, or nothing
+        happened for too long."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            if found := holds():
+                return found
+            if not self.running and self.program.returncode == 0:
+                raise Finished(what)
+            if not self.running or time.monotonic() > deadline:
+                raise self._stuck(what)
+            time.sleep(nap_s)
+
+    def wait_step(self, step: int) -> None:
+        self.wait(f"step {step}", lambda: self.step >= step)
+
+    def _stuck(self, what: str) -> Stuck:
+        state = "runs" if self.running else f"ended with {self.program.returncode}"
+        return Stuck(f"waited for {what}; the program {state} at step {self.step}: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        said = self.output.read_text(errors="replace").splitlines() if self.output.exists() else []
+        bad = [line for line in self.log().splitlines() if " ERROR " in line]
+        return " | ".join([*said[-4:], *bad[-2:]])[-1500:]
+
+    # -- striking -----------------------------------------------------------------------------------------------------
+
+    def find(self, role: str, *, wait_s: float = STUCK_S) -> Process:
+        """The live process of `role` (`rollouter`: the first of them), waited for while it is being started."""
+
+        def live() -> Process | None:
+            for name, process in sorted(self.processes().items()):
+                if name.split("-")[0] == role and self.family.has(process.pid):
+                    return process
+            return None
+
+        found: Process = self.wait(f"a live {role}", live, wait_s=wait_s, nap_s=NAP_S)
+        return found
+
+    def strike(
+        self, *roles: str, number: signal.Signals = signal.SIGKILL, during: str = "", at: Moment = _at_once
+    ) -> None:
+        """Signals the processes of `roles` when `at` returns. They are looked up before, which takes longer than some
+        moments last."""
+        victims = [self.find(role) for role in roles]
+        at()
+        self._send([(role, process.pid) for role, process in zip(roles, victims, strict=True)], number, during)
+
+    def strike_pid(self, role: str, pid: int) -> None:
+        self._send([(role, pid)], signal.SIGKILL, "")
+
+    def children_of(self, role: str, title: str) -> list[int]:
+        return self.family.below(self.find(role).pid, title)
+
+    def strike_tree(self, during: str = "", at: Moment = _at_once) -> None:
+        """All at once, as a machine goes down: nobody sees another die."""
+        members = self.family.members()
+        at()
+        signal_all(members, signal.SIGSTOP, signal.SIGKILL)
+        self._note("tree", "SIGKILL", during)
+        self._end_all()
+
+    def strike_driver(self) -> None:
+        self._note("driver", "SIGKILL", "")
+        self.program.kill()
+        self.program.wait()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: a terminal sends it to the whole foreground group."""
+        os.killpg(self.program.pid, signal.SIGINT)
+
+    def _send(self, victims: list[tuple[str, int]], number: signal.Signals, during: str) -> None:
+        for role, pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                if self.family.has(pid):
+                    os.kill(pid, number)
+                    self._note(role, number.name, during)
+
+    def _note(self, role: str, how: str, during: str) -> None:
+        self.kills.append(Kill(role=role, how=how, during=during, step=self.step, at_s=time.time()))
+
+    # -- the account --------------------------------------------------------------------------------------------------
+
+    def inspect(self) -> dict[str, Any]:
+        """What `freewheel inspect RUN --json` says, and what it exits with as `exit_code`."""
+        done = subprocess.run(
+            [sys.executable, "-m", "freewheel.cli", "inspect", str(self.run_dir), "--json"],
+            capture_output=True, text=True, timeout=STUCK_S, check=False,
+        )  # fmt: skip
+        try:
+            return {**json.loads(done.stdout), "exit_code": done.returncode}
+        except ValueError:
+            return {"exit_code": done.returncode, "error": (done.stderr or done.stdout).strip()[-500:]}
+
+    def result(self) -> Result:
+        """The run's own account against the witness's: a number of either that is not 0 is one too many."""
+        total = None if self.settings.get("algorithm.zero_variance") == "drop" else self.total
+        told, seen = self.inspect(), audit_witness(self.witnessed(), total=total, max_lag=self._max_lag)
+        problems = list(self.problems)
+        if "error" in told:
+            problems.append(f"freewheel inspect: {told['error']}")
+        elif told["exit_code"] != 0 or told["steps"] != -(-self.total // GROUPS_PER_STEP):
+            problems.append(f"freewheel inspect: exit code {told['exit_code']}, {told['steps']} steps")
+        if not (self.run_dir / "final" / "model.safetensors").is_file():
+            problems.append("there are no final weights")
+        for name in ("lost", "repeated", "stale_trained"):
+            if told.get(name, 0) != getattr(seen, name):
+                problems.append(f"{name}: the run says {told.get(name)}, the witness {getattr(seen, name)}")
+        return Result(
+            scenario=self.scenario,
+            seed=self.seed,
+            kills=self._recoveries(),
+            lost=max(seen.lost, told.get("lost", 0)),
+            repeated=max(seen.repeated, told.get("repeated", 0)),
+            stale_trained=max(seen.stale_trained, told.get("stale_trained", 0)),
+            violations=tuple(map(str, told.get("violations", ()))),
+            problems=tuple(problems + seen.problems),
+            reward=last_reward(self.witnessed()),
+            seconds=time.monotonic() - self._began_s,
+        )
+
+    @property
+    def _max_lag(self) -> int:
+        """`async_training.max_staleness_allowed`; the synchronous modes have their own, and lower, bound."""
+        return {"sync": 0, "one_step_off": 1}.get(str(self.settings.get("mode")), 5)
+
+    def _recoveries(self) -> list[Kill]:
+        """Each kill with the seconds until a step was committed by a run that has a successor of who was struck; where
+        the driver was, that is a run with another queue, since the old one goes on for a moment."""
+        starts = [
+            (row["role"].split("-")[0], row["time"]) for row in read_metrics(self.run_dir, "event") if "role" in row
+        ]
+        commits = self.commits()
+        found = []
+        for kill in self.kills:
+            role = "queue" if kill.role in WHOLE else kill.role
+            known = any(name == role for name, _ in starts)
+            back_s = next((at for name, at in starts if name == role and at > kill.at_s), None) if known else kill.at_s
+            found.append(kill.recovered(back_s and next((at for at in commits if at > back_s), None)))
+        return found

@@ -1,0 +1,186 @@
+"""Scenarios in which what a run relies on fails, beside a kill: who scores, its disk, its files, the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from freewheel.judge.testing import JudgeProfile, MockJudge
+
+from .account import Result
+from .acting import disturbed
+from .harness import HERE, JOURNAL, Disturbed
+
+DISK_BYTES = 48 << 20
+"""Of the small disk: several checkpoints of the embedded model, 2 MB each, and a journal."""
+BLOCK_BYTES = 64 << 10
+FULL_S = 4.0
+"""How long it stays full, and twice: the journal tries again every second."""
+OUTAGE_S = 6.0
+"""Longer than a client's retries of a single request last in this configuration."""
+JUMP_S = 7200.0
+"""Two hours: more than any time-out."""
+
+
+# -- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def reward_workers(folder: Path, seed: int, kills: int) -> Result:
+    """Child processes that score."""
+    draw = random.Random(seed)
+
+    def during(run: Disturbed) -> None:
+        for step in (3, 8, 13):
+            run.wait_step(step)
+            children = run.wait("a reward worker", lambda: run.children_of("rollouter", "reward_workers"), nap_s=0.05)
+            run.strike_pid("reward worker", draw.choice(children))
+
+    return disturbed(
+        folder, "reward workers", seed, during,
+        reward__function="witness:score_in_process", reward__executor="process", reward__workers=2,
+    )  # fmt: skip
+
+
+def judge_outage(folder: Path, seed: int, kills: int) -> Result:
+    """A judge that answers 503 for some seconds; the process that asks it dies too, and then the rollouter."""
+    profile = JudgeProfile(seed=seed, latency_s=0.05, outages=((4.0, OUTAGE_S),), outage_kind="503")
+
+    def during(run: Disturbed) -> None:
+        run.wait_step(4)
+        for child in run.children_of("rollouter", "freewheel.judge")[:1]:
+            run.strike_pid("judge engine", child)
+        run.wait_step(9)
+        run.strike("rollouter", during="judge outage")
+
+    with MockJudge(profile).in_process() as judge:
+        settings = f"{{api_endpoint: '{judge.url}', model_name: mock, enable: false, reward_coefficient: 0.01}}"
+        return disturbed(
+            folder, "judge outage", seed, during, reward__judge=settings, env={"OPENAI_API_KEY": "sk-of-a-mock"}
+        )
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def full_disk(folder: Path, seed: int, kills: int) -> Result:
+    """The run directory lies on a disk that is full for some seconds. The queue dies in the middle of it, and the
+    trainer when there is room again."""
+
+    def during(run: Disturbed) -> None:
+        run.wait_step(6)
+        ballast = run.run_dir.parent / "ballast"
+        fill(ballast)
+        time.sleep(FULL_S)
+        held_at = run.step
+        run.strike("queue", during="full disk")
+        time.sleep(FULL_S)
+        if run.step > held_at:
+            run.problems.append(f"steps {held_at} to {run.step} were trained while nothing could be written down")
+        ballast.unlink()
+        run.wait_step(held_at + 3)
+        run.strike("trainer", during="after a full disk")
+
+    with small_disk(folder / "disk") as disk:
+        return disturbed(folder, "full disk", seed, during, run_dir=disk / "run")
+
+
+def fill(ballast: Path) -> None:
+    """Until not a byte is left."""
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while file.write(b"\0" * BLOCK_BYTES):
+            pass
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of `DISK_BYTES`. Needs the right to mount."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "freewheel-chaos", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def can_mount() -> bool:
+    return os.geteuid() == 0 and shutil.which("mount") is not None
+
+
+def corrupt_checkpoint(folder: Path, seed: int, kills: int) -> Result:
+    """The newest checkpoint has a wrong byte: the one before it is good enough, and the journal has the rest."""
+
+    def during(run: Disturbed) -> None:
+        run.wait("three checkpoints", lambda: "step_000012" in run.checkpoints())
+        run.wait_step(14)
+        run.strike_tree(during="before a checkpoint is damaged")
+        newest = run.run_dir / "checkpoints" / max(run.checkpoints())
+        flip_bytes(newest / "model.safetensors", random.Random(seed), count=1)
+        run.start()
+
+    return disturbed(folder, "corrupt checkpoint", seed, during)
+
+
+def truncated_journal(folder: Path, seed: int, kills: int) -> Result:
+    """The journal's newest bytes never reached the disk."""
+    draw = random.Random(seed)
+
+    def during(run: Disturbed) -> None:
+        for _ in range(2):
+            run.wait_step(run.step + draw.randint(4, 7))
+            run.strike_tree(during="before the journal is cut")
+            tail = run.run_dir / f"{JOURNAL}-wal"
+            if tail.exists():
+                os.truncate(tail, int(tail.stat().st_size * draw.random()))
+            run.start()
+
+    return disturbed(folder, "truncated journal", seed, during)
+
+
+def garbled_journal(folder: Path, seed: int, kills: int) -> Result:
+    """The journal cannot be read at all: the run goes on from its newest checkpoint."""
+
+    def during(run: Disturbed) -> None:
+        run.wait("two checkpoints", lambda: "step_000008" in run.checkpoints())
+        run.wait_step(10)
+        run.strike_tree(during="before the journal is garbled")
+        flip_bytes(run.run_dir / JOURNAL, random.Random(seed), count=2000)
+        run.start()
+
+    return disturbed(folder, "garbled journal", seed, during)
+
+
+def flip_bytes(path: Path, draw: random.Random, *, count: int) -> None:
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        for at in (draw.randrange(size) for _ in range(count)):
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 0xFF]))
+
+
+# -- time -------------------------------------------------------------------------------------------------------------
+
+
+def clock_jump(folder: Path, seed: int, kills: int) -> Result:
+    """The wall clock goes two hours ahead and then far back, with a kill after each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clock = folder / "clock"
+    clock.write_text("0")
+
+    def during(run: Disturbed) -> None:
+        for step, off_s, role in ((5, JUMP_S, "trainer"), (12, -JUMP_S, "queue")):
+            run.wait_step(step)
+            clock.write_text(str(off_s))
+            run.wait_step(run.step + 1)
+            run.strike(role, during="a clock that jumped")
+            run.wait_step(run.step + 2)
+
+    env = {"FREEWHEEL_CHAOS_CLOCK": str(clock), "PYTHONPATH": str(HERE / "clock")}
+    return disturbed(folder, "clock jump", seed, during, env=env)
