@@ -114,6 +114,7 @@ class Disturbed:
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "RAY_TMPDIR": self._ray,
+            "FREEWHEEL_CACHE_DIR": str(folder / "cache"),
             "FREEWHEEL_CHAOS_WITNESS": str(self._witness),
             **(env or {}),
         }

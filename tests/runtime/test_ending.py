@@ -19,9 +19,10 @@ from freewheel.observe.recorder import read_metrics
 from freewheel.runtime import cluster, main
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.asking import Asking
-from freewheel.runtime.main import FullyAsyncMain, KeepsDying, NotRecorded
+from freewheel.runtime.main import FullyAsyncMain
 from freewheel.runtime.peers import PeerSilent
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
+from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied
 from freewheel.sync.synchronizer import SyncFailed
 
 from .pipeline import plan_of, small_config
@@ -199,6 +200,16 @@ def test_a_part_that_keeps_dying_is_started_as_often_as_was_allowed(scene: Build
     assert isinstance(result.error, KeepsDying)
     assert "sync died 3 times without a step trained in between (recovery.max_restarts)" in said(result)
     assert sum(part.name == "sync" for part in one.crew.made) == 3
+
+
+def test_when_ray_itself_is_gone_nobody_is_started_on_it(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "lost_processes", lambda: ["raylet"])
+    monkeypatch.setattr(main, "SAVE_S", 0.05)
+    one = scene(dies_whenever_it_is_started("sync"))
+    result = one.run()
+    assert isinstance(result.error, RayDied)
+    assert "Ray itself died (raylet)" in said(result) and f"resume={one.run_dir}" in said(result)
+    assert sum(part.name == "sync" for part in one.crew.made) == 1
 
 
 @pytest.mark.parametrize("name", ["trainer", "queue"])
