@@ -119,6 +119,7 @@ class Disturbed:
             **(env or {}),
         }
         self.family = Family()
+        self._struck: set[int] = set()
         self._program: subprocess.Popen[bytes] | None = None
         self._began_s = time.monotonic()
 
@@ -273,7 +274,8 @@ class Disturbed:
 
         def live() -> Process | None:
             for name, process in sorted(self.processes().items()):
-                if name.split("-")[0] == role and self.family.has(process.pid):
+                fresh = process.pid not in self._struck  # one that was struck may take a moment to go
+                if name.split("-")[0] == role and fresh and self.family.has(process.pid):
                     return process
             return None
 
@@ -317,6 +319,7 @@ class Disturbed:
             with contextlib.suppress(ProcessLookupError):
                 if self.family.has(pid):
                     os.kill(pid, number)
+                    self._struck.add(pid)
                     self._note(role, number.name, during)
 
     def _note(self, role: str, how: str, during: str) -> None:

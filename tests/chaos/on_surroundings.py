@@ -22,8 +22,8 @@ DISK_BYTES = 48 << 20
 BLOCK_BYTES = 64 << 10
 FULL_S = 4.0
 """How long it stays full, and twice: the journal tries again every second."""
-OUTAGE_S = 6.0
-"""Longer than a client's retries of a single request last in this configuration."""
+OUTAGE_AFTER_S, OUTAGE_S = 1.5, 6.0
+"""From the first request on: in the middle of the run, and longer than a client's retries of a request."""
 JUMP_S = 7200.0
 """Two hours: more than any time-out."""
 
@@ -48,21 +48,20 @@ def reward_workers(folder: Path, seed: int, kills: int) -> Result:
 
 
 def judge_outage(folder: Path, seed: int, kills: int) -> Result:
-    """A judge that answers 503 for some seconds; the process that asks it dies too, and then the rollouter."""
-    profile = JudgeProfile(seed=seed, latency_s=0.05, outages=((4.0, OUTAGE_S),), outage_kind="503")
+    """A judge that answers 503 for some seconds. Meanwhile the process that asks it dies, and then the rollouter."""
+    outage = ((OUTAGE_AFTER_S, OUTAGE_S),)
+    with MockJudge(JudgeProfile(seed=seed, latency_s=0.05, outages=outage, outage_kind="503")).in_process() as judge:
 
-    def during(run: Disturbed) -> None:
-        run.wait_step(4)
-        for child in run.children_of("rollouter", "freewheel.judge")[:1]:
-            run.strike_pid("judge engine", child)
-        run.wait_step(9)
-        run.strike("rollouter", during="judge outage")
+        def during(run: Disturbed) -> None:
+            run.wait("a 503", lambda: judge.counts().by_status.get(503), nap_s=0.05)
+            for child in run.children_of("rollouter", "freewheel.judge")[:1]:
+                run.strike_pid("judge engine", child)
+            time.sleep(OUTAGE_S / 3)
+            run.strike("rollouter", during="judge outage")
 
-    with MockJudge(profile).in_process() as judge:
         settings = f"{{api_endpoint: '{judge.url}', model_name: mock, enable: false, reward_coefficient: 0.01}}"
-        return disturbed(
-            folder, "judge outage", seed, during, reward__judge=settings, env={"OPENAI_API_KEY": "sk-of-a-mock"}
-        )
+        key = {"OPENAI_API_KEY": "sk-of-a-mock"}
+        return disturbed(folder, "judge outage", seed, during, reward__judge=settings, env=key)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorUnavailableError
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
@@ -200,6 +201,18 @@ def test_a_part_that_keeps_dying_is_started_as_often_as_was_allowed(scene: Build
     assert isinstance(result.error, KeepsDying)
     assert "sync died 3 times without a step trained in between (recovery.max_restarts)" in said(result)
     assert sum(part.name == "sync" for part in one.crew.made) == 3
+
+
+def test_a_part_that_is_out_of_reach_is_ended_before_another_takes_its_name(scene: Build) -> None:
+    async def happens(one: Scene) -> None:
+        first = one.crew["trainer"]
+        first.end.set_exception(ActorUnavailableError("the network", b"0" * 16))
+        await successor(one.crew, first)
+        one.crew["trainer"].end.set_result("stopped")
+
+    one = scene(happens)
+    assert one.run().outcome == "stopped"
+    assert one.crew.killed == ["trainer"]
 
 
 def test_when_ray_itself_is_gone_nobody_is_started_on_it(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,6 +428,17 @@ async def test_what_a_trainer_begins_with_is_brought_only_to_who_waits_for_it(sc
     assert successor.calls == [3]
 
 
+async def test_under_drain_a_version_that_everybody_waits_for_is_not_kept_until_they_have_worked(scene: Build) -> None:
+    one = scene(FakeReplica(), drain=True)
+    one.queue.settled_after = 10**9  # there is room, which only a replica with the next version may fill
+    await one.sync.prime(0, "weights 0", CHECKSUM)
+    successor = FakeReplica(WeightsGone("owner died"))
+    await one.sync.join("r0", successor)
+    await one.submit(1)
+    await one.published(1)
+    assert successor.version == 1
+
+
 async def test_a_successor_that_dies_while_it_joins_is_waited_for_again(scene: Build) -> None:
     one = scene(FakeReplica())
     await one.submit(1)

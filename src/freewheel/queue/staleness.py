@@ -239,7 +239,7 @@ class StalenessPolicy:
     @property
     def version_after_step(self) -> int:
         """The version that the next commit leaves."""
-        return self.version + (self._steps_in_version + 1 == self.bounds.steps_per_version)
+        return self.version + (self._steps_in_version + 1 >= self.bounds.steps_per_version)
 
     @property
     def version_is_partial(self) -> bool:

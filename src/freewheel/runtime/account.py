@@ -101,6 +101,7 @@ class RunAccount:
         self._said_at = clock()
         self._saved_step = 0
         self._replicas: dict[str, Mapping[str, Any]] = {}
+        self._last_queue: Mapping[str, Any] = {}
         self._died: list[Mapping[str, Any]] = []
         """Counters of replicas that were replaced."""
         self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
@@ -152,7 +153,9 @@ class RunAccount:
         if now > before and tokens >= count:
             self._tokens_per_s = (tokens - count) / (now - before)
         self._tokens = (now, tokens)
-        marks = (queue.get("step"), queue.get("total_produced"), tokens, str(rollouter.get("rewards")))
+        self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
+        done = (self._last_queue.get("step"), self._last_queue.get("total_produced"))
+        marks = (*done, tokens, str(rollouter.get("rewards")))
         self.progress.note(marks, trainer=trainer, paused=bool(queue.get("paused")), now=now)
         if self._view is not None:
             self._view.update(self.snapshot(now))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
+from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
 
 from freewheel.data.group import Block, Ticket
 from freewheel.queue.failures import Failure
@@ -296,7 +296,7 @@ class RollouterActor(Component):
     async def load_weights(self, version: int, weights: list[Any]) -> int:
         try:
             loaded = await weights[0]
-        except ObjectLostError as error:
+        except OwnerDiedError as error:
             raise WeightsGone(str(error).splitlines()[0]) from error
         return int(await self._rollouter.load_weights(version, loaded))
 

@@ -19,7 +19,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,11 +157,15 @@ class Crew:
         role = name if name in _ROLES else "rollouter"
         return await _ROLES[role](self, name)
 
-    async def _started(self, name: str, handle: Any, *args: Any) -> Any:
-        """A new actor in the place of `name`, opened, and everybody knows it."""
+    async def _started(
+        self, name: str, handle: Any, *args: Any, then: Callable[[], Awaitable[Any]] | None = None
+    ) -> Any:
+        """A new actor in the place of `name`, opened, and everybody knows it; `then`: before anybody does."""
         self.handles[name] = handle
         await self._identified(name)
         answer = await call(handle, "open", *args, deadline_s=START_S)
+        if then is not None:
+            await then()
         self.opening.discard(name)
         await self._introduce()
         return answer
@@ -169,8 +174,8 @@ class Crew:
         lost = await RemoteQueue(self.peers).replica_lost(name)
         log.error("%s died; %d groups are issued again", name, lost)
         handle = self._new_rollouter(name)
-        await self._started(name, handle)
-        await self.peers.call("sync", "join", name, handle, deadline_s=START_S)
+        joining = partial(self.peers.call, "sync", "join", name, handle, deadline_s=START_S)
+        await self._started(name, handle, then=joining)
         return await _run(handle)
 
     async def _queue(self, name: str) -> Any:
@@ -178,7 +183,8 @@ class Crew:
         in_flight = await self._in_flight()
         for note in await self._started(name, handle, self._config, self._total_prompts, None, in_flight):
             log.info("%s", note)
-        return await _run(handle, beside=self.peers.call("sync", "announce"))
+        # A synchronizer that does not hear it has died: its successor announces by itself.
+        return await _run(handle, beside=_if_alive(self.peers.call("sync", "announce")))
 
     async def _in_flight(self) -> dict[str, list[Ticket]]:
         asked = [name for name in self.replicas if name not in self.opening]
@@ -211,6 +217,10 @@ class Crew:
         return await _run(handle)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
+
+    async def stop_trainer(self) -> None:
+        """One that does not hear it has died, and its end is told by its loop."""
+        await _if_alive(self.peers.call("trainer", "request_stop"))
 
     def kill(self, name: str) -> None:
         """Ends a component that does not end by itself. A process that is stopped does not hear Ray: it is killed by

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.alerts import Alerts
@@ -43,7 +43,7 @@ from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.runtime.queue_opening import reaches_the_start
 from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts
 from freewheel.runtime.run_dir import new_run, write_config
-from freewheel.trainer.checkpoint import FOLDER, RunLock, RunLocked
+from freewheel.trainer.checkpoint import FINAL, FOLDER, RunLock, RunLocked
 from freewheel.trainer.saving import Resumed
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ SAVE_S = 120.0
 """Longest time for the trainer to save after something else failed, the step under way not counted."""
 PATIENCE = 10
 """Times a time-out of generation or of a batch passes without any progress before a run is held to be stuck."""
-EXPORT = "final"
 ROWS = "rows"
 """The question for the trainer's rows, among those for statistics."""
 
@@ -182,7 +181,7 @@ class FullyAsyncMain:
         if outcome == "finished" and self._account.step == 0:
             raise NothingToTrainOn("every prompt was given up and no step was taken: the warnings in the log say why")
         if outcome == "finished":
-            await call(self._crew.handles["trainer"], "export", str(self.run_dir / EXPORT), deadline_s=START_S)
+            await call(self._crew.handles["trainer"], "export", str(self.run_dir / FINAL), deadline_s=START_S)
         return outcome
 
     async def _let_trainer_save(self) -> None:
@@ -224,7 +223,7 @@ class FullyAsyncMain:
             self._working.cancel()  # also where the trainer died: what it had not saved is in the journal
             return
         self._account.say("Finishing the step and saving; once more ends at once")
-        self._stop = asyncio.ensure_future(self._crew.peers.call("trainer", "request_stop"))
+        self._stop = asyncio.ensure_future(self._crew.stop_trainer())
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -277,7 +276,7 @@ class FullyAsyncMain:
         why = str(error).splitlines()[0]
         if dead := lost_processes():
             raise RayDied(f"Ray itself died ({', '.join(dead)}), and everything with it: resume the run") from error
-        if unready:
+        if not isinstance(error, ActorDiedError):  # it may live, and of two with one name the elder must not
             self._kill(name, why)
         if not self._crew.can_replace(name):
             raise NotRecorded(

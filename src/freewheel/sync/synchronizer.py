@@ -197,7 +197,7 @@ class ParameterSynchronizer:
     async def _bring(self, pending: Pending) -> None:
         if self._drain and pending.version > self.version:  # what is published already changes nothing
             self.state = "draining"
-            while not await self._queue.settled(wait_s=SETTLE_WAIT_S):
+            while self._anybody_works and not await self._queue.settled(wait_s=SETTLE_WAIT_S):
                 pass
         self.state = "loading"
         since = self._clock()
@@ -217,6 +217,11 @@ class ParameterSynchronizer:
                 len(self.group),
                 self.times.last_s,
             )
+
+    @property
+    def _anybody_works(self) -> bool:
+        """Where all are fenced off or gone nothing is in progress: what there is room for waits for this version."""
+        return any(not (member.fenced or member.gone) for member in self.group.values())
 
     async def _loaded(self, pending: Pending) -> int:
         """How many engines took it; 0: it was given up, and what comes next is to be brought instead."""
