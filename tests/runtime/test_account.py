@@ -79,6 +79,21 @@ def test_rows_are_recorded_as_they_come_and_shown(scene: Scene) -> None:
     assert (shown.step, shown.reward) == (2, 0.2)
 
 
+def test_what_came_to_nothing_is_said_at_the_end(scene: Scene) -> None:
+    rewards = {"failed": {"raised": 1400}}
+    scene.look(queue={"abandoned": {"reward": 6, "prompt": 1}}, rollouter_0=replica(rewards=rewards), last=True)
+    said = scene.account.finish("finished", None)
+    expected = "7 prompts were abandoned (reward 6, prompt 1) and 1,400 responses got no score (raised 1,400): see "
+    assert f"{expected}{scene.folder / 'fully_async_training.log'}" in said
+
+
+def test_a_run_that_never_began_is_not_said_to_go_on(scene: Scene) -> None:
+    scene.account._started = None
+    assert not any("resume=" in line for line in scene.account.finish("failed", OSError("no such model")))
+    (scene.folder / "journal.sqlite").touch()
+    assert any("resume=" in line for line in scene.account.finish("failed", OSError("it died while it was started")))
+
+
 def test_steps_that_another_trainer_takes_again_are_not_told_twice(scene: Scene) -> None:
     scene.look(step_row(1), step_row(2), step_row(3), trainer={"global_steps": 3})
     scene.look(step_row(2), step_row(3), step_row(4), trainer={"global_steps": 4})

@@ -256,6 +256,17 @@ def test_what_a_run_has_not_promised_may_change(run_dir: Path, override: str):
     resumption(str(run_dir), [override])
 
 
+def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):
+    (run_dir / "checkpoints" / "step_000040").mkdir(parents=True)
+    resumption(str(run_dir), ["trainer.total_steps=40"])  # killed before its final weights were written
+    (run_dir / "final").mkdir()
+    for steps in (3, 40):
+        with pytest.raises(ConfigError, match="the run is at step 40 already: give more to go on") as caught:
+            resumption(str(run_dir), [f"trainer.total_steps={steps}"])
+        assert caught.value.key == "trainer.total_steps"
+    assert resumption(str(run_dir), ["trainer.total_steps=41"]).changed
+
+
 def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):
     assert "resume = 'nowhere': there is no such folder" in refused("train", "resume=nowhere")
     assert "there is no config.yaml in it" in refused("train", "resume=runs")

@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -395,20 +395,27 @@ def test_sinks_are_closed_when_ray_is_not_joined_and_an_interrupt_ends_in_words(
     assert sink.closed
 
 
-def test_an_interrupt_while_ray_is_left_lets_it_go_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    left: list[str] = []
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["joined", "left"])
+def test_a_signal_while_ray_is_joined_or_left_lets_that_be_finished(
+    monkeypatch: pytest.MonkeyPatch, when: str, number: signal.Signals
+) -> None:
+    done: list[str] = []
 
-    def shutdown() -> None:
-        left.append("begun")
-        if len(left) == 1:
-            raise KeyboardInterrupt
+    def act(name: str) -> None:
+        if name == when:
+            os.kill(os.getpid(), number)
+        done.append(name)
 
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "shutdown", shutdown)
-    monkeypatch.setattr(cluster, "_connect", lambda *_: None)
-    with cluster.cluster(address=None, cpus=1):
-        pass
-    assert left == ["begun", "begun"]
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: act("left"))
+    monkeypatch.setattr(cluster, "_connect", lambda *_: act("joined"))
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    stops = pytest.raises(KeyboardInterrupt) if when == "joined" else nullcontext()
+    with stops, cluster.cluster(address=None, cpus=1):
+        done.append("used")
+    assert done == (["joined", "left"] if when == "joined" else ["joined", "used", "left"])
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
 
 
 def test_ctrl_c_while_closing_waits_for_nobody(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:

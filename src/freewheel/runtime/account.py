@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from freewheel.observe.logs import FILE as LOG_FILE
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot, bottleneck
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
+from freewheel.runtime.queue_opening import JOURNAL
 
 EVENTS_KEPT = 20
 """For the view; the log has all."""
@@ -258,13 +260,26 @@ class RunAccount:
             summary.append(f"Held-out reward {was:.3f} at step {first}, {now_is:.3f} at step {last}")
         if self.waits:
             summary.append(self._waited())
+        if unused := self._unused():
+            summary.append(unused)
         summary.append(f"Run directory: {self._run_dir}")
-        if outcome != "finished":
+        if outcome != "finished" and (self._started is not None or (self._run_dir / JOURNAL).exists()):
             saved = f"The checkpoint of step {self._saved_step} is there" if self._saved_step else "No checkpoint yet"
             summary.append(f"{saved}; go on with: freewheel train resume={self._run_dir}")
         if self._view is not None:
             self._view.finish(self.snapshot(now), "\n".join(summary))
         return summary
+
+    def _unused(self) -> str:
+        """What came to nothing, which a reward curve does not show."""
+        abandoned = self.statistics.get("queue", {}).get("abandoned", {})
+        failed = self.statistics.get("rollouter", {}).get("rewards", {}).get("failed", {})
+        parts = [
+            f"{sum(found.values()):,} {what} ({', '.join(f'{reason} {count:,}' for reason, count in found.items())})"
+            for found, what in ((abandoned, "prompts were abandoned"), (failed, "responses got no score"))
+            if found
+        ]
+        return f"{' and '.join(parts)}: see {self._run_dir / LOG_FILE}" if parts else ""
 
     def _waited(self) -> str:
         """An engine waits while it does not compute, whatever its rollouter has in hand."""

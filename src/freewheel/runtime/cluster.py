@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +26,33 @@ def cluster(*, address: str | None, cpus: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    with _signals_held() as noted:
+        try:
+            _connect(address, cpus)
+        except BaseException:
+            ray.shutdown()
+            raise
     try:
-        _connect(address, cpus)
+        if noted:
+            raise KeyboardInterrupt
         yield
     finally:
-        try:
+        with _signals_held():
             ray.shutdown()
-        except KeyboardInterrupt:  # what was begun is finished: processes would be left behind
-            ray.shutdown()
+
+
+@contextmanager
+def _signals_held() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are noted, and that is all: what Ray begins it must finish, or processes are left behind."""
+    noted: list[int] = []
+    here = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
+    numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+    before = {number: signal.signal(number, lambda received, _: noted.append(received)) for number in numbers}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 def lost_processes() -> list[str]:

@@ -114,7 +114,10 @@ class FullyAsyncMain:
                     with cluster(address=self.config.ray.address, cpus=cpus):
                         asyncio.run(self._whole())
                 except KeyboardInterrupt:
-                    log.warning("Interrupted while Ray was joined or left")
+                    log.warning("Stopped while Ray was being started or ended")
+                except SystemExit as asked:  # by the handler that Ray sets for SIGTERM before ours are
+                    if asked.code != signal.SIGTERM:
+                        raise
             outcome, error = self._ending
             summary = account.finish(outcome, error)
             return RunResult(outcome=outcome, run_dir=self.run_dir, steps=account.step, summary=summary, error=error)

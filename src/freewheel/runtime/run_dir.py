@@ -23,6 +23,7 @@ from freewheel.judge.errors import ConfigError
 from freewheel.observe.private import open_private, private_folder
 from freewheel.runtime.compose import compose, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
+from freewheel.trainer.checkpoint import FINAL, FOLDER
 
 CONFIG = "config.yaml"
 RUNS = "runs"
@@ -55,7 +56,7 @@ MEANING = {
     "rollout.top_k": MADE_BEFORE,
     "rollout.max_new_tokens": MADE_BEFORE,
     "rollout.rollouter_class": MADE_BEFORE,
-    "reward": "groups that are stored keep the rewards that they have",
+    "reward": "groups that are stored keep the rewards that they have, and prompts that were given up stay so",
     "async_training.sync_every_steps": "steps that were trained keep the versions that they made",
 }
 """Keys and sections that may change, and what that means for what is there already; this table is looked at first."""
@@ -123,7 +124,16 @@ def resumption(run_dir: str, overrides: Sequence[str]) -> Resumption:
         if reason is not None:
             raise ConfigError(key, new, f"a resumed run keeps {old!r}: {reason}; start a new run to change it")
         changed.append(f"{key}: {_shown(old)} → {_shown(new)}" + (f" ({meaning})" if meaning else ""))
+    _check_goes_on(folder, config)
     return Resumption(config, changed)
+
+
+def _check_goes_on(folder: Path, config: TrainConfig) -> None:
+    """There is something left to do. Without final weights there is: a run may have been killed before they were."""
+    saved = (path.name.removeprefix("step_") for path in (folder / FOLDER).glob("step_*"))
+    reached, wanted = max((int(step) for step in saved if step.isdigit()), default=0), config.trainer.total_steps
+    if reached > wanted or (reached == wanted and (folder / FINAL).is_dir()):
+        raise ConfigError("trainer.total_steps", wanted, f"the run is at step {reached} already: give more to go on")
 
 
 def _nearest(table: Mapping[str, str], key: str) -> str | None:
