@@ -84,6 +84,11 @@ def test_a_plain_line_has_the_same_in_one_line():
     assert plain_line(EMPTY) == "step 0/0 | 0 s"
 
 
+def test_before_both_sides_were_measured_nothing_is_said_of_who_waits():
+    begun = replace(EMPTY, waits={"trainer": {"wait_batch": 1.0}})
+    assert plain_line(begun) == plain_line(EMPTY) and "waits for" not in drawn(begun, 80)
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (3600, "1 h 00 min"), (90061, "25 h 01 min"), (-1, "0 s")],

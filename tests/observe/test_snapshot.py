@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.observe.snapshot import bottleneck
+from freewheel.observe.snapshot import UNMEASURED, bottleneck
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_rollouters_are_averaged():
 
 @pytest.mark.parametrize("waits", [{}, {"trainer": {"train": 1.0}}, {"rollouter": {"generate": 1.0}}])
 def test_before_both_were_measured_nothing_is_claimed(waits):
-    assert bottleneck(waits) == "nothing is known yet"
+    assert bottleneck(waits) == UNMEASURED

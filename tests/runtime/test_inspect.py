@@ -18,7 +18,7 @@ from freewheel.cli import app
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
-from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config import JournalConfig, TrainConfig
 from freewheel.runtime.inspecting import shown
 from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.run_dir import write_config
@@ -178,13 +178,30 @@ def test_nothing_in_the_folder_is_changed(run_dir: Path):
     assert seen() == before and leftover.is_dir()
 
 
-def test_a_run_without_a_journal_is_audited_by_its_checkpoints(run_dir: Path):
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_without_a_journal_is_audited_by_its_checkpoints_and_one_that_should_be_there_is_missed(
+    run_dir: Path, kept: bool
+):
     for file in run_dir.glob("journal*"):
         file.unlink()
+    write_config(TrainConfig(run_dir=str(run_dir), journal=JournalConfig(enabled=kept)))
     found = told(run_dir)
     assert found["journal"] is None and found["steps"] == 1 and found["states"]["ended"] == 2
-    assert any("journal.enabled=false" in note for note in found["notes"])
+    if kept:
+        (violation,) = found["violations"]
+        assert violation.startswith(f"{JOURNAL} is missing") and not found["notes"]
+        assert "\n1 thing is wrong:\n" in freewheel(run_dir).stdout
+    else:
+        assert not found["violations"] and any("journal.enabled=false" in note for note in found["notes"])
     assert "nothing is known of single groups" in refused(run_dir, "--group", 0)
+
+
+def test_a_run_that_is_starting_has_no_journal_yet_and_that_is_no_fault(tmp_path: Path):
+    write_config(TrainConfig(run_dir=str(tmp_path)))
+    with RunLock(tmp_path):
+        found = told(tmp_path)
+    assert not found["violations"] and any("the run is starting" in note for note in found["notes"])
+    assert "is missing" in told(tmp_path)["violations"][0], "and when it has ended so, it is"
 
 
 def test_a_damaged_journal_is_a_violation_and_the_checkpoints_still_speak(run_dir: Path):
@@ -211,6 +228,7 @@ def test_a_damaged_checkpoint_is_said_and_not_believed(run_dir: Path):
     found = told(run_dir)
     assert [(one["step"], bool(one["damaged"])) for one in found["checkpoints"]] == [(1, False), (2, True), (3, True)]
     assert not found["violations"] and sum("passed over by a resume" in note for note in found["notes"]) == 2
+    assert found["checkpoints"][1]["damaged"] == "weights: cut off: 1 of 4 bytes"
 
 
 def test_settings_that_cannot_be_read_cost_the_check_of_lags_only(run_dir: Path):
@@ -276,6 +294,7 @@ def test_a_prompts_whole_life_is_shown(run_dir: Path):
 def test_the_state_of_a_prompt_is_that_of_the_audit(run_dir: Path, ordinal: int, state: str):
     life = told(run_dir, "--group", ordinal)
     assert life["state"] == state and bool(life["responses"]) == (state == "queued")
+    assert any("its responses were not kept" in note for note in life["notes"]) == (state in ("failed", "abandoned"))
     assert life["abandoned"] == ("zero_variance" if state == "abandoned" else "")
     assert f"prompt {ordinal} of {run_dir}: {state}" in freewheel(run_dir, "--group", ordinal).stdout
 

@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freewheel.dashboard.charts import curve, sparkline
-from freewheel.observe.snapshot import RunSnapshot, bottleneck
+from freewheel.observe.snapshot import UNMEASURED, RunSnapshot, bottleneck
 
 __all__ = ["LiveView", "PlainView", "View", "curve", "says_warnings", "view"]
 
@@ -245,8 +245,8 @@ def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]
         yield "age", _age(snapshot.freshness)
     for component, spans in snapshot.waits.items():
         yield component, "  ".join(f"{name} {share:.0%}" for name, share in _largest_first(spans))
-    if snapshot.waits:
-        yield "waits for", bottleneck(snapshot.waits)
+    if (waited_for := bottleneck(snapshot.waits)) != UNMEASURED:
+        yield "waits for", waited_for
     if speed := _speed(snapshot):
         yield "speed", speed
 
@@ -263,8 +263,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
         said.append(f"queue {snapshot.queue['queue_size']:g}")
     if "avg_sample_age" in snapshot.freshness:
         said.append(f"age {snapshot.freshness['avg_sample_age']:.1f} versions")
-    if snapshot.waits:
-        said.append(f"waits for {bottleneck(snapshot.waits)}")
+    if (waited_for := bottleneck(snapshot.waits)) != UNMEASURED:
+        said.append(f"waits for {waited_for}")
     said += [text for text in (_speed(snapshot), _times(snapshot)) if text]
     said += [f"alert: {text}" for text in snapshot.alerts]
     return " | ".join(said).replace("\n", " ")

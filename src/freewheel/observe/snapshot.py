@@ -13,6 +13,8 @@ Waits = Mapping[str, Mapping[str, float]]
 
 WAITING = 0.10
 """A part that waits less than a tenth of the time is busy: what is left is hand-over, which nothing would remove."""
+UNMEASURED = "who waits for whom has not been measured"
+"""Said of a run before both sides have been."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class RunSnapshot:
 
 def bottleneck(waits: Waits) -> str:
     """What the run would be faster without, in words that start with `generation`, `training`, `reward`, `sync`, `save`
-    or `nothing`. Shares of several rollouters (`rollouter`, `rollouter-0`, …) are averaged.
+    or `nothing`; or `UNMEASURED`. Shares of several rollouters (`rollouter`, `rollouter-0`, …) are averaged.
 
     Each is charged with the time for which others stood still because of it, and the largest charge names it:
 
@@ -63,7 +65,7 @@ def bottleneck(waits: Waits) -> str:
     trainer = dict(waits.get("trainer", {}))
     rollouter = _mean(shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter")
     if not trainer or not rollouter:
-        return "nothing is known yet"
+        return UNMEASURED
     pack, starved = trainer.get("pack", 0.0), trainer.get("wait_batch", 0.0)
     sync = max(pack, rollouter.get("load_weights", 0.0))
     save = min(trainer.get("save", 0.0), max(0.0, 1 - trainer.get("train", 0.0) - starved - pack))
@@ -72,7 +74,7 @@ def bottleneck(waits: Waits) -> str:
     charges = {
         "sync": (sync, "of the time went into bringing weights to the engines"),
         "save": (save, "of the time went into writing checkpoints"),
-        "reward": (reward, "of the time the trainer waited for scores, with nothing left to generate"),
+        "reward": (reward, "of the time training and generation both waited for scores"),
         "generation": (starved - reward, "of the time the trainer waited for responses"),
         "training": (held_back, "of the time generation was held back, so that samples stay fresh"),
     }

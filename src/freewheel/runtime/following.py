@@ -108,6 +108,8 @@ def follow(run: Run, ordinal: int) -> GroupLife:
             "its data is dropped, since a checkpoint covers it: only step, version and time are known "
             "(journal.keep_groups says how many of the last groups are kept)"
         )
+    if group is None and state in ("abandoned", "failed"):
+        notes.append("its responses were not kept: the journal has those of groups that are to be trained on")
     text, why = _texts(run) if group is not None else (None, "")
     return GroupLife(
         run=str(run.folder),

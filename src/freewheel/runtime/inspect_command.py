@@ -96,11 +96,12 @@ def _report(report: Report) -> list[RenderableType]:
     rows += [("lost", str(report.lost), ""), ("repeated", str(report.repeated), "")]
     rows.append(("trained too old", str(report.stale_trained), ""))
     clean = not report.violations
-    verdict = "Every prompt is accounted for." if clean else f"{len(report.violations)} things are wrong:"
+    count = len(report.violations)
+    wrong = "1 thing is wrong:" if count == 1 else f"{count:,} things are wrong:"
     return [
         head,
         _table(rows),
-        Text(verdict, style="green" if clean else "bold red"),
+        Text("Every prompt is accounted for.", style="green") if clean else Text(wrong, style="bold red"),
         *(Text(f"  {shown(text)}", style="red") for text in report.violations),
         *(Text(f"note: {shown(text)}", style="dim") for text in report.notes),
     ]

@@ -29,7 +29,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.run_dir import CONFIG
 from freewheel.trainer.checkpoint import FOLDER, LOCK, STATE, step_of
-from freewheel.trainer.checkpoint_files import CheckpointDamaged, looks_whole, read_state
+from freewheel.trainer.checkpoint_files import CheckpointDamaged, read_state, visible_damage
 
 ASIDE = f"{JOURNAL}.damaged-*"
 HOLDER_BYTES = 1024
@@ -126,9 +126,7 @@ def inspect(run: Run) -> Report:
         violations.append(f"the journal cannot be read ({error}): a resume moves it aside and goes by the checkpoint")
         found = audit(None, **settings)
     if facts is None and not violations:
-        notes.append(
-            f"there is no {JOURNAL} (journal.enabled=false, or an earlier version): only what checkpoints say is known"
-        )
+        _without_journal(run, begun=bool(saved) or not holder, notes=notes, violations=violations)
     notes += [f"{path.name}: a damaged journal that was set aside" for path in sorted(run.folder.glob(ASIDE))]
     notes += [f"{one.path}: damaged, and passed over by a resume: {one.damaged}" for one in saved if one.damaged]
     return Report(
@@ -147,6 +145,22 @@ def inspect(run: Run) -> Report:
         violations=violations + found.violations,
         notes=notes + found.notes,
     )
+
+
+def _without_journal(run: Run, *, begun: bool, notes: list[str], violations: list[str]) -> None:
+    """`begun`: the run is past its start, in which a journal is made."""
+    known = "only what checkpoints say is known"
+    if run.config is None:
+        notes.append(f"there is no {JOURNAL}: {known}")
+    elif not run.config.journal.enabled:
+        notes.append(f"there is no {JOURNAL} (journal.enabled=false): {known}")
+    elif begun:
+        violations.append(
+            f"{JOURNAL} is missing, and the run keeps one (journal.enabled=true): it was removed, or the run ended "
+            f"before its start was over; {known}"
+        )
+    else:
+        notes.append(f"there is no {JOURNAL} yet: the run is starting")
 
 
 @contextmanager
@@ -212,7 +226,7 @@ def read_checkpoints(folder: Path) -> tuple[list[Saved], list[Base]]:
             if path.exists():  # else pruned meanwhile
                 saved.append(Saved(path=str(path), step=step_of(path), version=None, damaged=str(error)))
             continue
-        damaged = "" if looks_whole(path, STATE) else "a file is missing, or has another size than was written"
+        damaged = visible_damage(path, STATE)
         saved.append(Saved(path=str(path), step=mark.step, version=mark.version, damaged=damaged))
         if not damaged:
             marks.append(mark)

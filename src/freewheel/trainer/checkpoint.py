@@ -35,6 +35,7 @@ from freewheel.trainer.checkpoint_files import (
     is_about_space,
     is_alive,
     looks_whole,
+    misfit,
     put_in_place,
     read_state,
     size,
@@ -245,8 +246,8 @@ class CheckpointStore:
                 found = described(path / name)
             except OSError as error:
                 raise CheckpointDamaged(f"{path / name}: {error.strerror or error}") from error
-            if found != told:
-                raise CheckpointDamaged(f"{path / name}: written as {told}, and it is {found}")
+            if wrong := misfit(told, found):
+                raise CheckpointDamaged(f"{path / name}: {wrong}")
         return Checkpoint(path=path, state={key: state[key] for key in state if key not in RESERVED or key == "step"})
 
     def oldest(self) -> int:

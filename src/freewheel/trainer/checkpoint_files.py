@@ -102,13 +102,31 @@ def described(path: Path) -> dict[str, int]:
     return {"bytes": length, "crc32": value}
 
 
-def looks_whole(folder: Path, name: str) -> bool:
-    """Without reading the files through: that takes a minute for a large model."""
+def misfit(told: Mapping[str, int], found: Mapping[str, int]) -> str:
+    """What is wrong with a file that was `told` in the table and is `found` to be something else; empty where nothing
+    is. Checksums are compared as far as `found` has one."""
+    if found["bytes"] < told["bytes"]:
+        return f"cut off: {found['bytes']:,} of {told['bytes']:,} bytes"
+    if found["bytes"] > told["bytes"]:
+        return f"too long: {found['bytes']:,} bytes, and {told['bytes']:,} were written"
+    return "its checksum does not fit" if found.get("crc32", told["crc32"]) != told["crc32"] else ""
+
+
+def visible_damage(folder: Path, name: str) -> str:
+    """What shows without reading the files through, which takes a minute for a large model. Empty: nothing does."""
     try:
-        table = read_state(folder, name)["files"]
-        return all((folder / file).stat().st_size == told["bytes"] for file, told in table.items())
-    except (OSError, CheckpointDamaged):
-        return False
+        for file, told in read_state(folder, name)["files"].items():
+            if wrong := misfit(told, {"bytes": (folder / file).stat().st_size}):
+                return f"{file}: {wrong}"
+    except CheckpointDamaged as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return ""
+
+
+def looks_whole(folder: Path, name: str) -> bool:
+    return not visible_damage(folder, name)
 
 
 def put_in_place(beside: Path, target: Path) -> None:
