@@ -180,6 +180,8 @@ def test_gsm8k_names_the_row_that_it_cannot_use(tmp_path: Path):
         task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, {"question": "?", "solution": "1"}]))
     with pytest.raises(DataError, match="row 0: the answer 'many' is not a number"):
         task.load("train", write_rows(tmp_path / "b.jsonl", [{"question": "?", "answer": "So:\n#### many"}]))
+    with pytest.raises(DataError, match="row 0, reward_model is '72': give an object with ground_truth"):
+        task.load("train", write_rows(tmp_path / "d.jsonl", [{"prompt": "?", "reward_model": "72"}]))
     with pytest.raises(DataError, match="reward_model: no ground_truth"):
         task.load("train", write_rows(tmp_path / "c.jsonl", [{"prompt": "?", "reward_model": {"style": "rule"}}]))
 
@@ -361,7 +363,7 @@ def test_a_name_that_leads_nowhere_is_said(tmp_path: Path, monkeypatch: pytest.M
         get_task("no_such_module:task")
     (tmp_path / "needs_more.py").write_text("import no_such_dependency\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):  # the user's own module, and a fault in it
+    with pytest.raises(ConfigError, match=r"importing needs_more failed: No module named 'no_such_dependency'"):
         get_task("needs_more:task")
 
 

@@ -24,6 +24,7 @@ from freewheel.runtime.building import (
     RolloutSide,
     TrainSide,
     evaluation_metrics,
+    load_causal_lm,
     load_tokenizer,
     model_folder,
     named,
@@ -57,8 +58,8 @@ def test_a_named_class_is_found_and_without_a_name_it_is_our_own() -> None:
     [
         ("user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
         ("user_code:monitor", "subclass of FullyAsyncTrainer"),
-        ("user_code:Missing", "has no attribute 'Missing'"),
-        ("no_such_module:Trainer", "No module named 'no_such_module'"),
+        ("user_code:Missing", "has no Missing; it has "),
+        ("no_such_module:Trainer", "there is no module no_such_module"),
     ],
 )
 def test_a_class_that_is_none_is_said_by_its_key(spec: str, remedy: str) -> None:
@@ -73,6 +74,8 @@ def test_a_monitor_must_be_something_to_call() -> None:
     assert callable(named_function("observe.custom_monitor", "user_code:monitor"))
     with pytest.raises(ConfigError, match="name a function"):
         named_function("observe.custom_monitor", "user_code:MONITORED")
+    with pytest.raises(ConfigError, match="does not take that"):
+        named_function("observe.custom_monitor", "json:loads")
 
 
 def test_a_rollouter_is_no_trainer() -> None:
@@ -99,6 +102,19 @@ def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
 def test_embedded_is_the_model_that_comes_along() -> None:
     assert model_folder(small_config()) == str(model_path())
     assert model_folder(small_config(model={"path": "org/name"})) == "org/name"
+    assert model_folder(small_config(model={"path": "~/model"})) == str(Path.home() / "model")
+
+
+def test_a_model_that_cannot_be_loaded_is_said_by_its_key(tmp_path: Path) -> None:
+    """In one sentence, whatever transformers makes of it."""
+    config = small_config(model={"path": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"model\.path = .*: it cannot be loaded \(.*\): give a HF folder"):
+        load_tokenizer(config)
+    with pytest.raises(ConfigError, match=r"model\.path = .*: it cannot be loaded \(.*\): give a HF folder"):
+        load_causal_lm(str(tmp_path), config, "auto")
+    (tmp_path / "model.safetensors").write_bytes(b"{}")
+    with pytest.raises(ConfigError, match=r"model\.safetensors in it is cut short or damaged"):
+        load_causal_lm(str(tmp_path), config, "auto")
 
 
 def test_where_nobody_had_held_out_prompts_there_is_nothing_to_tell() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from freewheel.cli import app
+from freewheel.data.tasks.word_problems import model_path
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime import commands, placement
 from freewheel.runtime.compose import to_yaml
@@ -96,7 +98,7 @@ def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: typ
     )
     assert (
         "trainer.device = 'cuda'" in refused("train", "trainer.device=cuda")
-        or commands._plan(TrainConfig(), count_rows=False).machine.gpus
+        or commands._plan(TrainConfig()).machine.gpus
     )
     assert "--config-name = 'nope'" in refused("train", "--config-name", "nope")
     assert not runs.given and not list(elsewhere.iterdir())
@@ -105,6 +107,166 @@ def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: typ
 def test_data_that_is_not_there_is_told_by_a_dry_run():
     text = refused("train", "--dry-run", "data.task=nobodys.module:task", "model.path=x")
     assert "data.task = 'nobodys.module:task'" in text and "nobodys" in text
+
+
+CODE = """
+NUMBER = 3
+class Other: pass
+class Made:
+    def __init__(self, size): pass
+    def __call__(self, response, row): return 0.0
+class Model:
+    def __init__(self): raise RuntimeError("loaded where nothing is scored")
+    def __call__(self, response, row): return 0.0
+class Mute:
+    pass
+def score(response, row): return 0.0
+def wants(response, row, temperature): return 0.0
+def one(trainer_stats): pass
+def two(trainer_stats, rollouter_stats): pass
+from freewheel.rollout.rollouter import Rollouter
+from freewheel.trainer.trainer import FullyAsyncTrainer
+class MyRollouter(Rollouter): pass
+class MyTrainer(FullyAsyncTrainer): pass
+class NoArguments(FullyAsyncTrainer):
+    def __init__(self): pass
+"""
+
+
+@pytest.fixture
+def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A user's modules in the working directory, by names that no other test has."""
+    name = f"code_{elsewhere.name}"
+    (elsewhere / f"{name}.py").write_text(CODE)
+    (elsewhere / f"broken_{name}.py").write_text("1 / 0\n")
+    return name
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry-run"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("reward.function=no_such_{}:score", "there is no module no_such_"),
+        ("reward.function={}:missing", "has no missing; it has "),
+        ("reward.function={}:NUMBER", "it is a int; give a function (response, row)"),
+        ("reward.function={}:wants", "it needs 'temperature', which nobody gives it"),
+        ("reward.function={}:Made", "is made without arguments"),
+        ("reward.function={}:Mute", "it is a Mute; give a function"),
+        ("reward.function=broken_{}:score", "failed: ZeroDivisionError"),
+        ("rollout.rollouter_class=no_such_{}:Mine", "there is no module no_such_"),
+        ("rollout.rollouter_class={}:Missing", "has no Missing"),
+        ("rollout.rollouter_class={}:Other", "it must be a subclass of Rollouter"),
+        ("trainer.trainer_class={}:MyRollouter", "it must be a subclass of FullyAsyncTrainer"),
+        ("trainer.trainer_class={}:NoArguments", "does not take that"),
+        ("trainer.trainer_class=broken_{}:Mine", "failed: ZeroDivisionError"),
+        ("observe.custom_monitor=no_such_{}:monitor", "there is no module no_such_"),
+        ("observe.custom_monitor={}:missing", "has no missing"),
+        ("observe.custom_monitor={}:NUMBER", "it cannot be called: name a function"),
+        ("observe.custom_monitor={}:one", "called with (trainer_stats, rollouter_stats), and does not take that"),
+        ("data.task=broken_{}:task", "failed: ZeroDivisionError"),
+    ],
+)
+def test_code_that_cannot_be_used_is_refused_by_its_key_before_anything_starts(
+    code: str, runs: type[Runs], elsewhere: Path, setting: str, said: str, more: list[str]
+):
+    setting = setting.format(code)
+    text = refused("train", setting, *more)
+    key, _, value = setting.partition("=")
+    assert f"{key} = {value!r}: " in text and said in text
+    assert not runs.given and not (elsewhere / "runs").exists()
+
+
+def test_code_that_can_be_used_is_no_obstacle_and_a_class_is_not_made_for_it(code: str, runs: type[Runs]):
+    settings = [
+        f"reward.function={code}:Model",
+        f"rollout.rollouter_class={code}:MyRollouter",
+        f"trainer.trainer_class={code}:MyTrainer",
+        f"observe.custom_monitor={code}:two",
+    ]
+    done = freewheel("train", *settings)
+    assert done.exit_code == 0 and runs.given, done.output
+
+
+GOOD = '{"prompt": "1 + 1?", "data_source": "openai/gsm8k", "answer": "2"}\n'
+FILES = {
+    "good.jsonl": GOOD,
+    "bad.jsonl": GOOD + '{"prompt": "cut o',
+    "empty.jsonl": "",
+    "no_prompt.jsonl": GOOD + '{"text": "1 + 1?", "answer": "2"}\n',
+    "no_truth.jsonl": GOOD + '{"prompt": "1 + 1?", "data_source": "openai/gsm8k"}\n',
+    "no_model.jsonl": GOOD + '{"prompt": "1 + 1?", "reward_model": "2"}\n',
+    "no_source.jsonl": '{"prompt": "1 + 1?", "answer": "2"}\n',
+}
+
+
+@pytest.fixture
+def files(elsewhere: Path) -> None:
+    for name, text in FILES.items():
+        (elsewhere / name).write_text(text)
+    (elsewhere / "folder").mkdir()
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry-run"])
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("nofile.jsonl", "there is no such file as /"),
+        ("bad.jsonl", "bad.jsonl, line 2 is not JSON"),
+        ("empty.jsonl", "has no rows: give a file with at least one"),
+        ("no_prompt.jsonl", "row 1: a row has no prompt, messages or question"),
+        ("no_truth.jsonl", "row 1 cannot be scored: ground_truth = None"),
+        ("no_model.jsonl", "row 1: reward_model = '2': give an object"),
+        ("no_source.jsonl", "row 0 cannot be scored: no rule is for its data_source ''"),
+        ("folder", "is a folder without data"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_refused_by_their_key_before_anything_starts(
+    files: None, runs: type[Runs], elsewhere: Path, key: str, file: str, said: str, more: list[str]
+):
+    settings = {"data.task": "rows", "model.path": "org/model", "data.train": "good.jsonl", key: file}
+    text = refused("train", *(f"{name}={value}" for name, value in settings.items()), *more)
+    assert f"{key} = {file!r}: " in text and said in text
+    assert not runs.given and not (elsewhere / "runs").exists()
+
+
+def test_a_split_that_is_not_there_is_refused_by_its_key(runs: type[Runs]):
+    assert "data.train_split = 'dev': word_problems has train and test" in refused("train", "data.train_split=dev")
+    assert "data.eval_split = 'dev'" in refused("train", "data.eval_split=dev", "--dry-run")
+    assert not runs.given
+
+
+def test_rows_without_ground_truth_will_do_for_a_function_of_ones_own(files: None, code: str, runs: type[Runs]):
+    settings = ("data.task=rows", "model.path=org/model", "data.train=no_truth.jsonl", f"reward.function={code}:score")
+    assert freewheel("train", *settings).exit_code == 0
+    assert runs.given["plan"].rows == 2
+
+
+def test_what_may_be_on_the_hub_is_left_to_the_run(runs: type[Runs]):
+    settings = ("data.task=rows", "model.path=org/model", "data.train=org/rows", "data.eval=org/rows")
+    assert freewheel("train", *settings).exit_code == 0
+    assert runs.given["plan"].rows is None
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry-run"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.path=/nonexist", "there is no such folder: give a HF folder, a hub id or embedded"),
+        ("model.path=./nonexist", "there is no such folder"),
+        ("model.path=models/of/mine", "there is no such folder"),
+        ("model.path=folder", "it has no config.json of a model"),
+        ("model.path=good.jsonl", "that is a file"),
+        ("model.tokenizer=/nonexist", "there is no such folder"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(
+    files: None, runs: type[Runs], elsewhere: Path, setting: str, said: str, more: list[str]
+):
+    text = refused("train", setting, *more)
+    key, _, value = setting.partition("=")
+    assert f"{key} = {value!r}: {said}" in text
+    assert not runs.given and not (elsewhere / "runs").exists()
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(runs: type[Runs], elsewhere: Path):
@@ -191,7 +353,9 @@ def test_the_run_that_goes_on_is_named_among_the_overrides_once():
     assert split_resume(["trainer.resume=x"]) == (None, ["trainer.resume=x"])
     assert "resume = 'a, b': name one run's folder" in refused("train", "resume=a", "resume=b")
     assert "name one run's folder" in refused("train", "resume=")
-    assert "No such option" in freewheel("train", "--resume", "runs/a").output
+    assert "--resume = 'runs/a': it is a setting, not a flag: write resume=runs/a" in refused(
+        "train", "--resume", "runs/a"
+    )
 
 
 @pytest.mark.parametrize(
@@ -318,7 +482,35 @@ def test_what_is_no_model_is_refused(elsewhere: Path):
     assert "neither config.json" in refused("eval", "empty")
     model_in(elsewhere / "model")
     assert "--task = None" in refused("eval", "model")
-    assert "eval.samples = 4" in refused("eval", "embedded", "--samples", "4")
+    assert "RUN_OR_MODEL = 'model'" in refused("eval", "model", "--task", "word_problems"), "config.json says nothing"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompts", "0"], "--prompts = 0: nothing would be measured: give 1 or more"),
+        (["--prompts", "-1"], "--prompts = -1"),
+        (["--samples", "0"], "--samples = 0"),
+        (["--samples", "4"], "--samples = 4"),
+        (["--temperature", "-1"], "--temperature = -1"),
+        (["--data", "a.jsonl"], "--data = 'a.jsonl': word_problems makes its own rows"),
+        (["--task", "rows", "--data", "a.jsonl"], "--data = 'a.jsonl': there is no such file as /"),
+        (["--task", "nobodys:task"], "--task = 'nobodys:task': there is no module nobodys"),
+    ],
+)
+def test_a_flag_that_cannot_work_is_refused_by_its_name(flags: list[str], said: str):
+    assert said in refused("eval", "embedded", *flags)
+
+
+def test_weights_that_are_cut_short_are_named_with_their_file(elsewhere: Path, runs: type[Runs]):
+    shutil.copytree(model_path(), elsewhere / "model")
+    with (elsewhere / "model" / "model.safetensors").open("r+b") as file:
+        file.truncate(20_000)
+    said = "= 'model': model.safetensors in it is cut short or damaged"
+    text = refused("eval", "model", "--task", "word_problems")
+    assert f"RUN_OR_MODEL {said}" in text and "fetch it anew" in text
+    assert f"model.path {said}" in refused("train", "model.path=model")
+    assert not runs.given
 
 
 def test_a_run_is_measured_on_its_own_task_unless_told_otherwise(run_dir: Path, elsewhere: Path):

@@ -84,7 +84,8 @@ def conversation(row: Row) -> list[Message]:
     """The messages of a row. Text is what the user says."""
     key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
     if key is None:
-        raise DataError(f"a row has no {', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}: its keys are {[*row]}")
+        names = f"{', '.join(PROMPT_KEYS[:-1])} or {PROMPT_KEYS[-1]}"
+        raise DataError(f"a row has no {names}: its keys are {[*row]}; rename what the model is to be asked to prompt")
     value = row[key]
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
@@ -115,6 +116,9 @@ def as_sample(
     ability: str = "",
 ) -> dict[str, Any]:
     """A row with the fields that samples have, its own where it has them already."""
+    for name in ("reward_model", "extra_info"):
+        if not isinstance(row.get(name) or {}, Mapping):
+            raise DataError(f"{name} = {shown(row[name])}: give an object with named values")
     extra = {"answer": answer, "index": index, "question": question, "split": split}
     reward_model = {"ground_truth": ground_truth, "style": "rule"}
     defaults = {"data_source": data_source, "ability": ability, "index": index}

@@ -42,20 +42,29 @@ def load_rows(path: str | Path, *, split: str | None = None, name: str | None = 
         rows = _folder(place, split)
     elif place.is_file():
         rows = _file(place)
-    elif str(path).endswith(KNOWN) or not HUB_ID.fullmatch(str(path)):
-        raise DataError(f"path = {str(path)!r}: there is no such file; relative paths start at {Path.cwd()}")
-    else:
+    elif is_on_hub(path):
         rows = _hub(str(path), split, name)
+    else:
+        raise DataError(f"there is no such file as {place.absolute()}: give one that is there, or a hub id")
     found = list(islice(rows, limit))
     if not found:
         raise DataError(f"{str(path)!r} has no rows: give a file with at least one")
     return found
 
 
+def is_on_hub(path: str | Path) -> bool:
+    """Nothing here goes by that name, and a dataset on the hub may."""
+    here = Path(path).expanduser().exists()
+    return not here and not str(path).endswith(KNOWN) and HUB_ID.fullmatch(str(path)) is not None
+
+
 def require(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     """Raises unless the row has all of these keys."""
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} is {shown(row)}: give an object with {' and '.join(keys)}")
     if missing := [key for key in keys if row.get(key) is None]:
-        raise DataError(f"{where}: no {' and no '.join(missing)}; its keys are {[*row]}")
+        what = f"no {' and no '.join(missing)}; its keys are {[*row]}"
+        raise DataError(f"{where}: {what}: correct the row, or leave it out")
 
 
 def _file(path: Path) -> Iterator[dict[str, Any]]:
@@ -65,7 +74,7 @@ def _file(path: Path) -> Iterator[dict[str, Any]]:
         return _json_lines(path)
     if path.suffix == ".json":
         return _json(path)
-    raise DataError(f"path = {str(path)!r}: what it holds is not known by its name; use one of {', '.join(KNOWN)}")
+    raise DataError(f"{path}: what it holds is not known by its name: use one of {', '.join(KNOWN)}")
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -84,7 +93,8 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError as error:
         # A file that was cut off ends in such a line, and so does one whose text has bare newlines.
-        raise DataError(f"{where} is not JSON ({error}): {shown(line.decode(errors='replace').strip())}") from error
+        text = shown(line.decode(errors="replace").strip())
+        raise DataError(f"{where} is not JSON ({error}): {text}: write it anew, or leave it out") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is {shown(row)}: give one JSON object a line")
     return row
@@ -121,11 +131,11 @@ def _folder(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
         return _saved_dataset(path, split)
     files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(KNOWN))
     if not files:
-        raise DataError(f"path = {str(path)!r} is a folder without data: it has no file of {', '.join(KNOWN)}")
+        raise DataError(f"{path} is a folder without data: it has no file of {', '.join(KNOWN)}")
     chosen = [file for file in files if split is None or re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name)]
     if not chosen:
         names = [file.name for file in files]
-        raise DataError(f"path = {str(path)!r} has no file for the split {split!r}: it has {shown(names)}")
+        raise DataError(f"{path} has no file for the split {split!r}: it has {shown(names)}")
     return chain.from_iterable(map(_file, chosen))
 
 
@@ -133,7 +143,7 @@ def _saved_dataset(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
     loaded = _optional("datasets", "saved datasets").load_from_disk(str(path))
     if isinstance(loaded, dict):
         if split not in loaded:
-            raise DataError(f"path = {str(path)!r} has no split {split!r}: it has {[*loaded]}")
+            raise DataError(f"{path} has no split {split!r}: it has {[*loaded]}")
         loaded = loaded[split]
     return _plain_rows(loaded)
 
@@ -144,7 +154,7 @@ def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, A
         loaded = module.load_dataset(path, name, split=split or "train")
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"path = {path!r} is no file here, and as a dataset on the hub it could not be loaded "
+            f"{path} is no file here, and as a dataset on the hub it could not be loaded "
             f"({type(error).__name__}: {error}): check its name, split and the network, or give a file"
         ) from error
     return _plain_rows(loaded)

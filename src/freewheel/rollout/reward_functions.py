@@ -15,12 +15,10 @@ Three conventions, told apart by the names of the parameters; each may be `async
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -28,6 +26,7 @@ import msgspec
 
 from freewheel.data.errors import shown
 from freewheel.data.group import Finish, Status
+from freewheel.data.naming import DETAIL_CHARS, find_object
 from freewheel.data.tasks.base import Task
 from freewheel.judge.errors import ConfigError
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped
@@ -51,8 +50,6 @@ CONVENTIONS = (
     "(response, row), (data_source, solution_str, ground_truth, extra_info), "
     "(data_sources, solution_strs, ground_truths, extra_infos) or (prompts, completions, **columns)"
 )
-DETAIL_CHARS = 300
-"""Of an exception's message: some carry a whole response."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,41 +251,33 @@ def load_reward(spec: str | Callable[..., Any] | None, task: Task | None = None)
         return read_signature(task.score, f"the task {task.name}'s score")
     if not isinstance(spec, str):
         return read_signature(spec, getattr(spec, "__qualname__", None) or type(spec).__qualname__)
-    function = _found(spec)
+    function = find_object(KEY, spec)
     if inspect.isclass(function):
         try:
             function = function()
         except TypeError as error:
             raise ConfigError(KEY, spec, f"it is a class, and is made without arguments: {error}") from error
+    return _signature_of(function, spec)
+
+
+def check_reward(spec: str) -> None:
+    """Raises what `load_reward` would, and makes no object of a class: that may load a model."""
+    function = find_object(KEY, spec)
+    if not inspect.isclass(function):
+        load_reward(spec)
+        return
+    try:
+        inspect.signature(function).bind()
+        unmade = function.__new__(function)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(KEY, spec, f"it is a class, and is made without arguments: {error}") from error
+    _signature_of(unmade, spec)
+
+
+def _signature_of(function: Any, spec: str) -> RewardFunction:
     if not callable(function):
         raise ConfigError(KEY, spec, f"it is a {type(function).__name__}; give a function {CONVENTIONS}")
     return read_signature(function, spec)
-
-
-def _found(spec: str) -> Any:
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(KEY, spec, "give module:name, such as my_package.rewards:score")
-    if module_name.endswith(".py") or "/" in module_name:
-        remedy = "give the module's name and not its file, as in my_rewards:score, with its folder on PYTHONPATH"
-        raise ConfigError(KEY, spec, remedy)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            remedy = f"importing {module_name} failed: {error}. Install what it needs"
-        else:
-            remedy = f"there is no module {error.name}: check its name, and that it is installed or on PYTHONPATH"
-        raise ConfigError(KEY, spec, remedy) from error
-    except Exception as error:  # a user's module may raise anything
-        remedy = f"importing {module_name} failed: {type(error).__name__}: {str(error)[:DETAIL_CHARS]}"
-        raise ConfigError(KEY, spec, remedy) from error
-    try:
-        return reduce(getattr, attribute.split("."), module)
-    except AttributeError as error:
-        there = sorted(name for name, one in vars(module).items() if callable(one) and not name.startswith("_"))
-        remedy = f"the module {module_name} has no {attribute}; it has {', '.join(there) or 'no function'}"
-        raise ConfigError(KEY, spec, remedy) from error
 
 
 def read_signature(function: Callable[..., Any], name: str) -> RewardFunction:

@@ -9,21 +9,22 @@ Called by the actors, and by tests that run a whole pipeline in one process.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freewheel.data.prompts import PromptStream
-from freewheel.data.rendering import Rendering, render_rows
-from freewheel.data.tasks import Task, get_task
+from freewheel.data.naming import DETAIL_CHARS, find_object
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.config import EMBEDDED, TrainConfig
+from freewheel.runtime.prompts import Prompts
 
 if TYPE_CHECKING:
-    from freewheel.data.group import Array, Prompt
+    from freewheel.data.group import Array
+    from freewheel.data.tasks import Task
     from freewheel.rollout.evaluating import EvalResult, HeldOutScore
     from freewheel.rollout.reward_functions import RewardFunction
     from freewheel.rollout.reward_stage import RewardStage
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from freewheel.sync.synchronizer import QueueClient as SyncQueue
     from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
     from freewheel.trainer.trainer import QueueClient as TrainQueue
+
+MONITORED = ("trainer_stats", "rollouter_stats")
+"""What a monitor is called with."""
 
 
 def synchronizer(
@@ -65,14 +69,17 @@ def model_folder(config: TrainConfig) -> str:
         from freewheel.data.tasks.word_problems import model_path
 
         return str(model_path())
-    return config.model.path
+    path = config.model.path
+    return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
 def load_tokenizer(config: TrainConfig) -> Any:
     from transformers import AutoTokenizer
 
+    key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     path = config.model.tokenizer or model_folder(config)
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    with _said_by(key, path):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
@@ -82,11 +89,37 @@ def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    return AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    check_weights(Path(path))
+    with _said_by("model.path", path):
+        return AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=config.model.trust_remote_code,
+        )
+
+
+@contextmanager
+def _said_by(key: str, path: str) -> Iterator[None]:
+    """What transformers says of a model that it cannot load, in one line."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:DETAIL_CHARS]
+        remedy = "give a HF folder, a hub id and a network to fetch it from, or embedded"
+        raise ConfigError(key, path, f"it cannot be loaded ({why}): {remedy}") from error
+
+
+def check_weights(folder: Path) -> None:
+    """Raises for a file of weights that is cut short or damaged, by what its header says. Takes milliseconds."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            remedy = f"{file.name} in it is cut short or damaged ({error}): copy or fetch it anew"
+            raise ConfigError("model.path", str(folder), remedy) from error
 
 
 def use_threads(count: int) -> None:
@@ -95,44 +128,6 @@ def use_threads(count: int) -> None:
 
     os.environ["OMP_NUM_THREADS"] = str(count)
     torch.set_num_threads(count)
-
-
-class Prompts:
-    """What a run trains on and is measured on, rendered."""
-
-    def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
-        self.task: Task = get_task(config.data.task)
-        self.longest_tokens = 1
-        """Of the prompts rendered so far: what an engine's slots must hold."""
-        self._config = config
-        self._tokenizer = tokenizer
-
-    def train(self) -> PromptStream:
-        data = self._config.data
-        rows = self.task.load(data.train_split, data.train, limit=data.limit)
-        return PromptStream(self._rendered(rows), seed=self._config.seed, shuffle=data.shuffle, epochs=data.epochs)
-
-    def held_out(self) -> list[Prompt]:
-        """`eval.prompts` of them, spread over all that there are: rows may be sorted. None where the task has no
-        held-out rows of its own and no file is given."""
-        data, count = self._config.data, self._config.eval.prompts
-        if not count or (data.eval is None and data.train is not None):
-            return []
-        rows = self.task.load(data.eval_split, data.eval)
-        count = min(count, len(rows))
-        return self._rendered([rows[place * len(rows) // count] for place in range(count)])
-
-    def _rendered(self, rows: Sequence[Any]) -> list[Prompt]:
-        data = self._config.data
-        rendering = Rendering(system_prompt=data.system_prompt, chat_template=data.chat_template)
-        prompts = render_rows(
-            rows,
-            lambda row: self.task.render(row, self._tokenizer, rendering),
-            max_prompt_tokens=data.max_prompt_tokens,
-            too_long=data.too_long,
-        )
-        self.longest_tokens = max(self.longest_tokens, *(len(prompt.tokens) for prompt in prompts))
-        return prompts
 
 
 def stop_token_ids(tokenizer: Any, generation_config: Any, task: Task) -> tuple[int, ...]:
@@ -361,28 +356,35 @@ class TrainSide:
         self.store.export(Path(folder), step, lambda beside: self.backend.save_hf(beside, self.tokenizer))
 
 
-def imported(key: str, spec: str) -> Any:
-    """The object at `module:name`."""
-    module, _, name = spec.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(key, spec, f"it cannot be imported: {error}") from error
-
-
 def named_function(key: str, spec: str | None) -> Any:
-    """The function at `module:name`; None where nothing is named."""
-    found = None if spec is None else imported(key, spec)
+    """The function at `module:name`; None where nothing is named. It must take `MONITORED`."""
+    found = None if spec is None else find_object(key, spec)
     if found is not None and not callable(found):
         raise ConfigError(key, spec, "it cannot be called: name a function")
+    if found is not None:
+        _must_take(key, spec, found, MONITORED, {})
     return found
 
 
 def named(key: str, spec: str | None, base: Any) -> Any:
-    """The class at `module:name`, which must be made from `base`; `base` itself where nothing is named."""
+    """The class at `module:name`, which must be made from `base`, and as it is; `base` where nothing is named."""
     if spec is None:
         return base
-    found = imported(key, spec)
+    found = find_object(key, spec)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(key, spec, f"it must be a subclass of {base.__name__}")
+    needed = [name for name, one in inspect.signature(base).parameters.items() if one.default is one.empty]
+    _must_take(key, spec, found, (), dict.fromkeys(needed))
     return found
+
+
+def _must_take(key: str, spec: str | None, found: Any, by_place: Sequence[str], by_name: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):
+        return  # one that is not written in Python does not always say what it takes
+    try:
+        signature.bind(*by_place, **by_name)
+    except TypeError as error:
+        wanted = ", ".join((*by_place, *by_name))
+        raise ConfigError(key, spec, f"it is called with ({wanted}), and does not take that: {error}") from error

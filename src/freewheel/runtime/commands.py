@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,6 +62,7 @@ def train(
     plain: Annotated[
         bool, typer.Option("--plain", help="Lines instead of a live view, also on a terminal.", rich_help_panel=_SHOW)
     ] = False,
+    resume_flag: Annotated[str | None, typer.Option("--resume", hidden=True)] = None,
 ) -> None:  # fmt: skip
     """Train a policy with reinforcement learning; generation and training go on side by side.
 
@@ -69,9 +70,10 @@ def train(
     """
     with _plain_errors():
         _need(MERGES if dry_run else TRAINS)
+        _no_flag(resume_flag)
         _find_local_modules()
         config, resume, changed = _config(overrides or [], config_path, config_name)
-        plan = _plan(config, count_rows=dry_run)
+        plan = _plan(config)
         if dry_run:
             _show(plan)
             return
@@ -107,10 +109,16 @@ def evaluate(
         _find_local_modules()
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
 
-        config = eval_config(
-            find_target(target), task=task, data=data, prompts=prompts, samples=samples, temperature=temperature
-        )
-        result = asyncio.run(run_evaluation(config))
+        given: dict[str, Any] = {
+            "task": task,
+            "data": data,
+            "prompts": prompts,
+            "samples": samples,
+            "temperature": temperature,
+        }
+        with _said_by_flag({"target": target, **given}):
+            config = eval_config(find_target(target), **given)
+            result = asyncio.run(run_evaluation(config))
         if as_json:
             print_json(_as_json(target, config, result))
         else:
@@ -138,19 +146,14 @@ def _config(
     return found.config, True, found.changed
 
 
-def _plan(config: TrainConfig, *, count_rows: bool) -> Plan:
-    from freewheel.runtime.checks import OWN_ROWS
+def _plan(config: TrainConfig) -> Plan:
     from freewheel.runtime.model_size import find_folder, read_model_size
     from freewheel.runtime.placement import Machine
     from freewheel.runtime.plan import resolve
+    from freewheel.runtime.preflight import preflight
 
+    rows = preflight(config)
     folder = find_folder(config)
-    rows = None
-    here = config.data.task == OWN_ROWS or (config.data.train is not None and Path(config.data.train).exists())
-    if count_rows and here:  # a download only to count is too much for a plan
-        from freewheel.data.tasks import get_task
-
-        rows = len(get_task(config.data.task).load(config.data.train_split, config.data.train, limit=config.data.limit))
     return resolve(config, Machine.here(), model=read_model_size(folder) if folder else None, rows=rows)
 
 
@@ -216,6 +219,39 @@ def _plain_errors() -> Iterator[None]:
     except (ConfigError, DataError) as error:
         typer.secho(f"freewheel: error: {error}", fg="red", err=True)
         raise typer.Exit(ExitCode.USAGE) from None
+
+
+FLAGS = {
+    "model.path": ("target", "RUN_OR_MODEL"),
+    "data.task": ("task", "--task"),
+    "data.train": ("data", "--data"),
+    "data.eval": ("data", "--data"),
+    "eval.prompts": ("prompts", "--prompts"),
+    "eval.samples": ("samples", "--samples"),
+    "eval.temperature": ("temperature", "--temperature"),
+}
+"""By which `eval` takes a key's value: its parameter and its name."""
+
+
+@contextlib.contextmanager
+def _said_by_flag(given: Mapping[str, Any]) -> Iterator[None]:
+    """What was given by a flag is refused by the flag's name."""
+    from freewheel.judge.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        parameter, flag = FLAGS.get(error.key, ("", ""))
+        if given.get(parameter) is None:
+            raise
+        raise error.renamed(flag) from error
+
+
+def _no_flag(resume: str | None) -> None:
+    from freewheel.judge.errors import ConfigError
+
+    if resume is not None:
+        raise ConfigError("--resume", resume, f"it is a setting, not a flag: write resume={resume}")
 
 
 def _need(packages: tuple[str, ...]) -> None:

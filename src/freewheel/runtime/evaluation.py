@@ -72,6 +72,8 @@ def eval_config(
             "--task", None, "a model by itself does not say what it is measured on: give word_problems, …"
         )
     values = (target.run or TrainConfig()).to_dict()
+    if (values["eval"]["prompts"] if prompts is None else prompts) == 0:
+        raise ConfigError("--prompts", 0, "nothing would be measured: give 1 or more")
     values["model"] |= {"path": target.path, "lora": None}  # adapters are merged in what a run saves
     asked: dict[str, dict[str, Any]] = {
         "data": {"task": task, "eval": data},
@@ -92,16 +94,15 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
     from freewheel.rollout.native import NativeEngine
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
+    from freewheel.runtime.prompts import Prompts
 
     plan = resolve(config, Machine.here())
     building.use_threads(plan.threads_rollout)
     tokenizer = building.load_tokenizer(config)
-    source = building.Prompts(config, tokenizer)
+    source = Prompts(config, tokenizer)
     prompts = source.held_out()
     if not prompts:
-        raise ConfigError(
-            "--data", config.data.eval, "there are no held-out prompts: give a file, and --prompts above 0"
-        )
+        raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
     model = building.load_causal_lm(building.model_folder(config), config, plan.dtype).to(plan.device_rollout)
     function = load_reward(config.reward.function, source.task)
     engine = NativeEngine(

@@ -8,8 +8,7 @@ task = get_task("my_package:task")   # your own: any object with the attributes 
 
 from __future__ import annotations
 
-from importlib import import_module
-
+from freewheel.data.naming import find_object
 from freewheel.data.tasks.base import Score, Task
 from freewheel.judge.errors import ConfigError
 
@@ -26,20 +25,15 @@ ATTRIBUTES = ("name", "max_new_tokens", "stop", "load", "render", "score")
 
 def get_task(name: str) -> Task:
     """A built-in task, or the object at `module:name`; a class is called without arguments."""
-    module_name, colon, attribute = BUILTIN.get(name, name).partition(":")
-    if not colon or not module_name or not attribute:
+    place = BUILTIN.get(name, name)
+    if not all(place.partition(":")[::2]):
         raise ConfigError("data.task", name, f"choose {', '.join(BUILTIN)}, or give module:name of your own")
-    try:
-        task = getattr(import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
-        remedy = f"there is no module {error.name}: check its name, and that it is installed or on PYTHONPATH"
-        raise ConfigError("data.task", name, remedy) from error
-    except AttributeError as error:
-        raise ConfigError("data.task", name, f"the module {module_name} has no {attribute}") from error
+    task = find_object("data.task", place)
     if isinstance(task, type):
-        task = task()
+        try:
+            task = task()
+        except TypeError as error:
+            raise ConfigError("data.task", name, f"it is a class, and is made without arguments: {error}") from error
     if missing := [wanted for wanted in ATTRIBUTES if not hasattr(task, wanted)]:
         raise ConfigError("data.task", name, f"a task needs {', '.join(missing)}; see docs/tasks.md")
     found: Task = task

@@ -1,0 +1,82 @@
+"""What a config names is looked for before anything starts: code, a model's folder, rows.
+
+    reward.function, *_class, observe.custom_monitor ┐
+    model.path, model.tokenizer                      ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
+    data.train, data.eval                            ┘
+
+`freewheel train` calls it, also with `--dry-run`. Each is found by the function that a run's processes load it with.
+What is on the hub is left for them: a check must not download.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from freewheel.data.sources import is_on_hub
+from freewheel.data.tasks import get_task
+from freewheel.judge.errors import ConfigError
+from freewheel.runtime.building import check_weights, named, named_function
+from freewheel.runtime.checks import OWN_ROWS
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.prompts import is_measured, read_rows
+
+MODEL_CONFIG = "config.json"
+"""What makes a folder a model's."""
+
+
+def preflight(config: TrainConfig) -> int | None:
+    """The number of rows to train on; None where they are not on this machine."""
+    _code(config)
+    _model(config)
+    return _rows(config)
+
+
+def _code(config: TrainConfig) -> None:
+    if config.reward.function is not None:
+        from freewheel.rollout.reward_functions import check_reward
+
+        check_reward(config.reward.function)
+    if config.rollout.rollouter_class is not None:
+        from freewheel.rollout.rollouter import Rollouter
+
+        named("rollout.rollouter_class", config.rollout.rollouter_class, Rollouter)
+    if config.trainer.trainer_class is not None:
+        from freewheel.trainer.trainer import FullyAsyncTrainer
+
+        named("trainer.trainer_class", config.trainer.trainer_class, FullyAsyncTrainer)
+    named_function("observe.custom_monitor", config.observe.custom_monitor)
+
+
+def _model(config: TrainConfig) -> None:
+    if not config.uses_embedded_model:
+        folder = _folder("model.path", config.model.path)
+        if folder is not None and not (folder / MODEL_CONFIG).is_file():
+            remedy = f"it has no {MODEL_CONFIG} of a model: give a HF folder, a hub id or embedded"
+            raise ConfigError("model.path", config.model.path, remedy)
+        if folder is not None and find_spec("safetensors") is not None:  # without it there is only a plan
+            check_weights(folder)
+    if config.model.tokenizer is not None:
+        _folder("model.tokenizer", config.model.tokenizer)
+
+
+def _folder(key: str, path: str) -> Path | None:
+    """Where it is on this machine; None for what may be a hub id."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        return place
+    if place.exists() or path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1:
+        what = "that is a file" if place.exists() else "there is no such folder"
+        raise ConfigError(key, path, f"{what}: give a HF folder, a hub id or embedded")
+    return None
+
+
+def _rows(config: TrainConfig) -> int | None:
+    data, task = config.data, get_task(config.data.task)
+    if is_measured(config) and _is_here(data.task, data.eval):
+        read_rows(config, task, "eval")
+    return len(read_rows(config, task, "train")) if _is_here(data.task, data.train) else None
+
+
+def _is_here(task: str, path: str | None) -> bool:
+    return task == OWN_ROWS or (path is not None and not is_on_hub(path))
