@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ import numpy as np
 from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.queue.journal import (
     Abandoned,
-    Base,
+    CheckpointMark,
     Committed,
     Event,
     Failed,
     GivenBack,
+    JournalError,
     Reserved,
     Step,
     Stored,
@@ -58,7 +60,7 @@ class MemoryJournal:
 
     def __init__(self) -> None:
         self.rows: dict[str, Any] = {
-            "base": Base(),
+            "base": CheckpointMark(),
             "reserved": 0,
             "steps": {},
             "groups": {},
@@ -109,7 +111,7 @@ class MemoryJournal:
         old = [ticket for at, one in rows["steps"].items() if at <= step for ticket in one.tickets]
         for ticket in old[: len(old) - keep_groups]:
             rows["groups"].pop(ticket.sequence, None)
-        rows["base"] = Base(step, rows["steps"][step].version, frontier)
+        rows["base"] = CheckpointMark(step, rows["steps"][step].version, frontier)
 
     def rewind(self, *, after: int) -> None:
         rows = self._begin()
@@ -118,7 +120,7 @@ class MemoryJournal:
 
     def reset(self, *, step: int, version: int, frontier: Frontier) -> None:
         rows = self._begin()
-        rows["base"] = Base(step, version, frontier)
+        rows["base"] = CheckpointMark(step, version, frontier)
         rows["steps"] = {at: one for at, one in rows["steps"].items() if at <= step and one.version is not None}
         ended = set(frontier.ended)
         rows["groups"] = {
@@ -127,7 +129,7 @@ class MemoryJournal:
             if one.ticket.ordinal >= frontier.low and one.ticket.ordinal not in ended
         }
 
-    def base(self) -> Base:
+    def base(self) -> CheckpointMark:
         return self.rows["base"]
 
     def reserved(self) -> int:
@@ -149,8 +151,8 @@ class MemoryJournal:
         found = [one for _, one in sorted(self.rows["failures"].items())]
         return iter([one for one in found if ordinal in (None, one.ticket.ordinal)])
 
-    def abandoned(self) -> Iterator[Abandoned]:
-        return iter([one for _, one in sorted(self.rows["abandoned"].items())])
+    def abandoned(self, *, after: int = -1) -> Iterator[Abandoned]:
+        return iter([one for ordinal, one in sorted(self.rows["abandoned"].items()) if ordinal > after])
 
     def close(self) -> None:
         pass
@@ -167,7 +169,7 @@ class ManualWriter:
     def write(self, *events: Event) -> asyncio.Future[None]:
         return self._add(lambda journal: journal.append(events))
 
-    async def read(self, work: Callable[[Any], Any]) -> Any:
+    async def read(self, work: Callable[[Any], Any], *, makes_room: bool = False) -> Any:
         return await self._add(work)
 
     def _add(self, work: Callable[[Any], Any]) -> asyncio.Future[Any]:
@@ -180,8 +182,12 @@ class ManualWriter:
         done = 0
         while self.jobs and done < count:
             future, work = self.jobs.popleft()
-            result = work(self.journal)
             done += 1
+            try:
+                result = work(self.journal)
+            except (JournalError, sqlite3.Error) as error:
+                future.set_exception(error)
+                continue
             if not future.done():
                 future.set_result(result)
         return done > 0

@@ -17,7 +17,7 @@ from freewheel.queue.failures import infra
 from freewheel.queue.journal import (
     NO_SEQUENCE,
     Abandoned,
-    Base,
+    CheckpointMark,
     Committed,
     Failed,
     Journal,
@@ -35,7 +35,7 @@ NOW_S = 1000.0
 class History:
     """What a journal would say: also what no journal of ours should ever say."""
 
-    start: Base = field(default_factory=Base)
+    start: CheckpointMark = field(default_factory=CheckpointMark)
     taken: list[Step] = field(default_factory=list)
     queue: list[Stored] = field(default_factory=list)
     data: dict[int, list[Stored]] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class History:
     def snapshot(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def base(self) -> Base:
+    def base(self) -> CheckpointMark:
         return self.start
 
     def steps(self, *, after: int) -> Iterator[Step]:
@@ -116,27 +116,32 @@ def test_a_run_that_has_not_begun_is_clean():
 def test_what_was_compacted_is_known_by_its_rows_and_vouched_for_by_the_base():
     bare = Step(1, 1, (Ticket(0, NO_SEQUENCE), Ticket(2, NO_SEQUENCE)), 0, NOW_S)
     frontier = Frontier(low=3, trained=2, abandoned={"prompt": 1})
-    found = audit(History(start=Base(1, 1, frontier), taken=[bare, step(2, [3, 4])], gone=[gone(1, "prompt")]))
+    found = audit(
+        History(start=CheckpointMark(1, 1, frontier), taken=[bare, step(2, [3, 4])], gone=[gone(1, "prompt")])
+    )
     assert not found.violations and found.states["trained"] == 4 and found.states["ended"] == 0
 
 
 def test_a_journal_that_begins_at_a_checkpoint_counts_what_ended_before():
     """Its predecessor was damaged and set aside."""
-    start = Base(5, 5, Frontier(low=9, ended=(11,), trained=9, abandoned={"prompt": 1}))
+    start = CheckpointMark(5, 5, Frontier(low=9, ended=(11,), trained=9, abandoned={"prompt": 1}))
     found = audit(History(start=start, taken=[step(6, [9, 10])]))
     assert not found.violations and found.states["ended"] == 10 and found.states["trained"] == 2
     assert found.notes == ["5 steps up to 5 have no row of their own: a checkpoint vouches for them"]
 
 
 def test_checkpoints_alone_tell_what_they_can():
-    marks = [Base(2, 2, Frontier(low=4, trained=4)), Base(4, 3, Frontier(low=8, trained=7, abandoned={"hook": 1}))]
+    marks = [
+        CheckpointMark(2, 2, Frontier(low=4, trained=4)),
+        CheckpointMark(4, 3, Frontier(low=8, trained=7, abandoned={"hook": 1})),
+    ]
     found = audit(None, checkpoints=marks)
     assert (found.step, found.version, found.states["ended"], found.abandoned) == (4, 3, 8, {"hook": 1})
     assert not found.violations and found.base is None
 
 
 def test_a_lost_tail_is_told_and_the_checkpoint_holds():
-    mark = Base(3, 3, Frontier(low=6, trained=6))
+    mark = CheckpointMark(3, 3, Frontier(low=6, trained=6))
     found = audit(History(taken=[step(1, [0, 1])]), checkpoints=[mark])
     assert not found.violations and found.step == 3 and found.states["ended"] == 4
     assert "the journal ends at step 1, before the checkpoint of step 3" in found.notes[0]
@@ -157,7 +162,7 @@ def test_a_prompt_that_was_trained_and_abandoned_is_repeated():
 
 
 def test_a_gap_below_the_frontier_is_lost():
-    start = Base(1, 1, Frontier(low=4, trained=2, abandoned={"prompt": 1}))
+    start = CheckpointMark(1, 1, Frontier(low=4, trained=2, abandoned={"prompt": 1}))
     found = audit(History(start=start, taken=[step(1, [0, 1])], gone=[gone(2, "prompt")]))
     assert found.lost == 1 and found.states["ended"] == 1
     assert any(
@@ -166,13 +171,13 @@ def test_a_gap_below_the_frontier_is_lost():
 
 
 def test_a_frontier_that_counts_fewer_than_it_has_is_a_loss_without_a_journal_too():
-    found = audit(None, checkpoints=[Base(1, 1, Frontier(low=5, trained=3))])
+    found = audit(None, checkpoints=[CheckpointMark(1, 1, Frontier(low=5, trained=3))])
     assert found.lost == 2 and "has 5 ended prompts, and counts 3" in only(found)
-    assert audit(None, checkpoints=[Base(1, 1, Frontier(low=5, trained=6))]).repeated == 1
+    assert audit(None, checkpoints=[CheckpointMark(1, 1, Frontier(low=5, trained=6))]).repeated == 1
 
 
 def test_a_missing_step_is_told():
-    start = Base(1, 1, Frontier(low=2, trained=2))
+    start = CheckpointMark(1, 1, Frontier(low=2, trained=2))
     found = audit(History(start=start, taken=[step(1, [0, 1]), step(3, [4, 5])]))
     assert only(found) == "step 2 is missing between 1 and 3"
 
@@ -217,12 +222,12 @@ def test_a_prompt_that_is_queued_again_is_told():
 @pytest.mark.parametrize(
     ("mark", "told"),
     [
-        (Base(1, 1, Frontier(low=3, trained=3)), "prompt 2 has ended by {}, and was trained on later"),
-        (Base(2, 2, Frontier(low=3, trained=3)), "prompt 3 was trained on up to then, and is open by {}"),
-        (Base(1, 9, Frontier(low=2, trained=2)), "{} is of version 9, and the journal says 1"),
+        (CheckpointMark(1, 1, Frontier(low=3, trained=3)), "prompt 2 has ended by {}, and was trained on later"),
+        (CheckpointMark(2, 2, Frontier(low=3, trained=3)), "prompt 3 was trained on up to then, and is open by {}"),
+        (CheckpointMark(1, 9, Frontier(low=2, trained=2)), "{} is of version 9, and the journal says 1"),
     ],
 )  # fmt: skip
-def test_a_checkpoint_that_disagrees_with_the_journal_is_told(mark: Base, told: str):
+def test_a_checkpoint_that_disagrees_with_the_journal_is_told(mark: CheckpointMark, told: str):
     found = audit(History(taken=[step(1, [0, 1]), step(2, [2, 3])]), checkpoints=[mark])
     assert told.format(f"the checkpoint of step {mark.step}") in found.violations
 
@@ -274,7 +279,7 @@ def test_whatever_a_ledger_goes_through_its_journal_is_clean(tmp_path: Path, see
         journal.append([Took(number, tuple(group)), Committed(number, versions, NOW_S)])
         ledger.train(ticket.ordinal for ticket in group)
         if number % 6 == 0:
-            marks.append(Base(number, versions, ledger.frontier()))
+            marks.append(CheckpointMark(number, versions, ledger.frontier()))
         if number % 12 == 0:
             journal.compact(step=marks[-2].step, frontier=marks[-2].frontier, keep_groups=4)
     journal.append([Took(25, tuple(list(alive.values())[:2]))])

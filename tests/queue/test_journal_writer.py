@@ -212,6 +212,36 @@ async def test_a_close_writes_what_is_buffered(tmp_path: Path):
     journal.close()
 
 
+async def test_what_makes_room_goes_ahead_of_what_there_is_no_room_for():
+    journal = Scripted()
+    journal.error = JournalFull("no room")
+    writer = writer_of(journal)
+    first = writer.write(Reserved(1))
+    await tried(journal, 2)
+    looking = asyncio.ensure_future(writer.read(lambda _: "after the write"))
+    second = writer.write(Reserved(2))
+    assert await writer.read(lambda _: "smaller", makes_room=True) == "smaller"
+    assert not first.done() and not looking.done()
+    journal.error = None
+    await asyncio.gather(first, second)
+    assert [one for transaction in journal.appended for one in transaction] == [Reserved(1), Reserved(2)]
+    assert await looking == "after the write"
+    await writer.close()
+
+
+async def test_what_makes_room_keeps_its_place_while_there_is_room():
+    journal = Scripted()
+    writer = writer_of(journal)
+    journal.go.clear()
+    written = writer.write(Reserved(1))
+    seen = asyncio.ensure_future(writer.read(lambda _: list(journal.appended), makes_room=True))
+    await tried(journal)
+    journal.go.set()
+    await written
+    assert await seen == [[Reserved(1)]]
+    await writer.close()
+
+
 async def test_after_the_close_a_write_and_a_read_are_refused_and_a_second_close_is_nothing():
     writer = writer_of(Scripted())
     await writer.close()

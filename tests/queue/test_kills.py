@@ -101,7 +101,9 @@ class World:
         """By a power cut, or by damage."""
         self.engines_are_true = True
         """None had older weights than it had confirmed: then nothing can be too old."""
-        self.start_queue(None, {})
+        self.bounds_changed = False
+        """By a resume: what was admitted before it may lag more than they say."""
+        self.start_queue(CheckpointMark(), {})
 
     # -- the queue's life ---------------------------------------------------------------------------------------------
 
@@ -121,6 +123,7 @@ class World:
         self.calls.clear()
         self.zombies.clear()
         self.run_loop()
+        self.answer(self.queue.close())
         if self.folder is not None:
             self.journal.close()
             self.journal = Journal(self.folder / "journal.sqlite")
@@ -143,8 +146,14 @@ class World:
     def begin_trainer(self, checkpoint: Checkpoint) -> None:
         self.trainer = Trainer(list(checkpoint.path), checkpoint.mark.version, recorded_until=len(checkpoint.path))
 
-    def kill_everything(self, step: int, *, lose: int = 0, damage: int | None = None) -> None:
+    def kill_everything(
+        self, step: int, *, bounds: Bounds | None = None, lose: int = 0, damage: int | None = None
+    ) -> None:
+        """`bounds`: those of the run that is resumed, where they are others."""
         self.stop_queue()
+        if bounds is not None:
+            self.bounds = bounds
+            self.bounds_changed = True
         if lose:
             self.journal.lose(lose)
             self.history_was_lost = True
@@ -202,8 +211,17 @@ class World:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def admit(self, name: str, want: int) -> None:
-        load = len(self.replicas[name].tickets)
-        self.ask("admit", name, call=lambda: self.queue.admit(name, want=want, load=load, wait_s=LONG_S))
+        holding = list(self.replicas[name].tickets)
+        self.ask(
+            "admit",
+            name,
+            call=lambda: self.queue.admit(name, want=want, load=len(holding), wait_s=LONG_S, holding=holding),
+        )
+
+    def lose_admission(self, name: str) -> None:
+        """Its answer, which may have come or not: the replica gives up waiting for it, and both live on."""
+        if ("admit", name) in self.calls:
+            self.zombies.append(self.calls.pop(("admit", name)))
 
     def heard_admit(self, admission: Any, name: str) -> None:
         for ticket in admission.tickets:
@@ -281,27 +299,26 @@ class World:
             for ticket, version in zip(taken.block.tickets, taken.block.min_versions, strict=True)
             if self.bounds.too_old(trainer.version - version)
         ]
-        if old:
+        if old and not (recorded and self.bounds_changed):
             assert not recorded, "a recorded step lags more than it did"
-            assert self.history_was_lost or not self.engines_are_true, (
+            assert self.history_was_lost or not self.engines_are_true or self.bounds_changed, (
                 f"sequences {old} lag more than {self.bounds.max_lag} versions"
             )
-            if step + 1 not in trainer.batches and ("take", step + 1) not in self.calls:
-                del trainer.batches[step]
-                self.ask("stale", step, call=lambda: self.queue.replace_stale(step, old, wait_s=LONG_S))
-                return
-            trainer.batches.pop(step + 1, None)  # the check comes before the next batch is asked for
-            self.calls.pop(("take", step + 1), asyncio.Future(loop=self.loop)).cancel()
-            self.answer(self.queue.give_back(step + 1))
+            if step + 1 in trainer.batches or ("take", step + 1) in self.calls:
+                trainer.batches.pop(step + 1, None)  # the check comes before the next batch is asked for
+                self.calls.pop(("take", step + 1), asyncio.Future(loop=self.loop)).cancel()
+                self.answer(self.queue.give_back(step + 1))
+            del trainer.batches[step]
+            self.ask("stale", step, call=lambda: self.queue.replace_stale(step, old, wait_s=LONG_S))
             return
-        self.check_batch(taken.block)
+        self.check_batch(taken.block, recorded=recorded)
         trainer.path.append(tuple(ticket.ordinal for ticket in taken.block.tickets))
         trainer.batches.pop(step)
         trainer.recorded_until = max(trainer.recorded_until, taken.recorded_until)
         trainer.uncommitted = step
 
-    def check_batch(self, taken: Block) -> None:
-        assert 0 < len(taken) <= self.bounds.groups_per_step
+    def check_batch(self, taken: Block, *, recorded: bool) -> None:
+        assert len(taken) > 0 and (recorded or len(taken) <= self.bounds.groups_per_step)
         seen = {ordinal for step in self.trainer.path for ordinal in step}
         assert not seen.intersection(ticket.ordinal for ticket in taken.tickets), "trained twice"
 
@@ -315,9 +332,10 @@ class World:
         trainer = self.trainer
         assert step == trainer.uncommitted == trainer.step
         trainer.uncommitted = 0
-        trainer.steps_in_version = (trainer.steps_in_version + 1) % self.bounds.steps_per_version
-        trainer.version += trainer.steps_in_version == 0
-        assert version == trainer.version
+        if step > trainer.recorded_until:
+            assert version - trainer.version == (trainer.steps_in_version + 1 >= self.bounds.steps_per_version)
+        trainer.steps_in_version = 0 if version > trainer.version else trainer.steps_in_version + 1
+        trainer.version = version
         if trainer.steps_in_version == 0:
             trainer.unsent = version
         if trainer.unsent is not None and step >= trainer.recorded_until:
@@ -331,7 +349,13 @@ class World:
             self.ask("frontier", trainer.step, call=lambda: self.saved(checkpoint))
 
     async def saved(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Frontier]:
-        return checkpoint, await self.queue.frontier(checkpoint.mark.step)
+        frontier = await self.queue.frontier(checkpoint.mark.step, wait_s=LONG_S)
+        assert frontier is not None
+        journalled = {one.ordinal for one in self.journal.abandoned()}
+        ended = {*range(frontier.low), *frontier.ended}
+        known = ended.issubset(journalled.union(*checkpoint.path))
+        assert known or self.history_was_lost, "a checkpoint counts what the journal does not have"
+        return checkpoint, frontier
 
     def heard_frontier(self, found: tuple[Checkpoint, Frontier], _: Any) -> None:
         checkpoint, frontier = found
@@ -344,7 +368,7 @@ class World:
         while len(self.checkpoints) > KEEP_LAST:
             del self.checkpoints[min(self.checkpoints)]
         oldest = min(self.checkpoints)
-        self.ask("checkpointed", oldest, call=lambda: self.queue.checkpointed(oldest))
+        self.ask("checkpointed", oldest, call=lambda: self.queue.checkpointed(oldest, wait_s=LONG_S))
 
     def heard_checkpointed(self, _: None, step: int) -> None:
         pass
@@ -374,6 +398,7 @@ class World:
             self.commit()
             self.disk()
         assert self.ended, f"it does not go on: {self.queue.waiting_for()}, {self.trainer}, {self.calls}"
+        self.disk()  # that a prompt was given up is written, and nobody waits for it
         self.check_the_end()
 
     def check_the_end(self) -> None:
@@ -393,6 +418,8 @@ class World:
     def close(self) -> None:
         for task in [*self.calls.values(), *self.zombies]:
             task.cancel()
+        self.run_loop()
+        self.answer(self.queue.close())
         self.run_loop()
         self.loop.close()
         self.journal.close()
@@ -447,6 +474,13 @@ class Kills(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(REPLICAS), want=st.integers(1, 6), heard=st.booleans())
     def admission(self, name: str, want: int, heard: bool) -> None:
+        self.world.admit(name, want)
+        if heard:
+            self.world.hear()
+
+    @rule(name=st.sampled_from(REPLICAS), want=st.integers(1, 6), heard=st.booleans())
+    def an_answer_to_an_admission_is_lost(self, name: str, want: int, heard: bool) -> None:
+        self.world.lose_admission(name)
         self.world.admit(name, want)
         if heard:
             self.world.hear()
@@ -529,10 +563,11 @@ class Kills(RuleBasedStateMachine):
         kept = sorted(self.world.checkpoints)
         self.world.kill_trainer(kept[choice % len(kept)])
 
-    @rule(choice=st.integers(0, 99))
-    def everything_dies(self, choice: int) -> None:
+    @rule(choice=st.integers(0, 99), bounds=st.none() | some_bounds())
+    def everything_dies(self, choice: int, bounds: Bounds | None) -> None:
+        """And is resumed, perhaps with other settings."""
         kept = sorted(self.world.checkpoints)
-        self.world.kill_everything(kept[choice % len(kept)])
+        self.world.kill_everything(kept[choice % len(kept)], bounds=bounds)
 
     @rule()
     def it_goes_on_to_the_end_from_here(self) -> None:

@@ -201,21 +201,3 @@ def test_what_has_ended_or_is_open_or_has_no_budget_left_cannot_be_opened_again(
         ledger.reopen(1, attempts=1, failed={}, live=True)
     with pytest.raises(AssertionError, match="no budget left"):
         ledger.reopen(2, attempts=2, failed={Kind.DATA: BUDGETS[Kind.DATA]}, live=False)
-
-
-@given(
-    ended=st.lists(st.integers(0, 30), unique=True, max_size=25),
-    later=st.integers(0, 25),
-)
-@settings(max_examples=200, deadline=None)
-def test_a_frontier_without_what_came_later_is_that_of_the_moment_before(ended: list[int], later: int) -> None:
-    ledger = Ledger()
-    for _ in range(31):
-        ledger.issue()
-    before = max(0, len(ended) - later)
-    ledger.train(ended[:before])
-    then = ledger.frontier()
-    ledger.train(ended[before:])
-    assert ledger.frontier(without=ended[before:]) == then
-    with pytest.raises(AssertionError, match="has not ended"):
-        ledger.frontier(without=[99])

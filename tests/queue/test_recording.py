@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.failures import data, infra
-from freewheel.queue.journal import Journal, JournalDamaged, JournalFull
+from freewheel.queue.journal import Journal, JournalDamaged, JournalFull, Reserved
 from freewheel.queue.journal_writer import JournalWriter
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue, Taken
-from freewheel.queue.recording import RESERVED_AT_ONCE
+from freewheel.queue.recording import RESERVED_AT_ONCE, Recording, durable
 from freewheel.queue.restoring import CheckpointMark, restore
 from freewheel.queue.staleness import Bounds
 
@@ -36,15 +36,20 @@ class Desk:
         self.bounds = bounds
         self.prompts = prompts
         self.journal = MemoryJournal()
-        self.restart()
+        self.restart(CheckpointMark())
 
-    def restart(self, checkpoint: CheckpointMark | None = None, **in_flight: list[Ticket]) -> MessageQueue:
+    def restart(
+        self, checkpoint: CheckpointMark | None = None, *, published: int | None = 0, **in_flight: list[Ticket]
+    ) -> MessageQueue:
+        """`published`: what the synchronizer says then; None: nothing yet."""
         journal: Any = self.journal
         restored = restore(journal, total=self.prompts, checkpoint=checkpoint, in_flight=in_flight)
         self.writer: Any = ManualWriter(self.journal)
         self.queue = MessageQueue(
             bounds=self.bounds, total_prompts=self.prompts, journal=self.writer, restored=restored, rest_s=0.0
         )
+        if published is not None:
+            self.queue.policy.publish(published)
         return self.queue
 
     async def disk(self, jobs: int = 1000) -> None:
@@ -69,6 +74,12 @@ class Desk:
         await self.done(self.queue.put(block(tickets, version), wait_s=LONG_S))
         assert content(await self.done(self.queue.take(step, wait_s=LONG_S)))
         await self.queue.published(await self.done(self.queue.commit(step, wait_s=LONG_S)))
+
+
+def locked() -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError("database is locked")
+    error.sqlite_errorcode = sqlite3.SQLITE_BUSY  # type: ignore[attr-defined]
+    return error
 
 
 def content(taken: Taken) -> list[int]:
@@ -170,6 +181,40 @@ async def test_a_version_that_is_cut_short_is_one_only_when_the_journal_has_it()
     assert await desk.queue.complete_version(wait_s=NOW_S) == 1
     assert desk.restart().policy.version == 1
     assert await desk.queue.commit(1, wait_s=NOW_S) == 1
+
+
+async def test_whoever_sees_that_it_is_written_sees_what_came_of_it() -> None:
+    """An answer may be asked for in the very moment in which the disk is done."""
+    desk = Desk(replace(BOUNDS, steps_per_version=2))
+    await desk.train(1)
+    await desk.done(desk.queue.put(block(await desk.admitted(2)), wait_s=LONG_S))
+    await desk.done(desk.queue.take(2, wait_s=LONG_S))
+    assert await desk.queue.commit(2, wait_s=NOW_S) is None
+    desk.writer.work()
+    assert await desk.queue.commit(2, wait_s=LONG_S) == 1
+    await desk.train(3)
+    assert await desk.queue.complete_version(wait_s=NOW_S) is None
+    desk.writer.work()
+    assert await desk.queue.complete_version(wait_s=LONG_S) == 2
+
+
+async def test_what_fails_after_the_write_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    recording = Recording(desk.writer)
+
+    def fails() -> None:
+        raise AssertionError("trained twice")
+
+    asked = asyncio.ensure_future(durable([recording.then([Reserved(9)], fails)], LONG_S))
+    await desk.disk()
+    with pytest.raises(AssertionError, match="trained twice"):
+        await asked
+    assert "trained twice" in caplog.text, "also where nobody waits"
+    desk.writer.write = lambda *_: failed
+    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    failed.set_exception(JournalDamaged("gone"))
+    with pytest.raises(JournalDamaged):
+        await durable([recording.then([Reserved(10)], fails)], LONG_S)
 
 
 async def test_while_the_disk_is_full_the_queue_says_so_and_nothing_is_lost() -> None:
@@ -276,19 +321,57 @@ async def test_the_frontier_of_an_earlier_step_leaves_out_what_was_trained_later
         await desk.done(desk.queue.take(step, wait_s=LONG_S))
         await desk.done(desk.queue.commit(step, wait_s=LONG_S))
     ended = {"zero_variance": 1}
-    assert await desk.done(desk.queue.frontier(1)) == Frontier(low=3, trained=2, abandoned=ended)
-    assert await desk.done(desk.queue.frontier(2)) == Frontier(low=5, trained=4, abandoned=ended)
+    assert await desk.done(desk.queue.frontier(1, wait_s=LONG_S)) == Frontier(low=3, trained=2, abandoned=ended)
+    assert await desk.done(desk.queue.frontier(2, wait_s=LONG_S)) == Frontier(low=5, trained=4, abandoned=ended)
 
 
 async def test_a_frontier_is_told_only_when_all_that_it_counts_is_on_the_disk() -> None:
     desk = Desk()
     (ticket,) = await desk.admitted(1)
     await desk.queue.abandon(ticket, "zero_variance")
-    asked = asyncio.ensure_future(desk.queue.frontier(0))
+    asked = asyncio.ensure_future(desk.queue.frontier(0, wait_s=LONG_S))
     await asyncio.sleep(0)
     assert not list(desk.journal.abandoned()) and not asked.done()
     assert await desk.done(asked) == Frontier(low=1, abandoned={"zero_variance": 1})
     assert list(desk.journal.abandoned())
+
+
+async def test_a_prompt_that_ends_while_a_frontier_is_asked_for_is_in_it_only_if_it_is_on_the_disk() -> None:
+    desk = Desk()
+    first, second = await desk.admitted(2)
+    await desk.queue.abandon(first, "zero_variance")
+    asked = asyncio.ensure_future(desk.queue.frontier(0, wait_s=LONG_S))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    desk.writer.work()
+    await desk.queue.abandon(second, "zero_variance")  # the look is done, and its answer on the way
+    frontier = await asked
+    assert frontier is not None
+    on_disk = [one.ordinal for one in desk.journal.abandoned()]
+    assert [*range(frontier.low), *frontier.ended] == on_disk == [0]
+
+
+async def test_a_frontier_that_the_disk_keeps_waiting_is_asked_for_again_and_looked_for_once() -> None:
+    desk = Desk()
+    await desk.train(1)
+    for _ in range(3):
+        assert await desk.queue.frontier(1, wait_s=NOW_S) is None
+    assert len(desk.writer.jobs) == 1
+    await desk.disk()
+    assert await desk.queue.frontier(1, wait_s=NOW_S) == Frontier(low=2, trained=2)
+
+
+async def test_a_checkpoint_that_the_disk_keeps_waiting_holds_nobody_up_and_is_told_once() -> None:
+    desk = Desk()
+    for step in (1, 2):
+        await desk.train(step, version=step - 1)
+    for step in (1, 2):
+        await desk.queue.checkpointed(step, wait_s=NOW_S)
+    assert len(desk.writer.jobs) == 1
+    await desk.disk()
+    assert desk.journal.base().step == 1
+    await desk.done(desk.queue.checkpointed(2))
+    assert desk.journal.base() == CheckpointMark(2, 2, Frontier(low=4, trained=4))
 
 
 async def test_a_checkpoint_lets_the_journal_drop_what_it_covers() -> None:
@@ -305,31 +388,20 @@ async def test_a_checkpoint_lets_the_journal_drop_what_it_covers() -> None:
     assert desk.restart().step == 3
 
 
+@pytest.mark.parametrize("error", [JournalFull("no room"), locked()], ids=["full", "locked"])
 async def test_a_journal_that_cannot_be_made_smaller_stays_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     desk = Desk()
     await desk.train(1)
 
     def full(**_: Any) -> None:
-        raise JournalFull("no room")
-
-    def work(job: Callable[[Any], Any]) -> Any:
-        try:
-            return job(desk.journal)
-        except JournalFull as error:
-            return error
-
-    async def read(job: Callable[[Any], Any]) -> Any:
-        found = work(job)
-        if isinstance(found, Exception):
-            raise found
-        return found
+        raise error
 
     monkeypatch.setattr(desk.journal, "compact", full)
-    monkeypatch.setattr(desk.writer, "read", read)
-    await desk.queue.checkpointed(1)
-    assert "was not made smaller" in caplog.text
+    for _ in range(2):
+        await desk.done(desk.queue.checkpointed(1))
+    assert caplog.text.count("was not made smaller") == 1, "it is said once"
     assert (await desk.queue.stats())["recorded_steps"] == 1
 
 
@@ -422,9 +494,25 @@ async def test_a_step_that_lacked_groups_as_the_queue_died_is_filled_by_the_succ
 async def test_the_successor_waits_for_the_published_version_before_it_gives_room() -> None:
     desk = Desk(replace(BOUNDS, threshold=0))
     await desk.train(1)
-    queue = desk.restart()
+    queue = desk.restart(published=None)
     assert queue.policy.room == 0
     await queue.published(1)
+    await queue.published(1)
+    assert queue.policy.room == 2
+
+
+async def test_what_went_into_a_checkpoint_that_engines_do_not_hold_yet_keeps_its_slots() -> None:
+    desk = Desk()
+    tickets = await desk.admitted(4)
+    await desk.done(desk.queue.put(block(tickets), wait_s=LONG_S))
+    for step in (1, 2):
+        await desk.done(desk.queue.take(step, wait_s=LONG_S))
+        await desk.done(desk.queue.commit(step, wait_s=LONG_S))
+    await desk.done(desk.queue.checkpointed(2))
+    queue = desk.restart(published=None)
+    assert queue.policy.room == 0
+    await queue.published(0)
+    assert queue.policy.room == 0
     await queue.published(1)
     assert queue.policy.room == 2
 
@@ -434,7 +522,7 @@ async def test_counts_go_on_where_they_were() -> None:
     await desk.train(1)
     await desk.done(desk.queue.put(block(await desk.admitted(1)), wait_s=LONG_S))
     before, after = await desk.queue.stats(), await desk.restart().stats()
-    same = ("queue_size", "total_produced", "total_consumed", "memory_bytes", "step", "version", "trained_prompts")
+    same = ("queue_size", "total_produced", "total_consumed", "memory_bytes", "step", "version")
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
     assert after["last_commit_s"] == before["last_commit_s"] > 0
 

@@ -169,8 +169,17 @@ def test_slots_of_what_is_not_known_to_be_published_are_held(journal: Any) -> No
     journal.append([*trained(1, 0, 1, version=0), *trained(2, 2, 3, version=1), *trained(3, 4, 5, version=1)])
     found = again(journal, None)
     assert found.standing.held == {1: 4, 2: 2}
-    assert (found.standing.published, found.standing.version, found.standing.steps_in_version) == (0, 1, 1)
+    assert (found.standing.published, found.standing.version, found.standing.steps_in_version) == (None, 1, 1)
     assert found.versions == {1: 0, 2: 1, 3: 1}
+
+
+def test_a_checkpoint_says_nothing_of_what_engines_hold(journal: Any) -> None:
+    """It may be written before they have its version: its groups hold their slots as well."""
+    journal.append([*trained(1, 0, 1, version=1), *trained(2, 2, 3, version=2), *trained(3, 4, version=3)])
+    journal.compact(step=2, frontier=Frontier(low=4, trained=4), keep_groups=0)
+    found = again(journal, None)
+    assert (found.base, found.standing.published) == (2, None)
+    assert found.standing.held == {1: 2, 2: 2, 3: 1}
 
 
 def test_a_version_that_was_cut_short_is_whole(journal: Any) -> None:
@@ -185,7 +194,7 @@ def test_what_is_compacted_has_ended(journal: Any) -> None:
     journal.compact(step=1, frontier=frontier, keep_groups=0)
     found = again(journal, None)
     assert found.ledger.frontier() == Frontier(low=5, trained=4, abandoned={"zero_variance": 1})
-    assert (found.step, found.base, found.versions, found.standing.held) == (2, 1, {2: 2}, {2: 2})
+    assert (found.step, found.base, found.versions, found.standing.held) == (2, 1, {2: 2}, {1: 2, 2: 2})
 
 
 def test_a_gap_in_the_steps_ends_a_queue_that_a_live_trainer_builds_on(journal: Any) -> None:

@@ -611,6 +611,36 @@ def test_a_policy_goes_on_where_it_stood() -> None:
     assert policy.commit([10]) and policy.version == 5
 
 
+@pytest.mark.parametrize("done", [1, 2, 5])
+def test_where_a_version_had_more_steps_before_the_next_one_completes_it(done: int) -> None:
+    """A resume in the middle of a version may have fewer steps a version than the run before it."""
+    standing = Standing(version=4, published=4, steps_in_version=done, next_sequence=9, taken=[7, 8])
+    policy = StalenessPolicy(bounds(threshold=4, per_step=1, per_version=2), standing)
+    told = policy.version_after_step
+    assert policy.commit([7]) and policy.version == told == 5
+    assert policy.version_after_step == 5
+
+
+def test_a_version_that_had_more_steps_before_a_resume_leaves_room_for_the_step_that_completes_it() -> None:
+    standing = Standing(version=4, published=4, steps_in_version=7, next_sequence=99, held={5: 7 * 2})
+    policy = StalenessPolicy(bounds(threshold=1, per_step=2), standing)
+    assert policy.room == 4
+    for _ in range(4):
+        policy.finish(policy.admit())
+    assert policy.commit(policy.select(2)) and policy.version == 5
+    assert policy.room == 0
+    policy.publish(5)
+    assert policy.room == 2
+
+
+def test_before_anybody_said_what_engines_hold_nothing_is_admitted() -> None:
+    standing = Standing(version=4, published=None, next_sequence=9, held={1: 2, 3: 2, 4: 2})
+    policy = StalenessPolicy(bounds(threshold=2, per_step=2), standing)
+    assert policy.room == 0
+    policy.publish(3)
+    assert (policy.room, policy.alive, policy.published) == (4, 2, 3)
+
+
 def test_sequences_that_a_restart_skips_count_in_the_window() -> None:
     """Some of them may have been taken before the group that is waited for."""
     policy = StalenessPolicy(

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -324,7 +324,7 @@ async def test_a_queue_that_went_away_ends_the_loop(scene: Build) -> None:
         def __init__(self) -> None:
             self.tickets = [Ticket(0, 0), Ticket(1, 1)]
 
-        async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission:
+        async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Any) -> Admission:
             if self.tickets:
                 given, self.tickets = self.tickets, []
                 return Admission(given)
@@ -468,6 +468,29 @@ async def test_a_rollouter_knows_its_tickets_until_the_queue_has_answered_for_th
     scored.set()
     await one.taken()
     await one.until(lambda: not one.rollouter.tickets())
+
+
+async def test_tickets_of_an_answer_that_never_came_are_made_all_the_same(scene: Build) -> None:
+    class Forgetful(MessageQueue):
+        """The first answer with tickets is lost on the way."""
+
+        lost: ClassVar[list[Ticket]] = []
+        holdings: ClassVar[list[list[int]]] = []
+
+        async def admit(self, replica: str, **asked: Any) -> Admission:
+            self.holdings.append(sorted(asked["holding"]))
+            answer = await super().admit(replica, **asked)
+            if answer.tickets and not self.lost:
+                self.lost = answer.tickets
+                return Admission([])
+            return answer
+
+    queue = Forgetful(bounds=bounds_of(threshold=0))
+    one = await scene(queue=queue)
+    await one.taken()
+    assert queue.holdings[:2] == [[], []]
+    assert queue.ledger.failures == {"lost": len(queue.lost)}
+    assert {ticket.ordinal for ticket in queue.lost} == {0, 1, 2, 3}
 
 
 async def test_a_ticket_whose_failure_nobody_has_heard_of_is_still_held(scene: Build) -> None:

@@ -46,9 +46,9 @@ class RecordingQueue(MessageQueue):
         self.events.append(("commit", step))
         return await super().commit(step, wait_s=wait_s)
 
-    async def checkpointed(self, step: int) -> None:
+    async def checkpointed(self, step: int, *, wait_s: float = 1.0) -> None:
         self.events.append(("checkpointed", step))
-        await super().checkpointed(step)
+        await super().checkpointed(step, wait_s=wait_s)
 
     async def give_back(self, step: int) -> None:
         self.events.append(("give back", step))

@@ -6,11 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from freewheel.queue.journal import Journal
 from freewheel.queue.journal_writer import JournalWriter
+from freewheel.trainer import checkpointing
 from freewheel.trainer.trainer import TrainingFailed
 
 from .scene import WAIT_S, Build, Scene
@@ -152,6 +154,36 @@ async def test_a_checkpoint_that_was_not_written_covers_nothing(scene: Build) ->
     one.saver.fails = {2, 4}
     await one.run()
     assert not [event for event in one.events if event[0] == "checkpointed"]
+
+
+async def test_a_checkpoint_whose_frontier_the_disk_keeps_waiting_is_asked_for_again(scene: Build) -> None:
+    one = scene(schedule={"total_steps": 2})
+    frontier, asked = one.queue.frontier, []
+
+    async def slow(step: int, *, wait_s: float) -> Any:
+        asked.append(step)
+        return None if len(asked) < 3 else await frontier(step, wait_s=wait_s)
+
+    one.queue.frontier = slow  # type: ignore[method-assign]
+    assert await one.run() == "finished"
+    assert (asked, [saved[0] for saved in one.saver.saved]) == ([2, 2, 2], [2])
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["raises", "hangs"])
+async def test_a_queue_that_does_not_make_its_journal_smaller_holds_no_checkpoint_up(
+    scene: Build, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "TELL_S", 0.01)
+    one = scene(schedule={"total_steps": 6, "save_every": 2})
+
+    async def compact(step: int) -> None:
+        if hangs:
+            await asyncio.Event().wait()
+        raise ConnectionError("the queue is silent")
+
+    one.queue.checkpointed = compact  # type: ignore[assignment]
+    assert await one.run() == "finished"
+    assert [saved[0] for saved in one.saver.saved] == [2, 4, 6]
 
 
 async def test_without_keep_best_scores_are_told_and_no_weights_are_kept(scene: Build) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
-    from freewheel.queue.journal import Abandoned, Base, Failed, Step, Stored
+    from freewheel.queue.journal import Abandoned, CheckpointMark, Failed, Step, Stored
     from freewheel.queue.ledger import Frontier
 
 Ends = np.ndarray[Any, np.dtype[np.int32]]
@@ -40,7 +40,7 @@ class Recorded(Protocol):
     """What is read of a `Journal`."""
 
     def snapshot(self) -> AbstractContextManager[None]: ...
-    def base(self) -> Base: ...
+    def base(self) -> CheckpointMark: ...
     def steps(self, *, after: int) -> Iterator[Step]: ...
     def stored(self) -> Iterator[Stored]: ...
     def groups(self, step: int) -> list[Stored] | None: ...
@@ -79,7 +79,7 @@ class Audit(msgspec.Struct, frozen=True, kw_only=True):
 def audit(
     journal: Recorded | None,
     *,
-    checkpoints: Sequence[Base] = (),
+    checkpoints: Sequence[CheckpointMark] = (),
     max_lag: int | None = None,
     capacity: int | None = None,
 ) -> Audit:
@@ -106,7 +106,7 @@ class _Book:
         self._sequences = array("q")
         self._versions: dict[int, int] = {}  # after each committed step
         self._oldest: dict[int, tuple[int, int]] = {}  # step → version of its oldest group, and how many it had
-        self._base: Base | None = None
+        self._base: CheckpointMark | None = None
         self._stored = self._checked = self._stale = self._lost = self._again = 0
         self._abandoned: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
@@ -205,7 +205,7 @@ class _Book:
                 told = f"prompt {group.ticket.ordinal} lagged {lag} versions in step {step}"
                 self._violate("stale", f"{told}, and {allowed} are allowed")
 
-    def _count_steps(self, base: Base) -> None:
+    def _count_steps(self, base: CheckpointMark) -> None:
         missing = [step for step in range(1, self._step + 1) if step not in self._versions]
         for step in missing:
             if step > base.step:

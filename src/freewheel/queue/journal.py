@@ -30,7 +30,7 @@ from freewheel.data.group import Ticket
 from freewheel.queue.journal_events import (
     NO_SEQUENCE,
     Abandoned,
-    Base,
+    CheckpointMark,
     Committed,
     Event,
     Failed,
@@ -55,7 +55,7 @@ from freewheel.queue.ledger import Frontier
 __all__ = [
     "NO_SEQUENCE",
     "Abandoned",
-    "Base",
+    "CheckpointMark",
     "Committed",
     "Event",
     "Failed",
@@ -81,7 +81,7 @@ FORMAT = 1
 PAGE_GROUPS, PAGE_ROWS = 32, 512
 """Rows that are read at once, with and without a group's data: replay then needs a few MB, however much there is."""
 DROPPED_AT_ONCE = 512
-"""Groups in one transaction of a compaction, about: it keeps the log short, where a checkpoint covers thousands."""
+"""Groups in one transaction, about, where thousands are dropped: it keeps the log short."""
 LAST = 2**63 - 1
 """No step comes after it: SQLite's largest number."""
 DETAIL_CHARS = 1000
@@ -188,7 +188,7 @@ class Journal:
                 db.execute(statement)
             self._set("format", FORMAT)
             self._set("freewheel", freewheel.__version__)
-            self._set("base", Base())
+            self._set("base", CheckpointMark())
 
     def close(self) -> None:
         self._file.close()
@@ -244,7 +244,7 @@ class Journal:
                 return
             last = self._step(step)
             assert last is not None and last.version is not None, f"step {step} is not committed"
-            self._set("base", Base(step, last.version, frontier))
+            self._set("base", CheckpointMark(step, last.version, frontier))
         kept, covered = 0, [*self._steps("steps", 0, step)]
         while covered and kept < keep_groups:
             newest = covered.pop()
@@ -284,7 +284,7 @@ class Journal:
             self._file.db.execute("DELETE FROM history WHERE step > ?", (step,))
             rows = self._file.db.execute("SELECT sequence, ordinal FROM groups").fetchall()
             self._delete(Ticket(ordinal, one) for one, ordinal in rows if ordinal < frontier.low or ordinal in ended)
-            self._set("base", Base(step, version, frontier))
+            self._set("base", CheckpointMark(step, version, frontier))
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -299,8 +299,8 @@ class Journal:
         finally:
             self._file.db.execute("ROLLBACK")
 
-    def base(self) -> Base:
-        return self._meta("base", Base, None)
+    def base(self) -> CheckpointMark:
+        return self._meta("base", CheckpointMark, None)
 
     def reserved(self) -> int:
         """Sequences below it may have been given out."""
@@ -345,16 +345,11 @@ class Journal:
         )
         return (one for row in self._file.pages(query, -1) if (one := self._unsealed(*row, kind=Failed)) is not None)
 
-    def abandoned(self) -> Iterator[Abandoned]:
-        """By ordinal."""
+    def abandoned(self, *, after: int = -1) -> Iterator[Abandoned]:
+        """By ordinal, those above `after`."""
         query = f"SELECT ordinal, crc, body FROM abandoned WHERE ordinal > ? ORDER BY ordinal LIMIT {PAGE_ROWS}"
-        return (one for row in self._file.pages(query, -1) if (one := self._unsealed(*row, kind=Abandoned)) is not None)
-
-    def check(self) -> list[str]:
-        """What is wrong with the file as a whole, in SQLite's words; reads all of it."""
-        with self._file.errors():
-            lines = [line.decode() for (line,) in self._file.db.execute("PRAGMA quick_check(10)")]
-        return [] if lines == ["ok"] else lines
+        rows = self._file.pages(query, after)
+        return (one for row in rows if (one := self._unsealed(*row, kind=Abandoned)) is not None)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """What a `Journal` is told, and what it tells: facts about one run, each a small struct.
 
-MessageQueue ── Event ──▶ JournalWriter ──▶ Journal ── Base, Step, Stored, Failed, Abandoned ──▶ restore, inspect
+MessageQueue ── Event ──▶ JournalWriter ──▶ Journal ── CheckpointMark, Step, Stored, Failed, Abandoned ──▶ restore, inspect
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Failed(msgspec.Struct, frozen=True):
 
     ticket: Ticket
     kind: str | None
-    """`failures.Kind`; None for what costs no budget: stale, lost."""
+    """`failures.Kind`; None for what costs no budget: a stale group, a ticket that nobody received ("lost"). What is
+    lost with a replica that died has a kind: it may have been the prompt that killed it."""
     reason: str
     detail: str
     wall_s: float
@@ -90,8 +91,9 @@ Event = Stored | Took | Committed | VersionCompleted | Failed | Abandoned | Give
 # -- what is read -----------------------------------------------------------------------------------------------------
 
 
-class Base(msgspec.Struct, frozen=True):
-    """Where the recorded steps begin: a checkpoint that a resume may fall back to."""
+class CheckpointMark(msgspec.Struct, frozen=True):
+    """What a checkpoint says of its moment; all zeros before the first. The journal's base is one: the recorded steps
+    begin after it."""
 
     step: int = 0
     version: int = 0

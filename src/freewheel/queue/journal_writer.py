@@ -2,7 +2,8 @@
 
     MessageQueue ── write(events) ─▶ buffer ─▶ thread ── one transaction of all that is there ─▶ Journal
                  ◀─ future: durable ──────────────┘  no room: rolled back, kept, tried again every second
-                 ── read(work) ────▶ after all that was written before it
+                 ── read(work) ────▶ after all that was written before it; ahead of what there is no room for, where
+                                     it makes room
 
 Order of calls is order on disk. A transaction takes what came in while the one before was written, so many small puts
 cost as much as one large one, and a lonely one does not wait for company.
@@ -39,13 +40,15 @@ class JournalClosed(JournalError):
     """What was to be written was not: the journal is closed, or closing while there is no room."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """Something for the thread: events to write, or work on the journal."""
 
     future: asyncio.Future[Any]
     events: tuple[Event, ...] = ()
     work: Callable[[Journal], Any] | None = None
+    makes_room: bool = False
+    """Needs nothing that was written before it."""
 
     @property
     def data_bytes(self) -> int:
@@ -100,11 +103,11 @@ class JournalWriter:
         self._add(Job(future, events=events))
         return future
 
-    async def read(self, work: Callable[[Journal], T]) -> T:
+    async def read(self, work: Callable[[Journal], T], *, makes_room: bool = False) -> T:
         """What `work` gives, done in the thread after all that was written before. Gives data, no iterator: the journal
-        goes on meanwhile."""
+        goes on meanwhile. `makes_room`: while nothing can be written, it does not wait for that."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._add(Job(future, work=work))
+        self._add(Job(future, work=work, makes_room=makes_room))
         return await future
 
     async def flush(self) -> None:
@@ -142,7 +145,8 @@ class JournalWriter:
         """What to do now; they stay in the buffer until they are done. Nothing: closed, and all is done."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._closing)
-            return together(self._jobs)
+            first = next((job for job in self._jobs if job.makes_room), None) if self.paused else None
+            return together(self._jobs) if first is None else [first]
 
     def _do(self, jobs: list[Job]) -> None:
         work = jobs[0].work
@@ -178,8 +182,9 @@ class JournalWriter:
 
     def _done(self, jobs: list[Job], *, result: Any = None, error: Exception | None = None) -> None:
         with self._changed:
-            for _ in jobs[: len(self._jobs)]:  # empty: given up at the close meanwhile
-                self._jobs.popleft()
+            if self._jobs:  # else given up at the close meanwhile
+                for job in jobs:
+                    self._jobs.remove(job)
         _resolve(jobs, result, error)
 
     def _fail(self, error: Exception) -> None:

@@ -133,15 +133,7 @@ class Ledger:
     def has_ended(self, ordinal: int) -> bool:
         return ordinal < self._low or ordinal in self._ended
 
-    def frontier(self, without: Iterable[int] = ()) -> Frontier:
-        """`without`: prompts that were trained after the moment that is asked for: as if they had not."""
-        later = set(without)
-        low = min(later, default=self._low)
-        assert all(self.has_ended(one) for one in later), "a prompt that has not ended is left out"
-        ended = self._ended.union(range(low, self._low)) - later
+    def frontier(self) -> Frontier:
         return Frontier(
-            low=min(low, self._low),
-            ended=tuple(sorted(ended)),
-            trained=self.trained - len(later),
-            abandoned=dict(self.abandoned),
+            low=self._low, ended=tuple(sorted(self._ended)), trained=self.trained, abandoned=dict(self.abandoned)
         )

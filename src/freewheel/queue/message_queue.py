@@ -18,7 +18,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -43,6 +43,8 @@ log = logging.getLogger("freewheel.queue")
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 """Before a prompt is attempted again that an engine or a reward service failed on, doubling from attempt to attempt:
 what is down for half a minute must not use up its budget in seconds."""
+COMPACTION_WAIT_S = 10.0
+"""For a compaction, at most: nobody needs it done, and it goes on where it takes longer."""
 MEMORY_WARNING_BYTES = 4 << 30
 """Groups of a few KB never get there: a queue that holds this much has very long responses and a slow trainer."""
 
@@ -62,7 +64,6 @@ class MessageQueue:
         restored: Restored | None = None,
         keep_groups: int = 0,
         rest_s: float = FIRST_REST_S,
-        clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`journal` None: all in memory, from `frontier`, `version` and `step` on; `restored` says more than these.
@@ -80,7 +81,6 @@ class MessageQueue:
         self.total_consumed = self.ledger.trained
         self.dropped: Counter[str] = Counter()
         self.memory_bytes = sum(len(group.data) for group in begin.stored.values())
-        self._clock = clock
         self._wall_clock = wall_clock
         self._rest_s = rest_s
         self._keep_groups = keep_groups
@@ -102,13 +102,17 @@ class MessageQueue:
         self._resting: dict[int, asyncio.TimerHandle] = {}  # ordinal → when it is attempted again
         self._closed = False
         self._warned = False
-        self._progress_s = clock()
 
     # -- rollouters ---------------------------------------------------------------------------------------------------
 
-    async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission:
-        """Up to `want` tickets for `replica`, which has `load` groups in generation."""
+    async def admit(
+        self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int] | None = None
+    ) -> Admission:
+        """Up to `want` tickets for `replica`, which has `load` groups in generation and the sequences `holding`; None:
+        it does not say, and nothing is concluded. Who says it asks once at a time."""
         asking = Asking(replica, want, load)
+        if holding is not None:
+            self._take_over(asking, holding)
         self._asking.append(asking)
         try:
             self._serve()
@@ -122,6 +126,20 @@ class MessageQueue:
         finally:
             self._asking.remove(asking)
         return Admission(asking.tickets, closed=self.finished)
+
+    def _take_over(self, asking: Asking, holding: Collection[int]) -> None:
+        """Its replica asks again, so it will hear no answer to an earlier call. What one that still waits was given is
+        this one's; what was answered and is not held was lost on the way, and is issued again."""
+        for earlier in self._asking:
+            if earlier.replica == asking.replica:
+                earlier.want = 0
+                asking.tickets += earlier.tickets
+                earlier.tickets.clear()
+        known = {*holding, *(ticket.sequence for ticket in asking.tickets)}
+        owned = [sequence for sequence, owner in self._owners.items() if owner == asking.replica]
+        for sequence in owned:
+            if sequence not in known:
+                self._recording.write(self._retried(self._tickets[sequence], "lost"))
 
     def _serve(self) -> None:
         """Gives what room there is to those who ask, one ticket at a time to the least loaded."""
@@ -221,6 +239,7 @@ class MessageQueue:
         for asking in self._asking:
             if asking.replica == replica:
                 asking.want = 0  # a call that it left behind must not swallow what is issued again
+                asking.tickets.clear()
         lost = [sequence for sequence, owner in self._owners.items() if owner == replica]
         for sequence in lost:
             await self.fail(self._tickets[sequence], infra("lost", f"{replica} died"))
@@ -297,7 +316,8 @@ class MessageQueue:
                 self._steps.committing[step] = written
         if not await durable([self._steps.committing.get(step)], wait_s):
             return None
-        return self._recorded.versions.get(step, self.policy.version)
+        assert step in self._recorded.versions, f"step {step} is behind every checkpoint that is kept"
+        return self._recorded.versions[step]
 
     def _committed(self, said: Committed) -> None:
         sequences = self._steps.pop(said.step)
@@ -309,7 +329,6 @@ class MessageQueue:
         self._recorded.versions[said.step] = said.version
         self._recorded.last_commit_s = said.wall_s
         self.total_consumed += len(sequences)
-        self._progress_s = self._clock()
         self._wake()
 
     async def give_back(self, step: int) -> None:
@@ -317,20 +336,19 @@ class MessageQueue:
         self._steps.give_back(step)
         self._wake()
 
-    async def frontier(self, step: int) -> Frontier:
-        """What a checkpoint needs to know of prompts: the ledger when `step` was committed, on disk by now."""
+    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+        """What a checkpoint needs to know of prompts: the ledger when `step` was committed, as the journal has it.
+        None: the journal does not answer yet, ask again."""
         assert step <= self.step, f"step {step} is not committed"
         if self._recording.journal is None and step == self.step:
             return self.ledger.frontier()
-        while True:
-            until, later = await self._recorded.trained_after(step)
-            if self.step <= until:  # else a commit came between
-                return self.ledger.frontier(without=[one for at in later if at <= self.step for one in later[at]])
+        return await self._recorded.frontier(step, wait_s=wait_s)
 
-    async def checkpointed(self, step: int) -> None:
-        """No resume will go back beyond `step`: the journal drops the data of groups that were trained up to it."""
-        if self._recording.journal is not None and step > self._recorded.base:
-            await self._recorded.compact(step, await self.frontier(step), keep_groups=self._keep_groups)
+    async def checkpointed(self, step: int, *, wait_s: float = COMPACTION_WAIT_S) -> None:
+        """No resume will go back beyond `step`: the journal drops the data of groups that were trained up to it, now or
+        with a later checkpoint."""
+        assert step <= self.step, f"step {step} is not committed"
+        await self._recorded.compact(step, keep_groups=self._keep_groups, wait_s=wait_s)
 
     # -- versions and the end -----------------------------------------------------------------------------------------
 
@@ -367,6 +385,7 @@ class MessageQueue:
         for timer in self._resting.values():
             timer.cancel()
         self._resting.clear()
+        self._recorded.close()
         self._changed.notify()
 
     @property
@@ -401,8 +420,6 @@ class MessageQueue:
             "dropped_by_reason": dict(self.dropped),
             "failed_attempts": dict(self.ledger.failures),
             "abandoned": dict(self.ledger.abandoned),
-            "trained_prompts": self.ledger.trained,
-            "since_progress_s": max(0.0, self._clock() - self._progress_s),
             "waiting_for": self.waiting_for(),
             "paused": self._recording.paused,
             "recorded_steps": self.step - self._recorded.base if self._recording.journal else 0,

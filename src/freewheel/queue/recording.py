@@ -10,12 +10,15 @@ Without a journal everything counts as written at once, and the queue lives in m
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from freewheel.queue.journal import Event, Reserved
 from freewheel.queue.journal_writer import JournalWriter
+
+log = logging.getLogger("freewheel.queue")
 
 RESERVED_AT_ONCE = 1024
 """Sequences a row: one a second at a thousand groups a second. As many are skipped, at most, by a restart."""
@@ -38,16 +41,19 @@ class Recording:
 
     def write(self, *events: Event) -> None:
         """Events that nobody waits for."""
-        self.then(events, _nothing)
+        self.then(events)
 
-    def then(self, events: Iterable[Event], go_on: Callable[[], None]) -> Written | None:
-        """`go_on` is called when `events` are written. None: it was already."""
+    def then(self, events: Iterable[Event], go_on: Callable[[], None] | None = None) -> Written | None:
+        """`go_on` is called when `events` are written. Resolved after that, so that whoever sees it done sees what came
+        of it; or with what `go_on` or the writer raised. None: all is done already."""
         if self.journal is None:
-            go_on()
+            if go_on is not None:
+                go_on()
             return None
-        written = self.journal.write(*events)
-        written.add_done_callback(partial(_went_on, go_on=go_on))
-        return written
+        done: Written = asyncio.get_running_loop().create_future()
+        done.add_done_callback(_seen)
+        self.journal.write(*events).add_done_callback(partial(_go_on, done, go_on))
+        return done
 
     def spare(self, next_sequence: int, go_on: Callable[[], None]) -> int:
         """Sequences from `next_sequence` on that may be given out; `go_on`: when there are more."""
@@ -77,10 +83,23 @@ async def durable(written: Iterable[Written | None], wait_s: float) -> bool:
     return True
 
 
-def _went_on(written: Written, *, go_on: Callable[[], None]) -> None:
-    if not written.cancelled() and written.exception() is None:  # else the writer has said why
-        go_on()
+def _go_on(done: Written, go_on: Callable[[], None] | None, written: asyncio.Future[None]) -> None:
+    if written.cancelled():
+        done.cancel()
+    elif (error := written.exception()) is not None:  # the writer has said why
+        done.set_exception(error)
+    else:
+        try:
+            if go_on is not None:
+                go_on()
+        except Exception as failure:
+            log.exception("The journal has what the queue could not go on from")
+            done.set_exception(failure)
+        else:
+            done.set_result(None)
 
 
-def _nothing() -> None:
-    pass
+def _seen(done: Written) -> None:
+    """That nobody waits for it is no news: what goes wrong is in the log."""
+    if not done.cancelled():
+        done.exception()

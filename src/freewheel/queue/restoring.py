@@ -15,24 +15,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from freewheel.data.group import Ticket
 from freewheel.queue.failures import BUDGETS, Kind
-from freewheel.queue.journal import Abandoned, Base, Event, Failed, Journal, JournalDamaged, Step, Stored
-from freewheel.queue.ledger import Frontier, Ledger
+from freewheel.queue.journal import (
+    DROPPED_AT_ONCE,
+    Abandoned,
+    CheckpointMark,
+    Event,
+    Failed,
+    Journal,
+    JournalDamaged,
+    Step,
+    Stored,
+)
+from freewheel.queue.ledger import Ledger
+from freewheel.queue.recorded import frontier_at
 from freewheel.queue.staleness import Standing
 
-DROPPED_AT_ONCE = 256
-"""Events a transaction, where groups are dropped that a restored run must not train on."""
-
-
-class CheckpointMark(msgspec.Struct, frozen=True):
-    """The checkpoint that a run is resumed from; all zeros where it was killed before the first."""
-
-    step: int = 0
-    version: int = 0
-    frontier: Frontier = Frontier()
+__all__ = ["CheckpointMark", "Restored", "restore"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Steps:
     """The recorded steps after the base, as far as they follow on each other. Of those that were committed only a few
     numbers: there may be very many."""
 
-    base: Base
+    base: CheckpointMark
     versions: list[int] = field(default_factory=list)
     """After each committed step."""
     counts: list[int] = field(default_factory=list)
@@ -123,9 +123,6 @@ class _Steps:
     def version(self, step: int) -> int:
         """After it."""
         return self.versions[step - self.base.step - 1] if step > self.base.step else self.base.version
-
-    def count(self, step: int) -> int:
-        return self.counts[step - self.base.step - 1]
 
 
 def _agree(journal: Journal, mark: CheckpointMark, notes: list[str]) -> None:
@@ -203,8 +200,7 @@ class _Loading:
         self, total: int | None, checkpoint: CheckpointMark | None, in_flight: Mapping[str, Sequence[Ticket]]
     ) -> Restored:
         steps = self.steps
-        start = steps.base.step if checkpoint is None else checkpoint.step
-        ledger = Ledger(total=total, frontier=self._frontier())
+        ledger = Ledger(total=total, frontier=frontier_at(self.journal, step=steps.last))
         failures = self._read_failures(ledger)
         self._abandon_the_spent(ledger)
         self._read_taken()
@@ -216,13 +212,13 @@ class _Loading:
         known = [ticket.sequence for ticket in self.live.values()]
         standing = Standing(
             version=self.version,
-            published=steps.version(start),
+            published=None if checkpoint is None else checkpoint.version,
             trained=ledger.trained,
             steps_in_version=self._steps_in_version(),
             next_sequence=max(self.journal.reserved(), max(known, default=-1) + 1),
             untaken=dict.fromkeys(ready, True) | dict.fromkeys(open_now, False),
             taken=[ticket.sequence for step in steps.taken for ticket in step.tickets],
-            held=self._held(after=start),
+            held=self._held(after=0 if checkpoint is None else checkpoint.step),
         )
         self._sum_up(standing, ledger)
         return Restored(
@@ -237,25 +233,6 @@ class _Loading:
             last_commit_s=steps.last_commit_s,
             notes=self.notes,
         )
-
-    def _frontier(self) -> Frontier:
-        """The base's, and what ended since."""
-        base = self.steps.base.frontier
-        low, ended, trained, abandoned = base.low, set(base.ended), base.trained, Counter(base.abandoned)
-        for step in self.journal.steps(after=self.steps.base.step):
-            if step.step > self.steps.last:
-                break
-            for ticket in step.tickets:
-                assert ticket.ordinal >= low and ticket.ordinal not in ended, f"{ticket} is recorded as trained twice"
-                ended.add(ticket.ordinal)
-            trained += len(step.tickets)
-            low = _advanced(low, ended)
-        for one in self.journal.abandoned():
-            if one.ordinal >= low and one.ordinal not in ended:
-                ended.add(one.ordinal)
-                abandoned[one.reason] += 1
-        low = _advanced(low, ended)
-        return Frontier(low=low, ended=tuple(sorted(ended)), trained=trained, abandoned=dict(abandoned))
 
     def _read_failures(self, ledger: Ledger) -> Counter[str]:
         """Gives all there were, by reason."""
@@ -339,9 +316,15 @@ class _Loading:
         return self.steps.last - last
 
     def _held(self, *, after: int) -> dict[int, int]:
+        """Groups of the steps after `after`, by the version that they went into."""
         held: Counter[int] = Counter()
-        for step in range(after + 1, self.steps.last + 1):
-            held[self.steps.version(step - 1) + 1] += self.steps.count(step)
+        before = 0
+        for step in self.journal.steps(after=after):
+            if step.step > self.steps.last or step.version is None:
+                break
+            known = step.step > self.steps.base.step
+            held[(self.steps.version(step.step - 1) if known else before) + 1] += len(step.tickets)
+            before = step.version
         return dict(held)
 
     def _sum_up(self, standing: Standing, ledger: Ledger) -> None:
@@ -355,14 +338,6 @@ class _Loading:
     def _write(self, events: Sequence[Event]) -> None:
         for start in range(0, len(events), DROPPED_AT_ONCE):
             self.journal.append(events[start : start + DROPPED_AT_ONCE])
-
-
-def _advanced(low: int, ended: set[int]) -> int:
-    """The first that has not ended; those below it are taken out of `ended`."""
-    while low in ended:
-        ended.remove(low)
-        low += 1
-    return low
 
 
 def _some(ordinals: Iterable[int]) -> str:

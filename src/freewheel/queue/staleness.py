@@ -17,9 +17,10 @@ v − u ≤ T + ⌊(Q − 1 + W − 1) / Q⌋, which is the bound. It needs step
 fewer groups.
 
 **After a restart** (`Standing`) it holds as before, for it speaks of what was alive at an admission and of the order of
-sequences: groups keep theirs, later ones get higher ones, and what was trained and is not known to be published holds
-its slot. Numbers that are skipped count in the window: who was taken before is not known by number any more. A sequence
-that was given up and lives again is the exception: it is for `too_old` to catch.
+sequences: groups keep theirs, later ones get higher ones, and what was trained holds its slot until it is known to be
+published. Before anything is known of that (`published` None), nothing is admitted. Numbers that are skipped count in
+the window: who was taken before is not known by number any more. A sequence that was given up and lives again is the
+exception: it is for `too_old` to catch.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class Standing:
     """Where a policy begins: at the start of a run, or where one that is gone had come to."""
 
     version: int = 0
-    published: int = 0
-    """A version that engines hold for certain: too low costs room until a higher is said, too high the bound."""
+    published: int | None = 0
+    """A version that engines hold for certain. None: nobody has said it yet, and nothing is admitted before."""
     trained: int = 0
     steps_in_version: int = 0
     next_sequence: int = 0
@@ -93,8 +94,9 @@ class Standing:
         known = {*self.untaken, *self.taken}
         assert len(known) == len(self.untaken) + len(self.taken), "a group is taken and not taken"
         assert max(known, default=-1) < self.next_sequence, "a sequence would be given out twice"
-        assert self.published <= self.version, f"version {self.published} is not trained yet"
-        assert all(self.published < frees <= self.version + 1 for frees in self.held), "a slot would never be freed"
+        published = self.published or 0
+        assert published <= self.version, f"version {published} is not trained yet"
+        assert all(published < frees <= self.version + 1 for frees in self.held), "a slot would never be freed"
 
 
 class StalenessPolicy:
@@ -105,8 +107,9 @@ class StalenessPolicy:
         self.bounds = bounds
         self.version = standing.version
         """The trainer's."""
-        self.published = standing.published
+        self.published = standing.published or 0
         """What every engine in use holds, at least."""
+        self._is_told = standing.published is not None
         self.trained = standing.trained
         self.exhausted = False
         """No prompt is left to be admitted. A re-issue may still set it back."""
@@ -135,10 +138,19 @@ class StalenessPolicy:
     @property
     def room(self) -> int:
         """How many groups may be admitted now."""
-        room = self.bounds.capacity - self.alive
+        if not self._is_told:
+            return 0
+        room = self.bounds.capacity - self.alive + self._excess
         if self.bounds.total_groups is not None:
             room = min(room, self.bounds.total_groups - self.trained - len(self._untaken) - len(self._taken))
         return max(0, room)
+
+    @property
+    def _excess(self) -> int:
+        """Groups that the version in progress has beyond what leaves room for its last step: it had more steps before a
+        resume, and would never be complete. The bound holds: they are alive, and trained in a version that counts."""
+        partial = self._held.get(self.version + 1, 0)
+        return max(0, partial - (self.bounds.groups_per_version - self.bounds.groups_per_step))
 
     @property
     def next_sequence(self) -> int:
@@ -270,6 +282,7 @@ class StalenessPolicy:
         """Every engine in use holds `version`: the groups that went into it free their slots."""
         assert version <= self.version, f"version {version} is not trained yet"
         self.published = max(self.published, version)
+        self._is_told = True
         for frees in [one for one in self._held if one <= version]:
             del self._held[frees]
 

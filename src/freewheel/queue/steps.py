@@ -86,7 +86,7 @@ class Steps:
     def _tell(self, step: int, events: Iterable[Event] = ()) -> None:
         composed = self._taken[step]
         took = Took(step, tuple(self._tickets[one] for one in composed.sequences), composed.missing)
-        composed.written = self._recording.then([*events, took], _nothing)
+        composed.written = self._recording.then([*events, took])
 
     def is_whole(self, step: int) -> bool:
         return step in self._taken and not self._taken[step].missing
@@ -112,7 +112,3 @@ class Steps:
         self.committing.pop(step, None)
         self.committed = step
         return self._taken.pop(step).sequences
-
-
-def _nothing() -> None:
-    pass

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -54,7 +54,8 @@ LOOKAHEAD = 2.0
 class QueueClient(Protocol):
     """What a rollouter asks of the queue; `MessageQueue` itself, or an actor around one."""
 
-    async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission: ...
+    async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
+        """`holding`: sequences of all tickets that it has; those of an answer that was lost are issued again."""
 
     async def put(self, block: Block, *, wait_s: float) -> bool:
         """True: these groups are stored, or not wanted any more; False: not yet."""
@@ -213,8 +214,9 @@ class Rollouter:
 
     async def _asked(self, want: int) -> Admission | None:
         """The queue's answer; None where `run` is over before it comes."""
+        holding = [ticket.sequence for ticket in self.tickets()]
         asking = asyncio.ensure_future(
-            self._queue.admit(self.name, want=want, load=self._generating, wait_s=ADMIT_WAIT_S)
+            self._queue.admit(self.name, want=want, load=self._generating, wait_s=ADMIT_WAIT_S, holding=holding)
         )
         ending = asyncio.ensure_future(self._over.wait())
         try:

@@ -17,7 +17,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,9 @@ class RemoteQueue:
         deadline_s = CALL_S + (wait_s or 0.0)
         return await self._peers.call("queue", "call", method, args, kwargs | more, deadline_s=deadline_s)
 
-    async def admit(self, replica: str, *, want: int, load: int, wait_s: float) -> Admission:
-        found: Admission = await self._call("admit", replica, want=want, load=load, wait_s=wait_s)
+    async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
+        asked = {"want": want, "load": load, "holding": list(holding)}
+        found: Admission = await self._call("admit", replica, wait_s=wait_s, **asked)
         return found
 
     async def put(self, block: Block, *, wait_s: float) -> bool:
@@ -103,8 +104,8 @@ class RemoteQueue:
     async def give_back(self, step: int) -> None:
         await self._call("give_back", step)
 
-    async def frontier(self, step: int) -> Frontier:
-        found: Frontier = await self._call("frontier", step)
+    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+        found: Frontier | None = await self._call("frontier", step, wait_s=wait_s)
         return found
 
     async def checkpointed(self, step: int) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from freewheel.judge.errors import ConfigError
 from freewheel.queue.audit import Audit, audit
-from freewheel.queue.journal import Base, Journal, JournalDamaged, JournalError, JournalFormat
+from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalError, JournalFormat
 from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.queue_opening import JOURNAL
@@ -216,12 +216,12 @@ def live_holder(folder: Path) -> str:
         os.close(file)
 
 
-def read_checkpoints(folder: Path) -> tuple[list[Saved], list[Base]]:
+def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
     """All of them for the report, in the order of steps, and those that look whole as marks."""
     saved, marks = [], []
     for path in sorted(path for path in (folder / FOLDER).glob("step_*") if path.name.partition("_")[2].isdecimal()):
         try:
-            mark = msgspec.convert(read_state(path, STATE), Base)
+            mark = msgspec.convert(read_state(path, STATE), CheckpointMark)
         except (CheckpointDamaged, msgspec.ValidationError) as error:
             if path.exists():  # else pruned meanwhile
                 saved.append(Saved(path=str(path), step=step_of(path), version=None, damaged=str(error)))

@@ -2,12 +2,14 @@
 tests that run a whole pipeline in one process.
 
     journal.sqlite ─▶ Journal ─▶ restore(checkpoint or tickets in flight) ─▶ MessageQueue
-         └─ cannot be read ─▶ set aside, said; prompts are taken up from the checkpoint
+         ├─ cannot be read ─▶ set aside, said; prompts are taken up from the checkpoint
+         └─ no room, or another writes it ─▶ said, and tried again (waits for: the disk, the other's end)
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -15,13 +17,20 @@ from functools import partial
 from pathlib import Path
 
 from freewheel.data.group import Ticket
-from freewheel.queue.journal import Journal, JournalDamaged, JournalError, JournalFormat, set_aside
-from freewheel.queue.journal_writer import JournalWriter
+from freewheel.queue.journal import Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat, set_aside
+from freewheel.queue.journal_writer import JournalWriter, passing
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restoring import CheckpointMark, Restored, restore
 from freewheel.runtime.config import TrainConfig
 
+log = logging.getLogger("freewheel.queue")
+
 JOURNAL = "journal.sqlite"
+BUSY_S = 60.0
+"""For another process that writes it: a killed run whose last process is slow to go. Longer, and it is a run."""
+TRY_AGAIN_S = 1.0
+SAY_AGAIN_S = 60.0
+"""While there is no room for what is to be written before a run can go on."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,23 @@ def reaches_the_start(run_dir: Path) -> bool:
 
 
 async def _restored(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
+    """As soon as it can be written."""
+    clock = asyncio.get_running_loop().time
+    began, said = clock(), -SAY_AGAIN_S
+    while True:
+        try:
+            return await _read(path, work)
+        except Exception as error:
+            busy = isinstance(error, JournalBusy)
+            if not (busy or passing(error)) or (busy and clock() - began > BUSY_S):
+                raise
+            if clock() - said >= SAY_AGAIN_S:
+                log.warning("%s; the run goes on when that has passed", error)
+                said = clock()
+        await asyncio.sleep(TRY_AGAIN_S)
+
+
+async def _read(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
     """Damage may be found by opening it, or by reading it to its end."""
     writer = JournalWriter(journal=await asyncio.to_thread(Journal, path))
     try:

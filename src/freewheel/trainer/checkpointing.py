@@ -1,6 +1,7 @@
 """`Checkpointing`: checkpoints beside training, one at a time, and the queue told of what they make superfluous.
 
-    begin(snapshot) ─▶ the one before is written ─▶ frontier(step) ─▶ [thread] save ─▶ checkpointed(oldest kept)
+    begin(snapshot) ─▶ the one before is written ─▶ frontier(step) ─▶ [thread] save ─▶ written
+                          (waits for: the journal)                       └─▶ checkpointed(oldest kept): nobody waits
 
 The trainer stands still for the copy alone. Used by `FullyAsyncTrainer`.
 """
@@ -19,8 +20,12 @@ from freewheel.sync.weights import Weights
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import CheckpointFailed
 from freewheel.trainer.peers import QueueClient, Saver
+from freewheel.trainer.taking import answered
 
 log = logging.getLogger("freewheel.trainer")
+
+TELL_S = 10.0
+"""At the end of a run, for the queue to hear of the last checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +41,18 @@ class Snapshot:
 class Checkpointing:
     """One that cannot be written is no reason to lose the run: the next one may fit."""
 
-    def __init__(self, *, queue: QueueClient, saver: Saver, disk: Executor, spans: Spans, step: int) -> None:
+    def __init__(
+        self, *, queue: QueueClient, saver: Saver, disk: Executor, spans: Spans, step: int, wait_s: float
+    ) -> None:
+        """`wait_s`: the journal is asked anew this often."""
         self.saved_step = step
+        self._wait_s = wait_s
         self._queue = queue
         self._saver = saver
         self._disk = disk
         self._spans = spans
         self._task: asyncio.Task[None] | None = None
+        self._telling: asyncio.Task[None] | None = None
 
     @property
     def running(self) -> bool:
@@ -51,7 +61,10 @@ class Checkpointing:
     async def begin(self, snapshot: Snapshot) -> None:
         """Returns when it is being written. A disk slower than the steps slows them down instead of filling memory."""
         await self.done()
-        frontier = await self._queue.frontier(snapshot.step)
+        step = snapshot.step
+        frontier = await answered(
+            partial(self._queue.frontier, step), wait_s=self._wait_s, waits=f"the checkpoint of step {step}"
+        )
         self._task = asyncio.create_task(self._write(snapshot, frontier))
 
     async def done(self) -> None:
@@ -63,6 +76,10 @@ class Checkpointing:
         """The same, whatever came of it."""
         if self._task is not None:
             await asyncio.gather(asyncio.shield(self._task), return_exceptions=True)
+        if self._telling is not None:
+            await asyncio.wait([self._telling], timeout=TELL_S)
+            self._telling.cancel()
+            await asyncio.gather(self._telling, return_exceptions=True)
 
     async def _write(self, snapshot: Snapshot, frontier: Frontier) -> None:
         step = snapshot.step
@@ -75,4 +92,12 @@ class Checkpointing:
             return
         self.saved_step = step
         log.info("Saved the checkpoint of step %d", step)
-        await self._queue.checkpointed(oldest)
+        if self._telling is None or self._telling.done():  # else the next checkpoint tells of more
+            self._telling = asyncio.create_task(self._tell(oldest))
+
+    async def _tell(self, oldest: int) -> None:
+        try:
+            await self._queue.checkpointed(oldest)
+        except Exception as error:  # noqa: BLE001  a journal that stays large is no reason to end a run
+            why = f"{type(error).__name__}: {error}"
+            log.warning("The queue keeps what the checkpoint of step %d covers, until the next: %s", oldest, why)

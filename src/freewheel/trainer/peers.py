@@ -27,11 +27,11 @@ class QueueClient(Protocol):
 
     async def give_back(self, step: int) -> None: ...
 
-    async def frontier(self, step: int) -> Frontier:
-        """The prompts that had ended when `step` was committed."""
+    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+        """The prompts that had ended when `step` was committed; None while the disk does not say: ask again."""
 
     async def checkpointed(self, step: int) -> None:
-        """No resume will fall back behind `step`."""
+        """No resume will fall back behind `step`. May come to nothing: the next one makes up for it."""
 
     async def complete_version(self, *, wait_s: float) -> int | None:
         """The version that all steps so far belong to; None while that is not on the disk: ask again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -107,6 +107,13 @@ class Taking:
         finally:
             asking.cancel()
             stopping.cancel()
+
+
+async def answered(ask: Callable[..., Awaitable[T | None]], *, wait_s: float, waits: str) -> T:
+    """What the queue answers once its journal can. `waits`: what does meanwhile, in words."""
+    while (answer := await ask(wait_s=wait_s)) is None:
+        log.warning("The journal cannot be written yet: %s waits", waits)
+    return answer
 
 
 async def unless_failed(beside: asyncio.Task[None], work: Coroutine[Any, Any, T]) -> T:

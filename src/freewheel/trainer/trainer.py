@@ -36,7 +36,7 @@ from freewheel.trainer.due import Schedule
 from freewheel.trainer.measuring import Measuring
 from freewheel.trainer.peers import Evaluate, Publisher, QueueClient, Row, Saver
 from freewheel.trainer.stepping import Stepping, TrainingFailed
-from freewheel.trainer.taking import Batch, Taking, unless_failed
+from freewheel.trainer.taking import Batch, Taking, answered, unless_failed
 
 __all__ = [
     "Ending",
@@ -126,7 +126,14 @@ class FullyAsyncTrainer:
             stop=self._stop,
             spans=self.spans,
         )
-        self._checkpoints = Checkpointing(queue=queue, saver=saver, disk=self._disk, spans=self.spans, step=step)
+        self._checkpoints = Checkpointing(
+            queue=queue,
+            saver=saver,
+            disk=self._disk,
+            spans=self.spans,
+            step=step,
+            wait_s=schedule.batch_timeout_s,
+        )
         self._measuring = Measuring(
             publisher=publisher,
             saver=saver,
@@ -336,9 +343,8 @@ class FullyAsyncTrainer:
         return version
 
     async def _durable(self, ask: Callable[..., Awaitable[int | None]]) -> int:
-        while (version := await ask(wait_s=self._schedule.batch_timeout_s)) is None:
-            log.warning("The journal cannot be written yet; what was trained up to step %d waits", self.global_steps)
-        return version
+        waits = f"what was trained up to step {self.global_steps}"
+        return await answered(ask, wait_s=self._schedule.batch_timeout_s, waits=waits)
 
     async def _publish(self, step: int, version: int, weights: Weights) -> None:
         self.param_sync_count += 1
