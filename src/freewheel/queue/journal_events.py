@@ -1,6 +1,6 @@
 """What a `Journal` is told, and what it tells: facts about one run, each a small struct.
 
-MessageQueue ── Event ──▶ JournalWriter ──▶ Journal ── CheckpointMark, Step, Stored, Failed, Abandoned ──▶ restore, inspect
+MessageQueue ── Event ──▶ JournalWriter ──▶ Journal ── CheckpointMark, Step, Stored, Failed ──▶ restore, inspect
 """
 
 from __future__ import annotations
