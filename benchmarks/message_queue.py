@@ -120,17 +120,21 @@ class Producer:
         self.name = name
         self.queue = client(queue)
         self.data = encoded_group()
+        self.held: set[int] = set()
 
     async def admitted(self) -> list[Ticket]:
         """Tickets for a whole block."""
         tickets: list[Ticket] = []
         while len(tickets) < BLOCK_GROUPS:
             want = BLOCK_GROUPS - len(tickets)
-            tickets += (await self.queue.admit(self.name, want=want, load=len(tickets), wait_s=PATIENCE_S)).tickets
+            asked = self.queue.admit(self.name, want=want, load=len(tickets), wait_s=PATIENCE_S, holding=self.held)
+            tickets += (await asked).tickets
+            self.held |= {ticket.sequence for ticket in tickets}
         return tickets
 
     async def put(self, tickets: list[Ticket]) -> None:
         assert await self.queue.put(Block.join([(ticket, 0, self.data) for ticket in tickets]), wait_s=PATIENCE_S)
+        self.held -= {ticket.sequence for ticket in tickets}
 
     async def saturate(self, until_s: float) -> None:
         """Puts as fast as admission lets it, until the wall clock says `until_s`."""
