@@ -681,7 +681,9 @@ async def test_closing_leaves_no_thread_process_or_open_group(in_processes: Make
 
 
 async def test_a_stage_that_was_never_used_closes_at_once(make_stage: MakeStage):
+    before = set(threading.enumerate())
     await make_stage(judge={"api_key": KEY, "api_endpoint": "http://127.0.0.1:9/v1"}).close()
+    assert set(threading.enumerate()) == before, "nothing was started, to be closed again"
 
 
 async def test_a_group_that_nobody_wants_any_more_gives_its_permits_back(make_stage: MakeStage):

@@ -176,6 +176,7 @@ async def test_the_end_of_the_prompts_ends_the_loop(scene: Build) -> None:
         await one.queue.commit(step, wait_s=WAIT_S)
         await one.queue.published(step)
     await asyncio.wait_for(one.running, WAIT_S)
+    assert one.queue.ledger.trained == 6 and one.rollouter.tickets() == []
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

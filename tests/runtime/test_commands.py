@@ -416,8 +416,10 @@ def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key:
     "override",
     ["rollout.temperature=0.7", "rollout.replicas=2", "rollout.n_gpus_per_node=0", "optimizer.lr=1e-5", "mode=sync"],
 )
-def test_what_a_run_has_not_promised_may_change(run_dir: Path, override: str):
-    resumption(str(run_dir), [override])
+def test_what_a_run_has_not_promised_may_change_and_is_told(run_dir: Path, override: str):
+    key, _, value = override.partition("=")
+    (told,) = resumption(str(run_dir), [override]).changed
+    assert told.startswith(f"{key}: ") and f"→ {value}" in told.replace("1e-05", "1e-5")
 
 
 def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):

@@ -201,7 +201,12 @@ def test_two_keys_that_do_not_agree_are_refused(key: str, settings: dict[str, An
     ids=lambda settings: " ".join(settings),
 )
 def test_what_is_just_possible_is_taken(settings: dict[str, Any]):
-    to_config(nested(settings))
+    taken = to_config(nested(settings)).to_dict()
+    for path, value in settings.items():
+        found: Any = taken
+        for name in path.split("."):
+            found = found[name]
+        assert found == value
 
 
 def test_the_bound_of_every_config_that_is_taken_is_within_what_is_allowed():

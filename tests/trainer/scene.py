@@ -188,7 +188,7 @@ class Scene:
                     **(schedule or {}),
                 }
             ),
-            **settings,
+            **{"keep_best": True, **settings},
         )
         self.feeding: asyncio.Task[None] | None = None
 

@@ -12,9 +12,9 @@ class Schedule:
     total_steps: int
     batch_timeout_s: float
     max_errors: int
+    eval_at_start: bool
     save_every: int | None = None
     eval_every: int | None = None
-    eval_at_start: bool = True
     publish_timeout_s: float = 120.0
     """How long an evaluation waits for its version to reach the engines."""
 

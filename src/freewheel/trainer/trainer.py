@@ -86,9 +86,9 @@ class FullyAsyncTrainer:
         evaluate: Evaluate,
         bounds: Bounds,
         schedule: Schedule,
+        keep_best: bool,
         step: int = 0,
         version: int = 0,
-        keep_best: bool = True,
         pad_token_id: int = 0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
