@@ -510,6 +510,16 @@ def plausible(journal: Journal) -> None:
         assert failure.reason == "engine"
 
 
+@pytest.mark.parametrize("name", ["journal.sqlite", "journal.sqlite.lock"])
+def test_a_link_in_the_journals_place_is_refused_and_what_it_leads_to_is_left_alone(path: Path, name: str):
+    victim = path.with_name("mine")
+    victim.write_text("keep")
+    path.with_name(name).symlink_to(victim)
+    with pytest.raises(OSError, match="it is a link"):
+        Journal(path)
+    assert victim.read_text() == "keep"
+
+
 def test_a_log_cut_off_at_any_place_leaves_a_prefix(path: Path):
     """Nothing has been copied into the file yet, as it is when a power cut takes the end of the log."""
     rng = random.Random(1)

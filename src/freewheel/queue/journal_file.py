@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from freewheel.judge.store.file import Trouble, diagnose
+from freewheel.observe.private import open_private
 
 PAGE_BYTES = 65536
 """SQLite's largest: a group of 80 KB costs 144 us of CPU, compaction included; 181 with 16 KiB and 299 with 4 KiB. One
@@ -102,7 +103,7 @@ class JournalFile:
         log = self.path.with_name(self.path.name + "-wal")
         if not self.path.exists() and log.exists() and log.stat().st_size:  # it would be replayed into the new file
             raise JournalDamaged(f"{self.path} is gone, and {log.name} is left of it")
-        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))  # SQLite gives its log the same mode
+        os.close(open_private(self.path, os.O_RDWR))  # SQLite gives its log the same mode
 
     def _set_up(self) -> None:
         for setting in (
@@ -189,7 +190,7 @@ def set_aside(path: Path) -> Path:
 
 def _locked(path: Path) -> int:
     """An open file that is locked for this writer, and by the death of its process no longer."""
-    lock = os.open(path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    lock = open_private(path.with_name(path.name + ".lock"), os.O_RDWR)
     deadline = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
