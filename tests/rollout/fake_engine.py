@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import numpy as np
 
 from freewheel.rollout.engine import Chunk, EngineStats, GenerationRequest
+from freewheel.sync.weights import AnyWeights
 
 Behave = Callable[[GenerationRequest, int], Any]
 """Called with a request and how often its prompt was asked for before; may be async, may raise."""
@@ -62,10 +63,10 @@ class FakeEngine:
 
     async def resume(self) -> None: ...
 
-    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> int:
+    async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         self.version = version
         self.loaded.append(version)
-        return 7
+        return weights.checksum if verify else None
 
     async def abort(self, request_id: str) -> None: ...
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from freewheel.data.group import Prompt
+from freewheel.rewards import RuleScore
 from freewheel.rollout.engine import Chunk, Completion, EngineError, GenerationRequest, PromptRefused
 from freewheel.rollout.evaluating import EvalResult, HeldOutScore, evaluate
 from freewheel.rollout.reward_functions import load_reward
@@ -124,6 +125,68 @@ async def test_shares_are_joined():
     parts = [await evaluate(Echo(), prompts(row), total, max_new_tokens=9, timeout_s=30.0) for row in ([1], [3])]
     found = EvalResult.joined(parts)
     assert found.mean == 2.0 and found.scores.shape == (2, 1) and found.versions == (7,)
+
+
+# -- parts and standard errors ----------------------------------------------------------------------------------------
+
+
+def result(scores: list[list[float]], **parts: list[list[float]]) -> EvalResult:
+    shape = np.array(scores).shape
+    return EvalResult(
+        scores=np.array(scores, np.float64),
+        truncated=np.zeros(shape, bool),
+        lengths=np.ones(shape, np.int64),
+        versions=(7,),
+        part_scores={name: np.array(values, np.float64) for name, values in parts.items()},
+    )
+
+
+def test_a_standard_error_is_that_of_a_mean_over_prompts():
+    found = result([[1.0], [0.0], [0.0], [0.0]]).reward
+    assert found.mean == 0.25 and found.error == pytest.approx(math.sqrt(0.25 * 0.75 / 3))
+
+
+def test_samples_of_one_prompt_do_not_make_a_mean_surer():
+    """They are alike: four times the same answer says as much as one."""
+    once = result([[1.0], [0.0], [0.0]])
+    often = result([[1.0] * 4, [0.0] * 4, [0.0] * 4])
+    assert often.reward == once.reward
+
+
+def test_what_was_not_scored_is_in_no_standard_error():
+    known = result([[1.0], [0.0], [0.0]])
+    assert result([[1.0, math.nan], [math.nan, 0.0], [0.0, 0.0], [math.nan] * 2]).reward.error == known.reward.error
+    alone = result([[1.0, 0.0], [math.nan, math.nan]]).reward
+    assert alone.mean == 0.5 and math.isnan(alone.error), "one prompt says nothing about others"
+
+
+async def test_parts_of_a_score_are_measured_apart():
+    def score(prompt: Prompt, completion: Completion) -> RuleScore:
+        place = prompt.row["place"]
+        parts = {"format": 1.0, "correct": float(place == 1)}
+        return RuleScore(1.0, parts=parts | ({"steps": math.inf if place else 3.0} if place < 2 else {}))
+
+    found = await evaluate(Echo(), prompts([1], [1], [1], [1]), score, max_new_tokens=9, timeout_s=30.0)
+    assert [*found.parts] == ["correct", "format", "steps"]
+    assert found.parts["correct"].mean == 0.25 and found.parts["correct"].error == pytest.approx(0.25)
+    assert (found.parts["format"].mean, found.parts["format"].error) == (1.0, 0.0)
+    assert found.parts["steps"].mean == 3.0, "over those that have it, and infinity is none"
+
+
+async def test_a_response_that_failed_has_no_parts():
+    def score(response: str, row: dict[str, Any]) -> dict[str, float]:
+        return {"score": 1 / row["place"], "format": 0.5, "steps": 2.0}
+
+    async with held_out(score) as scored:
+        found = await evaluate(Echo(), prompts([1], [1]), scored, max_new_tokens=9, timeout_s=30.0)
+    assert found.failed == 1
+    assert {name: part.mean for name, part in found.parts.items()} == {"format": 0.5, "steps": 2.0}
+
+
+def test_a_part_that_only_one_share_has_is_joined_with_holes():
+    found = EvalResult.joined([result([[1.0], [1.0]], steps=[[2.0], [4.0]]), result([[0.0]], format=[[1.0]])])
+    assert found.parts["steps"].mean == 3.0 and found.parts["format"].mean == 1.0
+    assert found.part_scores["steps"].shape == found.scores.shape == (3, 1)
 
 
 async def test_an_engine_is_not_asked_for_everything_at_once():

@@ -259,6 +259,12 @@ def test_a_function_may_leave_a_response_out(found):
     assert outcome.status == "skipped" and math.isnan(outcome.rule.value)
 
 
+def test_numbers_beside_a_score_are_its_parts_and_format_is_one_where_it_is_given():
+    parts = as_outcome({"score": 1.2, "format": True, "steps": 2, "why": "fine", "none": None}).rule.parts
+    assert parts == {"format": 1.0, "steps": 2.0}
+    assert as_outcome({"score": 1.2}).rule.parts == {}, "what was not said is not reported as right"
+
+
 def test_a_plain_function_that_gives_a_coroutine_is_told_so():
     async def later():
         return 1.0

@@ -16,7 +16,7 @@ from freewheel.data.data_proto import DataProto
 from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
 from freewheel.queue.message_queue import Admission, MessageQueue
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.engine import EngineError, GenerationRequest, GenerationTimeout, PromptRefused
+from freewheel.rollout.engine import EngineDied, EngineError, GenerationRequest, GenerationTimeout, PromptRefused
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, RewardStage
 from freewheel.rollout.rollouter import Rollouter, Sampling
@@ -546,7 +546,7 @@ async def test_weights_that_arrive_in_mid_flight_mark_the_tokens_after_them(scen
     one = await scene(bounds=bounds_of(threshold=0))
     one.engine.gate.clear()
     await one.until(lambda: one.engine.running == 4)
-    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}))
+    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}), verify=False)
     one.engine.gate.set()
     for group in await one.taken():
         assert group.versions.tolist() == [0, 1, 1, 1, 1, 1]
@@ -559,11 +559,18 @@ async def test_weights_that_come_late_do_not_turn_the_engine_back(scene: Build) 
     """A transfer that timed out may still arrive after the next one."""
     one = await scene()
     weights = pack({"w": torch.ones(1)})
-    await one.rollouter.load_weights(2, weights)
+    await one.rollouter.load_weights(2, weights, verify=False)
     with pytest.raises(ValueError, match="version 1 comes late"):
-        await one.rollouter.load_weights(1, weights)
-    await one.rollouter.load_weights(2, weights)  # tried again
+        await one.rollouter.load_weights(1, weights, verify=False)
+    await one.rollouter.load_weights(2, weights, verify=False)  # tried again
     assert one.engine.loaded == [2, 2]
+
+
+async def test_an_engine_says_what_it_holds_only_where_it_is_asked(scene: Build) -> None:
+    one = await scene()
+    weights = pack({"w": torch.ones(1)})
+    assert await one.rollouter.load_weights(1, weights, verify=False) is None
+    assert await one.rollouter.load_weights(2, weights, verify=True) == weights.checksum
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
@@ -632,7 +639,7 @@ async def test_weights_that_arrive_during_a_hook_leave_its_tokens_as_old_as_they
 
     one = await scene(kind=Waits, bounds=bounds_of(threshold=0))
     await asyncio.wait_for(begun.wait(), WAIT_S)
-    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}))
+    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}), verify=False)
     go_on.set()
     assert {group.min_version for group in await one.taken()} == {0}
 
@@ -717,10 +724,25 @@ async def test_while_a_plain_hook_computes_weights_arrive(scene: Build) -> None:
     one = await scene(kind=Computes, bounds=bounds_of(threshold=0))
     try:
         await one.until(begun.is_set)
-        await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}))
+        await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}), verify=False)
     finally:
         go_on.set()
     assert {group.min_version for group in await one.taken()} == {0}
+
+
+# -- an engine that died ----------------------------------------------------------------------------------------------
+
+
+async def test_the_death_of_the_engine_ends_the_loop_and_costs_no_prompt_an_attempt(scene: Build) -> None:
+    def dead(request: GenerationRequest, before: int) -> None:
+        raise EngineDied("its process is gone")
+
+    one = await scene(dead)
+    with pytest.raises(EngineDied, match="its process is gone"):
+        await asyncio.wait_for(one.running, SOON_S)
+    assert (await one.queue.stats())["failed_attempts"] == {}
+    assert one.rollouter.generation_errors == 0
+    assert await one.queue.replica_lost("rollouter-0") > 0  # by who starts another, and they are issued again
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class StandInCrew(Crew):
         self.killed: list[str] = []
         self.on_made: Callable[[Any], None] = lambda _: None
 
-    def _actor(self, kind: type, name: str, *args: Any, threads: int = 0, gpus: float = 0) -> Any:
+    def _actor(self, kind: type, name: str, *args: Any, **needs: Any) -> Any:
         part = KINDS[kind](name, *args)
         self.made.append(part)
         self.on_made(part)

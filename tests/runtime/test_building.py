@@ -13,12 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freewheel.data.tasks.word_problems import TASK, model_path
 from freewheel.judge.errors import ConfigError
+from freewheel.rollout.evaluating import EvalResult
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
     RolloutSide,
@@ -121,6 +123,20 @@ def test_where_nobody_had_held_out_prompts_there_is_nothing_to_tell() -> None:
     assert evaluation_metrics([None, None]) is None
 
 
+def test_an_evaluation_reports_the_parts_of_its_reward_under_their_own_names() -> None:
+    def share(scores: list[float], prompts: list[float]) -> EvalResult:
+        values = np.array([scores]).T
+        parts = {"correct": values, "prompts": np.array([prompts]).T}
+        ones = np.ones(values.shape, np.int64)
+        return EvalResult(scores=values, truncated=ones > 1, lengths=ones, versions=(3,), part_scores=parts)
+
+    found = evaluation_metrics([share([1.0, 0.0], [9.0, 9.0]), None, share([0.0, 0.0], [9.0, 9.0])])
+    assert found is not None
+    assert (found["eval/correct"], found["eval/correct_se"]) == (0.25, pytest.approx(0.25))
+    assert (found["eval/reward"], found["eval/reward_se"]) == (found["eval/correct"], found["eval/correct_se"])
+    assert found["eval/prompts"] == 4, "a part may not take the place of what every evaluation reports"
+
+
 # -- both sides of a run ----------------------------------------------------------------------------------------------
 
 
@@ -147,7 +163,7 @@ async def test_trainer_and_engine_hold_the_same_bytes(tmp_path: Path, dtype: str
     weights = pack(train_side(config, tmp_path, dtype=dtype).backend.weights())
     assert {entry.dtype for entry in weights.entries.values()} == {dtype}
     async with rollout_side(config, dtype=dtype) as side:
-        assert await side.engine.update_weights(1, weights.tensors()) == weights.checksum
+        assert await side.engine.update_weights(1, weights, verify=True) == weights.checksum
 
 
 async def test_a_full_pool_of_threads_holds_up_neither_a_version_nor_the_end(tmp_path: Path) -> None:
@@ -159,7 +175,7 @@ async def test_a_full_pool_of_threads_holds_up_neither_a_version_nor_the_end(tmp
     taken = loop.run_in_executor(None, gate.wait, 60)
     try:
         async with asyncio.timeout(30), rollout_side(config) as side:
-            assert await side.engine.update_weights(1, weights.tensors()) == weights.checksum
+            assert await side.engine.update_weights(1, weights, verify=True) == weights.checksum
         assert not taken.done()
     finally:
         gate.set()

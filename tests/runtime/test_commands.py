@@ -277,11 +277,17 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(runs: type[Runs], elsewher
     assert not runs.given and not list(elsewhere.iterdir())
 
 
-def test_a_dry_run_of_the_cluster_names_what_stands_against_it_and_a_run_refuses(runs: type[Runs]):
-    done = freewheel("train", "--dry-run", "--config-name", "cluster")
-    assert done.exit_code == 0 and "trainer.n_gpus_per_node = 4" in done.stdout and "fsdp" in done.stdout
-    assert "trainer.n_gpus_per_node = 4" in refused("train", "--config-name", "cluster")
+def test_a_dry_run_names_what_stands_against_it_and_a_run_refuses(runs: type[Runs]):
+    here = ["--config-name", "cluster", "ray.address=null"]
+    done = freewheel("train", "--dry-run", *here)
+    assert done.exit_code == 0 and "trainer.nnodes = 2: several machines need a Ray cluster" in done.stdout
+    assert "trainer.nnodes = 2" in refused("train", *here)
     assert not runs.given
+
+
+def test_a_cluster_is_planned_from_anywhere():
+    done = freewheel("train", "--dry-run", "--config-name", "cluster")
+    assert done.exit_code == 0 and "FullyAsyncTrainer × 8" in done.stdout and "FSDP2" in done.stdout
 
 
 def test_a_file_of_ones_own_is_taken(runs: type[Runs], elsewhere: Path):

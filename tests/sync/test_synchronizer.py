@@ -46,10 +46,13 @@ class FakeReplica:
     def __init__(self, *script: Any) -> None:
         self.script = list(script)
         self.calls: list[int] = []
+        self.verified: list[bool] = []
+        """Whether it was asked for a sum, by call."""
         self.version = 0
 
-    async def load_weights(self, version: int, weights: Any) -> int:
+    async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
         self.calls.append(version)
+        self.verified.append(verify)
         assert weights == f"weights {version}"
         now = self.script.pop(0) if self.script else None
         if isinstance(now, Exception):
@@ -59,18 +62,18 @@ class FakeReplica:
         if isinstance(now, int):
             return now
         self.version = version
-        return CHECKSUM
+        return CHECKSUM if verify else None
 
 
 class Scene:
     def __init__(self, replicas: dict[str, FakeReplica], **settings: Any) -> None:
         self.queue = FakeQueue()
-        usual = {"timeout_s": WAIT_S, "max_retries": 2, "retry_delay_s": 0.0}
+        usual = {"timeout_s": WAIT_S, "max_retries": 2, "retry_delay_s": 0.0, "verify_every": 10}
         self.sync = ParameterSynchronizer(replicas=replicas, queue=self.queue, **{**usual, **settings})
         self.running = asyncio.create_task(self.sync.run())
 
-    async def submit(self, version: int) -> None:
-        await self.sync.submit(version, f"weights {version}", CHECKSUM)
+    async def submit(self, version: int) -> list[int]:
+        return await self.sync.submit(version, f"weights {version}", CHECKSUM)
 
     async def published(self, version: int) -> None:
         """Waits for it, and for no run that has failed."""
@@ -154,10 +157,118 @@ async def test_an_engine_that_holds_other_weights_has_not_taken_the_version(scen
 
 
 async def test_without_a_checksum_nothing_is_compared(scene: Build) -> None:
-    one = scene(FakeReplica(12))
+    replica = FakeReplica(12)
+    one = scene(replica)
     await one.sync.submit(1, "weights 1")
     await one.published(1)
     assert one.sync.sync_failures == 0
+    assert replica.verified == [False]
+
+
+async def test_an_engine_is_compared_at_its_first_sync_and_every_so_many(scene: Build) -> None:
+    replica = FakeReplica()
+    one = scene(replica, verify_every=3)
+    for version in range(1, 9):
+        await one.submit(version)
+        await one.published(version)
+    assert replica.verified == [True, False, False, True, False, False, True, False]
+
+
+async def test_what_is_not_compared_is_not_noticed_and_what_is_compared_is(scene: Build) -> None:
+    """The price of comparing seldom, and its end."""
+    wrong = FakeReplica(None, 12, 12, 12, None)
+    one = scene(wrong, verify_every=3)
+    for version in (1, 2, 3):
+        await one.submit(version)
+        await one.published(version)
+    assert one.sync.sync_failures == 0
+    await one.submit(4)
+    await one.published(4)
+    assert wrong.calls == [1, 2, 3, 4, 4]
+    assert wrong.verified == [True, False, False, True, True]
+    assert one.sync.sync_failures == 1
+
+
+async def test_zero_compares_nothing(scene: Build) -> None:
+    replica = FakeReplica(12, OSError("reset"), 12)
+    one = scene(replica, verify_every=0)
+    for version in (1, 2):
+        await one.submit(version)
+        await one.published(version)
+    assert replica.verified == [False, False, False]
+
+
+async def test_after_a_failure_and_after_a_rejoin_an_engine_is_compared(scene: Build) -> None:
+    replica, successor = FakeReplica(None, None, OSError("reset"), None, ReplicaGone("killed")), FakeReplica()
+    one = scene(FakeReplica(), replica)
+    for version in (1, 2, 3, 4):
+        await one.submit(version)
+        await one.published(version)
+    assert replica.verified == [True, False, False, True, False]
+    await one.sync.join("r1", successor)
+    await one.submit(5)
+    await one.published(5)
+    assert successor.verified == [True, False]
+
+
+async def test_an_engine_that_cannot_say_what_it_holds_is_believed(scene: Build) -> None:
+    class Mute(FakeReplica):
+        async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
+            await super().load_weights(version, weights, verify=verify)
+            return None
+
+    mute = Mute()
+    one = scene(mute)
+    await one.submit(1)
+    await one.published(1)
+    assert mute.calls == [1]
+
+
+# -- what may still be read -------------------------------------------------------------------------------------------
+
+
+async def test_who_submits_is_told_what_may_still_be_read(scene: Build) -> None:
+    slow = asyncio.Event()
+    replica = FakeReplica(None, slow)
+    one = scene(replica)
+    assert await one.sync.prime(0, "weights 0", CHECKSUM) == [0]
+    await one.submit(1)
+    await one.published(1)
+    await one.submit(2)
+    await one.until(lambda: replica.calls == [1, 2])
+    assert await one.submit(3) == [1, 2, 3], "published, loading, waiting"
+    assert await one.submit(4) == [1, 2, 4], "one that was superseded is read by nobody"
+    slow.set()
+    await one.published(4)
+    assert one.sync.in_use() == [4]
+
+
+async def test_a_call_that_was_given_up_may_still_read_until_its_engine_answers(scene: Build) -> None:
+    never = asyncio.Event()
+    well, late = FakeReplica(), FakeReplica(None, never, OSError("busy"))
+    one = scene(well, late, timeout_s=0.05, max_retries=0)
+    for version in (1, 2, 3):
+        await one.submit(version)
+        await one.published(version)
+        if version == 2:
+            assert one.sync.stats()["fenced"] == ["r1"]
+            assert one.sync.in_use() == [2]
+            await one.submit(2)  # again, which it refuses: it has answered
+            await one.until(lambda: len(late.calls) == 3)
+            await one.until(lambda: one.sync.state == "idle")
+    assert one.sync.in_use() == [3]
+
+
+async def test_a_version_that_an_engine_hangs_in_stays_in_use_while_others_go_on(scene: Build) -> None:
+    never = asyncio.Event()
+    well, hangs = FakeReplica(), FakeReplica(None, never, never, never)
+    one = scene(well, hangs, timeout_s=0.05, max_retries=0)
+    for version in (1, 2, 3, 4):
+        await one.submit(version)
+        await one.published(version)
+    assert one.sync.in_use() == [2, 4], "those behind it have not begun"
+    await one.sync.join("r1", FakeReplica())
+    assert one.sync.in_use() == [4]
 
 
 async def test_a_lagging_engine_is_fenced_off_and_comes_back_with_a_later_version(scene: Build) -> None:
@@ -229,9 +340,9 @@ async def test_times_are_those_of_the_transfer(scene: Build) -> None:
     now = [0.0]
 
     class Slow(FakeReplica):
-        async def load_weights(self, version: int, weights: Any) -> int:
+        async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
             now[0] += version
-            return await super().load_weights(version, weights)
+            return await super().load_weights(version, weights, verify=verify)
 
     one = scene(Slow(), clock=lambda: now[0])
     for version in (1, 3):

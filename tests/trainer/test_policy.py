@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from freewheel.data.group import PromptGroup
 from freewheel.judge.errors import ConfigError
-from freewheel.trainer import policy as policy_module
+from freewheel.trainer import head as head_module
 from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig
-from freewheel.trainer.policy import ALWAYS_SHARE, Policy, compute_dtype
+from freewheel.trainer.policy import Policy, compute_dtype
+from freewheel.trainer.probing import ALWAYS_SHARE
 
 from .groups import random_group, tiny_gemma2, tiny_gpt2, tiny_llama, tiny_qwen
 
@@ -105,7 +106,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def test_logits_made_in_parts_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(GROUPS)
     whole = gradients(make_policy(), batch)
-    monkeypatch.setattr(policy_module, "LOGITS_AT_A_TIME", 100)
+    monkeypatch.setattr(head_module, "LOGITS_AT_A_TIME", 100)
     assert_close(gradients(make_policy(), batch), whole)
 
 

@@ -57,7 +57,8 @@ def _attached() -> AppendHandler | None:
 
 
 class AppendHandler(logging.Handler):
-    """One write a record. A disk that is full loses lines and never raises; the first line after says how many."""
+    """One write a record. A disk that is full loses lines and never raises; the first line after says how many. Who
+    closes it while it is attached (a library's `logging.config.dictConfig` closes all handlers) does not end it."""
 
     def __init__(self, path: Path, component: str) -> None:
         super().__init__()
@@ -85,6 +86,8 @@ class AppendHandler(logging.Handler):
     def _append(self, data: bytes) -> None:
         data = b"\n" + data if self._torn else data
         try:
+            if self._fd < 0:
+                self._fd = open_private(self.path, os.O_WRONLY | os.O_APPEND)
             written = os.write(self._fd, data)
         except OSError:
             self.lost_lines += 1

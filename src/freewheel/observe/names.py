@@ -124,6 +124,7 @@ METRICS = (
     *_of(
         "evaluation",
         ("eval/reward", "reward", "mean reward on held-out prompts; accuracy, where a right answer is worth 1"),
+        ("eval/reward_se", "reward", "its standard error; a prompt counts once, whatever its samples"),
         ("eval/prompts", "prompts", "held-out prompts of the evaluation"),
         ("eval/failed", "responses", "responses to them that could not be made or scored; they are not in the mean"),
         ("eval/response_length_mean", "tokens", "mean length of their responses"),

@@ -3,18 +3,21 @@
     generate(request) ──▶ Chunk(index 2), Chunk(index 0), …      each sample ends with a chunk that has `finish`
     update_weights(v, …): takes effect between two tokens of what is in flight; nothing is thrown away
 
-`native` (freewheel.rollout.native) is one; vLLM will be another.
+`native` (freewheel.rollout.native) is one, `vllm` (freewheel.rollout.vllm) another. docs/engines.md compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from freewheel.data.group import Array, Finish
+
+if TYPE_CHECKING:
+    from freewheel.sync.weights import AnyWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,8 @@ class Chunk:
     """Which of the request's samples."""
     tokens: Array
     logprobs: Array
-    """At the sample's temperature, before top_p and top_k: what a training forward pass gives."""
+    """At the sample's temperature: what a training forward pass gives. Where top_p or top_k cut the distribution,
+    `native` gives them before the cut and `vllm` after it."""
     versions: Array
     finish: Finish | None = None
     """Set in the sample's last chunk."""
@@ -82,6 +86,10 @@ class EngineError(Exception):
     """The engine cannot go on, or could not finish a request. Nothing of that request may be used."""
 
 
+class EngineDied(EngineError):
+    """The engine is gone for good, with all that was in flight. Another must be started in its place."""
+
+
 class GenerationTimeout(EngineError):
     """No new token for `timeout_s`."""
 
@@ -95,7 +103,7 @@ class PromptRefused(EngineError, ValueError):
 
 
 class Engine(Protocol):
-    """Called from one event loop. Results do not depend on what shares a batch (on a CPU, to the bit)."""
+    """Called from one event loop."""
 
     @property
     def version(self) -> int:
@@ -109,10 +117,12 @@ class Engine(Protocol):
 
     async def resume(self) -> None: ...
 
-    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> int:
-        """Replaces the parameters between two tokens, keeping what is in flight; gives `checksum` of what it now holds.
+    async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
+        """Replaces the parameters between two tokens, keeping what is in flight; gives the content sum of what it then
+        holds where `verify`, else None.
 
-        `weights`: name → CPU tensor, complete. A missing, unknown or misshapen one is a ValueError; nothing changes.
+        `weights` are complete. A missing, unknown or misshapen one is an error. Where it fails nothing changes, or
+        nothing is generated until an update succeeds.
         """
 
     async def abort(self, request_id: str) -> None:

@@ -14,28 +14,49 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import numpy as np
 
 from freewheel.data.group import Array, Prompt
-from freewheel.rollout.engine import Collector, Completion, Engine, EngineError, GenerationRequest, SamplingParams
+from freewheel.rewards.rules import RuleScore
+from freewheel.rollout.engine import (
+    Collector,
+    Completion,
+    Engine,
+    EngineDied,
+    EngineError,
+    GenerationRequest,
+    SamplingParams,
+)
 from freewheel.rollout.reward_functions import Call, Outcome, RewardFunction
 from freewheel.rollout.reward_workers import Executor, Job, Workers, timed_out
 from freewheel.rollout.seeds import sample_seed
 
 log = logging.getLogger("freewheel.rollout")
 
-Score = Callable[[Prompt, Completion], float | Awaitable[float]]
-"""A number, or NaN where scoring failed. What it raises is counted as a failure."""
+Found = RuleScore | float
+"""A number, with its parts or without; NaN where scoring failed."""
+Score = Callable[[Prompt, Completion], Found | Awaitable[Found]]
+"""What it raises is counted as a failure."""
 
 AHEAD = 2
 """Prompts asked for, in units of what the engine runs at a time: a slot that is free finds the next one waiting."""
 
 _numbers = itertools.count()
 """So that the requests of two evaluations at once have different names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean over held-out prompts, and how far another draw of prompts may be from it."""
+
+    mean: float
+    """Over all responses; NaN where there is none."""
+    error: float
+    """Standard error. A prompt counts once, whatever its samples: they are alike. NaN where fewer than two have any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +73,17 @@ class EvalResult:
     """Of the weights that made the tokens, ascending."""
     responses: tuple[tuple[Completion | None, ...], ...] = ()
     """Kept where the caller asked for them."""
+    part_scores: Mapping[str, Array] = field(default_factory=dict)
+    """What the scores are made of, by name, each as `scores`; NaN where a response has no such part."""
+
+    @property
+    def reward(self) -> Estimate:
+        return _estimate(self.scores)
+
+    @property
+    def parts(self) -> dict[str, Estimate]:
+        """What the reward is made of, by name."""
+        return {name: _estimate(values) for name, values in self.part_scores.items()}
 
     @property
     def mean(self) -> float:
@@ -89,8 +121,13 @@ class EvalResult:
     @classmethod
     def joined(cls, parts: Sequence[EvalResult]) -> EvalResult:
         """Of several engines' shares, one after the other."""
+        names = sorted({name for part in parts for name in part.part_scores})
         return cls(
             scores=np.concatenate([part.scores for part in parts]),
+            part_scores={
+                name: np.concatenate([part.part_scores.get(name, np.full_like(part.scores, np.nan)) for part in parts])
+                for name in names
+            },
             truncated=np.concatenate([part.truncated for part in parts]),
             lengths=np.concatenate([part.lengths for part in parts]),
             versions=tuple(sorted({version for part in parts for version in part.versions})),
@@ -128,14 +165,14 @@ class HeldOutScore:
         if self._workers is not None:
             await self._workers.close()
 
-    async def __call__(self, prompt: Prompt, completion: Completion) -> float:
+    async def __call__(self, prompt: Prompt, completion: Completion) -> RuleScore:
         """NaN unless it was scored."""
         tokens = completion.tokens.tolist() if self._function.wants_tokens else ()
         call = Call(text=self._decode(completion.tokens), row=prompt.row, finish=completion.finish, tokens=tokens)
         outcome = await (self._in_loop(call) if self._workers is None else self._in_workers(self._workers, call))
         if outcome.status == "failed":
             log.warning("Evaluation: a response could not be scored: %s", outcome.reason)
-        return outcome.rule.value
+        return outcome.rule
 
     async def _in_workers(self, workers: Workers, call: Call) -> Outcome:
         scored: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -172,14 +209,14 @@ async def evaluate(
     progress: Callable[[int], None] | None = None,
 ) -> EvalResult:
     """`ordinals`: the prompts' places among all, where these are a share of them; seeds go by it. `progress` is told
-    how many prompts are done. Raises `EngineError` where the engine could generate for no prompt at all."""
+    how many prompts are done. Raises `EngineError` where the engine could generate for no prompt at all, or died."""
     if not prompts:
         raise ValueError("prompts = []: an evaluation needs at least one")
     places = range(len(prompts)) if ordinals is None else ordinals
     gate = asyncio.Semaphore(AHEAD * max(1, engine.stats().slots // samples))
     name = f"eval-{next(_numbers)}"
     found: list[list[Completion | None]] = [[None] * samples for _ in prompts]
-    scores = np.full((len(prompts), samples), math.nan)
+    scores: list[list[RuleScore | None]] = [[None] * samples for _ in prompts]
     errors: list[EngineError] = []
     done = 0
 
@@ -208,7 +245,7 @@ async def evaluate(
         there = [(sample, completion) for sample, completion in enumerate(found[row]) if completion is not None]
         values = await asyncio.gather(*(_scored(score, prompts[row], completion) for _, completion in there))
         for (sample, _), value in zip(there, values, strict=True):
-            scores[row, sample] = value
+            scores[row][sample] = value
         done += 1
         if progress is not None:
             progress(done)
@@ -218,8 +255,9 @@ async def evaluate(
             tasks.create_task(one(row))
     if errors:
         log.warning("Evaluation: %d of %d prompts could not be generated for: %s", len(errors), len(prompts), errors[0])
-        if len(errors) == len(prompts):
-            raise errors[0]
+        dead = [error for error in errors if isinstance(error, EngineDied)]  # with it went most prompts, not some
+        if dead or len(errors) == len(prompts):
+            raise dead[0] if dead else errors[0]
     return _result(found, scores, keep_responses)
 
 
@@ -231,29 +269,49 @@ async def _generate(engine: Engine, request: GenerationRequest, into: list[Compl
             into[chunk.index] = completion
 
 
-async def _scored(score: Score, prompt: Prompt, completion: Completion) -> float:
+async def _scored(score: Score, prompt: Prompt, completion: Completion) -> RuleScore | None:
+    """None where it could not be scored."""
     try:
         value: Any = score(prompt, completion)
         if inspect.isawaitable(value):
             value = await value
-        return float(value)
+        return value if isinstance(value, RuleScore) else RuleScore(float(value))
     except Exception as error:  # a user's function: whatever it raises is a failure to score, and told as one
         log.warning("Evaluation: a response could not be scored: %s: %s", type(error).__name__, error, exc_info=error)
-        return math.nan
+        return None
 
 
-def _result(found: list[list[Completion | None]], scores: Array, keep_responses: bool) -> EvalResult:
+def _result(
+    found: list[list[Completion | None]], scores: list[list[RuleScore | None]], keep_responses: bool
+) -> EvalResult:
     versions: set[int] = set()
     for completion in itertools.chain.from_iterable(found):
         if completion is not None:
             versions.update(np.unique(completion.versions).tolist())
     return EvalResult(
-        scores=scores,
+        scores=np.array([[math.nan if one is None else one.value for one in row] for row in scores], np.float64),
+        part_scores=_part_scores(scores),
         truncated=np.array([[one is not None and one.finish == "length" for one in row] for row in found]),
         lengths=np.array([[0 if one is None else len(one.tokens) for one in row] for row in found], np.int64),
         versions=tuple(sorted(versions)),
         responses=tuple(map(tuple, found)) if keep_responses else (),
     )
+
+
+def _part_scores(scores: list[list[RuleScore | None]]) -> dict[str, Array]:
+    names = sorted({name for row in scores for one in row if one is not None for name in one.parts})
+    found = {
+        name: np.array([[math.nan if one is None else one.parts.get(name, math.nan) for one in row] for row in scores])
+        for name in names
+    }
+    return {name: np.where(np.isfinite(values), values, math.nan) for name, values in found.items()}
+
+
+def _estimate(values: Array) -> Estimate:
+    means = np.array([_mean(row) for row in values])
+    known = means[~np.isnan(means)]
+    error = float(known.std(ddof=1) / math.sqrt(known.size)) if known.size > 1 else math.nan
+    return Estimate(mean=_mean(values), error=error)
 
 
 def _mean(values: Array) -> float:

@@ -151,7 +151,10 @@ def _scored(found: Any) -> Outcome:
         rule = as_rule_score(found)
     except ConfigError as error:
         return failed("result", str(error.renamed(KEY)))
-    return Outcome(status="scored", rule=RuleScore(rule.value, rule.format, _numbers(rule.parts)))
+    parts = _numbers(rule.parts)
+    if isinstance(found, Mapping) and "format" in found:
+        parts["format"] = rule.format  # it gates the judge, and is worth a curve as well
+    return Outcome(status="scored", rule=RuleScore(rule.value, rule.format, parts))
 
 
 def _numbers(parts: Mapping[str, Any]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from freewheel.rollout.engine import (
     Collector,
     Completion,
     Engine,
+    EngineDied,
     EngineError,
     GenerationRequest,
     GenerationTimeout,
@@ -40,7 +41,7 @@ from freewheel.rollout.hook import generate_by_hook
 from freewheel.rollout.outbox import Outbox, wait
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 from freewheel.rollout.seeds import sample_seed
-from freewheel.sync.weights import Weights
+from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.advantages import has_no_variance
 
 log = logging.getLogger("freewheel.rollout")
@@ -148,7 +149,7 @@ class Rollouter:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the queue says that no ticket will come any more. Raises what ends a run."""
+        """Until the queue says that no ticket will come any more. Raises what ends a run, and `EngineDied`."""
         posting = asyncio.create_task(self._outbox.run())
         posting.add_done_callback(self._look_at)
         self._note()
@@ -248,6 +249,8 @@ class Rollouter:
         try:
             group = await self._group(ticket)
             packed = (ticket, group.min_version, group.encode())  # a row that cannot travel is its prompt's failure
+        except EngineDied as error:  # with all that it made: the queue hears it from who starts another
+            self._fail(error)
         except PromptRefused as error:
             await self._failed(ticket, data("prompt", error))
         except GenerationTimeout as error:
@@ -361,13 +364,13 @@ class Rollouter:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    async def load_weights(self, version: int, weights: Weights) -> int:
-        """Takes over a version in mid-flight; gives the checksum of what the engine then holds."""
+    async def load_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
+        """Takes over a version in mid-flight; gives the content sum of what the engine then holds, where `verify`."""
         self.param_sync_requests += 1
         if version < self.engine.version:  # an attempt that was given up, and arrives after its successors
             raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
         with self.spans("load_weights"):
-            return await self.engine.update_weights(version, weights.tensors())
+            return await self.engine.update_weights(version, weights, verify=verify)
 
     # -- what it knows ------------------------------------------------------------------------------------------------
 

@@ -4,9 +4,9 @@
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
-Beside `FullyAsyncMain`, `Crew`, `Peers` and `freewheel.runtime.cluster` the only module that knows Ray. Actors build
-their component (`freewheel.runtime.building`) and pass calls on. Every call has a deadline, and one that meets a dead
-peer is made again to its successor (`Peers`).
+Beside `FullyAsyncMain`, `Crew`, `Peers`, `Pools`, `freewheel.runtime.cluster` and `freewheel.runtime.training_ranks`
+the only module that knows Ray. Actors build their component (`freewheel.runtime.building`) and pass calls on. Every
+call has a deadline, and one that meets a dead peer is made again to its successor (`Peers`).
 
 Weights travel as a reference inside a list, so that Ray does not fetch them on the way; groups travel as values.
 """
@@ -17,7 +17,9 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +31,14 @@ from freewheel.queue.failures import Failure
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import Admission, Taken
 from freewheel.queue.restoring import CheckpointMark
+from freewheel.rollout.engine import EngineDied
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.peers import CALL_S, Peers, call
 from freewheel.runtime.queue_opening import OpenedQueue, open_queue
+from freewheel.runtime.training_ranks import Ranks
+from freewheel.sync.device import DeviceWeights
 from freewheel.sync.synchronizer import ReplicaGone, WeightsGone
-from freewheel.sync.weights import Weights
+from freewheel.sync.weights import AnyWeights
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluating import EvalResult
@@ -48,6 +53,8 @@ nothing away."""
 GARBAGE_AFTER = 100_000
 """Objects between two collections in the queue's process: groups by the thousand are alive in it and none is garbage
 in a cycle, so that looking through them is a pause and nothing else."""
+ENGINE_DIED = 3
+"""What a rollouter's process ends with when its engine has."""
 MANY = 1000
 """Calls that an actor may have in progress: those that wait must not keep others out."""
 
@@ -128,9 +135,10 @@ class RemoteReplica:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def load_weights(self, version: int, weights: Any) -> int:
+    async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
         try:
-            return int(await call(self._handle, "load_weights", version, weights, deadline_s=None))
+            found: int | None = await call(self._handle, "load_weights", version, weights, verify, deadline_s=None)
+            return found
         except ActorDiedError as error:
             if isinstance(error, RayTaskError):  # another's death, which the replica met with
                 raise
@@ -140,27 +148,39 @@ class RemoteReplica:
 class RemotePublisher:
     """The synchronizer as the trainer sees it, or its successor."""
 
-    def __init__(self, peers: Peers, *, verify: bool) -> None:
+    def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._verify = verify
         self._last: tuple[Any, ...] | None = None
         """What was sent last, which a synchronizer's successor has not seen."""
+        self._held: list[tuple[int, DeviceWeights]] = []
+        """What engines may still read: a GPU's memory is used again when nobody here holds it."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
-    async def submit(self, version: int, weights: Weights) -> None:
+    async def submit(self, version: int, weights: AnyWeights) -> None:
         await self._send("submit", version, weights)
 
-    async def prime(self, version: int, weights: Weights) -> None:
+    async def prime(self, version: int, weights: AnyWeights) -> None:
         await self._send("prime", version, weights)
 
-    async def _send(self, method: str, version: int, weights: Weights) -> None:
-        reference = ray.put(weights)
-        self._last = (method, version, [reference], weights.checksum if self._verify else None)
-        await self.again()
+    async def _send(self, method: str, version: int, weights: AnyWeights) -> None:
+        if isinstance(weights, DeviceWeights):
+            self._held.append((version, weights))
+        # In a thread: a copy of a large model must not hold up what else this process answers for.
+        reference = await asyncio.get_running_loop().run_in_executor(self._thread, ray.put, weights)
+        self._last = (method, version, [reference], weights.checksum)
+        in_use = await self._say()
+        self._held = [held for held in self._held if held[0] in in_use]
+
+    async def _say(self) -> list[int]:
+        """Gives the versions in use."""
+        assert self._last is not None
+        method, *args = self._last
+        return list(await self._peers.call("sync", method, *args))
 
     async def again(self) -> None:
+        """To a successor, which does not know what engines are still reading: nothing is let go of."""
         if self._last is not None:
-            method, *args = self._last
-            await self._peers.call("sync", method, *args)
+            await self._say()
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
         deadline_s = CALL_S + wait_s
@@ -252,11 +272,11 @@ class SynchronizerActor(Component):
         if self._sync is not None:
             await self._sync.announce()
 
-    async def submit(self, version: int, weights: list[Any], checksum: int | None) -> None:
-        await self._sync.submit(version, weights, checksum)
+    async def submit(self, version: int, weights: list[Any], checksum: int | None) -> list[int]:
+        return list(await self._sync.submit(version, weights, checksum))
 
-    async def prime(self, version: int, weights: list[Any], checksum: int | None) -> None:
-        await self._sync.prime(version, weights, checksum)
+    async def prime(self, version: int, weights: list[Any], checksum: int | None) -> list[int]:
+        return list(await self._sync.prime(version, weights, checksum))
 
     async def wait_published(self, version: int, wait_s: float) -> bool:
         return bool(await self._sync.wait_published(version, wait_s=wait_s))
@@ -291,15 +311,29 @@ class RollouterActor(Component):
     async def run(self) -> None:
         """Until `close`: when there is nothing left to generate, the last version and evaluation still need it, and its
         death must still be noticed."""
-        await self._rollouter.run()
+        async with self._mortal():
+            await self._rollouter.run()
         await self._closing.wait()
 
-    async def load_weights(self, version: int, weights: list[Any]) -> int:
+    @asynccontextmanager
+    async def _mortal(self) -> AsyncIterator[None]:
+        """With the engine this process ends, so that another is started in its place."""
+        try:
+            yield
+        except EngineDied as error:
+            log.error("The engine died, and this process ends with it: %s", error)
+            with suppress(Exception):  # what it leaves behind would be in its successor's way
+                await self._rollouter.close()
+            os._exit(ENGINE_DIED)
+
+    async def load_weights(self, version: int, weights: list[Any], verify: bool) -> int | None:
         try:
             loaded = await weights[0]
         except OwnerDiedError as error:
             raise WeightsGone(str(error).splitlines()[0]) from error
-        return int(await self._rollouter.load_weights(version, loaded))
+        async with self._mortal():
+            found: int | None = await self._rollouter.load_weights(version, loaded, verify=verify)
+        return found
 
     async def tickets(self) -> list[Ticket]:
         """What it works on; a queue that comes in a dead one's place is told."""
@@ -307,7 +341,9 @@ class RollouterActor(Component):
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
         """This replica's share of the held-out prompts."""
-        return await self._side.evaluate(share, shares)
+        async with self._mortal():
+            found: EvalResult | None = await self._side.evaluate(share, shares)
+        return found
 
     async def stats(self) -> dict[str, Any]:
         return {} if self._rollouter is None else dict(self._rollouter.stats())
@@ -322,9 +358,20 @@ class RollouterActor(Component):
 class TrainerActor(Component):
     """Around a `FullyAsyncTrainer` with its backend and checkpoints."""
 
-    def __init__(self, name: str, run_dir: str, config: TrainConfig, plan: Any, resume: str | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        run_dir: str,
+        config: TrainConfig,
+        plan: Any,
+        rank_options: Sequence[Mapping[str, Any]],
+        resume: str | None,
+    ) -> None:
+        """`rank_options`: what Ray is told of each training process beside this one."""
         super().__init__(name, run_dir)
         self._given = {"config": config, "plan": plan, "run_dir": run_dir, "resume": resume}
+        self._rank_options = rank_options
+        self._ranks: Ranks | None = None
         self._trainer: Any = None
         self._stop = False
 
@@ -332,9 +379,14 @@ class TrainerActor(Component):
         """Loads the model, and gives what the learning settings do together."""
         from freewheel.runtime.building import TrainSide
 
-        self._side = TrainSide(**self._given)
+        if self._rank_options:
+            told = (self._given["config"], self._given["plan"])
+            self._ranks = ranks = await Ranks.start(*told, self._given["run_dir"], self._rank_options)
+            self._side = await ranks.opened(*told, lambda: TrainSide(**self._given, ranks=ranks))
+        else:
+            self._side = TrainSide(**self._given)
         self._replicas = list(replicas)
-        self._publisher = RemotePublisher(self._peers, verify=self._side.config.async_training.verify_weights)
+        self._publisher = RemotePublisher(self._peers)
         self._trainer = self._side.trainer(RemoteQueue(self._peers), self._publisher, self._evaluate)
         if self._stop:
             self._trainer.request_stop()
@@ -360,6 +412,10 @@ class TrainerActor(Component):
         if self._trainer is not None:
             await self._publisher.again()
 
+    async def ranks(self) -> dict[str, tuple[int, str]]:
+        """The processes that train beside this one: number and node, by name."""
+        return {} if self._ranks is None else self._ranks.processes
+
     async def request_stop(self) -> None:
         self._stop = True
         if self._trainer is not None:
@@ -377,3 +433,5 @@ class TrainerActor(Component):
     async def close(self) -> None:
         if self._trainer is not None:
             self._trainer.close()
+        if self._ranks is not None:
+            self._ranks.close()

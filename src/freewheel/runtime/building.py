@@ -10,7 +10,6 @@ Called by the actors, and by tests that run a whole pipeline in one process.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,10 @@ if TYPE_CHECKING:
     from freewheel.rollout.rollouter import QueueClient as RolloutQueue
     from freewheel.rollout.rollouter import Rollouter
     from freewheel.runtime.plan import Plan
+    from freewheel.runtime.training_ranks import Ranks
     from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
     from freewheel.sync.synchronizer import QueueClient as SyncQueue
+    from freewheel.trainer.backend import Backend
     from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
     from freewheel.trainer.trainer import QueueClient as TrainQueue
 
@@ -59,6 +60,7 @@ def synchronizer(
         timeout_s=config.async_training.sync_timeout,
         max_retries=config.async_training.max_sync_retries,
         retry_delay_s=config.async_training.sync_retry_delay,
+        verify_every=config.async_training.verify_every_syncs,
         drain=not config.in_flight_updates,
     )
 
@@ -96,6 +98,19 @@ def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.model.trust_remote_code,
         )
+
+
+def load_model_config(path: str, config: TrainConfig) -> tuple[Any, Any]:
+    """What the model is, and what its files say of generation, without its weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    check_weights(Path(path))
+    with _said_by("model.path", path):
+        found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    try:
+        return found, GenerationConfig.from_pretrained(path)
+    except OSError:  # it has none of its own
+        return found, GenerationConfig.from_model_config(found)
 
 
 @contextmanager
@@ -163,8 +178,8 @@ class RolloutSide:
     """All that a rollouter's process holds."""
 
     def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
-        from freewheel.rollout.native import NativeEngine
         from freewheel.rollout.reward_functions import load_reward
+        from freewheel.runtime.engines import load_engine
 
         use_threads(plan.threads_rollout)
         self.config, self.plan, self.name = config, plan, name
@@ -173,19 +188,16 @@ class RolloutSide:
         self.task = source.task
         self.prompts = source.train()
         self.held_out = source.held_out()
-        model = load_causal_lm(model_path, config, plan.dtype).to(plan.device_rollout)
-        self.stop_token_ids = stop_token_ids(self.tokenizer, model.generation_config, self.task)
-        longest = source.longest_tokens
-        if config.rollout.rollouter_class is not None:  # which may go on from a response: a later turn is a prompt too
-            positions = getattr(model.config, "max_position_embeddings", None) or math.inf
-            longest = max(longest, int(min(plan.max_prompt_tokens, positions - plan.max_new_tokens)))
-        self.engine = NativeEngine(
-            model,
-            slots=plan.slots,
-            max_prompt_tokens=longest,
-            max_new_tokens=plan.max_new_tokens,
+        loaded = load_engine(
+            config=config,
+            plan=plan,
+            model_path=model_path,
+            longest_tokens=source.longest_tokens,
             version=version,
+            replica=int(name.rpartition("-")[2]) if config.rollout.urls is not None else 0,
         )
+        self.engine = loaded.engine
+        self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, self.task)
         self.reward = load_reward(config.reward.function, self.task)
 
     def rollouter(self, queue: RolloutQueue) -> Rollouter:
@@ -269,15 +281,20 @@ def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig
 
 
 def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float] | None:
-    """From replicas' shares to metrics. None: nobody had a prompt."""
+    """From replicas' shares to metrics, the reward's parts by their own names. None: nobody had a prompt."""
     from freewheel.rollout.evaluating import EvalResult
 
     found = [result for result in results if result is not None]
     if not found:
         return None
     whole = EvalResult.joined(found)
+    parts: dict[str, float] = {}
+    for name, part in whole.parts.items():  # ours go over those of a part that has such a name
+        parts |= {f"eval/{name}": part.mean, f"eval/{name}_se": part.error}
     return {
-        "eval/reward": whole.mean,
+        **parts,
+        "eval/reward": whole.reward.mean,
+        "eval/reward_se": whole.reward.error,
         "eval/prompts": float(len(whole.scores)),
         "eval/failed": float(whole.failed),
         "eval/truncation_ratio": whole.truncated_share,
@@ -287,12 +304,32 @@ def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float]
     }
 
 
+def backend_settings(config: TrainConfig, plan: Plan) -> dict[str, Any]:
+    """Of every training process, but for its device."""
+    return {
+        "algorithm": config.algorithm,
+        "optimizer": config.optimizer,
+        "lr": config.lr,
+        "dtype": plan.dtype,  # as the engines: weights in another type have another checksum
+        "lora": config.model.lora,
+        "activation_checkpointing": config.model.gradient_checkpointing,
+        "micro_batch_tokens": config.trainer.micro_batch_tokens,
+        "compile": plan.compile,
+        "temperature": config.rollout.temperature,
+        "seed": config.seed,
+    }
+
+
 class TrainSide:
     """All that the trainer's process holds."""
 
-    def __init__(self, *, config: TrainConfig, plan: Plan, run_dir: str, resume: str | None) -> None:
+    def __init__(
+        self, *, config: TrainConfig, plan: Plan, run_dir: str, resume: str | None, ranks: Ranks | None = None
+    ) -> None:
+        """`ranks`: the other training processes, where there are any."""
         from freewheel.trainer.backend import BackendState
         from freewheel.trainer.checkpoint import CheckpointStore
+        from freewheel.trainer.ranks import Leader
         from freewheel.trainer.saving import TRAINING, Resumed, RunSaver
         from freewheel.trainer.torch_backend import TorchBackend
 
@@ -300,19 +337,12 @@ class TrainSide:
         self.config, self.plan = config, plan
         self.tokenizer = load_tokenizer(config)
         model = load_causal_lm(model_folder(config), config, "auto")  # the type that it is exported in
-        self.backend = TorchBackend(
-            model,
-            algorithm=config.algorithm,
-            optimizer=config.optimizer,
-            lr=config.lr,
-            device=plan.device_trainer,
-            dtype=plan.dtype,  # as the engines: weights in another type have another checksum
-            lora=config.model.lora,
-            activation_checkpointing=config.model.gradient_checkpointing,
-            micro_batch_tokens=config.trainer.micro_batch_tokens,
-            temperature=config.rollout.temperature,
-            seed=config.seed,
-        )
+        settings = backend_settings(config, plan)
+        self.backend: Backend
+        if ranks is None:
+            self.backend = TorchBackend(model, device=plan.device_trainer, **settings)
+        else:
+            self.backend = ranks.lead(model, device=plan.device_trainer, settings=settings)
         self.store = store = CheckpointStore(Path(run_dir), keep_last=config.trainer.keep_last)
         self.saver = RunSaver(store=store, model=model, tokenizer=self.tokenizer, config=config.to_dict())
         self._trainer: FullyAsyncTrainer | None = None
@@ -320,10 +350,14 @@ class TrainSide:
         if resume is not None:
             loaded = store.load(Path(resume))
             self.resumed = Resumed.of(Path(resume), loaded.state)
-            tensors = loaded.tensors(TRAINING)
-            self.backend.load_state(BackendState(tensors=tensors, values=loaded.state["backend"]))
+            values = loaded.state["backend"]
+            if isinstance(self.backend, Leader):  # each rank reads what it needs of it
+                self.backend.load_files(loaded.tensor_files(TRAINING), values)
+            else:
+                self.backend.load_state(BackendState(tensors=loaded.tensors(TRAINING), values=values))
 
     def trainer(self, queue: TrainQueue, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
+        from freewheel.sync.sending import packer_for
         from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule
 
         config = self.config
@@ -347,6 +381,7 @@ class TrainSide:
             version=self.resumed.version if self.resumed else 0,
             keep_best=config.trainer.keep_best,
             pad_token_id=pad_token_id(self.tokenizer),
+            packer=packer_for(self.plan.transport),
         )
         return self._trainer
 

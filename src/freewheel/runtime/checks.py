@@ -43,6 +43,18 @@ def at_most(key: str, value: int | float | None, high: int | float, what: str) -
         raise ConfigError(key, value, f"{what}: give at most {high}")
 
 
+def server_urls(key: str, urls: list[str] | None) -> None:
+    if urls is None:
+        return
+    if not urls:
+        raise ConfigError(key, urls, "give one URL or more, or leave it out")
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(key, url, "give the address of a `vllm serve`, such as http://127.0.0.1:8000")
+        if _has_key(url):
+            raise ConfigError(key, "<hidden>", "a run's settings are written to its folder: no key in a URL")
+
+
 def failure_policy(on_failure: str) -> None:
     """What the reward stage would refuse when it is made; it alone knows how to read it."""
     if on_failure == "mask":
@@ -93,7 +105,7 @@ def _has_key(value: Any) -> bool:
 
 def check_pairs(config: TrainConfig) -> None:
     """Every two keys that must agree."""
-    for check in (_staleness, _queue, _devices, _algorithm, _optimizer, _data, _evaluation):
+    for check in (_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation):
         check(config)
 
 
@@ -147,13 +159,49 @@ def _devices(config: TrainConfig) -> None:
     r = config.rollout
     if isinstance(r.replicas, int) and isinstance(r.n_gpus_per_node, int):
         gpus = r.n_gpus_per_node * r.nnodes
-        if r.replicas < gpus:
+        used = r.replicas * r.tensor_parallel_size * r.pipeline_parallel_size
+        if used < gpus:
             raise ConfigError(
                 "rollout.replicas",
                 r.replicas,
-                f"a replica of the native engine uses one GPU, and rollout.n_gpus_per_node × nnodes = {gpus}: give "
-                "replicas=auto, or fewer GPUs",
+                f"they use {used} of the GPUs, and rollout.n_gpus_per_node × nnodes = {gpus}: give replicas=auto, or "
+                "fewer GPUs",
             )
+
+
+def _engine(config: TrainConfig) -> None:
+    """What the native engine has no use for."""
+    r = config.rollout
+    if r.engine == "vllm":
+        if r.urls is not None and r.replicas not in ("auto", len(r.urls)):
+            raise ConfigError("rollout.replicas", r.replicas, f"rollout.urls names {len(r.urls)} servers: give auto")
+        return
+    given = {
+        "tensor_parallel_size": r.tensor_parallel_size != 1,
+        "pipeline_parallel_size": r.pipeline_parallel_size != 1,
+        "gpu_memory_share": r.gpu_memory_share != "auto",
+        "vllm": bool(r.vllm),
+        "urls": r.urls is not None,
+    }
+    for key, is_given in given.items():
+        if is_given:
+            raise ConfigError(
+                f"rollout.{key}", getattr(r, key), "the native engine has none: leave it out, or rollout.engine=vllm"
+            )
+
+
+def _ranks(config: TrainConfig) -> None:
+    """Processes and GPUs must say the same of training."""
+    t = config.trainer
+    if t.world_size == "auto" or t.device == "cpu" or t.n_gpus_per_node == "auto":
+        return
+    gpus = t.nnodes * t.n_gpus_per_node
+    if gpus and t.world_size != gpus:
+        raise ConfigError(
+            "trainer.world_size",
+            t.world_size,
+            f"each process has a GPU, and trainer.nnodes × n_gpus_per_node = {gpus}: give auto",
+        )
 
 
 def _algorithm(config: TrainConfig) -> None:

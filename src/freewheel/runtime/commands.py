@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from freewheel.rollout.evaluating import EvalResult
+    from freewheel.rollout.evaluating import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.plan import Plan
 
@@ -181,6 +181,11 @@ def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, 
         "model": target,
         "task": config.data.task,
         "mean_reward": _number(result.mean),
+        "standard_error": _number(result.reward.error),
+        "parts": {
+            name: {"mean": _number(part.mean), "standard_error": _number(part.error)}
+            for name, part in result.parts.items()
+        },
         "best_of_samples": _number(result.best),
         "prompts": prompts,
         "samples": samples,
@@ -201,10 +206,16 @@ def _in_words(target: str, config: TrainConfig, result: EvalResult) -> str:
     prompts, samples = result.scores.shape
     how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
     several = f", best of {samples}: {result.best:.3f}" if samples > 1 else ""
+    parts = "".join(f", {name} {_with_error(part)}" for name, part in result.parts.items())
     return (
-        f"{target} on {config.data.task}: mean reward {result.mean:.3f}{several} "
+        f"{target} on {config.data.task}: mean reward {_with_error(result.reward)}{parts}{several} "
         f"({prompts} prompts × {samples}, {how}; {result.truncated_share:.1%} cut off, {result.mean_tokens:.1f} tokens)"
     )
+
+
+def _with_error(found: Estimate) -> str:
+    """`0.412 ± 0.022`; of one prompt there is no error."""
+    return f"{found.mean:.3f}" if found.error != found.error else f"{found.mean:.3f} ± {found.error:.3f}"
 
 
 @contextlib.contextmanager

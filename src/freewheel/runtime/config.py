@@ -23,6 +23,7 @@ from freewheel.runtime.checks import (
     failure_policy,
     judge_settings,
     object_name,
+    server_urls,
 )
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 
@@ -99,8 +100,9 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How responses are generated, and where."""
 
-    engine: Literal["native"] = "native"
-    """`native`: continuous batching over a HF decoder, on a CPU or one GPU."""
+    engine: Literal["native", "vllm"] = "native"
+    """`native`: continuous batching over a HF decoder, on a CPU or one GPU. `vllm`: vLLM, on any number of GPUs, or its
+    CPU build."""
     n: int = 8
     """Responses to a prompt: the size of a group."""
     temperature: float = 1.0
@@ -121,6 +123,16 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """GPUs for generation on each of `nnodes`. `auto`: what is there and the trainer leaves."""
     nnodes: int = 1
     """Machines for generation. More than one need `ray.address`."""
+    tensor_parallel_size: int = 1
+    """GPUs that share each matrix of a replica's model (vllm)."""
+    pipeline_parallel_size: int = 1
+    """Groups of such GPUs that share a replica's layers (vllm)."""
+    gpu_memory_share: float | Auto = "auto"
+    """Of a GPU, for weights and KV cache of a replica (vllm). `auto`: 0.9, or 0.4 of a GPU that training shares."""
+    vllm: dict[str, Any] = {}
+    """Any argument of vLLM's engine, by its own name, such as `{enforce_eager: true}`."""
+    urls: list[str] | None = None
+    """`vllm serve` servers that generate in place of engines of our own, one a replica."""
     threads: int = 1
     """Of a replica on a CPU. Two on two busy cores are slower than one."""
     rollouter_class: str | None = None
@@ -134,8 +146,12 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_integer("rollout.top_k", self.top_k, low=0)
         for key in ("max_new_tokens", "slots", "replicas", "n_gpus_per_node"):
             auto_or_integer(f"rollout.{key}", getattr(self, key), low=0 if key == "n_gpus_per_node" else 1)
-        check_integer("rollout.nnodes", self.nnodes, low=1)
-        check_integer("rollout.threads", self.threads, low=1)
+        for key in ("nnodes", "threads", "tensor_parallel_size", "pipeline_parallel_size"):
+            check_integer(f"rollout.{key}", getattr(self, key), low=1)
+        if self.gpu_memory_share != "auto":
+            check_number("rollout.gpu_memory_share", self.gpu_memory_share, above=0)
+            at_most("rollout.gpu_memory_share", self.gpu_memory_share, 1, "it is a share")
+        server_urls("rollout.urls", self.urls)
         object_name("rollout.rollouter_class", self.rollouter_class)
 
 
@@ -185,6 +201,10 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """GPUs for training on each of `nnodes`. `auto`: one if there is one."""
     nnodes: int = 1
     """Machines for training. More than one need `ray.address`."""
+    world_size: int | Auto = "auto"
+    """Processes that share the training, each with a shard of the model (FSDP2). `auto`: one a GPU, or one on a CPU."""
+    compile: bool | Auto = "auto"
+    """Compile the decoder's layers (torch.compile): faster steps after a slower first one. `auto`: on a GPU."""
     threads: int = 1
     """On a CPU. Two on two busy cores are slower than one."""
     save_every_steps: int | None = 20
@@ -202,6 +222,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for key in ("total_steps", "groups_per_step", "micro_batch_tokens", "nnodes", "threads", "max_errors"):
             check_integer(f"trainer.{key}", getattr(self, key), low=1)
         auto_or_integer("trainer.n_gpus_per_node", self.n_gpus_per_node, low=0)
+        auto_or_integer("trainer.world_size", self.world_size, low=1)
         check_integer("trainer.save_every_steps", self.save_every_steps, low=1, optional=True)
         check_integer("trainer.keep_last", self.keep_last, low=1)
         object_name("trainer.trainer_class", self.trainer_class)
@@ -238,8 +259,12 @@ class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     """Seconds that an engine has to take a version and confirm it."""
     sync_retry_delay: float = 1.0
     """Seconds before a sync is tried again."""
-    verify_weights: bool = True
-    """Engines confirm a version with a checksum of what they hold."""
+    weight_transport: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
+    """How weights get to engines. `ipc`: within a GPU that training and generation share. `nccl`: from GPU to GPU
+    (vllm). `object_store`: through host memory, wherever they are. `auto`: the fastest that fits."""
+    verify_every_syncs: int = 10
+    """How often what an engine holds is compared with what it was sent: at its first sync, after a recovery, and every
+    so many. 0: never."""
 
     def __post_init__(self) -> None:
         for key, low in (
@@ -248,6 +273,7 @@ class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             ("max_queue_size", 1),
             ("min_batch_count", 1),
             ("sync_every_steps", 1),
+            ("verify_every_syncs", 0),
             ("max_sync_retries", 0),
         ):
             check_integer(f"async_training.{key}", getattr(self, key), low=low)
@@ -354,9 +380,12 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     address: str | None = None
     """`auto` or `host:port` of a running cluster. None starts one here and ends it with the run."""
+    room_s: float = 60.0
+    """Longest time that a cluster has to find room for the run: machines that are starting join within it."""
 
     def __post_init__(self) -> None:
         check_text("ray.address", self.address, "give 'auto' or host:port", optional=True)
+        check_number("ray.room_s", self.room_s, above=0)
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -34,6 +34,7 @@ from freewheel.runtime.actors import MANY, RemoteQueue
 from freewheel.runtime.building import model_folder
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.peers import Peers, PeerSilent, call
+from freewheel.runtime.pools import Pools
 from freewheel.trainer.checkpoint import CheckpointStore
 from freewheel.trainer.saving import Resumed
 
@@ -69,6 +70,7 @@ class Crew:
         self._processes: dict[str, tuple[int, str]] = {}
         self._total_prompts: int | None = None
         self._start_from: tuple[str, int] = ("", 0)
+        self._pools = Pools(plan)
 
     @property
     def replicas(self) -> list[str]:
@@ -80,6 +82,7 @@ class Crew:
         """All of them, from a checkpoint or from the beginning. Gives what is to be said of it."""
         self._start_from = (resumed.path, resumed.version) if resumed else (model_folder(self._config), 0)
         mark = CheckpointMark(resumed.step, resumed.version, resumed.frontier) if resumed else CheckpointMark()
+        await self._pools.reserve()
         self.handles = {
             "queue": self._actor(actors.QueueActor, "queue"),
             "sync": self._actor(actors.SynchronizerActor, "sync"),
@@ -91,6 +94,7 @@ class Crew:
             call(self.handles["trainer"], "open", self.replicas, deadline_s=START_S),
             *(call(self.handles[name], "open", deadline_s=START_S) for name in self.replicas),
         )
+        await self._tell_of_ranks()
         self._total_prompts = opened["total_prompts"]
         opening = (self._config, self._total_prompts, mark, None)
         notes = await call(self.handles["queue"], "open", *opening, deadline_s=START_S)
@@ -102,8 +106,9 @@ class Crew:
             self.loops[name] = asyncio.ensure_future(_run(handle))
         return list(notes)
 
-    def _actor(self, kind: type, name: str, *args: Any, threads: int = 0, gpus: float = 0) -> Any:
-        options = {"num_cpus": threads, "num_gpus": gpus, "max_concurrency": MANY}
+    def _actor(self, kind: type, name: str, *args: Any, **needs: Any) -> Any:
+        """`needs`: what it asks Ray for."""
+        options = {"num_cpus": 0, "max_concurrency": MANY} | needs
         return ray.remote(kind).options(**options).remote(name, str(self._run_dir), *args)
 
     def _new_rollouter(self, name: str) -> Any:
@@ -114,18 +119,32 @@ class Crew:
             actors.RollouterActor,
             name,
             *(self._config, self._plan, path, version),
-            threads=self._plan.threads_rollout,
-            gpus=self._plan.gpus_per_replica,
+            num_cpus=self._plan.threads_rollout,
+            num_gpus=self._plan.gpus_per_replica,
+            **self._pools.options("rollout", self.replicas.index(name)),
         )
 
     def _new_trainer(self, resumed: Resumed | None) -> Any:
         return self._actor(
             actors.TrainerActor,
             "trainer",
-            *(self._config, self._plan, resumed.path if resumed else None),
-            threads=self._plan.threads_trainer,
-            gpus=self._plan.gpus_trainer,
+            *(self._config, self._plan, self._rank_options(), resumed.path if resumed else None),
+            **self._training(0),
         )
+
+    def _training(self, rank: int) -> dict[str, Any]:
+        """What a training process asks Ray for."""
+        needs = {"num_cpus": self._plan.threads_trainer, "num_gpus": self._plan.gpus_trainer}
+        return needs | self._pools.options("trainer", rank)
+
+    def _rank_options(self) -> list[dict[str, Any]]:
+        """Of each training process beside the trainer's own, which starts them and is their end."""
+        return [self._training(rank) for rank in range(1, self._plan.world_size)]
+
+    async def _tell_of_ranks(self) -> None:
+        if self._plan.world_size > 1:
+            for name, found in (await call(self.handles["trainer"], "ranks", deadline_s=ASK_S)).items():
+                self._tell(name, *found)
 
     async def _identified(self, name: str) -> None:
         self._processes[name] = await call(self.handles[name], "process", deadline_s=START_S)
@@ -213,7 +232,7 @@ class Crew:
         resumed = await asyncio.to_thread(newest_checkpoint, self._run_dir, self._config)
         log.info("A trainer begins anew from %s", f"step {resumed.step}" if resumed else "the beginning")
         handle = self._new_trainer(resumed)
-        await self._started(name, handle, self.replicas)
+        await self._started(name, handle, self.replicas, then=self._tell_of_ranks)
         return await _run(handle)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
@@ -221,6 +240,10 @@ class Crew:
     async def stop_trainer(self) -> None:
         """One that does not hear it has died, and its end is told by its loop."""
         await _if_alive(self.peers.call("trainer", "request_stop"))
+
+    def release(self) -> None:
+        """Nobody is left: others may have the machines."""
+        self._pools.release()
 
     def kill(self, name: str) -> None:
         """Ends a component that does not end by itself. A process that is stopped does not hear Ray: it is killed by

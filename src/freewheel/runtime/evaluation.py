@@ -8,7 +8,7 @@ A run says itself what it was trained on; anything else needs to be told its tas
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,9 @@ def eval_config(
 
 async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None] | None = None) -> EvalResult:
     """Loads the model into this process, and measures it."""
-    from freewheel.rollout.native import NativeEngine
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
+    from freewheel.runtime.engines import load_engine
     from freewheel.runtime.prompts import Prompts
 
     plan = resolve(config, Machine.here())
@@ -103,27 +103,26 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
     prompts = source.held_out()
     if not prompts:
         raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
-    model = building.load_causal_lm(building.model_folder(config), config, plan.dtype).to(plan.device_rollout)
     function = load_reward(config.reward.function, source.task)
-    engine = NativeEngine(
-        model,
-        slots=min(MOST_SLOTS, len(prompts) * config.eval.samples),
-        max_prompt_tokens=source.longest_tokens,
-        max_new_tokens=plan.max_new_tokens,
+    loaded = load_engine(
+        config=config,
+        plan=replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
+        model_path=building.model_folder(config),
+        longest_tokens=source.longest_tokens,
     )
     try:
         async with building.held_out_score(function, tokenizer, config) as score:
             return await evaluate(
-                engine,
+                loaded.engine,
                 prompts,
                 score,
                 samples=config.eval.samples,
                 temperature=config.eval.temperature,
                 max_new_tokens=plan.max_new_tokens,
-                stop_token_ids=building.stop_token_ids(tokenizer, model.generation_config, source.task),
+                stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
                 seed=config.seed,
                 timeout_s=config.async_training.generation_timeout,
                 progress=progress,
             )
     finally:
-        await engine.close()
+        await loaded.engine.close()

@@ -109,7 +109,7 @@ class FullyAsyncMain:
                 account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
                 self._account = account
                 # Ray is joined before our signal handlers are set, which replace those that it sets.
-                cpus = self.plan.replicas * self.plan.threads_rollout + self.plan.threads_trainer
+                cpus = self.plan.replicas * self.plan.threads_rollout + self.plan.world_size * self.plan.threads_trainer
                 try:
                     with cluster(address=self.config.ray.address, cpus=cpus):
                         asyncio.run(self._whole())
@@ -402,3 +402,4 @@ class FullyAsyncMain:
         await asyncio.gather(*self._crew.loops.values(), return_exceptions=True)
         for handle in handles.values():
             ray.kill(handle)
+        self._crew.release()

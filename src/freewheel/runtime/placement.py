@@ -21,6 +21,7 @@ from freewheel.runtime.config import TrainConfig
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
+Transport = Literal["object_store", "ipc", "nccl"]
 
 BFLOAT16_CAPABILITY = (8, 0)
 """NVIDIA's Ampere: the first that computes in bfloat16 without emulation."""
@@ -29,6 +30,8 @@ SMI_TIMEOUT_S = 10.0
 SMI_QUERY = "index,uuid,name,memory.total,compute_cap"
 SHARED = 0.5
 """The part of a GPU that the trainer asks Ray for where generation is on the same one."""
+MEMORY_SHARE, MEMORY_SHARE_BESIDE_TRAINER = 0.9, 0.4
+"""Of a GPU's memory, for a vLLM engine: what vLLM itself takes by default, and what leaves training the larger part."""
 MIB = 1 << 20
 MOST_SLOTS = 256
 """Sequences at a time where nobody says otherwise: more gain little on one device, and cost KV cache."""
@@ -65,12 +68,18 @@ class Placement:
     replicas: int
     slots: int
     dtype: Dtype
+    world_size: int
+    """Training processes."""
     gpus_trainer: float
-    """What the trainer asks Ray for."""
+    """What each of them asks Ray for."""
     gpus_per_replica: float
     """What each rollouter asks Ray for."""
     shared_gpu: bool
     """Trainer and rollouters are on one GPU."""
+    gpu_memory_share: float
+    """Of a GPU, for a vLLM engine."""
+    transport: Transport
+    """The way of the weights."""
     problems: tuple[ConfigError, ...]
 
 
@@ -81,43 +90,90 @@ def place(config: TrainConfig, machine: Machine) -> Placement:
     gpus_here = len(machine.gpus)
     trainer = _device(config.trainer.device, config.trainer.n_gpus_per_node, gpus_here)
     rollout = _device(config.rollout.device, config.rollout.n_gpus_per_node, gpus_here)
+    if config.rollout.urls is not None:
+        rollout = "cpu"  # what generates is elsewhere
     wanted_trainer = _wanted_by_trainer(config, trainer)
     wanted_rollout = _wanted_by_rollout(config, rollout, gpus_here - wanted_trainer)
     if not elsewhere:
         problems += _missing(config, trainer, rollout, gpus_here, wanted_trainer, wanted_rollout)
-    if wanted_trainer > 1:
-        per_node = config.trainer.n_gpus_per_node
-        key, value = ("n_gpus_per_node", per_node) if per_node != 1 else ("nnodes", config.trainer.nnodes)
-        problems.append(
-            ConfigError(
-                f"trainer.{key}",
-                value,
-                f"training on {wanted_trainer} GPUs needs the fsdp backend, which is not in this release: give 1 "
-                "(generation can use any number)",
-            )
-        )
     shared = trainer == rollout == "cuda" and wanted_rollout == 0
-    replicas = config.rollout.replicas
-    count = replicas if replicas != "auto" else max(1, wanted_rollout if rollout == "cuda" else 1)
-    if rollout == "cpu":
-        share = 0.0
-    elif shared:
-        share = (1 - SHARED) / count
-    else:
-        share = 1 / -(-count // max(1, wanted_rollout))
+    count, share = _replicas(config, rollout, wanted_rollout, shared)
+    problems += _does_not_fit(config, wanted_trainer, wanted_rollout, shared)
     groups = config.trainer.groups_per_step * config.rollout.n
-    slots = config.rollout.slots
+    slots, memory = config.rollout.slots, config.rollout.gpu_memory_share
+    transport, against = _transport(config, trainer, rollout, shared)
     return Placement(
         device_trainer=trainer,
         device_rollout=rollout,
         replicas=count,
         slots=slots if slots != "auto" else min(MOST_SLOTS, -(-groups // count)),
         dtype=_dtype(config, machine, trainer, rollout),
-        gpus_trainer=0.0 if trainer == "cpu" else SHARED if shared else float(wanted_trainer),
+        world_size=_world_size(config, trainer, wanted_trainer),
+        gpus_trainer=0.0 if trainer == "cpu" else SHARED if shared else 1.0,
         gpus_per_replica=share,
         shared_gpu=shared,
-        problems=tuple(problems),
+        gpu_memory_share=memory
+        if memory != "auto"
+        else MEMORY_SHARE_BESIDE_TRAINER / count
+        if shared
+        else MEMORY_SHARE,
+        transport=transport,
+        problems=(*problems, *against),
     )
+
+
+def _world_size(config: TrainConfig, trainer: Device, gpus: int) -> int:
+    if trainer == "cuda":
+        return gpus
+    return 1 if config.trainer.world_size == "auto" else config.trainer.world_size
+
+
+def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> tuple[int, float]:
+    """How many rollouters, and the GPUs of each."""
+    r = config.rollout
+    if r.urls is not None:
+        return len(r.urls), 0.0
+    each = r.tensor_parallel_size * r.pipeline_parallel_size
+    count = r.replicas if r.replicas != "auto" else max(1, gpus // each if rollout == "cuda" else 1)
+    if rollout == "cpu":
+        return count, 0.0
+    if shared:
+        return count, (1 - SHARED) / count
+    return count, float(each) if each > 1 else 1 / -(-count // max(1, gpus))
+
+
+def _does_not_fit(config: TrainConfig, by_trainer: int, by_rollout: int, shared: bool) -> list[ConfigError]:
+    """Engines and GPUs that do not come out even."""
+    r, found = config.rollout, []
+    each = r.tensor_parallel_size * r.pipeline_parallel_size
+    per_node = r.n_gpus_per_node if r.n_gpus_per_node != "auto" else by_rollout
+    if each > 1 and (shared or each > per_node or by_rollout % each):
+        key = "tensor_parallel_size" if r.tensor_parallel_size > 1 else "pipeline_parallel_size"
+        remedy = (
+            f"a replica then takes {each} GPUs of one machine, and {per_node} are for generation there: give GPUs of "
+            "its own (rollout.n_gpus_per_node), a multiple of that number"
+        )
+        found.append(ConfigError(f"rollout.{key}", getattr(r, key), remedy))
+    if shared and by_trainer > 1:
+        remedy = "training takes every GPU, and several cannot be shared: give rollout.n_gpus_per_node"
+        found.append(ConfigError("rollout.n_gpus_per_node", r.n_gpus_per_node, remedy))
+    return found
+
+
+def _transport(
+    config: TrainConfig, trainer: Device, rollout: Device, shared: bool
+) -> tuple[Transport, list[ConfigError]]:
+    wanted, vllm = config.async_training.weight_transport, config.rollout.engine == "vllm"
+    by_nccl = vllm and trainer == rollout == "cuda" and not shared
+    if wanted == "auto":
+        return ("ipc" if shared else "nccl" if by_nccl else "object_store"), []
+    key = "async_training.weight_transport"
+    if wanted == "ipc" and not shared:
+        return "object_store", [ConfigError(key, wanted, "training and generation share no GPU here: give auto")]
+    if wanted == "nccl" and not by_nccl:
+        remedy = "it takes weights from a GPU to vLLM on another one, and that is not so here: give auto"
+        return "object_store", [ConfigError(key, wanted, remedy)]
+    return wanted, []
 
 
 def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
@@ -130,8 +186,10 @@ def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
 def _wanted_by_trainer(config: TrainConfig, device: Device) -> int:
     if device == "cpu":
         return 0
-    per_node = config.trainer.n_gpus_per_node
-    return config.trainer.nnodes * (1 if per_node == "auto" else per_node)
+    t = config.trainer
+    if t.n_gpus_per_node != "auto":
+        return t.nnodes * t.n_gpus_per_node
+    return t.nnodes if t.world_size == "auto" else t.world_size
 
 
 def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
@@ -142,7 +200,8 @@ def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
     if per_node != "auto":
         return config.rollout.nnodes * per_node
     if isinstance(config.rollout.replicas, int):
-        return max(0, min(left, config.rollout.replicas))
+        each = config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
+        return max(0, min(left, config.rollout.replicas * each))
     return max(0, left)
 
 

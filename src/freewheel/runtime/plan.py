@@ -19,7 +19,7 @@ from freewheel.queue.staleness import Bounds
 from freewheel.runtime.checks import held_out_file
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
 from freewheel.runtime.model_size import BYTES, ModelSize, replica_memory, trainer_memory
-from freewheel.runtime.placement import Device, Dtype, Machine, Placement, place
+from freewheel.runtime.placement import Device, Dtype, Machine, Placement, Transport, place
 from freewheel.trainer.options import describe
 
 if TYPE_CHECKING:
@@ -57,8 +57,19 @@ class Plan:
     """On a CPU."""
     threads_rollout: int
     """Of each replica on a CPU."""
+    world_size: int
+    """Training processes."""
+    compile: bool
+    """Whether the decoder's layers are compiled for training."""
     gpus_trainer: float
+    """Of each training process."""
     gpus_per_replica: float
+    shared_gpu: bool
+    """Training and generation are on one GPU."""
+    gpu_memory_share: float
+    """Of a GPU, for a vLLM engine."""
+    transport: Transport
+    """The way of the weights."""
     max_prompt_tokens: int
     """The longest that is allowed and that the model has positions for."""
     max_new_tokens: int
@@ -125,8 +136,10 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
             problems += _too_long(config, model.positions, max_new_tokens)
             max_prompt_tokens = max(1, min(max_prompt_tokens, model.positions - max_new_tokens))
         tokens = max_prompt_tokens + max_new_tokens
-        memory_trainer = trainer_memory(config, model, dtype=placed.dtype, longest_tokens=tokens)
-        memory_replica = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
+        memory_trainer = trainer_memory(
+            config, model, dtype=placed.dtype, longest_tokens=tokens, processes=placed.world_size
+        )
+        memory_replica = _replica_memory(config, machine, placed, model, tokens)
         notes += _memory_notes(machine, placed, sum(memory_trainer.values()), sum(memory_replica.values()))
     notes += [describe(config.algorithm), *_notes(config, machine, placed)]
     plan = Plan(
@@ -139,8 +152,13 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
         dtype=placed.dtype,
         threads_trainer=config.trainer.threads,
         threads_rollout=config.rollout.threads,
+        world_size=placed.world_size,
+        compile=placed.device_trainer == "cuda" if config.trainer.compile == "auto" else config.trainer.compile,
         gpus_trainer=placed.gpus_trainer,
         gpus_per_replica=placed.gpus_per_replica,
+        shared_gpu=placed.shared_gpu,
+        gpu_memory_share=placed.gpu_memory_share,
+        transport=placed.transport,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
         bounds=config.bounds,
@@ -153,6 +171,18 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
         problems=tuple(problems),
     )
     return plan
+
+
+def _replica_memory(
+    config: TrainConfig, machine: Machine, placed: Placement, model: ModelSize, tokens: int
+) -> dict[str, int]:
+    """Of one GPU, or of the host. vLLM takes its share whole, whatever the slots would need."""
+    found = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
+    gpu = min((one.memory_bytes for one in machine.gpus), default=0)
+    if config.rollout.engine == "vllm" and placed.device_rollout == "cuda" and gpu:
+        found["weights"] //= config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
+        found["KV cache"] = max(0, int(placed.gpu_memory_share * gpu) - found["weights"])
+    return found
 
 
 def _max_new_tokens(config: TrainConfig) -> int:
@@ -171,10 +201,10 @@ def _actors(config: TrainConfig, placed: Placement) -> tuple[Actor, ...]:
     return (
         Actor(
             name="FullyAsyncTrainer",
-            count=1,
+            count=placed.world_size,
             device=trainer,
             gpus=placed.gpus_trainer,
-            detail=placed.dtype + threads(trainer, config.trainer.threads),
+            detail=placed.dtype + ", FSDP2" * (placed.world_size > 1) + threads(trainer, config.trainer.threads),
         ),
         Actor(
             name="Rollouter",
@@ -240,7 +270,7 @@ def _notes(config: TrainConfig, machine: Machine, placed: Placement) -> list[str
         found.append(
             "Training and generation share one GPU: neither is faster for it, but each fills the other's gaps."
         )
-    busy = config.trainer.threads * (placed.device_trainer == "cpu")
+    busy = config.trainer.threads * placed.world_size * (placed.device_trainer == "cpu")
     busy += r.threads * placed.replicas * (placed.device_rollout == "cpu")
     if busy > machine.cpus:
         found.append(

@@ -13,6 +13,8 @@ LABEL = 24
 """Columns of what stands at the left; the longest name of an actor fits."""
 WIDTH = 110
 
+WAYS = {"object_store": "through host memory", "ipc": "within the GPU", "nccl": "from GPU to GPU"}
+
 Rows = list[tuple[str, str]]
 
 
@@ -111,7 +113,8 @@ def _staleness(plan: Plan) -> Rows:
         ("new weights", f"after {every}, {how}"),
     ]
     if plan.sync_bytes is not None:
-        rows.append(("weight sync", f"{_size(plan.sync_bytes)} to {_n(plan.replicas, 'replica')}, each version"))
+        how = WAYS[plan.transport]
+        rows.append(("weight sync", f"{_size(plan.sync_bytes)} to {_n(plan.replicas, 'replica')}, each version, {how}"))
     return rows
 
 

@@ -1,7 +1,8 @@
 """What a config names is looked for before anything starts: code, a model's folder, rows.
 
-    reward.function, *_class, observe.custom_monitor ┐
-    model.path, model.tokenizer                      ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
+    rollout.engine, rollout.vllm                     ┐
+    reward.function, *_class, observe.custom_monitor ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
+    model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
 `freewheel train` calls it, also with `--dry-run`. Each is found by the function that a run's processes load it with.
@@ -33,6 +34,12 @@ def preflight(config: TrainConfig) -> int | None:
 
 
 def _code(config: TrainConfig) -> None:
+    if config.rollout.engine == "vllm" and config.rollout.urls is None:
+        from freewheel.rollout.vllm.api import require
+        from freewheel.rollout.vllm.settings import check_arguments
+
+        check_arguments(config.rollout.vllm, None)  # the others are for vLLM to say, whose import takes seconds
+        require()
     if config.reward.function is not None:
         from freewheel.rollout.reward_functions import check_reward
 

@@ -6,7 +6,10 @@
 
 A failed sync leaves the old version serving. Of a replica that died only its successor is waited for, which whoever
 watches the processes starts and lets `join`. Transport is the caller's: `weights` is handed to `Replica.load_weights`
-as it came (an object-store reference under Ray).
+as it came (an object-store reference under Ray), and who submits is told which versions may still be read.
+
+What an engine holds is compared with what was sent at its first sync, after it failed, and every `verify_every` syncs:
+an engine that takes a version without an error has it, but for what no error is raised for.
 
 Weights die with the trainer that holds them (`WeightsGone`). Then nothing is changed and nobody fenced: its successor
 submits the same version again, which is brought to every engine, those included that had it. A queue's successor is
@@ -19,26 +22,21 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
+
+from freewheel.sync.members import NOTHING, Member, Pending, Replica, Times
+from freewheel.sync.weights import WeightsGone
+
+__all__ = ["ParameterSynchronizer", "QueueClient", "Replica", "ReplicaGone", "SyncFailed", "WeightsGone"]
 
 log = logging.getLogger("freewheel.sync")
 
 State = Literal["idle", "draining", "loading", "closed"]
 SETTLE_WAIT_S = 5.0
 """A wait for the queue is asked for anew this often, so that a queue that went away is noticed."""
-NOTHING = -1
-"""The version of a replica that holds none that is known."""
 BETWEEN_ROUNDS_S = 1.0
 """Least time between two rounds over engines that fail while another one's successor is awaited, however short the
 retry delay is: one that fails at once would be asked without a pause for as long as a process takes to start."""
-
-
-class Replica(Protocol):
-    """An engine's end of the transport."""
-
-    async def load_weights(self, version: int, weights: Any) -> int:
-        """Gives the checksum of what the engine holds then."""
 
 
 class QueueClient(Protocol):
@@ -57,44 +55,6 @@ class ReplicaGone(Exception):
     """Raised by `Replica.load_weights`: its process has died, and trying again is of no use."""
 
 
-class WeightsGone(Exception):
-    """Raised by `Replica.load_weights`: the trainer that held these weights has died. Its successor has them anew."""
-
-
-@dataclass
-class Member:
-    """One replica of the communication group."""
-
-    replica: Replica
-    version: int
-    fenced: bool = False
-    gone: bool = False
-    """It died, and its successor has not joined."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pending:
-    version: int
-    weights: Any
-    checksum: int | None
-
-
-@dataclass
-class Times:
-    """How long syncs took."""
-
-    count: int = 0
-    total_s: float = 0.0
-    last_s: float = 0.0
-    longest_s: float = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.count += 1
-        self.total_s += seconds
-        self.last_s = seconds
-        self.longest_s = max(self.longest_s, seconds)
-
-
 class ParameterSynchronizer:
     """A version is published only after every engine in use confirmed it."""
 
@@ -106,13 +66,15 @@ class ParameterSynchronizer:
         timeout_s: float,
         max_retries: int,
         retry_delay_s: float,
+        verify_every: int,
         version: int = 0,
         versions: Mapping[str, int] | None = None,
         drain: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`version`: what is published. `versions`: what each replica holds, where this one takes over from another
-        that died; who holds less than is published gets no work before it has been brought up to date."""
+        that died; who holds less than is published gets no work before it has been brought up to date. `verify_every`:
+        0 compares nothing."""
         held = {name: version if versions is None else versions.get(name, NOTHING) for name in replicas}
         self.group = {
             name: Member(replica, held[name], fenced=held[name] < version) for name, replica in replicas.items()
@@ -127,9 +89,12 @@ class ParameterSynchronizer:
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._retry_delay_s = retry_delay_s
+        self._verify_every = verify_every
         self._drain = drain
         self._clock = clock
         self._pending: Pending | None = None
+        self._now: Pending | None = None
+        """What is being brought to the engines."""
         self._newest: Pending | None = None
         """What was published last, for who joins. None: nobody has handed it over, or it is gone."""
         self._begins_at = version if versions is None else None
@@ -142,21 +107,29 @@ class ParameterSynchronizer:
 
     # -- the trainer's side -------------------------------------------------------------------------------------------
 
-    async def submit(self, version: int, weights: Any, checksum: int | None = None) -> None:
+    async def submit(self, version: int, weights: Any, checksum: int | None = None) -> list[int]:
         """Weights to bring to all engines, also where they hold that version already: by a trainer that died. Returns
-        at once; one that is still waiting is superseded."""
+        at once, with `in_use`; one that is still waiting is superseded."""
         await self._await_turn(Pending(version=version, weights=weights, checksum=checksum))
+        return self.in_use()
 
-    async def prime(self, version: int, weights: Any, checksum: int | None = None) -> None:
-        """The weights that a trainer begins with. Engines that started from the same files hold them, and only who
-        joins later needs them; a trainer in the place of another may be behind (it will submit what is published when
-        it is there), or ahead of what its predecessor still brought to the engines."""
+    async def prime(self, version: int, weights: Any, checksum: int | None = None) -> list[int]:
+        """The weights that a trainer begins with; gives `in_use`. Engines that started from the same files hold them,
+        and only who joins later needs them; a trainer in the place of another may be behind (it will submit what is
+        published when it is there), or ahead of what its predecessor still brought to the engines."""
         given = Pending(version=version, weights=weights, checksum=checksum)
         if version == self.version:
             self._newest = given
         waiting = any(member.fenced for member in self.group.values())
         if version > self.version or (version == self.version and waiting):
             await self._await_turn(given)
+        return self.in_use()
+
+    def in_use(self) -> list[int]:
+        """Versions whose weights may be read from now on: the newest published, for who joins; what is on its way or
+        waits; what an engine was handed and has not answered for. Whoever holds others may let go of them."""
+        held = {one.version for one in (self._newest, self._now, self._pending) if one is not None}
+        return sorted(held | {member.reading for member in self.group.values() if member.reading is not None})
 
     async def _await_turn(self, pending: Pending) -> None:
         async with self._changed:
@@ -188,9 +161,11 @@ class ParameterSynchronizer:
                 async with self._changed:
                     await self._changed.wait_for(lambda: self._pending is not None)
                     pending, self._pending = self._pending, None
+                    self._now = pending
                 assert pending is not None
                 if pending.version >= self.version:  # else it is of a trainer that died, and has been overtaken
                     await self._bring(pending)
+                self._now = None
         finally:
             self.state = "closed"
 
@@ -288,19 +263,23 @@ class ParameterSynchronizer:
         for attempt in range(chances if not member.gone else 0):
             if attempt:
                 await asyncio.sleep(self._retry_delay_s)
+            compares = pending.checksum is not None and member.due(self._verify_every)
+            member.handed(pending.version)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    found = await member.replica.load_weights(pending.version, pending.weights)
+                    found = await member.replica.load_weights(pending.version, pending.weights, verify=compares)
             except ReplicaGone as error:
                 self.sync_failures += 1
-                member.gone = True
+                member.died()
                 log.warning("Parameter sync: %s is gone: %s", name, error)
                 break
             except WeightsGone:
                 self.sync_failures += 1
+                member.failed(answered=True)
                 raise
             except Exception as error:  # noqa: BLE001  # a transport may raise anything; it did not load
                 self.sync_failures += 1
+                member.failed(answered=not isinstance(error, TimeoutError))
                 log.warning(
                     "Parameter sync: %s did not take version %d (attempt %d of %d): %s: %s",
                     name,
@@ -311,11 +290,12 @@ class ParameterSynchronizer:
                     str(error) or f"no answer within async_training.sync_timeout = {self._timeout_s:g} s",
                 )
                 continue
-            if pending.checksum is not None and found != pending.checksum:
+            if compares and found is not None and found != pending.checksum:
                 self.sync_failures += 1
+                member.failed(answered=True)
                 log.warning("Parameter sync: %s holds other weights than version %d's", name, pending.version)
                 continue
-            member.version = pending.version
+            member.took(pending.version, compared=compares)
             await self._rejoin(name, member)
             return True
         if not member.fenced:

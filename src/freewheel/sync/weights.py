@@ -1,16 +1,19 @@
 """A set of weights on its way: one flat buffer with a table of contents, cheap to put into Ray's object store.
 
-    trainer: pack(state_dict) ─▶ Weights ─▶ object store ─▶ rollouter: weights.tensors() ─▶ engine.update_weights
+    trainer: pack(state_dict) ─▶ Weights ─▶ object store ─▶ rollouter: weights.tensors() ─▶ the engine's own copy
+                                    │ checksum                                                 │ content_sum
+                                    └────────────── compared by ParameterSynchronizer ─────────┘
 
-The reader's tensors are views of the shared buffer: read-only, and never copied before the engine's own copy.
+The reader's tensors are views of the shared buffer: read-only, and never copied before the engine's own copy. Where
+trainer and engine share a GPU, `freewheel.sync.device` has the same on that GPU.
 """
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -18,70 +21,164 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN_BYTES = 64
+SUM_BITS = 64
+_LINEAR, _SQUARE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
+"""Odd and even, so that x → LINEAR·x + SQUARE·x² takes every 64-bit value once: two patterns never mix to one."""
+CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Elements that are widened at a time: what a core's cache holds; on a GPU 64 MB, at some hundred launches for 3 GB."""
+
+
+class WeightsGone(Exception):
+    """The trainer that held these weights has died. Its successor has them anew."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the buffer."""
+    """One tensor of a buffer."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
+    bucket: int = 0
+    """Which of the buffers, where there are several."""
+
+    @property
+    def n_bytes(self) -> int:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype.itemsize * math.prod(self.shape)
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This tensor in its buffer of bytes."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return buffer[self.start : self.start + self.n_bytes].view(dtype).view(self.shape)
+
+
+class AnyWeights(Protocol):
+    """What `Weights` and `DeviceWeights` have in common: all parameters of one version."""
+
+    @property
+    def entries(self) -> dict[str, Entry]: ...
+
+    @property
+    def checksum(self) -> int:
+        """`content_sum` of these tensors."""
+
+    @property
+    def n_bytes(self) -> int: ...
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views, as long as the weights live. Do not write to them."""
+
+    def on_host(self) -> Weights:
+        """The same in this process's memory. In threads."""
+
+
+Packer = Callable[[Mapping[str, "torch.Tensor"]], AnyWeights]
+"""From a backend's tensors to a copy that training does not change."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """All parameters of one version."""
+    """All parameters of one version, in host memory."""
 
     entries: dict[str, Entry]
     buffer: np.ndarray[Any, np.dtype[np.uint8]]
     checksum: int
-    """What `checksum` gives for these tensors."""
+    """What `content_sum` gives for these tensors."""
 
     @property
     def n_bytes(self) -> int:
         return int(self.buffer.nbytes)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the buffer. Do not write to them."""
+    def whole(self) -> torch.Tensor:
+        """The buffer as a tensor of bytes."""
         import warnings
 
         import torch
 
         with warnings.catch_warnings():  # the object store's pages are read-only, and so is our use of them
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            whole = torch.from_numpy(self.buffer)
-        found = {}
-        for name, entry in self.entries.items():
-            dtype: torch.dtype = getattr(torch, entry.dtype)
-            size = dtype.itemsize * int(np.prod(entry.shape, dtype=np.int64))
-            found[name] = whole[entry.start : entry.start + size].view(dtype).view(entry.shape)
-        return found
+            return torch.from_numpy(self.buffer)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Views of the buffer. Do not write to them."""
+        whole = self.whole()
+        return {name: entry.view(whole) for name, entry in self.entries.items()}
+
+    def on_host(self) -> Weights:
+        return self
 
 
-def pack(tensors: Mapping[str, torch.Tensor]) -> Weights:
-    """Copies tensors, from wherever they are, into one CPU buffer."""
+def pack(tensors: Mapping[str, torch.Tensor], *, checksum: int | None = None) -> Weights:
+    """Copies tensors, from wherever they are, into one CPU buffer. `checksum`: theirs, where it is known."""
     import torch
 
     entries: dict[str, Entry] = {}
     end = 0
     for name, tensor in tensors.items():
-        entries[name] = Entry(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end)
+        entries[name] = Entry(dtype_name(tensor), tuple(tensor.shape), end)
         end += -(-tensor.numel() * tensor.element_size() // ALIGN_BYTES) * ALIGN_BYTES
-    buffer = np.zeros(end, np.uint8)
-    weights = Weights(entries, buffer, 0)
+    weights = Weights(entries, np.zeros(end, np.uint8), 0)
     with torch.no_grad():
         for name, target in weights.tensors().items():
             target.copy_(tensors[name])
-    return Weights(entries, buffer, checksum(weights.tensors().items()))
+    return Weights(entries, weights.buffer, _sum_of(weights) if checksum is None else checksum)
 
 
-def checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """CRC-32 over names and bytes in the order of names: equal for equal weights, wherever they are held."""
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _sum_of(weights: Weights) -> int:
+    """Of one type in one go: what lies between two tensors is zero, which counts nothing."""
     import torch
 
-    value = 0
-    for name, tensor in sorted(tensors):
-        value = zlib.crc32(name.encode(), value)
-        value = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, value)
-    return value
+    kinds = {entry.dtype for entry in weights.entries.values()}
+    if len(kinds) != 1:
+        return content_sum(weights.tensors().values())
+    return content_sum([weights.whole().view(getattr(torch, kinds.pop()))])
+
+
+def content_sum(tensors: Iterable[torch.Tensor]) -> int:
+    """A sum over all elements' bit patterns x, each mixed to LINEAR·x + SQUARE·x², modulo 2**64.
+
+    Equal for equal contents however they are ordered, fused, split among ranks or padded with zeros, so that an engine
+    that lays its parameters out in its own way has the sum of what it was sent. A change of one element always shows,
+    one of two elements unless they change places; names and places are what shapes and loaders check. Computed where
+    the tensors are.
+    """
+    import torch
+
+    found: dict[Any, torch.Tensor] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.numel():
+                continue
+            sums = _power_sums(tensor.detach().reshape(-1))
+            before = found.get(tensor.device)
+            found[tensor.device] = sums if before is None else before + sums
+    totals: list[list[int]] = [sums.tolist() for sums in found.values()]
+    mixed = sum(_LINEAR * linear + _SQUARE * square for linear, square in totals)
+    return mixed % (1 << SUM_BITS)
+
+
+def _power_sums(flat: torch.Tensor) -> torch.Tensor:
+    """[Σ x, Σ x²] modulo 2**64 of the bit patterns as signed integers, int64. A square has twice the bits of its root,
+    so that up to 16 bits need an int32 for it: half the memory traffic."""
+    import torch
+
+    patterns = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
+    wide = torch.int32 if flat.element_size() <= 2 else torch.int64
+    at_once = CHUNK.get(flat.device.type, CHUNK["cuda"])
+    total = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    whole = flat.view(patterns)
+    for start in range(0, len(whole), at_once):
+        part = whole[start : start + at_once]
+        squares = part.to(wide, copy=True)
+        squares.mul_(squares)
+        total += torch.stack((part.sum(dtype=torch.int64), squares.sum(dtype=torch.int64)))
+    return total

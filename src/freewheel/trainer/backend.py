@@ -1,8 +1,8 @@
-"""What `FullyAsyncTrainer` asks of whatever does the learning. `TorchBackend` is one; FSDP will be another."""
+"""What `FullyAsyncTrainer` asks of whatever learns: `TorchBackend`, or several processes behind a `Leader`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +25,8 @@ class BackendState:
     """Name → CPU tensor, copied: training may go on while they are written."""
     values: Mapping[str, Any]
     """Plain JSON values."""
+    write: Callable[[Path], None] | None = None
+    """Where the tensors lie in shards on several ranks, and are not among `tensors`: puts them into a folder."""
 
 
 class Backend(Protocol):

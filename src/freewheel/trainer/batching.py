@@ -9,6 +9,8 @@ do not see each other:
 
     prompt  response 0  response 2  response 5  padding           position ids go on from the prompt's end for each
 
+On a GPU nothing is padded, see `packing`.
+
 Logits are wanted at the tokens that the policy made, and nowhere else: `positions` says which hidden states predict
 them, and everything that the loss needs lies flat beside it.
 """
@@ -28,6 +30,7 @@ from torch import Tensor
 from freewheel.data.group import Array, PromptGroup
 from freewheel.trainer.losses import token_weights
 from freewheel.trainer.options import AlgorithmConfig
+from freewheel.trainer.tree import Tree
 
 PAD_ID = 0
 """Any id will do: nothing attends to it, and nothing is predicted from it."""
@@ -83,16 +86,35 @@ class MicroBatch:
     """[S]: trained tokens."""
     rewards: tuple[float, ...]
     """[S]."""
+    tree: Tree | None = None
+    """Who sees whom, where the one row is packed; `inputs` then has `position_ids`, and no mask."""
 
     @property
     def n_sequences(self) -> int:
         return len(self.keys)
 
+    @property
+    def n_row_tokens(self) -> int:
+        """B·L: what the decoder computes, padding and all."""
+        return self.inputs["input_ids"].numel()
+
+    def decoder_inputs(self) -> dict[str, Any]:
+        """`inputs`, and who sees whom in a packed row."""
+        return {**self.inputs, **({} if self.tree is None else self.tree.options())}
+
     def to(self, device: torch.device) -> MicroBatch:
+        """On a GPU the copies are only begun: what is computed there next waits for them, this thread does not."""
         if device.type == "cpu":
             return self
-        moved: dict[str, Any] = {n: t.to(device) for n, t in vars(self).items() if isinstance(t, Tensor)}
-        return replace(self, inputs={n: t.to(device) for n, t in self.inputs.items()}, **moved)
+
+        def moved(tensor: Tensor) -> Tensor:
+            pinned = device.type == "cuda" and tensor.device.type == "cpu"
+            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+
+        found: dict[str, Any] = {name: moved(one) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        if self.tree is not None:
+            found["tree"] = self.tree.to(moved)
+        return replace(self, inputs={name: moved(one) for name, one in self.inputs.items()}, **found)
 
 
 def mini_batches(
@@ -115,10 +137,10 @@ def micro_batches(samples: Sequence[Sample], budget_tokens: int, share: float | 
     if share is not None:
         by_group = groupby(samples, key=lambda sample: sample.key[0])
         rows = [row for _, group in by_group for row in _shared(list(group), share, budget_tokens)]
-    rows.sort(key=lambda row: (-_length(row), row[0].key))
+    rows.sort(key=lambda row: (-row_length(row), row[0].key))
     batches: list[MicroBatch] = []
     while rows:
-        fitting = max(1, budget_tokens // _length(rows[0]))
+        fitting = max(1, budget_tokens // row_length(rows[0]))
         batches.append(_padded(rows[:fitting]))
         rows = rows[fitting:]
     return batches
@@ -152,7 +174,7 @@ def _weighed(samples: list[Sample], config: AlgorithmConfig) -> list[Sample]:
     return [replace(sample, weight=float(weight)) for sample, weight in zip(samples, weights, strict=True)]
 
 
-def _length(row: Sequence[Sample]) -> int:
+def row_length(row: Sequence[Sample]) -> int:
     return len(row[0].prompt) + sum(len(sample.tokens) for sample in row)
 
 
@@ -172,7 +194,7 @@ def _shared(samples: list[Sample], share: float, budget_tokens: int) -> list[lis
 
 
 def _padded(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
-    longest = max(map(_length, rows))
+    longest = max(map(row_length, rows))
     input_ids = np.full((len(rows), longest), PAD_ID, np.int64)
     position_ids = np.zeros_like(input_ids)
     segments = np.full_like(input_ids, -1)  # 0: the prompt, 1 …: a response, -1: padding
@@ -192,7 +214,7 @@ def _padded(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
     inputs = {"input_ids": torch.from_numpy(input_ids)}
     if any(len(row) > 1 for row in rows):
         inputs |= {"position_ids": torch.from_numpy(position_ids), "attention_mask": _tree_mask(segments)}
-    return _flat([sample for row in rows for sample in row], inputs, np.concatenate(positions))
+    return flat([sample for row in rows for sample in row], inputs, np.concatenate(positions))
 
 
 def _tree_mask(segments: Array) -> Tensor:
@@ -202,7 +224,10 @@ def _tree_mask(segments: Array) -> Tensor:
     return seen.tril()[:, None]
 
 
-def _flat(samples: Sequence[Sample], inputs: Mapping[str, Tensor], positions: Array) -> MicroBatch:
+def flat(
+    samples: Sequence[Sample], inputs: Mapping[str, Tensor], positions: Array, tree: Tree | None = None
+) -> MicroBatch:
+    """The micro-batch of these samples, whose tokens are predicted at `positions` of the flattened rows in `inputs`."""
     lengths = [len(sample.made) for sample in samples]
 
     def each(values: Sequence[float]) -> Tensor:
@@ -220,4 +245,5 @@ def _flat(samples: Sequence[Sample], inputs: Mapping[str, Tensor], positions: Ar
         advantages=each([sample.advantage for sample in samples]),
         lengths=tuple(lengths),
         rewards=tuple(sample.reward for sample in samples),
+        tree=tree,
     )

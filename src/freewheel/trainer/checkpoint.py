@@ -91,10 +91,20 @@ class Checkpoint:
         return int(self.state["step"])
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
-        """Those that were saved under this name, on the CPU."""
-        from safetensors.torch import load_file
+        """Those that were saved under this name, on the CPU, whole, by however many processes they were written."""
+        files = self.tensor_files(stem)
+        if len(files) == 1:
+            from safetensors.torch import load_file
 
-        return load_file(self.path / f"{stem}.safetensors")
+            return load_file(files[0])
+        from freewheel.trainer.sharded_checkpoint import read_shards
+
+        return read_shards(files)
+
+    def tensor_files(self, stem: str) -> list[Path]:
+        """Where they lie: one file, or a folder with one for each process that wrote."""
+        whole = self.path / f"{stem}.safetensors"
+        return [whole] if whole.is_file() else sorted((self.path / stem).glob("*.safetensors"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from functools import partial
 
 from freewheel.observe.spans import Spans
 from freewheel.queue.ledger import Frontier
-from freewheel.sync.weights import Weights
+from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import CheckpointFailed
 from freewheel.trainer.peers import QueueClient, Saver
@@ -34,7 +34,7 @@ class Snapshot:
 
     step: int
     version: int
-    weights: Weights
+    weights: AnyWeights
     state: BackendState
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,16 +19,26 @@ from torch import Tensor, nn
 from freewheel.data.group import Array
 from freewheel.trainer.advantages import gae, whiten
 from freewheel.trainer.batching import MicroBatch
+from freewheel.trainer.compiling import compile_layers
+from freewheel.trainer.master import ComputingCopy
 from freewheel.trainer.options import AlgorithmConfig
 from freewheel.trainer.policy import autocast, enable_checkpointing
+from freewheel.trainer.tree import use_tree_attention
 
 
 class Critic(nn.Module):
     """Starts from a copy of `decoder`; its head starts at 0, and so do its values."""
 
     def __init__(
-        self, decoder: Any, *, device: torch.device, dtype: torch.dtype, activation_checkpointing: bool
+        self,
+        decoder: Any,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        activation_checkpointing: bool,
+        computing_copy: bool = False,
     ) -> None:
+        """`computing_copy`: as for `Policy`."""
         super().__init__()
         self.decoder = copy.deepcopy(decoder).float().to(device).eval()
         self.head = nn.Linear(decoder.config.get_text_config().hidden_size, 1, device=device)
@@ -36,10 +47,24 @@ class Critic(nn.Module):
         self._device, self._dtype = device, dtype
         if activation_checkpointing:
             enable_checkpointing(self.decoder)
+        copied = computing_copy and dtype is not torch.float32
+        self._copy = ComputingCopy(self.decoder, dtype) if copied else None
+
+    def follow(self, *, packed: bool, compiled: bool) -> None:
+        """Computes as the policy does, whose decoder this one is a copy of."""
+        if packed:
+            use_tree_attention(self._runs())
+        if compiled:
+            compile_layers(self._runs())
+
+    def _runs(self) -> Any:
+        return self.decoder if self._copy is None else self._copy.model
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        with autocast(self._device, self._dtype):
-            hidden = self.decoder(**batch.inputs, use_cache=False).last_hidden_state
+        if self._copy is not None:
+            self._copy.refresh()
+        with autocast(self._device, self._dtype) if self._copy is None else nullcontext():
+            hidden = self._runs()(**batch.decoder_inputs(), use_cache=False).last_hidden_state
         values: Tensor = self.head(hidden.flatten(0, 1)[batch.positions].float()).squeeze(-1)
         return values
 

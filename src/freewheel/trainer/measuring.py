@@ -7,7 +7,7 @@ Engines go on to newer versions while they are measured, so a score may be of se
 the best is then the newest of them: weights that a part of the responses came from, with a record of both ends. A
 version whose weights are not at hand (they were trained on before it was complete, or too many came after it) is not
 kept, and the log says so. The evaluation at the end of a run sees one version alone. Nothing is kept where nobody wants
-the best (`trainer.keep_best`). Used by `FullyAsyncTrainer`.
+the best (`trainer.keep_best`). What is kept is in host memory: a GPU's is for training. Used by `FullyAsyncTrainer`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from concurrent.futures import Executor
-from functools import partial
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
-from freewheel.sync.weights import Weights
+from freewheel.sync.weights import AnyWeights, Weights
 from freewheel.trainer.checkpoint import CheckpointFailed
 from freewheel.trainer.peers import Evaluate, Publisher, Row, Saver
 
@@ -53,28 +52,40 @@ class Measuring:
         self._publish_timeout_s = publish_timeout_s
         self._keeps = keep_best
         self._task: asyncio.Task[None] | None = None
-        self._kept: dict[int, tuple[int, Weights]] = {}
-        """Version → the step that completed it, and its weights."""
+        self._kept: dict[int, tuple[int, Future[Weights]]] = {}
+        """Version → the step that completed it, and its weights, which are being fetched."""
+        # Of its own: behind a checkpoint that is being written a GPU's memory would wait for the disk.
+        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
 
     @property
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    def start(self, step: int, version: int, weights: Weights | None) -> None:
+    def start(self, step: int, version: int, weights: AnyWeights | None) -> None:
         """Begins one, unless another is under way. `weights`: those of `version`, where `step` completed it."""
         if self.running:
             log.warning("The evaluation at step %d is left out: the one before is still running", step)
             return
-        self._kept = {} if weights is None or not self._keeps else {version: (step, weights)}
+        self._kept = {}
+        if weights is not None and self._keeps:
+            self._keep(step, version, weights)
         self._task = asyncio.create_task(self._run(step, version))
-        self._task.add_done_callback(lambda _: self._kept.clear())
+        self._task.add_done_callback(lambda _: self._drop(0))
 
-    def published(self, step: int, version: int, weights: Weights) -> None:
+    def published(self, step: int, version: int, weights: AnyWeights) -> None:
         """Before engines can hold a version: one that is being measured may be made of it."""
         if self.running and self._keeps:
-            self._kept[version] = (step, weights)
-            while len(self._kept) > KEPT_VERSIONS:
-                del self._kept[min(self._kept)]
+            self._keep(step, version, weights)
+            self._drop(KEPT_VERSIONS)
+
+    def _keep(self, step: int, version: int, weights: AnyWeights) -> None:
+        self._kept[version] = (step, self._fetching.submit(weights.on_host))
+
+    def _drop(self, most: int) -> None:
+        """The oldest, until `most` are left."""
+        while len(self._kept) > most:
+            _, fetched = self._kept.pop(min(self._kept))
+            fetched.cancel()
 
     async def done(self, *, unless: asyncio.Event) -> None:
         """When what is under way has ended, or `unless` is set, which leaves it as it is."""
@@ -89,9 +100,11 @@ class Measuring:
             self._task.result()
 
     async def abandon(self) -> None:
+        """For good."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, step: int, version: int) -> None:
         try:
@@ -114,8 +127,11 @@ class Measuring:
         if newest not in self._kept:
             log.info("The score at step %d is not kept as a best one: version %d is not at hand", step, newest)
             return
-        made_by, weights = self._kept[newest]
-        saving = partial(self._saver.save_best, made_by, score, weights, versions=versions)
+        made_by, fetched = self._kept[newest]
+
+        def saving() -> bool:
+            return self._saver.save_best(made_by, score, fetched.result(), versions=versions)
+
         try:
             is_best = await asyncio.get_running_loop().run_in_executor(self._disk, saving)
         except CheckpointFailed as error:

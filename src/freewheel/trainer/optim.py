@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from freewheel.trainer.options import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+CLIP_EPS = 1e-6
+"""What torch adds to the norm that it divides by. Below it nothing is clipped, and gradients need not be read again."""
 
 
 class Optimizer:
@@ -32,17 +35,23 @@ class Optimizer:
     def step(self, lr: float, loss: Tensor) -> tuple[Tensor, bool]:
         """(the gradient's norm before clipping, whether it was applied): not where it or `loss` is not finite."""
         parameters = [p for p in self._parameters.values() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        applied = bool(torch.isfinite(norm) & torch.isfinite(loss))
+        norm = self._norm([p.grad for p in parameters if p.grad is not None])
+        length, lost = torch.stack((norm, loss.to(norm))).tolist()  # the one time that an update waits for the device
+        applied = math.isfinite(length) and math.isfinite(lost)
         if applied:
-            if self._clip is not None:
+            if self._clip is not None and length + CLIP_EPS > self._clip:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
+            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and copies go by it
             self.updates_applied += 1
         self.forget()
         return norm, applied
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Of all of them together; on several ranks, of what each holds."""
+        return torch.nn.utils.get_total_norm(gradients)
 
     def forget(self) -> None:
         """Drops the gradients."""

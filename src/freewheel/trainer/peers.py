@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import Taken
-from freewheel.sync.weights import Weights
+from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.backend import BackendState
 
 
@@ -40,9 +40,9 @@ class QueueClient(Protocol):
 class Publisher(Protocol):
     """The synchronizer's end."""
 
-    async def submit(self, version: int, weights: Weights) -> None: ...
+    async def submit(self, version: int, weights: AnyWeights) -> None: ...
 
-    async def prime(self, version: int, weights: Weights) -> None:
+    async def prime(self, version: int, weights: AnyWeights) -> None:
         """Weights that engines should hold already: for those that do not."""
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool: ...
@@ -51,10 +51,10 @@ class Publisher(Protocol):
 class Saver(Protocol):
     """Where checkpoints go. Called in threads; raises `CheckpointFailed`."""
 
-    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> int:
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
         """Gives the step of the oldest checkpoint that a resume may fall back to."""
 
-    def save_best(self, step: int, score: float, weights: Weights, *, versions: tuple[int, int]) -> bool:
+    def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
         """True: it was the best so far. `step` made these weights; `versions`: the first and the last that made the
         responses behind the score."""
 

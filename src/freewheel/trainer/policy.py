@@ -1,35 +1,40 @@
 """The model that is trained: a HF decoder, with adapters or without, seen as log-probabilities of given tokens.
 
-    MicroBatch ─▶ decoder ─▶ hidden states of `positions` only ─▶ output head ─▶ logp, entropy [T]
+    MicroBatch ─▶ decoder ─▶ hidden states of `positions` only ─▶ output head, some rows at a time ─▶ logp, entropy [T]
 
-Dropout is always off: what is trained must be what the engine sampled with. Called by `TorchBackend`.
+Dropout is always off: what is trained must be what the engine sampled with. `plain` holds what is trained, named and
+saved; in bfloat16 a copy of it computes (`ComputingCopy`). Called by `TorchBackend`.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from freewheel.data.group import Array
 from freewheel.judge.errors import ConfigError
-from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, Sample, micro_batches
-from freewheel.trainer.options import LOGITS_AT_A_TIME, LoraConfig
+from freewheel.trainer.batching import MicroBatch
+from freewheel.trainer.compiling import compile_layers, leave_uncompiled
+from freewheel.trainer.head import head_logprobs, logits_at_a_time, logits_kept
+from freewheel.trainer.master import ComputingCopy, cast_parameters
+from freewheel.trainer.options import LoraConfig
+from freewheel.trainer.probing import N_PROMPT, TOLERANCE, Probe, probe_batch
+from freewheel.trainer.tree import leave_tree_attention, use_tree_attention
+
+log = logging.getLogger("freewheel.trainer")
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 ADAPTER = "default"
 """What peft calls the adapter that it makes."""
-PROBE_TOKENS = 4
-ALWAYS_SHARE = 1e9
 PAIRS_PER_HIDDEN = {"cpu": 3.0, "cuda": 0.5}
 """6 by counting operations of a decoder layer. Attention runs at half the speed of the matrices on a CPU; on an H200 a
 mask keeps the fastest kernels out (1,024 tokens of prompt shared by 8 responses of 128: a third of the time; 200 by
@@ -50,10 +55,15 @@ class Policy:
         dtype: Precision = "auto",
         lora: LoraConfig | None = None,
         activation_checkpointing: bool = False,
+        computing_copy: bool = False,
         temperature: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """`seed`: for the adapters' first values. `temperature`: that of sampling."""
+        """`seed`: for the adapters' first values. `temperature`: that of sampling.
+
+        `computing_copy`: in bfloat16, compute with a copy of the weights in it in place of autocast: faster, for two
+        bytes a parameter. Adapters need none: the base is in bfloat16 as it is.
+        """
         self.device = device
         self.dtype = compute_dtype(dtype, device)
         self.storage_dtype: torch.dtype = model.dtype
@@ -61,7 +71,7 @@ class Policy:
         self._temperature = temperature
         # Small updates would be lost in bfloat16, and autocast computes in it all the same; a base that is not trained
         # needs no more than what is computed in.
-        self.plain = model.to(device, torch.float32 if lora is None else self.dtype)
+        self.plain = model.to(device, torch.float32) if lora is None else cast_parameters(model.to(device), self.dtype)
         self._names = {name for name, _ in _published(self.plain)}
         self.model = _with_adapters(self.plain, lora, seed) if lora is not None else self.plain
         self.model.eval()
@@ -69,6 +79,10 @@ class Policy:
             enable_checkpointing(self.plain)
         if lora is not None and activation_checkpointing:
             self.plain.enable_input_require_grads()  # else nothing before the first adapter asks for a gradient
+        copied = computing_copy and lora is None and self.dtype is not torch.float32
+        self._copy = ComputingCopy(self.plain, self.dtype) if copied else None
+        self._mixed = not copied
+        self._compiled = False
         self._plain_head = self._head_is_all()
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -76,24 +90,35 @@ class Policy:
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """(log π, entropy) of each of the batch's tokens, float32, at the sampling temperature."""
-        with autocast(self.device, self.dtype):
+        with self._computing() as model:
             if not self._plain_head:
-                return self._scored(self._own_logits(batch), batch.targets, entropy_grad)
-            hidden = self._hidden(batch.inputs).flatten(0, 1)[batch.positions]
-            head = self.plain.get_output_embeddings()
-            at_once = max(1, LOGITS_AT_A_TIME // head.weight.shape[0])
-            if len(hidden) <= at_once:
-                return self._scored(head(hidden), batch.targets, entropy_grad)
-            parts = []
-            for start in range(0, len(hidden), at_once):
-                part = slice(start, start + at_once)
+                return self._scored(_logits(model, batch), batch.targets, entropy_grad)
+            hidden = _hidden(model, batch.decoder_inputs()).flatten(0, 1)[batch.positions]
+            return self._at_head(model.get_output_embeddings(), hidden, batch.targets, entropy_grad)
 
-                def scored(some: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-                    return self._scored(head(some), targets, entropy_grad)
+    def _at_head(self, head: Any, hidden: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        weight: Tensor = head.weight
+        at_once = max(1, logits_at_a_time(self.device) // weight.shape[0])
+        if len(hidden) <= at_once and self.device.type == "cpu":
+            return self._scored(head(hidden), targets, entropy_grad)
+        if type(head) is nn.Linear and getattr(head, "bias", None) is None:
+            return head_logprobs(
+                hidden.to(self.dtype),
+                weight.to(self.dtype),
+                targets,
+                temperature=self._temperature,
+                entropy_grad=entropy_grad,
+                at_once=at_once,
+                kept=logits_kept(self.device) // weight.shape[0],
+            )
 
-                parts.append(checkpoint(scored, hidden[part], batch.targets[part], use_reentrant=False))
-            logp, entropy = zip(*parts, strict=True)
-            return torch.cat(logp), torch.cat(entropy)
+        def scored(some: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
+            return self._scored(head(some), its, entropy_grad)
+
+        parts = zip(torch.split(hidden, at_once), torch.split(targets, at_once), strict=True)
+        found = [checkpoint(scored, some, its, use_reentrant=False) for some, its in parts]
+        logp, entropy = zip(*found, strict=True)
+        return torch.cat(logp), torch.cat(entropy)
 
     @property
     def token_cost(self) -> float:
@@ -102,46 +127,84 @@ class Policy:
             self.plain.config.get_text_config().hidden_size
         )
 
-    @torch.no_grad()
     def can_share(self) -> bool:
-        """Whether responses that share a prompt in one row get the log-probabilities that each would get alone.
+        """Whether responses that share a prompt in one row get the log-probabilities that each would get alone."""
+        return self._probe().can_share()
 
-        A model with its own idea of positions, or of who sees whom, cannot: tried out. A sliding window would show
-        only in rows longer than it.
+    def can_pack(self) -> bool:
+        """Whether sequences packed into one row (`packing`) do. A model that can takes such rows from then on."""
+        if all(use_tree_attention(model) for model in (self.plain, self._runs())) and self._probe().can_pack():
+            alone, packed = (probe_batch(self._vocabulary(), packed=True, share=share) for share in (False, True))
+            with torch.no_grad():  # once more in the precision that is computed in, whose kernels are others
+                gap = self.logprobs(alone.to(self.device))[0] - self.logprobs(packed.to(self.device))[0]
+            if float(gap.abs().max()) <= TOLERANCE[self.dtype]:
+                return True
+        self.leave_trees()
+        return False
+
+    def leave_trees(self) -> None:
+        """Back to rows that are padded."""
+        for model in (self.plain, self._runs()):
+            leave_tree_attention(model)
+
+    def compile(self, *, packed: bool) -> bool:
+        """Compiles the decoder's layers for rows as they will come, gradients included; False where that fails.
+
+        What was compiled gives the log-probabilities of what was not, or it is not used.
         """
-        window = self.plain.config.get_text_config().to_dict().get("sliding_window")
-        if window is not None and window < MAX_SHARED_TOKENS:
-            return False
-        ids, places = self._probe_ids(), np.arange(PROBE_TOKENS)
-        alone = Sample(
-            key=(0, 0),
-            prompt=ids,
-            tokens=ids,
-            made=places,
-            behaviour=places,
-            versions=places,
-            reward=0.0,
-            advantage=0.0,
-            weight=0.0,
-        )
-        samples = [alone, replace(alone, key=(0, 1), tokens=ids[::-1])]
+        batch = probe_batch(self._vocabulary(), packed=packed, share=packed).to(self.device)
+        with torch.no_grad():
+            wanted = self.logprobs(batch)[0]
+        compile_layers(self._runs())
+        self._compiled = True
+        began = time.monotonic()
         try:
-            apart, together = (
-                self.logprobs(micro_batches(samples, len(samples) * 2 * PROBE_TOKENS, share)[0].to(self.device))[0]
-                for share in (None, ALWAYS_SHARE)
-            )
-        except (TypeError, ValueError, IndexError, RuntimeError):  # it refuses such a mask, or such positions
-            return False
-        return bool((together - apart).abs().max() <= PROBE_TOLERANCE)
+            found = self.logprobs(batch)[0]
+            found.sum().backward()  # type: ignore[no-untyped-call]
+            gap = float((found.detach() - wanted).abs().max())
+            if gap <= TOLERANCE[self.dtype]:
+                log.info("Compiled the decoder's layers in %.0f s", time.monotonic() - began)
+                return True
+            log.warning("The compiled decoder's log-probabilities are off by %.2g: it goes on uncompiled", gap)
+        except Exception:
+            log.warning("torch.compile failed: the decoder goes on uncompiled", exc_info=True)
+        finally:
+            self.model.zero_grad(set_to_none=True)
+        leave_uncompiled(self._runs())
+        self._compiled = False
+        return False
 
-    def _probe_ids(self) -> Array:
-        return np.arange(PROBE_TOKENS, dtype=np.int64) % int(self.plain.config.get_text_config().vocab_size)
+    def _probe(self) -> Probe:
+        """In float32 where the weights are, so that rounding hides nothing."""
+        rounded = self.lora is not None
+        within = autocast(self.device, self.dtype) if rounded else nullcontext()
+        return Probe(self.plain, device=self.device, dtype=self.dtype if rounded else torch.float32, within=within)
+
+    def _vocabulary(self) -> int:
+        return int(self.plain.config.get_text_config().vocab_size)
+
+    def _runs(self) -> Any:
+        """The model that computes."""
+        return self.plain if self._copy is None else self._copy.model
+
+    @contextmanager
+    def _computing(self) -> Iterator[Any]:
+        """That model, up to date, in the precision that is computed in."""
+        if self._copy is not None:
+            self._copy.refresh()
+        with autocast(self.device, self.dtype) if self._mixed else nullcontext():
+            yield self._runs()
 
     def frozen_copy(self) -> Policy:
         """As it is now, never to change: the reference of a KL term."""
         if self.lora is None:
             kept = copy.copy(self)
-            kept.plain = kept.model = copy.deepcopy(self.plain).requires_grad_(False)
+            if self._copy is not None:
+                self._copy.refresh()
+            kept.plain = kept.model = copy.deepcopy(self._runs()).requires_grad_(False)
+            kept._copy = None
+            if self._compiled:
+                compile_layers(kept.plain)
             return kept
         return _WithoutAdapters(self)
 
@@ -180,16 +243,6 @@ class Policy:
             elif name in self._names:
                 yield name, tensor
 
-    def _hidden(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        hidden: Tensor = self.plain.base_model(**inputs, use_cache=False).last_hidden_state
-        return hidden
-
-    def _own_logits(self, batch: MicroBatch) -> Tensor:
-        """The model's own way from hidden states to logits, at the wanted positions only."""
-        with _only_at(self.plain.get_output_embeddings(), batch.positions):
-            logits: Tensor = self.plain(**batch.inputs, use_cache=False).logits[0]
-        return logits
-
     def _scored(self, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         logits = logits.float()
         if self._temperature != 1:
@@ -207,10 +260,10 @@ class Policy:
             raise ConfigError(
                 "model.path", type(self.plain).__name__, "it has no output head: give a causal language model"
             )
-        ids = torch.from_numpy(self._probe_ids())[None].to(self.device)
-        with autocast(self.device, self.dtype):
-            own = self.plain(input_ids=ids, use_cache=False).logits.float()
-            ours = self.plain.get_output_embeddings()(self._hidden({"input_ids": ids})).float()
+        ids = (torch.arange(N_PROMPT) % self._vocabulary())[None].to(self.device)
+        with self._computing() as model:
+            own = model(input_ids=ids, use_cache=False).logits.float()
+            ours = model.get_output_embeddings()(_hidden(model, {"input_ids": ids})).float()
         return bool((own - ours).abs().max() <= PROBE_TOLERANCE * own.abs().max().clamp(min=1e-3))
 
 
@@ -223,6 +276,18 @@ class _WithoutAdapters(Policy):
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         with self.model.disable_adapter():
             return super().logprobs(batch, entropy_grad=entropy_grad)
+
+
+def _hidden(model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    hidden: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _logits(model: Any, batch: MicroBatch) -> Tensor:
+    """The model's own way from hidden states to logits, at the wanted positions only."""
+    with _only_at(model.get_output_embeddings(), batch.positions):
+        logits: Tensor = model(**batch.decoder_inputs(), use_cache=False).logits[0]
+    return logits
 
 
 def compute_dtype(wanted: Precision, device: torch.device) -> torch.dtype:

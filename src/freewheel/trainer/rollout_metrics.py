@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ from freewheel.trainer.advantages import has_no_variance
 
 
 def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    """Rewards over scored responses; lengths in the policy's own tokens, over all responses."""
+    """Rewards over scored responses, their parts over those that have them; lengths in the policy's own tokens, over
+    all responses."""
     if not groups:
         return {}
     values = np.concatenate([group.values for group in groups])
@@ -32,4 +34,15 @@ def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
         found |= {"rollout/reward_mean": scored.mean(), "rollout/reward_std": scored.std()}
     if len(raw):
         found["rollout/raw_reward_mean"] = raw.mean()
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in found.items()} | _parts(groups)
+
+
+def _parts(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """What rewards are made of, as the function or the judge named it."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for reward in group.rewards:
+            for name, value in reward.parts.items():
+                if math.isfinite(value):
+                    found.setdefault(name, []).append(value)
+    return {f"reward/{name}": math.fsum(values) / len(values) for name, values in sorted(found.items())}

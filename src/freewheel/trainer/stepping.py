@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from freewheel.observe.spans import Spans
-from freewheel.sync.weights import Weights, pack
+from freewheel.sync.weights import AnyWeights, Packer
 from freewheel.trainer.backend import Backend, BackendState, NonFiniteLoss
 from freewheel.trainer.taking import Batch
 
@@ -31,10 +31,11 @@ class TrainingFailed(RuntimeError):
 class Stepping:
     """A batch is not lost because memory was short for a moment, and none is trained on twice."""
 
-    def __init__(self, *, backend: Backend, max_errors: int, total_steps: int, spans: Spans) -> None:
+    def __init__(self, *, backend: Backend, packer: Packer, max_errors: int, total_steps: int, spans: Spans) -> None:
         self.backend = backend
         self.errors = 0
         self.training = False
+        self._packer = packer
         self._max_errors = max_errors
         self._total_steps = total_steps
         self._spans = spans
@@ -85,8 +86,8 @@ class Stepping:
         finally:
             self.training = False
 
-    async def weights(self) -> Weights:
-        return await self._in_thread(lambda: pack(self.backend.weights()))
+    async def weights(self) -> AnyWeights:
+        return await self._in_thread(lambda: self._packer(self.backend.weights()))
 
     async def state(self) -> BackendState:
         return await self._in_thread(lambda: self.backend.state())

@@ -10,7 +10,7 @@ mini-batches comes from (seed, step). Called by `FullyAsyncTrainer`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,12 @@ from freewheel.data.group import PromptGroup
 from freewheel.judge.errors import ConfigError
 from freewheel.trainer.advantages import estimate
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
-from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
+from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.critic import Critic, token_advantages
 from freewheel.trainer.losses import PolicyTokens, policy_loss, value_loss
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
+from freewheel.trainer.packing import packed_batches
 from freewheel.trainer.policy import Policy, Precision, compute_dtype
 from freewheel.trainer.rollout_metrics import rollout_metrics
 from freewheel.trainer.schedules import lr_factor
@@ -45,7 +46,7 @@ lags is worse than one that wavers."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class Part:
     """A micro-batch on the device, with what was computed before the first update of the step."""
 
     batch: MicroBatch
@@ -56,7 +57,10 @@ class _Part:
 
 
 class TorchBackend:
-    """See `Backend`."""
+    """See `Backend`. Methods that say so are what several ranks do otherwise (`FsdpBackend`)."""
+
+    _copies = True
+    """Whether a copy of the model computes where that is faster. Ranks gather such a copy layer by layer."""
 
     def __init__(
         self,
@@ -70,15 +74,16 @@ class TorchBackend:
         lora: LoraConfig | None = None,
         activation_checkpointing: bool = False,
         micro_batch_tokens: int,
+        compile: bool = False,
         share_prompts: bool = True,
         temperature: float = 1.0,
         seed: int = 0,
     ) -> None:
         """`model`: a HF causal language model, which is then the backend's own.
 
-        `lr`: where `optimizer.lr` is `auto`. `share_prompts`: compute a group's prompt once for several responses,
-        where that is cheaper and the model can. `temperature`: that of sampling, so that
-        log-probabilities are of the same distribution.
+        `lr`: where `optimizer.lr` is `auto`. `compile`: the decoder's layers, by torch.compile; where that fails,
+        a warning says so. `share_prompts`: compute a group's prompt once for several responses, where that is cheaper
+        and the model can. `temperature`: that of sampling, so that log-probabilities are of the same distribution.
         """
         self._algorithm = algorithm or AlgorithmConfig()
         self._config = optimizer or OptimizerConfig()
@@ -96,6 +101,7 @@ class TorchBackend:
                 device=self._device,
                 dtype=compute_dtype(dtype, self._device),
                 activation_checkpointing=activation_checkpointing,
+                computing_copy=self._copies and not on_cpu,
             )
         self.policy = Policy(
             model,
@@ -103,15 +109,27 @@ class TorchBackend:
             dtype=dtype,
             lora=lora,
             activation_checkpointing=activation_checkpointing,
+            computing_copy=self._copies and not on_cpu,
             temperature=temperature,
             seed=seed,
         )
-        self._share = self.policy.token_cost if share_prompts and self.policy.can_share() else None
+        self._share_prompts = share_prompts
+        self._packed = self._speed_up(compile=compile)
+        padded_share = share_prompts and not self._packed and self.policy.can_share()
+        self._share = self.policy.token_cost if padded_share else None
         self._reference = self.policy.frozen_copy() if self._algorithm.kl_coef else None
         self._optimizer = Optimizer(self.policy.trainable(), self._config)
         self._critic_optimizer = (
             Optimizer(dict(self._critic.named_parameters()), self._config) if self._critic else None
         )
+
+    def _speed_up(self, *, compile: bool) -> bool:
+        """Compiles where wanted, and says whether rows are packed: where there is flash attention."""
+        packed = self._device.type == "cuda" and self.policy.dtype is torch.bfloat16 and self.policy.can_pack()
+        compiled = compile and self.policy.compile(packed=packed)
+        if self._critic is not None:
+            self._critic.follow(packed=packed, compiled=compiled)
+        return packed
 
     def describe(self) -> str:
         return describe(self._algorithm)
@@ -153,12 +171,18 @@ class TorchBackend:
 
     def state(self) -> BackendState:
         """Parameters that are trained, and the moments; a frozen base comes with the settings. No RNG: none is used."""
-        tensors = {
-            f"{part}/{name}": tensor.detach().to("cpu", copy=True)
+        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._named_state().items()}
+        return BackendState(tensors=tensors, values=self._state_values())
+
+    def _named_state(self) -> dict[str, Tensor]:
+        return {
+            f"{part}/{name}": tensor
             for part, found in self._stateful().items()
             for name, tensor in (found.state() if isinstance(found, Optimizer) else found).items()
         }
-        return BackendState(tensors=tensors, values={"algorithm": self._algorithm.name, "nonfinite": self._nonfinite})
+
+    def _state_values(self) -> dict[str, Any]:
+        return {"algorithm": self._algorithm.name, "nonfinite": self._nonfinite}
 
     def load_state(self, state: BackendState) -> None:
         parts: dict[str, dict[str, Tensor]] = {}
@@ -189,13 +213,13 @@ class TorchBackend:
             found["critic_optimizer"] = self._critic_optimizer
         return found
 
-    def _prepare(self, groups: Sequence[PromptGroup]) -> list[list[_Part]]:
+    def _prepare(self, groups: Sequence[PromptGroup]) -> list[list[Part]]:
         """Micro-batches of each mini-batch, with what must be computed before the first update changes the policy."""
         a = self._algorithm
         by_token = self._critic is not None
         advantages = [np.zeros(len(group)) for group in groups] if by_token else estimate(groups, a)
         minis = [
-            [_Part(batch=batch.to(self._device)) for batch in micro_batches(samples, self._budget, self._share)]
+            [Part(batch=batch.to(self._device)) for batch in self._micro_batches(samples)]
             for samples in mini_batches(groups, advantages, a)
         ]
         several = a.updates_per_batch * len(minis) > 1
@@ -211,11 +235,16 @@ class TorchBackend:
                     parts[i] = part
         return self._with_gae(minis) if by_token else minis
 
-    def _with_gae(self, minis: list[list[_Part]]) -> list[list[_Part]]:
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        if self._packed:
+            return packed_batches(samples, self._budget, share=self._share_prompts)
+        return micro_batches(samples, self._budget, self._share)
+
+    def _with_gae(self, minis: list[list[Part]]) -> list[list[Part]]:
         flat = [part for parts in minis for part in parts]
         values = [part.values for part in flat if part.values is not None]
-        found = iter(token_advantages([part.batch for part in flat], values, self._algorithm) if flat else [])
-        made: list[list[_Part]] = []
+        found = iter(self._token_advantages([part.batch for part in flat], values))
+        made: list[list[Part]] = []
         for parts in minis:
             made.append([])
             for part in parts:
@@ -224,29 +253,14 @@ class TorchBackend:
                 made[-1].append(replace(part, batch=batch, returns=returns.to(self._device)))
         return made
 
-    def _update_policy(self, parts: Sequence[_Part], factor: float, updates: _Updates, version: int | None) -> Tally:
+    def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Over all batches of the step; on several ranks, over theirs too."""
+        return token_advantages(batches, values, self._algorithm) if batches else []
+
+    def _update_policy(self, parts: Sequence[Part], factor: float, updates: _Updates, version: int | None) -> Tally:
         """One optimizer step of the policy over a mini-batch. `version`: whose log-probabilities to compare."""
         self._optimizer.forget()
-        tally, losses = Tally(), []
-        for part in parts:
-            batch = part.batch
-            logp, entropy = self.policy.logprobs(batch, entropy_grad=self._algorithm.entropy_coef > 0)
-            tokens = PolicyTokens(
-                behaviour=batch.behaviour,
-                advantages=batch.advantages,
-                weights=batch.weights,
-                sequence=batch.sequence,
-                n_sequences=batch.n_sequences,
-                proximal=part.proximal,
-                reference=part.reference,
-            )
-            loss, found = policy_loss(logp, entropy, tokens, self._algorithm)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            tally.merge(found)
-            if version is not None:
-                tally.merge(_logprob_gap(logp.detach(), batch, version))
-        loss = torch.stack(losses).sum()
+        loss, tally = self._added_up(parts, lambda part: self._policy_part(part, version))
         norm, applied = self._optimizer.step(self._lr * factor, loss)
         one = torch.ones_like(loss)
         if not applied:  # its numbers would make those of the other updates NaN
@@ -257,18 +271,10 @@ class TorchBackend:
         self._count(applied, updates, loss)
         return tally
 
-    def _update_critic(self, parts: Sequence[_Part], factor: float) -> Tally:
+    def _update_critic(self, parts: Sequence[Part], factor: float) -> Tally:
         assert self._critic is not None and self._critic_optimizer is not None
         self._critic_optimizer.forget()
-        tally, losses = Tally(), []
-        for part in parts:
-            assert part.values is not None and part.returns is not None
-            values = self._critic(part.batch)
-            loss, found = value_loss(values, part.values, part.returns, part.batch.weights, self._algorithm.value_clip)
-            loss.backward()  # type: ignore[no-untyped-call]
-            losses.append(loss.detach())
-            tally.merge(found)
-        loss = torch.stack(losses).sum()
+        loss, tally = self._added_up(parts, self._critic_part)
         norm, applied = self._critic_optimizer.step(self._critic_lr * factor, loss)
         one = torch.ones_like(loss)
         if not applied:
@@ -278,6 +284,50 @@ class TorchBackend:
             tally.means["critic/grad_norm"] = (norm, one)
         tally.maxima["critic/skipped_nonfinite"] = one * (not applied)
         return tally
+
+    def _added_up(
+        self, parts: Sequence[Part], found_in: Callable[[Part], tuple[Tensor, Tally]]
+    ) -> tuple[Tensor, Tally]:
+        """Gradients, loss and numbers of a mini-batch."""
+        tally, losses = Tally(), []
+        for place, part in enumerate(parts):
+            loss, found = found_in(part)
+            self._backward(loss, last=place == len(parts) - 1)
+            losses.append(loss.detach())
+            tally.merge(found)
+        return self._over_ranks(torch.stack(losses).sum(), tally)
+
+    def _policy_part(self, part: Part, version: int | None) -> tuple[Tensor, Tally]:
+        """On several ranks: also of one that is there for company alone."""
+        batch = part.batch
+        logp, entropy = self.policy.logprobs(batch, entropy_grad=self._algorithm.entropy_coef > 0)
+        tokens = PolicyTokens(
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            sequence=batch.sequence,
+            n_sequences=batch.n_sequences,
+            proximal=part.proximal,
+            reference=part.reference,
+        )
+        loss, tally = policy_loss(logp, entropy, tokens, self._algorithm)
+        if version is not None:
+            tally.merge(_logprob_gap(logp.detach(), batch, version))
+        return loss, tally
+
+    def _critic_part(self, part: Part) -> tuple[Tensor, Tally]:
+        """Likewise."""
+        assert self._critic is not None and part.values is not None and part.returns is not None
+        values = self._critic(part.batch)
+        return value_loss(values, part.values, part.returns, part.batch.weights, self._algorithm.value_clip)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """`last`: of an update; on several ranks, when gradients are exchanged."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
+        """What all ranks found; here there is one."""
+        return loss, tally
 
     def _count(self, applied: bool, updates: _Updates, loss: Tensor) -> None:
         updates.made += 1

@@ -29,7 +29,7 @@ from freewheel.data.group import PromptGroup
 from freewheel.observe.freshness import freshness
 from freewheel.observe.spans import ELAPSED, Spans
 from freewheel.queue.staleness import Bounds
-from freewheel.sync.weights import Weights
+from freewheel.sync.weights import AnyWeights, Packer, pack
 from freewheel.trainer.backend import Backend, BackendState
 from freewheel.trainer.checkpointing import Checkpointing, Snapshot
 from freewheel.trainer.due import Schedule
@@ -62,7 +62,7 @@ class _Done:
     batch: Batch
     version: int
     """After it."""
-    weights: Weights | None
+    weights: AnyWeights | None
     """Where it made a new version."""
     state: BackendState | None
     """Where a checkpoint is due."""
@@ -90,6 +90,7 @@ class FullyAsyncTrainer:
         step: int = 0,
         version: int = 0,
         pad_token_id: int = 0,
+        packer: Packer = pack,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`step` and `version`: of the checkpoint that `backend` was loaded from."""
@@ -114,10 +115,14 @@ class FullyAsyncTrainer:
         self._committed_step = step
         self._last_due = step
         """The last one of which a checkpoint was due, whatever came of it."""
-        self._unsent: tuple[int, int, Weights] | None = None
+        self._unsent: tuple[int, int, AnyWeights] | None = None
         """Step, version and weights that engines have not been sent."""
         self._stepping = Stepping(
-            backend=backend, max_errors=schedule.max_errors, total_steps=schedule.total_steps, spans=self.spans
+            backend=backend,
+            packer=packer,
+            max_errors=schedule.max_errors,
+            total_steps=schedule.total_steps,
+            spans=self.spans,
         )
         self._taking = Taking(
             queue=queue,
@@ -346,12 +351,12 @@ class FullyAsyncTrainer:
         waits = f"what was trained up to step {self.global_steps}"
         return await answered(ask, wait_s=self._schedule.batch_timeout_s, waits=waits)
 
-    async def _publish(self, step: int, version: int, weights: Weights) -> None:
+    async def _publish(self, step: int, version: int, weights: AnyWeights) -> None:
         self.param_sync_count += 1
         self._measuring.published(step, version, weights)
         await self._publisher.submit(version, weights)
 
-    async def _save(self, weights: Weights) -> None:
+    async def _save(self, weights: AnyWeights) -> None:
         """The last step, unless it is saved."""
         await self._checkpoints.done()
         step = self.global_steps

@@ -24,7 +24,7 @@ from freewheel.rollout.engine import (
     SamplingParams,
 )
 from freewheel.rollout.native import NativeEngine
-from freewheel.sync.weights import checksum, pack
+from freewheel.sync.weights import pack
 
 from .asking import ask, ask_all, reference_logprobs, request_of, running, tiny, until
 
@@ -75,10 +75,10 @@ async def test_new_weights_take_effect_between_two_tokens_of_what_is_in_flight()
         request = request_of(1, n=2, new=10, tokens=12)
         asked = asyncio.create_task(ask(engine, request))
         await gate.let(4)
-        updated = asyncio.create_task(engine.update_weights(5, new.state_dict()))
+        updated = asyncio.create_task(engine.update_weights(5, pack(new.state_dict()), verify=True))
         await asyncio.sleep(0)
         gate.open_up()
-        assert await updated == checksum(new.state_dict().items())
+        assert await updated == pack(new.state_dict()).checksum
         assert engine.version == engine.stats().version == 5
         for one in await asked:
             changed = one.versions.tolist().count(4)
@@ -111,7 +111,7 @@ async def test_a_prompt_that_waits_through_an_update_is_read_by_the_new_weights(
         requests = [request_of(seed, n=2, new=4, tokens=20 + seed) for seed in range(4)]
         asked = asyncio.create_task(ask_all(engine, requests))
         await gate.let(2)
-        updated = asyncio.create_task(engine.update_weights(1, new.state_dict()))
+        updated = asyncio.create_task(engine.update_weights(1, pack(new.state_dict()), verify=False))
         await asyncio.sleep(0)
         gate.open_up()
         await updated
@@ -128,7 +128,7 @@ async def test_tied_embeddings_may_come_once_or_twice_and_packed() -> None:
     async with running(tiny("qwen2")) as engine:
         for version, left_out in enumerate(("lm_head.weight", "model.embed_tokens.weight", ""), start=1):
             sent = pack({name: tensor for name, tensor in state.items() if name != left_out})
-            assert await engine.update_weights(version, sent.tensors()) == sent.checksum
+            assert await engine.update_weights(version, sent, verify=True) == sent.checksum
         (one,) = await ask(engine, request_of(1))
     np.testing.assert_allclose(one.logprobs, reference_logprobs(new, request_of(1).prompt, one.tokens), atol=1e-5)
 
@@ -150,7 +150,7 @@ async def test_weights_that_do_not_fit_are_refused_whole(change: str) -> None:
     async with running(tiny("qwen2")) as engine:
         before = await ask(engine, request_of(1))
         with pytest.raises(ValueError, match=name):
-            await engine.update_weights(1, state)
+            await engine.update_weights(1, pack(state), verify=False)
         assert engine.version == 0
         after = await ask(engine, request_of(1))
     assert before[0].tokens.tolist() == after[0].tokens.tolist()
@@ -273,10 +273,10 @@ async def test_numbers_that_are_not_finite_fail_the_request_and_leave_nothing_be
     bad = {name: torch.full_like(tensor, torch.nan) for name, tensor in good.items()}
     async with running(model) as engine:
         whole = await ask(engine, request_of(1))
-        await engine.update_weights(1, bad)
+        await engine.update_weights(1, pack(bad), verify=False)
         with pytest.raises(EngineError, match=r"not finite.*version 1"):
             await ask(engine, request_of(1, n=20))
-        await engine.update_weights(2, good)
+        await engine.update_weights(2, pack(good), verify=False)
         found = await ask_all(engine, [request_of(seed, n=4) for seed in range(1, 8)])
         assert found[0][0].tokens.tolist() == whole[0].tokens.tolist()
         assert all(np.isfinite(one.logprobs).all() for completions in found for one in completions)

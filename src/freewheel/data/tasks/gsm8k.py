@@ -6,7 +6,7 @@ verl's Parquet: `prompt`, `reward_model.ground_truth`, `extra_info`     ┴─�
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +44,9 @@ class Gsm8k:
         return render(row, tokenizer, rendering)
 
     def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
-        """A response that was cut off after its answer has still given it."""
-        return gsm8k(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
+        """A response that was cut off after its answer has still given it. Its parts tell a wrong number from none."""
+        found = gsm8k(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
+        return replace(found, parts={"correct": found.value, "format": found.format})
 
     def _sample(self, row: dict[str, Any], index: int, split: str, path: str | Path) -> Row:
         where = f"{path}, row {index}"

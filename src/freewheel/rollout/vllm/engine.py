@@ -1,0 +1,377 @@
+"""`VllmEngine`: the engine protocol over vLLM's `AsyncLLM`.
+
+    event loop                                              vLLM's engine core, a process of its own
+    generate ─ one request a sample ─▶ Llm.submit ────────▶ scheduler ─▶ step, step, …
+    Flight.get ◀─ chunks, with versions ◀─ Llm.versions ◀── batches of new tokens
+    update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
+
+A sample waits for: its output. Unblocked by: its end, an abort, the watch (no token in time), the core's death.
+An update waits for: the update before it, and the core's answers. Unblocked by: an answer, the core's death.
+
+An update that fails before the first bucket leaves the old version serving. One that fails later has overwritten some
+weights: nothing is generated until another succeeds; where the next one fails too the engine has died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from freewheel.data.group import Finish
+from freewheel.rollout.engine import (
+    Chunk,
+    EngineDied,
+    EngineError,
+    EngineStats,
+    GenerationAborted,
+    GenerationRequest,
+    GenerationTimeout,
+)
+from freewheel.rollout.native.flight import Flight
+from freewheel.rollout.native.requests import check_request
+from freewheel.rollout.vllm.api import Output
+from freewheel.rollout.vllm.progress import Stopwatch, Watch
+from freewheel.rollout.vllm.transfer import whole_sum
+from freewheel.sync.weights import AnyWeights
+
+log = logging.getLogger("freewheel.rollout")
+
+Connect = Callable[..., Any]
+"""`Llm` or `RemoteLlm`, but for `version` and `on_death`."""
+Shipped = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
+"""Weights as what vLLM's `update_weights` is given, a bucket at a time."""
+
+MOST_FAILED_UPDATES = 2
+"""In a row, of an engine whose weights are a mixture: the second may heal the first, and no third is waited for."""
+CONTENT_SUM = "freewheel_content_sum"
+"""The worker's method that sums up the weights it holds."""
+FINISHES: dict[str | None, Finish | None] = {None: None, "stop": "stop", "length": "length"}
+BY_CALLER, BY_UPDATE = "caller", "update"
+"""Who holds generation back."""
+
+
+class VllmEngine:
+    """Continuous batching by vLLM. Called from one event loop.
+
+    On a CPU a sample's draws follow from its seed; what shares a batch may still change the last bit of a logit.
+    """
+
+    def __init__(
+        self,
+        connect: Connect,
+        *,
+        shipped: Shipped,
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        vocabulary: int,
+        version: int = 0,
+        initial: Callable[[], AnyWeights] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`connect`: to a vLLM that is this engine's own from now on. `initial`: the weights of `version`, where that
+        vLLM may hold others; they are loaded before anything is generated."""
+        self._llm = connect(version=version, on_death=self._core_died)
+        self._initial = initial
+        self._shipped = shipped
+        self._slots = slots
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        self._vocabulary = vocabulary
+        self._version = version
+        self._flights: dict[str, Flight] = {}
+        self._live: dict[str, Flight] = {}
+        """By sample."""
+        self._tasks: set[asyncio.Future[Any]] = set()
+        """Beside what anybody awaits."""
+        self._watch = Watch(slots)
+        self._looking: asyncio.TimerHandle | None = None
+        self._counting = Stopwatch(clock)
+        """Time in which tokens may be expected."""
+        self._counting.run(True)
+        self._busy = Stopwatch(clock)
+        self._held: set[str] = set()
+        self._free = asyncio.Event()
+        """No update is under way: who begins now begins with the version that it is told."""
+        if initial is None:
+            self._free.set()
+        self._updating = asyncio.Lock()
+        self._failed_updates = 0
+        """In a row. Above 0 the weights are a mixture."""
+        self._prompt_tokens = 0
+        self._ended_tokens = 0
+        self._over: EngineError | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._priming: asyncio.Future[Any] | None = None
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-vllm-aside")
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+        check_request(
+            request,
+            max_prompt_tokens=self._max_prompt_tokens,
+            max_new_tokens=self._max_new_tokens,
+            vocabulary=self._vocabulary,
+        )
+        self._check_open()
+        if request.id in self._flights:
+            raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
+        flight = Flight(request, asyncio.get_running_loop())
+        self._flights[request.id] = flight
+        if self._initial is not None and self._priming is None:
+            self._priming = self._beside(self._prime())
+        self._prompt_tokens += len(request.prompt)
+        prompt = request.prompt.tolist()
+        samples = [asyncio.create_task(self._sample(flight, index, prompt)) for index in range(len(request.samples))]
+        left = len(samples)
+        try:
+            while left:
+                chunk = await flight.get()
+                left -= chunk.finish is not None
+                yield chunk
+        finally:
+            flight.over = True
+            del self._flights[request.id]
+            for sample in samples:
+                sample.cancel()
+
+    async def pause(self) -> None:
+        self._check_open()
+        await self._hold(BY_CALLER)
+
+    async def resume(self) -> None:
+        self._check_open()
+        await self._let_go(BY_CALLER)
+
+    async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
+        # In a task of its own: a caller that goes away must not leave half an update behind.
+        return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
+
+    async def abort(self, request_id: str) -> None:
+        flight = self._flights.get(request_id)
+        if flight is not None:
+            flight.put(GenerationAborted(f"request {request_id!r} was aborted"))
+
+    def stats(self) -> EngineStats:
+        live = len(self._live)
+        return EngineStats(
+            version=self._version,
+            running=min(live, self._slots),
+            waiting=max(0, live - self._slots),
+            slots=self._slots,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._ended_tokens + sum(self._llm.tokens().values()),
+            busy_s=self._busy.elapsed_s,
+            paused=bool(self._held),
+        )
+
+    async def close(self) -> None:
+        self._end(GenerationAborted("the engine was closed"))
+        if self._closing is None:  # its end ends what is asked of it, updates included
+            self._closing = asyncio.ensure_future(self._llm.shutdown())
+        await asyncio.shield(self._closing)
+        self._aside.shutdown(wait=False)
+
+    # -- one sample ---------------------------------------------------------------------------------------------------
+
+    async def _sample(self, flight: Flight, index: int, prompt: list[int]) -> None:
+        """Its chunks into the flight's inbox; whatever ends it otherwise, too."""
+        name = f"{flight.request.id}/{index}"
+        self._begin(name, flight)
+        sent = 0
+        try:
+            await self._free.wait()
+            self._check_open()
+            self._llm.versions.begin(name)
+            sample, stream = flight.request.samples[index], flight.request.stream
+            made = self._llm.outputs(name, prompt, sample, stream=stream, salt=str(self._version))
+            async with aclosing(made) as outputs:
+                async for output in outputs:
+                    chunk = self._chunk(name, index, sent, output)
+                    sent += len(chunk.tokens)
+                    if output.finish is not None:
+                        self._forget(name, sent)  # who hears of the last token finds it counted
+                    flight.put(chunk)
+        except asyncio.CancelledError:
+            raise
+        except EngineError as error:
+            flight.put(error)
+        except Exception as error:  # noqa: BLE001  # whatever vLLM raises, who waits must hear of it
+            flight.put(self._as_ours(error))
+        finally:
+            if name in self._live:
+                self._forget(name, self._llm.tokens().get(name, sent))
+                if self._over is None:
+                    self._beside(self._llm.abort(name))
+
+    def _begin(self, name: str, flight: Flight) -> None:
+        self._live[name] = flight
+        self._watch.begin(name, flight.request.timeout_s, self._counting.elapsed_s)
+        self._busy.run(not self._held)
+        self._look_later(flight.loop)
+
+    def _forget(self, name: str, tokens: int) -> None:
+        del self._live[name]
+        self._ended_tokens += tokens
+        self._llm.versions.end(name)
+        self._watch.end(name, self._counting.elapsed_s)
+        self._busy.run(bool(self._live) and not self._held)
+        if not self._live and self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+
+    def _chunk(self, name: str, index: int, sent: int, output: Output) -> Chunk:
+        tokens = np.asarray(output.tokens, np.int32)
+        logprobs = np.asarray(output.logprobs, np.float32)
+        if output.finish not in FINISHES:
+            raise EngineError(f"vLLM ended {name!r} with {output.finish!r}")
+        if len(logprobs) != len(tokens) or not np.isfinite(logprobs).all():
+            raise EngineError(f"vLLM gave {name!r} log-probabilities that are missing or not finite")
+        versions = self._llm.versions.of(name, sent, sent + len(tokens))
+        return Chunk(index, tokens, logprobs, versions, FINISHES[output.finish])
+
+    def _as_ours(self, error: Exception) -> EngineError:
+        if self._llm.is_death(error):
+            return EngineDied("vLLM's engine core has died")
+        return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+
+    # -- the watch ----------------------------------------------------------------------------------------------------
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._looking is None and (every_s := self._watch.look_every_s) is not None:
+            self._looking = loop.call_later(every_s, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._looking = None
+        for name, idle_s in self._watch.look(self._counting.elapsed_s, self._llm.tokens()).items():
+            flight = self._live[name]
+            flight.put(GenerationTimeout(f"request {flight.request.id!r}: no token for {idle_s:.3g} s"))
+        self._look_later(loop)
+
+    # -- pauses and weights -------------------------------------------------------------------------------------------
+
+    async def _hold(self, who: str) -> None:
+        """Returns when no token is being made."""
+        if not self._held:
+            await self._llm.pause()
+        self._held.add(who)
+        self._counting.run(False)
+        self._busy.run(False)
+
+    async def _let_go(self, who: str) -> None:
+        self._held.discard(who)
+        if not self._held:
+            await self._llm.resume()
+            self._counting.run(True)
+            self._busy.run(bool(self._live))
+
+    async def _take_over(self, version: int, weights: AnyWeights, verify: bool) -> int | None:
+        async with self._updating:
+            self._check_open()
+            async with self._prepared(weights) as buckets:
+                self._free.clear()
+                try:
+                    await self._hold(BY_UPDATE)
+                    await self._load(version, buckets)
+                finally:
+                    if not self._failed_updates and self._over is None:
+                        await self._let_go(BY_UPDATE)
+                        if self._initial is None:
+                            self._free.set()
+            return await self._content_sum() if verify else None  # beside the decoding, which only reads them
+
+    async def _prime(self) -> None:
+        """The weights of the version that it begins with, unless a later one came first."""
+        assert self._initial is not None
+        try:
+            weights = await asyncio.get_running_loop().run_in_executor(self._aside, self._initial)
+            if self._initial is not None:
+                await self._take_over(self._version, weights, verify=False)
+        except Exception as error:  # noqa: BLE001  # whatever it was, nothing can be generated
+            self._end(EngineDied(f"vLLM could not be given the weights to begin with: {error}"))
+
+    async def _load(self, version: int, buckets: list[dict[str, Any]]) -> None:
+        overwritten = self._failed_updates > 0
+        try:
+            await self._llm.start_update()
+            for bucket in buckets:
+                overwritten = True
+                await self._llm.update(bucket)
+            await self._llm.finish_update(version)
+        except EngineDied:
+            raise
+        except Exception as error:
+            what = f"vLLM did not take version {version}: {error}"
+            if not overwritten:
+                raise EngineError(f"{what}; version {self._version} goes on serving") from error
+            self._failed_updates += 1
+            if self._failed_updates >= MOST_FAILED_UPDATES:
+                raise self._end(EngineDied(f"{what}; its weights are of several versions")) from error
+            raise EngineError(f"{what}; nothing is generated until an update succeeds") from error
+        self._failed_updates = 0
+        self._version = version
+        self._initial = None
+
+    @asynccontextmanager
+    async def _prepared(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
+        """`shipped`, whose copies are made in a thread: generation goes on beside them."""
+
+        def aside(what: Callable[..., Any], *args: Any) -> Awaitable[Any]:
+            return asyncio.get_running_loop().run_in_executor(self._aside, what, *args)
+
+        context = self._shipped(weights)
+        buckets = await aside(context.__enter__)
+        try:
+            yield buckets
+        except BaseException as error:
+            if not await aside(context.__exit__, type(error), error, error.__traceback__):
+                raise
+        else:
+            await aside(context.__exit__, None, None, None)
+
+    async def _content_sum(self) -> int | None:
+        return whole_sum(await self._llm.everywhere(CONTENT_SUM))
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def _beside(self, work: Any) -> asyncio.Future[Any]:
+        task: asyncio.Future[Any] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._looked_at)
+        return task
+
+    def _looked_at(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self._over is None:
+            log.debug("vLLM: %r", error)  # who awaits it hears of it; an abort that failed is of no use to anybody
+
+    def _check_open(self) -> None:
+        if self._over is None and self._llm.is_dead:
+            self._core_died()
+        if isinstance(self._over, EngineDied):
+            raise EngineDied(str(self._over))
+        if self._over is not None:
+            raise EngineError("the engine is closed")
+
+    def _core_died(self) -> None:
+        self._end(EngineDied("vLLM's engine core has died"))
+
+    def _end(self, reason: EngineError) -> EngineError:
+        """Nobody may wait any longer. What ended it first stays the reason."""
+        self._over = self._over or reason
+        for flight in self._flights.values():
+            flight.put(reason)
+        self._free.set()
+        return reason

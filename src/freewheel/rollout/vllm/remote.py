@@ -1,0 +1,216 @@
+"""A `vllm serve` in place of an `AsyncLLM` of our own: the calls of `Llm`, over HTTP.
+
+    VllmEngine ─▶ RemoteLlm ─▶ /v1/completions: tokens in, a stream of tokens out
+                           └─▶ /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume
+
+The server is somebody else's process on this machine, as weights travel through its shared memory. What is in flight
+when the version changes keeps the version that it began with for all of its tokens: a stream does not say which weights
+made a token, and none may be taken for newer than it is. A server that cannot be reached has died for us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
+from freewheel.rollout.vllm.api import Output
+from freewheel.rollout.vllm.tagging import TokenVersions
+
+KEY = "rollout.urls"
+LOOK_S = 10.0
+"""For a server to say what it is."""
+EVENT = b"data: "
+END = b"[DONE]"
+DETAIL_CHARS = 300
+START = (
+    "start it with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls freewheel.rollout.vllm.worker.WorkerExtension and "
+    '--weight-transfer-config \'{"backend": "freewheel_shm"}\''
+)
+
+
+@dataclass(frozen=True)
+class Server:
+    """What one says of itself."""
+
+    url: str
+    model: str
+    """The name that it serves it under."""
+    max_model_len: int
+
+
+def find_server(url: str, max_model_len: int) -> Server:
+    """Raises where it cannot be reached, is too short, or cannot be given weights."""
+    url = url.rstrip("/")
+    status, said = _get(f"{url}/v1/models")
+    if status != 200:
+        raise ConfigError(KEY, url, f"there is no vLLM server ({said}): start one, or correct the address")
+    served = said["data"][0]
+    server = Server(url, served["id"], int(served["max_model_len"]))
+    if server.max_model_len < max_model_len:
+        remedy = (
+            f"it takes {server.max_model_len} tokens, and {max_model_len} are needed: start it with --max-model-len"
+        )
+        raise ConfigError(KEY, url, f"{remedy} {max_model_len}")
+    if _get(f"{url}/is_paused")[0] != 200:
+        raise ConfigError(KEY, url, f"it cannot be given new weights: {START}")
+    return server
+
+
+def _get(url: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(url, timeout=LOOK_S) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, str(error)
+    except (OSError, ValueError) as error:
+        return 0, str(error)
+
+
+class RemoteLlm:
+    """One server. Called from one event loop."""
+
+    def __init__(self, server: Server, *, version: int, on_death: Callable[[], None]) -> None:
+        self.versions = TokenVersions(version)
+        self._server = server
+        self._on_death = on_death
+        self._made: dict[str, int] = {}
+        self._session: aiohttp.ClientSession | None = None
+        self.is_dead = False
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    async def outputs(
+        self, name: str, prompt: list[int], sample: SamplingParams, *, stream: bool, salt: str
+    ) -> AsyncIterator[Output]:
+        """Until one has `finish`. Closed early it ends the request: the server hears that nobody listens."""
+        self._made[name] = 0
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        try:
+            async for made in self._events(self._body(prompt, sample, salt)):
+                self._made[name] += len(made.tokens)
+                if made.finish is not None:
+                    del self._made[name]
+                if stream:
+                    yield made
+                else:
+                    tokens += made.tokens
+                    logprobs += made.logprobs
+                    if made.finish is not None:
+                        yield Output(tokens, logprobs, made.finish)
+        finally:
+            self._made.pop(name, None)
+
+    def _body(self, prompt: list[int], sample: SamplingParams, salt: str) -> dict[str, Any]:
+        return {
+            "model": self._server.model,
+            "prompt": prompt,
+            "max_tokens": sample.max_new_tokens,
+            "temperature": sample.temperature,
+            "top_p": sample.top_p,
+            "top_k": sample.top_k,
+            "stop_token_ids": list(sample.stop_token_ids),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "cache_salt": salt,
+            "stream": True,
+        }
+
+    async def _events(self, body: dict[str, Any]) -> AsyncIterator[Output]:
+        ended = False
+        try:
+            async with self._open().post(f"{self._server.url}/v1/completions", json=body) as answer:
+                await self._check(answer, "/v1/completions")
+                async for line in answer.content:
+                    if line.startswith(EVENT) and not line.startswith(EVENT + END):
+                        event = json.loads(line[len(EVENT) :])
+                        if "error" in event:
+                            raise EngineError(f"vLLM failed: {str(event['error'])[:DETAIL_CHARS]}")
+                        for choice in event["choices"]:
+                            ended = choice["finish_reason"] is not None
+                            scores = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+                            yield Output(choice.get("token_ids") or (), scores, choice["finish_reason"])
+                        await asyncio.sleep(0)  # one that has arrived whole must not keep others from their turn
+        except aiohttp.ClientError as error:
+            raise self._died(error) from error
+        if not ended:
+            raise EngineError("vLLM ended a response without saying why")
+
+    async def abort(self, name: str) -> None:
+        """Closing its stream has ended it."""
+
+    def tokens(self) -> dict[str, int]:
+        return dict(self._made)
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        await self._post("/pause?mode=keep&clear_cache=false")
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def start_update(self) -> None:
+        await self._post("/start_weight_update", {"is_checkpoint_format": False})
+
+    async def update(self, info: dict[str, Any]) -> None:
+        await self._post("/update_weights", {"update_info": info})
+
+    async def finish_update(self, version: int) -> None:
+        await self._post("/finish_weight_update", {"weight_version": str(version)})
+        self.versions.batch(version, {})
+
+    async def everywhere(self, method: str) -> Sequence[Any]:
+        said = await self._post("/collective_rpc", {"method": method})
+        return list(said["results"])
+
+    async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        try:
+            async with self._open().post(f"{self._server.url}{path}", json=body or {}) as answer:
+                await self._check(answer, path)
+                return await answer.json()
+        except aiohttp.ClientError as error:
+            raise self._died(error) from error
+
+    @staticmethod
+    async def _check(answer: aiohttp.ClientResponse, path: str) -> None:
+        if answer.status != 200:
+            said = (await answer.text())[:DETAIL_CHARS]
+            raise EngineError(f"vLLM answered {answer.status} to {path}: {said}")
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # Answers take as long as they take: the engine watches over tokens itself.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self._session
+
+    def _died(self, error: Exception) -> EngineDied:
+        if not self.is_dead:
+            self.is_dead = True
+            self._on_death()
+        return EngineDied(f"the vLLM server {self._server.url} cannot be reached: {error}")
+
+    @staticmethod
+    def is_death(error: BaseException) -> bool:
+        return isinstance(error, EngineDied)
+
+    async def shutdown(self) -> None:
+        """The server goes on; what we asked of it ends."""
+        self.is_dead = True
+        if self._session is not None:
+            await self._session.close()
+            await asyncio.sleep(0)  # for its connections to hear of it

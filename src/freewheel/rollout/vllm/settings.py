@@ -1,0 +1,128 @@
+"""From a run's settings to the arguments of a vLLM engine.
+
+    TrainConfig, Plan, the model's own config ─▶ engine_arguments ─▶ AsyncEngineArgs(**…)
+    rollout.vllm: any argument by vLLM's own name ──────▲  what only freewheel can know is refused, with the reason
+
+Pure: which arguments this vLLM knows is given. Needs no vLLM.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from freewheel.judge.errors import ConfigError
+
+if TYPE_CHECKING:
+    from freewheel.runtime.config import TrainConfig
+    from freewheel.runtime.plan import Plan
+
+SET_HERE: Mapping[str, str] = {
+    "model": "model.path says it",
+    "dtype": "model.dtype says it: training and generation must have the same",
+    "tokenizer": "prompts come as tokens, and it has none",
+    "skip_tokenizer_init": "prompts come as tokens, and it has no tokenizer",
+    "max_num_seqs": "rollout.slots says it",
+    "tensor_parallel_size": "rollout.tensor_parallel_size says it",
+    "pipeline_parallel_size": "rollout.pipeline_parallel_size says it",
+    "data_parallel_size": "rollout.replicas says it",
+    "generation_config": "rollout says how responses are sampled",
+    "logprobs_mode": "training needs log-probabilities at the sampling temperature",
+    "weight_transfer_config": "async_training.weight_transport says how weights get there",
+    "worker_extension_cls": "freewheel's own takes over new weights",
+}
+"""Arguments that cannot be given in `rollout.vllm`, and why."""
+LOGPROBS = "processed_logprobs"
+"""At the sampling temperature. Where top_p or top_k cut the distribution, those of what is left."""
+CPU_BLOCK_TOKENS = 128
+"""Of vLLM's KV cache on a CPU, where nobody says otherwise."""
+CPU_KV_SPARE = 1.25
+"""KV cache on a CPU, in units of what all slots take: the rest is for prefixes that are kept."""
+LARGEST_SEED = 2**32
+"""Of numpy's generators, which vLLM seeds too."""
+NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def environment(device: str) -> dict[str, str]:
+    """Variables that vLLM reads when it is imported, where the user has not set them."""
+    found = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",  # a run tells nobody about itself
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process with threads must not be forked
+    }
+    if device == "cpu":
+        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # `rollout.threads` are this process's, and others share cores
+    return found
+
+
+def set_environment(device: str, environ: MutableMapping[str, str] = os.environ) -> None:
+    for name, value in environment(device).items():
+        environ.setdefault(name, value)
+
+
+def check_arguments(given: Mapping[str, Any], known: Collection[str] | None) -> None:
+    """Raises for an argument of `rollout.vllm` that is freewheel's to set, or that this vLLM does not know. `known`:
+    None where that cannot be asked yet."""
+    for key, value in given.items():
+        if key in SET_HERE:
+            raise ConfigError(f"rollout.vllm.{key}", value, f"{SET_HERE[key]}: leave it out")
+        if known is not None and key not in known:
+            near = difflib.get_close_matches(key, known, n=3)
+            remedy = f"did you mean {' or '.join(near)}?" if near else "see AsyncEngineArgs of vLLM for their names"
+            raise ConfigError(f"rollout.vllm.{key}", value, f"this vLLM has no such argument: {remedy}")
+
+
+def engine_arguments(
+    *,
+    config: TrainConfig,
+    plan: Plan,
+    model_path: str,
+    model_config: Any,
+    max_model_len: int,
+    backend: str,
+    worker_extension: str,
+    known: Collection[str],
+) -> dict[str, Any]:
+    """`model_config`: the model's, as transformers reads it. `backend`, `worker_extension`: how weights arrive."""
+    given = config.rollout.vllm
+    check_arguments(given, known)
+    if given.get("max_model_len", max_model_len) < max_model_len:
+        raise ConfigError(
+            "rollout.vllm.max_model_len",
+            given["max_model_len"],
+            f"the longest prompt and rollout.max_new_tokens are {max_model_len} tokens: give that or more, or leave it",
+        )
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": plan.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": config.seed % LARGEST_SEED,
+        "max_model_len": max_model_len,
+        "max_num_seqs": plan.slots,
+        "tensor_parallel_size": config.rollout.tensor_parallel_size,
+        "pipeline_parallel_size": config.rollout.pipeline_parallel_size,
+        "logprobs_mode": LOGPROBS,
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": backend},
+        "worker_extension_cls": worker_extension,
+    }
+    if plan.device_rollout == "cuda":
+        arguments["gpu_memory_utilization"] = plan.gpu_memory_share
+    else:
+        arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(model_config, plan.dtype, plan.slots, max_model_len)
+    return arguments | given
+
+
+def cpu_kv_bytes(model_config: Any, dtype: str, slots: int, max_model_len: int) -> int:
+    """For all slots at their longest, in whole blocks. Left to itself vLLM takes nine tenths of the memory."""
+    text = model_config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    token = text.num_hidden_layers * 2 * kv_heads * head * NUMBER_BYTES[dtype]
+    blocks = slots * -(-max_model_len // CPU_BLOCK_TOKENS) + 1  # one is never given away
+    return int(token * CPU_BLOCK_TOKENS * blocks * CPU_KV_SPARE)

@@ -1,0 +1,127 @@
+"""The way of weights into vLLM: what its workers are told of a version.
+
+    Weights ───────▶ a file in /dev/shm, private ─▶ infos: its path, what lies where ─┐
+    DeviceWeights ─▶ nothing moves ───────────────▶ infos: CUDA handles, what where ──┼▶ vLLM's update_weights, one by
+    SentWeights ───▶ the trainer is asked to send ▶ info: where its group meets ──────┘  one ─▶ its workers
+
+In the rollouter's process, around `AsyncLLM` or a client of `vllm serve`: `shipped` prepares before the engine pauses.
+The worker's side (`freewheel.rollout.vllm.worker`) is registered with vLLM by the import of `WORKER_EXTENSION`, which
+vLLM does in each of its processes; all that goes there is plain values, which JSON and msgpack hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from freewheel.observe.private import open_private
+from freewheel.sync.buckets import BUCKET_BYTES, by_bucket
+from freewheel.sync.device import DeviceWeights
+from freewheel.sync.sending import SentWeights
+from freewheel.sync.weights import SUM_BITS, AnyWeights, Entry, Weights
+
+WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"
+"""For vLLM's `worker_extension_cls`."""
+BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "freewheel_nccl"}
+SHARED_MEMORY = Path("/dev/shm")
+INTACT = 1 << 26
+"""Bytes of shared memory that are left to others."""
+
+Info = dict[str, Any]
+"""`update_info` of one bucket."""
+
+
+def backend(transport: str) -> str:
+    """The name of the receiving backend, for vLLM's `weight_transfer_config`."""
+    return BACKENDS[transport]
+
+
+@contextlib.contextmanager
+def shipped(weights: AnyWeights, *, workers: int = 1) -> Iterator[list[Info]]:
+    """What vLLM's workers need to know, one a bucket; what it refers to is there until the context ends. May copy: in a
+    thread, and before the pause. `workers`: how many there are. Raises `WeightsGone`, also where what is done inside
+    fails for that reason."""
+    if isinstance(weights, SentWeights):
+        with weights.sending(workers) as told:
+            yield [told]
+        return
+    if isinstance(weights, DeviceWeights):
+        with weights.owner.watched():
+            yield _numbered(_by_handles(weights))
+        return
+    assert isinstance(weights, Weights), f"vLLM cannot be sent {type(weights).__name__}"
+    with _in_file(weights) as path:
+        yield _numbered(_contents(part) | {"path": path} for part in _parts(weights.entries))
+
+
+def _numbered(infos: Iterable[Info]) -> list[Info]:
+    """The receiver begins with the first and is done after the last."""
+    found = list(infos)
+    return [info | {"part": part, "parts": len(found)} for part, info in enumerate(found)]
+
+
+def _by_handles(weights: DeviceWeights) -> list[Info]:
+    owner = {"pid": weights.owner.pid, "started": weights.owner.started}
+    parts = zip(by_bucket(weights.entries), weights.handles, strict=True)
+    return [_contents(part) | {"handle": handle, "owner": owner} for part, handle in parts]
+
+
+def _contents(part: Mapping[str, Entry]) -> Info:
+    return {
+        "names": list(part),
+        "dtype_names": [entry.dtype for entry in part.values()],
+        "shapes": [list(entry.shape) for entry in part.values()],
+        "starts": [entry.start for entry in part.values()],
+    }
+
+
+def _parts(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
+    """So much at a time that a worker that copies needs no second model's memory."""
+    found: list[dict[str, Entry]] = []
+    left = 0
+    for name, entry in entries.items():
+        if not found or left < entry.n_bytes:
+            found.append({})
+            left = BUCKET_BYTES
+        found[-1][name] = entry
+        left -= entry.n_bytes
+    return found
+
+
+@contextlib.contextmanager
+def _in_file(weights: Weights) -> Iterator[str]:
+    """A copy of the buffer that other processes of this user map."""
+    path = _room(weights.n_bytes) / f"freewheel-weights-{os.getpid()}-{secrets.token_hex(8)}"
+    try:
+        descriptor = open_private(path, os.O_WRONLY)
+        try:
+            left = weights.buffer.data.cast("B")
+            while left:
+                left = left[os.write(descriptor, left) :]
+        finally:
+            os.close(descriptor)
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _room(n_bytes: int) -> Path:
+    """Shared memory, or a disk where that is too small (64 MB in many containers)."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(SHARED_MEMORY).free >= n_bytes + INTACT:
+            return SHARED_MEMORY
+    return Path(tempfile.gettempdir())
+
+
+def whole_sum(parts: Iterable[int | None]) -> int | None:
+    """Of what workers' `freewheel_content_sum` gives; None: they hold weights in a form that cannot be compared."""
+    found = list(parts)
+    if any(part is None for part in found):
+        return None
+    return sum(int(part) for part in found if part is not None) % (1 << SUM_BITS)

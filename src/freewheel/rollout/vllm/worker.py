@@ -1,0 +1,359 @@
+"""The receiving end in vLLM's worker processes: weights in, and a sum of what the worker then holds.
+
+    vLLM: start_weight_update ─▶ update_weights(info) … ─▶ finish_weight_update
+                                   │ a file that it maps, the trainer's GPU memory, or a broadcast
+                                   ▼
+          model.load_weights(views): in place, or through vLLM's reload of whole layers where it stores them otherwise
+
+vLLM imports this module in each worker (`worker_extension_cls`), which registers the backends. They fit both shapes of
+its interface: 0.24's, to be started with `is_checkpoint_format=False`, and 0.32's. The first part of a version begins a
+reload and the last one ends it, whoever calls.
+"""
+
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from freewheel.rollout.vllm.holding import held_sum, remember_packed
+from freewheel.rollout.vllm.orphan import end_with_rollouter
+from freewheel.rollout.vllm.transfer import BACKENDS
+from freewheel.sync.broadcast import Header, receive
+from freewheel.sync.device import MAPPINGS, Owner
+from freewheel.sync.groups import Kind, TorchGroup
+from freewheel.sync.sending import GROUP_S
+from freewheel.sync.weights import Entry
+
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Ways of storing parameters that leave them as a checkpoint has them, on a GPU."""
+COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# -- how a model takes weights ----------------------------------------------------------------------------------------
+
+
+def loads_in_place(model: nn.Module) -> bool:
+    """Whether `load_weights` into the parameters as they are is all: dense, unquantized, nothing packed or derived."""
+    if current_platform.is_cpu():
+        return False  # whose kernels have packed copies
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and type(method) not in PLAIN:
+            return False
+        if "MLA" in type(module).__name__:  # which derives matrices from its own
+            return False
+    return True
+
+
+def _pack_tied_heads(model: nn.Module) -> None:
+    """A head that shares the embedding's parameter is not loaded, and its packed copy is of the version before."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and module.weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+# -- backends ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """There is nothing to agree on beforehand."""
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """One of the buckets of a version, and what lies where in it."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    starts: list[int]
+    part: int
+    parts: int
+
+    def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
+        contents = zip(self.names, self.dtype_names, self.shapes, self.starts, strict=True)
+        return [(name, Entry(dtype, tuple(shape), start).view(buffer)) for name, dtype, shape, start in contents]
+
+
+@dataclass
+class FileUpdate(Update):
+    """In a file."""
+
+    path: str
+
+
+@dataclass
+class HandleUpdate(Update):
+    """In another process's GPU memory."""
+
+    handle: dict[str, Any]
+    owner: dict[str, Any]
+
+
+class Receiving(WeightTransferEngine):  # type: ignore[misc]
+    """What both backends have in common: everything but where a bucket lies."""
+
+    init_info_cls = InitInfo
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.loaded: set[str] | None = set()
+        """Parameters that weights were loaded into; None: the model does not say."""
+        self._reloading = False
+        """Layer by layer, by vLLM's own means."""
+
+    def buffer_of(self, update: Any) -> Tensor:
+        raise NotImplementedError
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if not current_platform.is_cpu():
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Any, load_weights: Callable[..., None] | None = None) -> None:
+        """`load_weights`: 0.24's, which knows vLLM's own names alone."""
+        if not update_info.part:
+            self._begin()
+        with self._sound():
+            self._load(update_info.views(self.buffer_of(update_info)))
+            if update_info.part + 1 == update_info.parts:
+                self._end_reload()
+
+    def _begin(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._end_reload()  # of a version that was given up half way
+        if not loads_in_place(self.model):
+            self._reloading = True
+            initialize_layerwise_reload(self.model)
+
+    def _load(self, weights: list[tuple[str, Tensor]]) -> None:
+        with torch.no_grad(), _any_part():
+            names = self.model.load_weights(weights)
+        self.loaded = None if names is None or self.loaded is None else self.loaded | set(names)
+
+    @contextlib.contextmanager
+    def _sound(self) -> Iterator[None]:
+        """After a failure every layer is as it should be, with whatever it has: the next version finds it so."""
+        try:
+            yield
+        except BaseException:
+            self._end_reload()
+            raise
+
+    def _end_reload(self) -> None:
+        """All that it needs of a configuration is the type of activations."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if not self._reloading:
+            return
+        self._reloading = False
+        kinds = (parameter.dtype for parameter in self.model.parameters())
+        finalize_layerwise_reload(
+            self.model, SimpleNamespace(dtype=next(kind for kind in kinds if kind in COMPUTED_IN))
+        )
+        if current_platform.is_cpu():
+            _pack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        raise NotImplementedError("freewheel's trainer hands its weights to freewheel's rollouter")
+
+
+def _any_part() -> contextlib.AbstractContextManager[Any]:
+    """A bucket is a part of a checkpoint, also for who checks that it has all."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return contextlib.nullcontext()
+    check: contextlib.AbstractContextManager[Any] = disable_mtp_completeness_check()
+    return check
+
+
+class FileReceiving(Receiving):
+    """`freewheel_shm`: the worker maps a file of the rollouter's."""
+
+    update_info_cls = FileUpdate
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._mapped: tuple[str, Tensor] | None = None
+
+    def buffer_of(self, update: FileUpdate) -> Tensor:
+        if self._mapped is None or self._mapped[0] != update.path:
+            self._mapped = None
+            self._mapped = (update.path, _mapped(update.path))
+        return self._mapped[1]
+
+    def _end_reload(self) -> None:
+        super()._end_reload()
+        self._mapped = None
+
+    def shutdown(self) -> None:
+        self._mapped = None
+
+
+def _mapped(path: str) -> Tensor:
+    import warnings
+
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        pages = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    with warnings.catch_warnings():  # nobody writes to them
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.frombuffer(pages, np.uint8))
+
+
+class HandleReceiving(Receiving, IPCWeightTransferEngine):  # type: ignore[misc]
+    """`freewheel_ipc`: views of the trainer's GPU memory, which the trainer does not change while they are read. Unlike
+    vLLM's own, nothing is copied on the way, and memory that was opened stays open for the next version."""
+
+    update_info_cls = HandleUpdate
+
+    parse_update_info = WeightTransferEngine.parse_update_info  # vLLM's own takes pickles
+
+    def buffer_of(self, update: HandleUpdate) -> Tensor:
+        owner = Owner(**update.owner)
+        with owner.watched():
+            return MAPPINGS.open(update.handle, owner)
+
+    def shutdown(self) -> None:
+        MAPPINGS.close()
+
+
+@dataclass
+class GroupUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A version that the trainer broadcasts. `port` 0: to the group that there is."""
+
+    key: int
+    kind: Kind
+    address: str
+    port: int
+    size: int
+
+
+class GroupReceiving(Receiving):
+    """`freewheel_nccl`: buckets as the trainer broadcasts them, into one bucket's worth of memory after the other."""
+
+    update_info_cls = GroupUpdate
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._group: TorchGroup | None = None
+
+    def receive_weights(self, update_info: GroupUpdate, load_weights: Callable[..., None] | None = None) -> None:
+        try:
+            with self._sound():
+                receive(self._joined(update_info), self._Into(self, update_info.key))
+        except BaseException:
+            self.shutdown()  # whatever it was, the others are elsewhere in the order of things
+            raise
+
+    def _joined(self, update: GroupUpdate) -> TorchGroup:
+        if update.port:
+            self.shutdown()
+            self._group = TorchGroup(
+                update.kind,
+                address=update.address,
+                port=update.port,
+                rank=1 + self.parallel_config.rank,
+                size=update.size,
+                timeout_s=GROUP_S,
+            )
+        assert self._group is not None, "the trainer sends to a group that this worker is not in"
+        return self._group
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    class _Into:
+        """Into the model, bucket after bucket: there is no room for a second one."""
+
+        def __init__(self, receiving: GroupReceiving, key: int) -> None:
+            self._receiving = receiving
+            self._key = key
+
+        def wants(self, header: Header) -> bool:
+            if header.version != self._key:
+                return False
+            self._receiving._begin()
+            return True
+
+        def buffer(self, size: int) -> Tensor:
+            assert self._receiving._group is not None
+            return torch.empty(size, dtype=torch.uint8, device=self._receiving._group.device)
+
+        def bucket(self, entries: Mapping[str, Entry], buffer: Tensor) -> None:
+            self._receiving._load([(name, entry.view(buffer)) for name, entry in entries.items()])
+
+        def whole(self, header: Header) -> bool:
+            self._receiving._end_reload()
+            return True
+
+        def take(self, header: Header) -> None:
+            pass
+
+
+# -- what the worker holds --------------------------------------------------------------------------------------------
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its workers, for `collective_rpc`."""
+
+    def freewheel_content_sum(self) -> int | None:
+        """This worker's part of the sum over what a checkpoint fills; what several hold is counted by the first. None:
+        quantized, which leaves nothing to compare."""
+        loaded = getattr(self.weight_transfer_engine, "loaded", None)  # type: ignore[attr-defined]
+        return held_sum(self.model_runner.get_model(), loaded or None)  # type: ignore[attr-defined]
+
+
+def _register() -> None:
+    known = WeightTransferEngineFactory._registry
+    kinds = {"object_store": FileReceiving, "ipc": HandleReceiving, "nccl": GroupReceiving}
+    for transport, kind in kinds.items():
+        if BACKENDS[transport] not in known:
+            WeightTransferEngineFactory.register_engine(BACKENDS[transport], kind)
+            if current_platform.is_cpu() and kind is FileReceiving:  # once
+                remember_packed(PLAIN)
+
+
+_register()
+end_with_rollouter()

@@ -1,0 +1,238 @@
+"""The training processes beside the trainer's own, as Ray actors: started, commanded, watched and ended by rank 0.
+
+    TrainerActor.open ─▶ Ranks.start ─▶ RankActor 1, 2, … ─▶ a meeting on one of their machines ─▶ all load at once
+    Leader ── ask ──▶ RankActor.obey: a thread for training, one for writing            (waits for: every answer)
+    rank 0 ── beat, once a second ──▶ each rank
+
+A rank that is dead or silent ends rank 0's process, and `Crew` starts a trainer anew; one that hears nothing of rank 0
+ends itself. Ranks are rank 0's actors: Ray ends them with it, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.peers import PeerSilent, call, cause
+from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
+
+if TYPE_CHECKING:
+    from freewheel.runtime.plan import Plan
+    from freewheel.trainer.world import Host, Meeting
+
+log = logging.getLogger("freewheel.runtime")
+
+T = TypeVar("T")
+
+MANY = 100
+"""Calls that a rank may have in progress: a beat is heard while it obeys."""
+BEAT_S = 1.0
+"""Between two beats, and how long one waits for its answer."""
+START_S = 600.0
+"""Longest time for a rank to load its model."""
+ANSWER_S = 600.0
+"""Longest time for a rank's answer after rank 0 has done its own part."""
+BROKEN = 4
+"""What a process ends with when the group of ranks has."""
+WRITES = "write"
+"""The command that may run beside others."""
+
+
+class RankActor:
+    """One training process beside rank 0's. What goes wrong in it ends it: the others cannot know how far it got."""
+
+    def __init__(self, name: str, run_dir: str) -> None:
+        from freewheel.observe.logs import attach_log
+
+        attach_log(run_dir, name)
+        self._name = name
+        self._follower: Follower | None = None
+        self._pulse = Pulse(silent_s=START_S, now=time.monotonic())
+        self._watching: asyncio.Task[None] | None = None
+        self._training = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="save")
+
+    async def process(self) -> tuple[int, str]:
+        """Its number, and the node that it is on. From now on it must hear of rank 0."""
+        self._watching = asyncio.ensure_future(self._watch())
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    async def open(self, config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> None:
+        self._follower = await self._in(self._training, lambda: _follower(config, plan, rank, meeting))
+
+    async def obey(self, command: str, args: Sequence[Any]) -> None:
+        assert self._follower is not None
+        follower, thread = self._follower, self._writing if command == WRITES else self._training
+        try:
+            await self._in(thread, lambda: follower.obey(command, *args))
+        except BaseException:
+            log.exception("%s failed in %s, and ends", self._name, command)
+            os._exit(BROKEN)
+
+    async def beat(self, silent_s: float) -> None:
+        self._pulse.silent_s = silent_s
+        self._pulse.heard(time.monotonic())
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._pulse.is_silent(time.monotonic()):
+                log.error("%s hears nothing of the trainer, and ends", self._name)
+                os._exit(BROKEN)
+
+    async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(thread, work)
+
+
+def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
+    from freewheel.runtime.building import backend_settings, load_causal_lm, model_folder, use_threads
+    from freewheel.trainer.fsdp import FsdpBackend
+    from freewheel.trainer.world import join
+
+    use_threads(plan.threads_trainer)
+    model = load_causal_lm(model_folder(config), config, "auto")
+    world = join(meeting, rank=rank, device=plan.device_trainer)
+    return Follower(FsdpBackend(model, world=world, **backend_settings(config, plan)))
+
+
+class _Asked:
+    """Answers that are on their way."""
+
+    def __init__(self, command: str, references: Sequence[Any]) -> None:
+        self._command = command
+        self._references = list(references)
+
+    def wait(self) -> None:
+        pending, until = self._references, time.monotonic() + ANSWER_S
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+            if not done:
+                raise RankLost(f"{len(pending)} ranks gave no answer to {self._command} within {ANSWER_S:g} s")
+            try:
+                ray.get(done)
+            except RayActorError as error:
+                raise RankLost(f"a rank died in {self._command}: {_line(error)}") from error
+            except RayTaskError as error:
+                raise RankLost(f"a rank failed in {self._command}: {cause(error)}") from error
+
+
+class Ranks:
+    """Ranks 1 and up, as rank 0's process has them. See `freewheel.trainer.ranks.Others`."""
+
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        self._handles = dict(handles)
+        self._silent_s = START_S
+        """While models are loaded, a process may have no time for an answer."""
+        self.processes: dict[str, tuple[int, str]] = {}
+        """By name: number, and node."""
+        self._watching: list[asyncio.Task[NoReturn]] = []
+        self._host: Host | None = None
+
+    @classmethod
+    async def start(cls, config: TrainConfig, plan: Plan, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
+        """`options`: what Ray is told of each."""
+        kind = ray.remote(RankActor)
+        names = [f"rank-{number}" for number in range(1, len(options) + 1)]
+        handles = {
+            name: kind.options(max_concurrency=MANY, **told).remote(name, run_dir)
+            for name, told in zip(names, options, strict=True)
+        }
+        made = cls(handles)
+        found = await asyncio.gather(*(call(handle, "process", deadline_s=START_S) for handle in handles.values()))
+        made.processes = dict(zip(names, found, strict=True))
+        made._watching = [asyncio.create_task(made._watch(name)) for name in names]
+        for watching in made._watching:
+            watching.add_done_callback(_ended)
+        return made
+
+    async def opened(self, config: TrainConfig, plan: Plan, build: Callable[[], T]) -> T:
+        """Every rank's part of the model, at once: they meet while they are made. `build`: rank 0's, in a thread."""
+        from freewheel.trainer.world import Host
+
+        self._host = Host(self._address(), len(self._handles) + 1)
+        meeting = self._host.meeting
+        opening: list[Awaitable[Any]] = [
+            call(handle, "open", config, plan, rank, meeting, deadline_s=START_S)
+            for rank, handle in enumerate(self._handles.values(), start=1)
+        ]
+        own = asyncio.ensure_future(asyncio.to_thread(build))
+        await asyncio.gather(own, *opening)
+        self._silent_s = config.recovery.silent_s
+        return own.result()
+
+    def _address(self) -> str:
+        """Of this machine, for the others. Where all are on it, for nobody else."""
+        from freewheel.trainer.world import LOCAL_HOST
+
+        here = ray.get_runtime_context().get_node_id()
+        together = all(node == here for _, node in self.processes.values())
+        return LOCAL_HOST if together else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+
+    def lead(self, model: Any, *, device: str, settings: Mapping[str, Any]) -> Leader:
+        """Rank 0's own part, and all of them behind it."""
+        from freewheel.trainer.fsdp import FsdpBackend
+        from freewheel.trainer.world import join
+
+        assert self._host is not None
+        world = join(self._host.meeting, rank=0, device=device, host=self._host)
+        return Leader(FsdpBackend(model, world=world, **settings), self, fail=_end)
+
+    def ask(self, command: str, *args: Any) -> Asked:
+        reference = ray.put(args)  # once for all of them
+        return _Asked(command, [handle.obey.remote(command, reference) for handle in self._handles.values()])
+
+    async def _watch(self, name: str) -> NoReturn:
+        pulse = Pulse(silent_s=self._silent_s, now=time.monotonic())
+        while True:
+            pulse.silent_s = self._silent_s
+            try:
+                await call(self._handles[name], "beat", self._silent_s, deadline_s=BEAT_S)
+                pulse.heard(time.monotonic())
+            except PeerSilent:
+                if pulse.is_silent(time.monotonic()):
+                    self._kill(name)
+                    raise RankLost(f"{name} was silent for {self._silent_s:g} s") from None
+            except RayActorError as error:
+                raise RankLost(f"{name} died: {_line(error)}") from error
+            await asyncio.sleep(BEAT_S)
+
+    def _kill(self, name: str) -> None:
+        """One that is stopped does not hear Ray. It is there, so that its number is still its own."""
+        process, node = self.processes[name]
+        if node == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Nobody is left. What they still had to do is rank 0's to know."""
+        for watching in self._watching:
+            watching.cancel()
+        for name, handle in self._handles.items():
+            self._kill(name)
+            ray.kill(handle)
+
+
+def _ended(watching: asyncio.Task[NoReturn]) -> None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
+        _end(error)
+
+
+def _end(error: BaseException) -> NoReturn:
+    """Ends rank 0's process, from whatever thread: others of it may be in a collective that nobody will join."""
+    log.error("The training processes cannot go on, and the trainer ends: %s", error)
+    os._exit(BROKEN)
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,88 @@
+"""What `ParameterSynchronizer` knows of each engine: the version it holds, whether it may work, when it was compared.
+
+    join ─▶ never compared ─▶ compared (due) ─▶ 1, 2, … syncs on trust ─▶ compared …      a failure: never compared
+    handed a version ─▶ may be reading it ─▶ it answered, for that one or a later one ─▶ not any more
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+NOTHING = -1
+"""The version of a replica that holds none that is known."""
+
+
+class Replica(Protocol):
+    """An engine's end of the transport."""
+
+    async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
+        """Gives `content_sum` of what the engine holds then, where `verify`. None: it was not asked, or cannot say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """A version that is to reach the engines."""
+
+    version: int
+    weights: Any
+    checksum: int | None
+
+
+@dataclass
+class Member:
+    """One replica of the communication group."""
+
+    replica: Replica
+    version: int
+    fenced: bool = False
+    gone: bool = False
+    """It died, and its successor has not joined."""
+    trusted: int | None = None
+    """Syncs since what it holds was compared with what it was sent; None: never in this life, or it failed since."""
+    reading: int | None = None
+    """The oldest version that it was handed and has not answered for: a call that was given up may still be at work on
+    it. It takes one after the other, so those behind it have not begun."""
+
+    def due(self, every: int) -> bool:
+        """Whether the next sync is compared: the first, one after a failure, and every `every`; 0: never."""
+        return every > 0 and (self.trusted is None or self.trusted + 1 >= every)
+
+    def handed(self, version: int) -> None:
+        self.reading = version if self.reading is None else self.reading
+
+    def took(self, version: int, *, compared: bool) -> None:
+        """An engine takes one version after the other: what it was handed before is behind it."""
+        self.version = version
+        self.reading = None
+        if compared:
+            self.trusted = 0
+        elif self.trusted is not None:
+            self.trusted += 1
+
+    def failed(self, *, answered: bool) -> None:
+        """It did not take what it was handed. `answered`: it said so itself, and is done with it."""
+        self.trusted = None
+        self.reading = None if answered else self.reading
+
+    def died(self) -> None:
+        self.gone = True
+        self.reading = None
+
+
+@dataclass
+class Times:
+    """How long syncs took."""
+
+    count: int = 0
+    total_s: float = 0.0
+    last_s: float = 0.0
+    longest_s: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.total_s += seconds
+        self.last_s = seconds
+        self.longest_s = max(self.longest_s, seconds)

@@ -1,0 +1,349 @@
+"""Learning over several processes, each of which holds a shard of every layer: torch's FSDP2.
+
+    [PromptGroup] ─▶ weights of tokens, over all ─▶ this rank's share of the samples ─▶ micro-batches, as many on each
+      a layer at a time: parameters gathered ─▶ forward, backward ─▶ gradients added up over ranks, a shard to each
+      ─▶ clip by the norm over all shards ─▶ AdamW on this rank's shards ─▶ metrics over all ranks
+
+`TorchBackend` does the learning; here is what several ranks change about it. A gradient is the sum over ranks, as it is
+the sum over micro-batches in one process: the same up to the order of additions. Every rank calls the same methods with
+the same arguments; `Leader` sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from freewheel.data.group import PromptGroup
+from freewheel.trainer.advantages import whiten
+from freewheel.trainer.backend import BackendState
+from freewheel.trainer.batching import MicroBatch, Sample
+from freewheel.trainer.compiling import decoder_layers
+from freewheel.trainer.critic import token_advantages
+from freewheel.trainer.optim import Optimizer
+from freewheel.trainer.options import OptimizerConfig
+from freewheel.trainer.policy import Policy
+from freewheel.trainer.ranks import share_out
+from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shards
+from freewheel.trainer.tally import Tally
+from freewheel.trainer.torch_backend import Part, TorchBackend
+from freewheel.trainer.world import World
+
+ROOM_FOR_WHOLE = 0.25
+"""Of a GPU's memory, for the whole model's gradients and gathered parameters while micro-batches are added up: then
+they are gathered and reduced once an update. A larger model does both for every micro-batch."""
+GRADIENT_BYTES = 4
+
+
+class Sharded:
+    """A module whose parameters are spread over the ranks, a group for each layer and one for the rest."""
+
+    def __init__(self, root: nn.Module, world: World, dtype: torch.dtype, *, exact: Sequence[nn.Module] = ()) -> None:
+        """`root`: called as a whole for each pass. `dtype`: computed in; shards stay as they are, and gradients are
+        added up in float32. `exact`: modules in it that compute in float32 all the same."""
+        whole = MixedPrecisionPolicy()
+        layered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        layered = whole if dtype is torch.float32 else layered
+        for module in exact:
+            fully_shard(module, mesh=world.mesh, mp_policy=whole)
+        for layer in decoder_layers(root):
+            _compile_within(layer)
+            fully_shard(layer, mesh=world.mesh, mp_policy=layered)
+        root.register_forward_hook(_own_memory)
+        # What comes in from outside is no activation, and stays as it is.
+        fully_shard(root, mesh=world.mesh, mp_policy=replace(layered, cast_forward_inputs=False))
+        self.root = cast(Any, root)
+        self._parts: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        for part in self._parts:
+            part.set_gradient_divide_factor(1.0)  # weights of tokens have the mean in them: ranks add up
+            part.set_force_sum_reduction_for_comms(enable=True)
+        self._whole = all(world.gathered(_has_room(root, world.device, dtype)))
+        if self._whole:
+            self.root.set_reshard_after_forward(False)
+
+    def next_backward(self, *, last: bool) -> None:
+        """`last`: of an update."""
+        self.root.set_is_last_backward(last)
+        if self._whole:
+            self.root.set_requires_gradient_sync(last)
+            self.root.set_reshard_after_backward(last)
+
+    def rest(self) -> None:
+        """Only shards are left. Before parameters are read or changed: what is gathered would go on as it was."""
+        for part in self._parts:
+            part.reshard()
+
+
+def _compile_within(layer: Any) -> None:
+    """Of a compiled layer what it computes alone: its shards are gathered and let go around that."""
+    if layer._compiled_call_impl is not None:
+        layer._compiled_call_impl = None
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
+def _own_memory(_: nn.Module, __: Any, found: Any) -> Any:
+    """FSDP waits for gradients of what a module gives, and a view of something else may lose them."""
+    if isinstance(found, tuple):
+        return tuple(one.clone() for one in found)
+    return found.clone()
+
+
+def _has_room(root: nn.Module, device: torch.device, dtype: torch.dtype) -> bool:
+    if device.type != "cuda":
+        return True
+    whole = sum(p.numel() * (GRADIENT_BYTES * p.requires_grad + dtype.itemsize) for p in root.parameters())
+    return whole <= ROOM_FOR_WHOLE * torch.cuda.mem_get_info(device)[1]
+
+
+class _Pass(nn.Module):
+    """A policy's way from a micro-batch to log-probabilities as one module, head included: what lies outside the layers
+    is gathered for all of it."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.model = policy.model
+        self._policy = policy
+
+    def forward(self, batch: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        return Policy.logprobs(self._policy, batch, entropy_grad=entropy_grad)
+
+
+class ShardedPolicy(Policy):
+    """A policy whose parameters are spread over the ranks. Rank 0 gets what is published."""
+
+    def __init__(self, policy: Policy, world: World) -> None:
+        self.__dict__.update(policy.__dict__)
+        self._world = world
+        self._mixed = False  # what is gathered is in the precision that is computed in
+        self.sharded = Sharded(_Pass(self), world, self.dtype)
+
+    def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.sharded.root(batch, entropy_grad)
+        return found
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        self.sharded.rest()
+        return super().trainable()
+
+    def weights(self) -> dict[str, Tensor]:
+        self.sharded.rest()
+        cast = ((name, _as(tensor, self.dtype)) for name, tensor in super()._merged())
+        return dict(self._gathered(cast))
+
+    def save(self, folder: Path, tokenizer: Any = None) -> None:
+        if self._world.leads:
+            super().save(folder, tokenizer)
+        else:
+            for _ in self._merged():
+                pass
+
+    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+        self.sharded.rest()
+        return self._gathered(super()._merged())
+
+    def _gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """One at a time; on other ranks than the first they are let go."""
+        for name, tensor in tensors:
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if self._world.leads:
+                yield name, whole
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class _WithoutAdapters(ShardedPolicy):
+    """The base model under a sharded policy's adapters, for a KL term. It shares everything with the policy."""
+
+    def __init__(self, policy: ShardedPolicy) -> None:
+        self.__dict__.update(policy.__dict__)
+
+    def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """Without gradients. peft turns those of the adapters off and on again: of the shards, which alone are kept."""
+        self.sharded.rest()
+        with self.model.disable_adapter():
+            found = super().logprobs(batch, entropy_grad=entropy_grad)
+            self.sharded.rest()
+        return found
+
+
+class ShardedOptimizer(Optimizer):
+    """AdamW on this rank's shards; the norm is that of the whole gradient."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World) -> None:
+        super().__init__(parameters, config)
+        self._world = world
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
+        squares = torch.nn.utils.get_total_norm(local).square()
+        dist.all_reduce(squares, group=self._world.mesh.get_group())
+        return squares.sqrt()
+
+
+class FsdpBackend(TorchBackend):
+    """See `Backend`, and `ShardedBackend` for what every rank calls."""
+
+    policy: ShardedPolicy
+    _copies = False
+
+    def __init__(self, model: Any, *, world: World, **settings: Any) -> None:
+        """`settings`: `TorchBackend`'s, but for the device. The whole model must fit on it until it is sharded."""
+        super().__init__(model, device=world.device, **settings)
+        self._world = world
+        (batch,) = super()._micro_batches([_nothing()])
+        self._empty = replace(batch, keys=()).to(self._device)
+        """Something to run the model on for company, with nothing in it to learn from."""
+        before, self.policy = self._reference, ShardedPolicy(self.policy, world)
+        if before is not None and self.policy.lora is not None:
+            with torch.no_grad():  # what is gathered for the first time asks for gradients if the shards do then
+                self.policy.logprobs(self._empty)
+            self._reference = _WithoutAdapters(self.policy)
+        elif before is not None:
+            self._reference = ShardedPolicy(before, world)
+        self._optimizer = ShardedOptimizer(self.policy.trainable(), self._config, world)
+        if self._critic is not None:
+            self._sharded_critic = Sharded(self._critic, world, self.policy.dtype, exact=[self._critic.head])
+            parameters = dict(self._critic.named_parameters())
+            self._critic_optimizer = ShardedOptimizer(parameters, self._config, world)
+
+    def describe(self) -> str:
+        return f"{super().describe()}; in {self._world.size} processes (FSDP2)"
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """This rank's, and as many on every rank: there are collectives in each pass."""
+        own = super()._micro_batches(share_out(samples, self._world.size)[self._world.rank])
+        rounds = max(self._world.gathered(len(own)))
+        return [*own, *[self._empty] * (rounds - len(own))]
+
+    def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        config = self._algorithm
+        apart = msgspec.structs.replace(config, normalise="none")
+        real = [place for place, batch in enumerate(batches) if batch.n_sequences]
+        own = token_advantages([batches[i] for i in real], [values[i] for i in real], apart) if real else []
+        advantages = [one.double().numpy() for one, _ in own]
+        if config.normalisation == "batch_std":
+            flat = [np.concatenate(each) if each else np.zeros(0) for each in self._world.gathered(advantages)]
+            start = sum(len(each) for each in flat[: self._world.rank])
+            ends = start + np.cumsum([len(one) for one in advantages], dtype=np.int64)
+            advantages = np.split(whiten(np.concatenate(flat)), [start, *ends])[1:-1]
+        found = {
+            place: (torch.from_numpy(one.astype(np.float32)), returns)
+            for place, one, (_, returns) in zip(real, advantages, own, strict=True)
+        }
+        nothing = torch.zeros(1)
+        return [found.get(place, (nothing, nothing)) for place in range(len(batches))]
+
+    def _prepare(self, groups: Sequence[PromptGroup]) -> list[list[Part]]:
+        minis = super()._prepare(groups)
+        self._rest()
+        return minis
+
+    def _policy_part(self, part: Part, version: int | None) -> tuple[Tensor, Tally]:
+        if part.batch.n_sequences:
+            return super()._policy_part(part, version)
+        logp, entropy = self.policy.logprobs(part.batch, entropy_grad=self._algorithm.entropy_coef > 0)
+        return 0.0 * (logp.sum() + entropy.sum()), Tally()
+
+    def _critic_part(self, part: Part) -> tuple[Tensor, Tally]:
+        if part.batch.n_sequences:
+            return super()._critic_part(part)
+        assert self._critic is not None
+        return 0.0 * self._critic(part.batch).sum(), Tally()
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        for sharded in self._sharded():
+            sharded.next_backward(last=last)
+        super()._backward(loss, last=last)
+
+    def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
+        """The same on every rank: sums of sums, and the greatest of the greatest."""
+        self._rest()
+        told = self._world.gathered((float(loss), _moved(tally, torch.device("cpu"))))
+        found = Tally()
+        for _, one in told:
+            found.merge(one)
+        total = torch.tensor(sum(one for one, _ in told), device=loss.device)
+        return total, _moved(found, loss.device)
+
+    def _sharded(self) -> list[Sharded]:
+        return [self.policy.sharded, *([self._sharded_critic] if self._critic is not None else [])]
+
+    def _rest(self) -> None:
+        for sharded in self._sharded():
+            sharded.rest()
+        if isinstance(self._reference, ShardedPolicy):
+            self._reference.sharded.rest()
+
+    # -- what is saved ------------------------------------------------------------------------------------------------
+
+    def state(self) -> BackendState:
+        """This rank's shards, copied to the host."""
+        self._rest()
+        tensors = {name: on_host(one, self._world.host_mesh) for name, one in self._named_state().items()}
+        return BackendState(tensors=tensors, values=self._state_values())
+
+    def write_state(self, state: BackendState, folder: Path) -> None:
+        write_shards(folder, state.tensors, self._world.disk)
+
+    def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
+        tensors = read_shards(files, mesh=self._world.host_mesh, group=self._world.objects)
+        self.load_state(BackendState(tensors=tensors, values=values))
+
+    def load_state(self, state: BackendState) -> None:
+        """Shards of this rank's, or whole tensors."""
+        self._rest()
+        tensors = {name: self._own(one) for name, one in state.tensors.items()}
+        super().load_state(BackendState(tensors=tensors, values=state.values))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Where parameters are, and spread as they are."""
+        mesh, device = self._world.mesh, self._world.device
+        if isinstance(tensor, DTensor):
+            return moved(tensor, mesh, device)
+        if not tensor.ndim:
+            return tensor
+        return distribute_tensor(tensor.to(device), mesh, [Shard(0)], src_data_rank=None)
+
+
+def _nothing() -> Sample:
+    one = np.zeros(1, np.int64)
+    return Sample(
+        key=(0, 0),
+        prompt=one,
+        tokens=one,
+        made=one,
+        behaviour=one,
+        versions=one,
+        reward=0.0,
+        advantage=0.0,
+        weight=0.0,
+    )
+
+
+def _moved(tally: Tally, device: torch.device) -> Tally:
+    """To another device, all numbers at once."""
+    flat = [one for pair in tally.means.values() for one in pair]
+    flat += tally.maxima.values()
+    flat += [one for three in tally.sample_sizes.values() for one in three]
+    if not flat:
+        return Tally()
+    there = iter(torch.stack([one.detach().double() for one in flat]).to(device).unbind())
+    return Tally(
+        means={name: (next(there), next(there)) for name in tally.means},
+        maxima={name: next(there) for name in tally.maxima},
+        sample_sizes={name: (next(there), next(there), next(there)) for name in tally.sample_sizes},
+    )

@@ -1,0 +1,176 @@
+"""Log-probabilities and entropies of given tokens from hidden states, without the logits ever being there as a whole.
+
+    hidden [T, H] ─ some rows ─▶ logits ─▶ log π, entropy, log Σ exp          forward: most logits are dropped
+                  ─ some rows ─▶ logits ─▶ their gradient ─▶ hidden, weight   backward: those are made again
+
+A vocabulary of 151,936 makes 300 KB of one token's logits, and what a softmax keeps of them six times that. Called by
+`Policy` for heads that are one matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.trainer.options import LOGITS_AT_A_TIME
+
+LOGITS_AT_A_TIME_GPU = 1 << 29
+"""1 GiB of bfloat16. The weight's gradient is read and written once for each part: small ones would make that the
+longest of all."""
+LOGITS_KEPT_GPU = 5 << 28
+"""As many are kept for the backward pass in place of being made again: 2.5 GiB. Their product is a thirtieth of a step
+of a model of 1.5B with 8,192 response tokens in a micro-batch, all of which they hold."""
+
+
+def logits_at_a_time(device: torch.device) -> int:
+    return LOGITS_AT_A_TIME if device.type == "cpu" else LOGITS_AT_A_TIME_GPU
+
+
+def logits_kept(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else LOGITS_KEPT_GPU
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    entropy_grad: bool,
+    at_once: int,
+    kept: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """(log π of `targets`, entropy) [T] in float32 of softmax(hidden·weightᵀ / temperature).
+
+    `hidden` and `weight` in the type that the product is computed in. `at_once`: rows whose logits may be there at a
+    time; `kept`: rows whose logits may stay until the backward pass. The entropy has a gradient only where
+    `entropy_grad`.
+    """
+    learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    given = (hidden, weight, targets, temperature, entropy_grad, at_once, kept if learns else 0)
+    logp, entropy = _HeadLogprobs.apply(*given)  # type: ignore[no-untyped-call]
+    return logp, entropy
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        entropy_grad: bool,
+        at_once: int,
+        kept: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.kept, found = {}, []
+        for rows in _parts(len(hidden), at_once):
+            logits = _product(hidden[rows], weight.t())
+            found.append(_score(logits, targets[rows], temperature))
+            if rows.stop <= kept:
+                ctx.kept[rows.start] = logits
+        logp, entropy, log_sum = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.temperature, ctx.entropy_grad, ctx.at_once = temperature, entropy_grad, at_once
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_logp = gradients[0].contiguous()
+        of_entropy = gradients[1].contiguous() if ctx.entropy_grad else None
+        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
+        to_hidden, to_weight = ctx.needs_input_grad[:2]
+        for_hidden = torch.empty_like(hidden) if to_hidden else None
+        for_weight: Tensor | None = None
+        for rows in _parts(len(hidden), ctx.at_once):
+            given = (targets[rows], log_sum[rows], of_logp[rows], entropy[rows])
+            logits = ctx.kept.pop(rows.start, None)
+            if logits is None:
+                logits = _product(hidden[rows], weight.t())
+            of_logits = _slope(logits, ctx.temperature, *given, None if of_entropy is None else of_entropy[rows])
+            if for_hidden is not None:
+                for_hidden[rows] = _product(of_logits, weight)
+            if to_weight:
+                # added up in float32: in bfloat16 each part would round away what the ones before it gave
+                first = for_weight is None
+                for_weight = torch.empty_like(weight, dtype=torch.float32) if for_weight is None else for_weight
+                add_up(for_weight, _product(of_logits.t(), hidden[rows]), first=first)
+        return for_hidden, None if for_weight is None else for_weight.to(weight.dtype), *[None] * 5
+
+
+def _parts(rows: int, at_once: int) -> Iterator[slice]:
+    """Equal parts: a short last one would cost as much of the weight's traffic as the others."""
+    size = math.ceil(rows / max(1, math.ceil(rows / max(1, at_once)))) if rows else 1
+    return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right
+
+
+def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(log π of `targets`, entropy, log Σ exp) [T]."""
+    if has_kernels(logits.device.type):
+        from freewheel.trainer import kernels
+
+        return kernels.score(logits, targets, temperature)
+    x = logits.float() / temperature
+    log_sum = x.logsumexp(-1)
+    log_p = x - log_sum[:, None]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return x.gather(-1, targets[:, None]).squeeze(-1) - log_sum, entropy, log_sum
+
+
+def _slope(
+    logits: Tensor,
+    temperature: float,
+    targets: Tensor,
+    log_sum: Tensor,
+    of_logp: Tensor,
+    entropy: Tensor,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """The logits' gradient, maybe in their place. With x = logits / temperature and chosen token y:
+
+    ∂ log π_y / ∂ x_j = [j = y] − p_j        ∂ H / ∂ x_j = −p_j (log p_j + H)
+    """
+    if has_kernels(logits.device.type):
+        from freewheel.trainer import kernels
+
+        return kernels.slope(logits, temperature, targets, log_sum, of_logp, entropy, of_entropy)
+    log_p = logits.float() / temperature - log_sum[:, None]
+    p = log_p.exp()
+    found = -p * of_logp[:, None]
+    if of_entropy is not None:
+        found -= p * (log_p + entropy[:, None]) * of_entropy[:, None]
+    found.scatter_add_(-1, targets[:, None], of_logp[:, None])
+    return (found / temperature).to(logits.dtype)
+
+
+def add_up(into: Tensor, given: Tensor, *, first: bool) -> None:
+    """`into` += `given`, which may be of another type; where `first`, whatever it was before."""
+    if has_kernels(into.device.type) and into.is_contiguous() and given.is_contiguous():
+        from freewheel.trainer import kernels
+
+        kernels.add_up(into, given, first=first)
+    elif first:
+        into.copy_(given)
+    else:
+        into.add_(given)
+
+
+@functools.cache
+def has_kernels(device_type: str) -> bool:
+    """Whether `freewheel.trainer.kernels` runs there."""
+    from torch.utils._triton import has_triton
+
+    return device_type == "cuda" and bool(has_triton())

@@ -1,0 +1,157 @@
+"""What a user, a machine or a bug may do to an engine ends in an error that says so, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import PreTrainedModel
+
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.judge.errors import ConfigError
+from freewheel.rollout.engine import EngineDied, EngineError, GenerationAborted
+from freewheel.rollout.vllm.engine import VllmEngine
+from freewheel.sync.weights import AnyWeights
+
+from .asking import EAGER, NEW_TOKENS, WAIT_S, Begun, ask, engine_of, request_of, weights_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
+
+
+def cores(above: psutil.Process) -> list[psutil.Process]:
+    """vLLM's processes under another."""
+    return [one for one in above.children(recursive=True) if "VLLM::" in " ".join(one.cmdline())]
+
+
+def kill_core(engine: VllmEngine) -> None:
+    (process,) = engine._llm._core.resources.engine_manager.processes
+    os.kill(process.pid, signal.SIGKILL)
+
+
+async def test_the_death_of_the_core_ends_every_wait_and_every_later_one(folder: Path, new: PreTrainedModel) -> None:
+    engine = engine_of(folder)
+    begun = Begun(engine, request_of(1, n=3, new=NEW_TOKENS, stream=True))
+    await begun.wait()
+    await engine.pause()
+    updating = asyncio.create_task(engine.update_weights(1, weights_of(new), verify=True))
+    kill_core(engine)
+    found = await asyncio.wait_for(asyncio.gather(begun.asked, updating, return_exceptions=True), WAIT_S)
+    assert {type(one) for one in found} == {EngineDied}
+    for call in (ask(engine, request_of(2)), engine.update_weights(2, weights_of(new), verify=False), engine.pause()):
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(call, WAIT_S)
+    await asyncio.wait_for(engine.close(), WAIT_S)
+    await asyncio.wait_for(engine.close(), WAIT_S)
+
+
+ROLLOUTER = """
+import sys
+from pathlib import Path
+from freewheel.runtime.engines import load_engine
+from freewheel.runtime.model_size import read_model_size
+from freewheel.runtime.placement import Machine
+from freewheel.runtime.plan import resolve
+from freewheel.runtime.typed import to_config
+
+if __name__ == "__main__":
+    rollout = {"engine": "vllm", "device": "cpu", "slots": 2, "max_new_tokens": 16, "vllm": {"enforce_eager": True}}
+    config = to_config({"model": {"path": sys.argv[1]}, "rollout": rollout})
+    plan = resolve(config, Machine(cpus=2, memory_bytes=8 << 30), model=read_model_size(Path(sys.argv[1])))
+    load_engine(config=config, plan=plan, model_path=sys.argv[1], longest_tokens=16)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_vllms_processes_end_with_a_rollouter_that_is_killed(folder: Path, tmp_path: Path) -> None:
+    """Else they would keep the GPU's memory from its successor."""
+    script = tmp_path / "rollouter.py"
+    script.write_text(ROLLOUTER)
+    command = [sys.executable, str(script), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as rollouter:
+        assert rollouter.stdout is not None
+        while (line := rollouter.stdout.readline()) and line != b"ready\n":
+            pass
+        below = cores(psutil.Process(rollouter.pid))
+        assert len(below) == 2, "the engine core and a worker"
+        rollouter.kill()
+        _, alive = psutil.wait_procs(below, timeout=WAIT_S)
+        assert not alive
+
+
+async def test_two_half_updates_in_a_row_end_the_engine_and_close_ends_its_processes(
+    folder: Path, new: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def nowhere(weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
+        yield [{"names": [], "dtype_names": [], "shapes": [], "starts": [], "path": "/gone", "part": 0, "parts": 1}]
+
+    engine = engine_of(folder)
+    begun = Begun(engine, request_of(3, new=NEW_TOKENS, stream=True))
+    await begun.wait()
+    monkeypatch.setattr(engine, "_shipped", nowhere)
+    with pytest.raises(EngineError, match="nothing is generated until") as first:
+        await engine.update_weights(1, weights_of(new), verify=False)
+    assert not isinstance(first.value, EngineDied)
+    with pytest.raises(EngineDied, match="of several versions"):
+        await engine.update_weights(1, weights_of(new), verify=False)
+    with pytest.raises(EngineDied):
+        await begun.asked
+    with pytest.raises(EngineDied):
+        await ask(engine, request_of(4))
+    processes = cores(psutil.Process())
+    assert processes
+    await engine.close()
+    _, alive = psutil.wait_procs(processes, timeout=WAIT_S)
+    assert not alive
+
+
+async def test_close_ends_what_is_in_flight(folder: Path) -> None:
+    engine = engine_of(folder)
+    begun = Begun(engine, request_of(5, n=2, new=NEW_TOKENS, stream=True))
+    await begun.wait()
+    await engine.close()
+    with pytest.raises(GenerationAborted):
+        await begun.asked
+    with pytest.raises(EngineError, match="closed"):
+        await ask(engine, request_of(6))
+
+
+@pytest.mark.parametrize(
+    ("vllm", "key", "says"),
+    [
+        ({"max_num_batched_toks": 64}, "rollout.vllm.max_num_batched_toks", "max_num_batched_tokens"),
+        ({"logprobs_mode": "raw_logits"}, "rollout.vllm.logprobs_mode", "leave it out"),
+        ({"max_model_len": 8}, "rollout.vllm.max_model_len", "give that or more"),
+        ({"block_size": "many"}, "rollout.vllm", "vLLM refuses it"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_work_is_refused_before_anything_starts(
+    folder: Path, vllm: dict[str, Any], key: str, says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        engine_of(folder, vllm={**EAGER, **vllm})
+    assert refused.value.key == key
+
+
+def test_a_temperature_that_this_vllm_does_not_take_is_refused_at_the_start(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="temperature") as refused:
+        engine_of(folder, temperature=5.0)
+    assert refused.value.key == "rollout"
+
+
+def test_a_model_that_vllm_has_no_kernels_for_is_refused_at_the_start() -> None:
+    """The embedded one's heads are of 16: on a CPU vLLM would die of the first prompt."""
+    with pytest.raises(ConfigError, match=r"heads have size 16.*rollout\.engine=native") as refused:
+        engine_of(model_path(), max_new_tokens=16)
+    assert refused.value.key == "model.path"

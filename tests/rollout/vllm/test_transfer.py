@@ -1,0 +1,123 @@
+"""What vLLM's workers are told of a version leads them to it, and nobody else; and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from freewheel.rollout.vllm import transfer
+from freewheel.rollout.vllm.transfer import shipped, whole_sum
+from freewheel.sync import device
+from freewheel.sync.device import DevicePacker, Owner
+from freewheel.sync.weights import Entry, Weights, WeightsGone, pack
+
+TENSORS = {
+    "embed": torch.arange(12.0).reshape(4, 3),
+    "norm": torch.ones(5, dtype=torch.bfloat16),
+    "scale": torch.tensor(2.5),
+    "head": torch.arange(6.0).reshape(3, 2),
+}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(transfer, "SHARED_MEMORY", folder)
+    return folder
+
+
+def read(infos: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """As a worker does."""
+    found = {}
+    for info in json.loads(json.dumps(infos)):  # what goes to a server by HTTP
+        buffer = torch.from_numpy(np.fromfile(info["path"], np.uint8))
+        contents = zip(info["names"], info["dtype_names"], info["shapes"], info["starts"], strict=True)
+        for name, dtype, shape, start in contents:
+            found[name] = Entry(dtype, tuple(shape), start).view(buffer)
+    return found
+
+
+def test_a_version_is_read_as_it_was_sent_and_then_its_file_is_gone(memory: Path) -> None:
+    with shipped(pack(TENSORS)) as infos:
+        assert len(list(memory.iterdir())) == 1
+        found = read(infos)
+        assert list(found) == list(TENSORS)
+        assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    assert list(memory.iterdir()) == []
+
+
+def test_nobody_else_reads_the_file(memory: Path) -> None:
+    with shipped(pack(TENSORS)):
+        (file,) = memory.iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_file_is_gone_also_where_the_engine_failed(memory: Path) -> None:
+    with pytest.raises(RuntimeError, match="refused"), shipped(pack(TENSORS)):
+        raise RuntimeError("refused")
+    assert list(memory.iterdir()) == []
+
+
+def test_a_large_version_comes_in_parts_that_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "BUCKET_BYTES", 30)
+    with shipped(pack(TENSORS)) as infos:
+        assert [info["names"] for info in infos] == [["embed"], ["norm", "scale"], ["head"]]
+        assert [(info["part"], info["parts"]) for info in infos] == [(0, 3), (1, 3), (2, 3)]
+        assert read(infos).keys() == TENSORS.keys()
+
+
+def test_where_shared_memory_is_small_a_disk_serves(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "INTACT", 1 << 62)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with shipped(pack(TENSORS)) as infos:
+        assert Path(infos[0]["path"]).parent == tmp_path
+        assert read(infos)["scale"].item() == 2.5
+
+
+def test_a_read_only_buffer_is_shipped_too() -> None:
+    """As the object store gives it."""
+    weights = pack(TENSORS)
+    weights.buffer.setflags(write=False)
+    with shipped(Weights(weights.entries, weights.buffer, weights.checksum)) as infos:
+        assert read(infos)["head"].tolist() == TENSORS["head"].tolist()
+
+
+def test_of_weights_on_a_gpu_handles_are_told_and_nothing_is_written(memory: Path) -> None:
+    packer = DevicePacker(bucket_bytes=30, share=lambda buffer: {"handle": buffer.data_ptr(), "bytes": buffer.numel()})
+    weights = packer(TENSORS)
+    with shipped(weights) as infos:
+        assert json.loads(json.dumps(infos)) == infos
+        assert [info["handle"]["bytes"] for info in infos] == [48, 28, 10]
+        assert Owner(**infos[0]["owner"]).alive
+        assert {name for info in infos for name in info["names"]} == TENSORS.keys()
+        assert not list(memory.iterdir())
+
+
+def test_weights_whose_trainer_died_are_gone_before_and_while_they_are_read() -> None:
+    packer = DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})
+    weights = packer(TENSORS)
+    trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    weights.owner = Owner(trainer.pid, device._started(trainer.pid))
+    with pytest.raises(WeightsGone), shipped(weights):
+        trainer.kill()
+        trainer.communicate()
+        raise RuntimeError("CUDA error: invalid resource handle")
+    with pytest.raises(WeightsGone), shipped(weights):
+        pytest.fail("it was entered")
+
+
+def test_workers_parts_make_a_whole_and_one_that_cannot_say_leaves_nothing_to_compare() -> None:
+    assert whole_sum([2**63, 2**63 + 5]) == 5
+    assert whole_sum([3, None]) is None
+    assert whole_sum([0]) == 0

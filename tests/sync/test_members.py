@@ -1,0 +1,61 @@
+"""When an engine is compared follows from what happened to it, and from nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.sync.members import Member
+
+NOBODY: Any = None
+
+events = st.lists(st.sampled_from(["take", "fail", "silence"]), max_size=40)
+
+
+@given(events, st.integers(1, 5))
+def test_between_two_comparisons_there_are_fewer_syncs_than_said_and_none_after_a_failure(
+    happens: list[str], every: int
+) -> None:
+    member = Member(NOBODY, 0)
+    on_trust: int | None = None
+    for version, what in enumerate(happens, start=1):
+        due = member.due(every)
+        assert due == (on_trust is None or on_trust == every - 1)
+        member.handed(version)
+        if what == "take":
+            member.took(version, compared=due)
+            on_trust = 0 if due or on_trust is None else on_trust + 1
+            assert member.version == version and member.reading is None
+        else:
+            member.failed(answered=what == "fail")
+            on_trust = None
+
+
+@given(events)
+def test_zero_is_never(happens: list[str]) -> None:
+    member = Member(NOBODY, 0)
+    for version, what in enumerate(happens, start=1):
+        assert not member.due(0)
+        if what == "take":
+            member.took(version, compared=False)
+        else:
+            member.failed(answered=True)
+
+
+@given(events)
+def test_what_may_still_be_read_is_the_oldest_that_was_not_answered_for(happens: list[str]) -> None:
+    member = Member(NOBODY, 0)
+    open_: list[int] = []
+    for version, what in enumerate(happens, start=1):
+        member.handed(version)
+        open_.append(version)
+        if what == "take":
+            member.took(version, compared=False)
+            open_.clear()
+        else:
+            member.failed(answered=what == "fail")
+            if what == "fail":
+                open_.clear()
+        assert member.reading == (open_[0] if open_ else None)

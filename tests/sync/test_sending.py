@@ -1,0 +1,147 @@
+"""An engine in another process asks the trainer for a version, and has it; what goes wrong once goes well again.
+
+By gloo, with real processes; an engine's workers are one process here."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import pickle
+import socket
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from freewheel.sync.broadcast import Staged, receive
+from freewheel.sync.device import DevicePacker
+from freewheel.sync.groups import TorchGroup
+from freewheel.sync.sending import BroadcastPacker, Desk, SentWeights, packer_for
+from freewheel.sync.weights import WeightsGone, content_sum, pack
+
+WAIT_S = 100.0
+SPAWN = multiprocessing.get_context("spawn")
+
+
+def weights_of(version: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((30, 4), float(version)), "b": torch.arange(7) * version, "c": torch.ones(3).bfloat16()}
+
+
+def engine(pipe: Connection) -> None:
+    """Takes pickled weights from the pipe, and answers with what it has then. `fails`: in the middle of a version."""
+    torch.set_num_threads(1)
+    group: Any = None
+    staged: Any = None
+    for sent, fails in iter(pipe.recv, None):
+        weights = pickle.loads(sent)
+        try:
+            with weights.sending(1) as told:
+                if told["port"]:
+                    group = TorchGroup(
+                        told["kind"], address=told["address"], port=told["port"], rank=1, size=2, timeout_s=WAIT_S
+                    )
+                    staged = staged or Staged(device=group.device, version=0)
+                if fails:
+                    group = None
+                    raise ValueError("the engine refused it")
+                receive(group, staged)
+            pipe.send((content_sum(staged.tensors.values()), bool(told["port"])))
+        except Exception as error:  # noqa: BLE001  # it is the test's
+            pipe.send(type(error).__name__)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=engine, args=(theirs,), daemon=True)
+        self.process.start()
+
+    def take(self, weights: Any, *, fails: bool = False) -> Any:
+        self.pipe.send((pickle.dumps(weights), fails))
+        assert self.pipe.poll(WAIT_S)
+        return self.pipe.recv()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def engines() -> Iterator[Callable[[], Engine]]:
+    made: list[Engine] = []
+
+    def build() -> Engine:
+        made.append(Engine())
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    one = Desk(host="127.0.0.1")
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def packer(desk: Desk) -> BroadcastPacker:
+    return BroadcastPacker(DevicePacker(bucket_bytes=100), desk)
+
+
+def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_one_attempt(
+    packer: BroadcastPacker, engines: Callable[[], Engine]
+) -> None:
+    one, other = engines(), engines()
+    first, second = packer(weights_of(1)), packer(weights_of(2))
+    assert one.take(first) == (first.checksum, True)
+    assert other.take(second) == (second.checksum, True)
+    assert one.take(second) == (second.checksum, False), "they have met"
+    third = packer(weights_of(3))
+    assert one.take(third, fails=True) == "ValueError"
+    assert other.take(third) == (third.checksum, False), "another engine's failure is not its own"
+    assert one.take(third) == (third.checksum, True), "the group was out of step, and another was made"
+
+
+def test_weights_that_nobody_holds_any_more_are_gone(packer: BroadcastPacker, engines: Callable[[], Engine]) -> None:
+    sent = pickle.loads(pickle.dumps(packer(weights_of(1))))
+    assert isinstance(sent, SentWeights)
+    packer(weights_of(2))
+    with pytest.raises(WeightsGone, match="not held"), sent.sending(1):
+        pytest.fail("it was entered")
+
+
+def test_weights_of_a_trainer_that_is_gone_are_gone(packer: BroadcastPacker, desk: Desk) -> None:
+    held = packer(weights_of(1))
+    sent = pickle.loads(pickle.dumps(held))
+    assert sent.checksum == pack(weights_of(1)).checksum and sent.n_bytes == held.n_bytes
+    desk.close()
+    with pytest.raises(WeightsGone), sent.sending(1):
+        pytest.fail("it was entered")
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b"[1]\n", b""], ids=repr)
+def test_a_stranger_is_told_nothing(packer: BroadcastPacker, desk: Desk, line: bytes) -> None:
+    held = packer(weights_of(1))
+    pickle.dumps(held)
+    with socket.create_connection((desk.address.host, desk.address.port), timeout=WAIT_S) as one:
+        one.sendall(line)
+        one.shutdown(socket.SHUT_WR)
+        assert one.recv(100) == b""
+
+
+def test_a_wrong_token_is_told_nothing(packer: BroadcastPacker, desk: Desk) -> None:
+    asked = {"token": "0" * 32, "receiver": "x", "size": 2, "key": 1, "anew": False}
+    with socket.create_connection((desk.address.host, desk.address.port), timeout=WAIT_S) as one:
+        one.sendall(json.dumps(asked).encode() + b"\n")
+        assert one.recv(100) == b""
+
+
+def test_how_weights_are_copied_follows_from_their_way() -> None:
+    assert packer_for("object_store") is pack
+    assert isinstance(packer_for("ipc"), DevicePacker)
+    assert isinstance(packer_for("nccl"), BroadcastPacker)

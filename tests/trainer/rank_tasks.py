@@ -1,0 +1,223 @@
+"""What ranks are asked to do in tests, each by name: what crosses a process is numbers."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch._dynamo  # noqa: F401  # which FSDP imports in its first pass: once here, for all processes
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import PromptGroup
+from freewheel.trainer import fsdp, sharded_checkpoint
+from freewheel.trainer.backend import BackendState, NonFiniteLoss
+from freewheel.trainer.checkpoint_files import is_about_space
+from freewheel.trainer.fsdp import FsdpBackend
+from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
+from freewheel.trainer.sharded_checkpoint import ShardsNotWritten
+from freewheel.trainer.torch_backend import TorchBackend
+from freewheel.trainer.world import World
+
+from .groups import tiny_gpt2, tiny_llama, tiny_qwen
+
+MODELS = {"qwen": tiny_qwen, "llama": tiny_llama, "gpt2": tiny_gpt2}
+
+Arrays = dict[str, Any]
+
+
+@dataclass
+class Learnt:
+    """What some steps came to."""
+
+    metrics: list[dict[str, float]]
+    gradients: list[Arrays]
+    """Of each update, as the optimizer met them."""
+    weights: Arrays
+    updates: int
+    error: str = ""
+
+
+def make_backend(
+    world: World | None, *, model: str = "qwen", lr: float = 1e-2, crowded: bool = False, **options: Any
+) -> TorchBackend:
+    """In one process where `world` is None. `crowded`: as if there were no memory for the whole model's gradients."""
+    settings: dict[str, Any] = {
+        "algorithm": AlgorithmConfig(**options.pop("algorithm", {})),
+        "optimizer": OptimizerConfig(lr=lr, **options.pop("optimizer", {})),
+        "micro_batch_tokens": 64,
+        **options,
+    }
+    if isinstance(settings.get("lora"), dict):
+        settings["lora"] = LoraConfig(**settings["lora"])
+    made = MODELS[model]()
+    if world is None:
+        return TorchBackend(made, **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        if crowded:
+            patch.setattr(fsdp, "_has_room", lambda *_: False)
+        return FsdpBackend(made, world=world, **settings)
+
+
+def learn(
+    world: World | None, groups: list[list[PromptGroup]], *, start: int = 0, backend: Any = None, **options: Any
+) -> Learnt:
+    """A step for each entry of `groups`."""
+    backend = backend or make_backend(world, **options)
+    gradients: list[Arrays] = []
+    watch(backend, gradients)
+    learnt = Learnt(metrics=[], gradients=gradients, weights={}, updates=0)
+    try:
+        for step, some in enumerate(groups, start=start):
+            learnt.metrics.append(backend.step(some, version=step, step=step, total_steps=10))
+    except NonFiniteLoss as error:
+        learnt.error = str(error)
+    learnt.weights = arrays(backend.weights())
+    learnt.updates = backend.updates_applied
+    return learnt
+
+
+def watch(backend: Any, gradients: list[Arrays]) -> None:
+    """Notes the gradients that the optimizers meet."""
+    for part in ("_optimizer", "_critic_optimizer"):
+        optimizer = getattr(backend, part)
+        if optimizer is None:
+            continue
+
+        def step(lr: float, loss: Tensor, optimizer: Any = optimizer, before: Any = optimizer.step) -> Any:
+            gradients.append(arrays({name: p.grad for name, p in optimizer._parameters.items()}))
+            return before(lr, loss)
+
+        optimizer.step = step
+
+
+def arrays(tensors: Any) -> Arrays:
+    return {name: whole(one).float().numpy() for name, one in tensors.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach().clone()
+
+
+def learn_poisoned(
+    world: World, groups: list[PromptGroup], bad: list[PromptGroup]
+) -> tuple[Arrays, Arrays, dict[str, float], bool]:
+    """State before and after a step on `bad`, its metrics, and whether the bad sample was this rank's."""
+    backend = make_backend(world)
+    backend.step(groups, version=0, step=0, total_steps=10)
+    before = arrays(backend.state().tensors)
+    had: list[bool] = []
+    micro_batches = backend._micro_batches
+
+    def noted(samples: Any) -> Any:
+        batches = micro_batches(samples)
+        had.append(any(bool(batch.behaviour.isnan().any()) for batch in batches))
+        return batches
+
+    backend._micro_batches = noted  # type: ignore[method-assign]
+    metrics = backend.step(bad, version=1, step=1, total_steps=10)
+    return before, arrays(backend.state().tensors), metrics, any(had)
+
+
+def learn_and_save(world: World, groups: list[list[PromptGroup]], folder: str) -> Arrays:
+    backend = make_backend(world)
+    learn(world, groups, backend=backend)
+    backend.save_hf(Path(folder))
+    return arrays(backend.weights())
+
+
+def whole_state(backend: Any) -> Arrays:
+    return arrays(backend.state().tensors)
+
+
+def learn_and_write(world: World, groups: list[list[PromptGroup]], folder: str, **options: Any) -> Arrays:
+    backend = make_backend(world, **options)
+    assert isinstance(backend, FsdpBackend)
+    learn(world, groups, backend=backend)
+    backend.write_state(backend.state(), Path(folder))
+    return whole_state(backend)
+
+
+def loaded(world: World, files: list[str], **options: Any) -> FsdpBackend:
+    backend = make_backend(world, **options)
+    assert isinstance(backend, FsdpBackend)
+    backend.load_files([Path(file) for file in files], {"nonfinite": 1})
+    return backend
+
+
+def loaded_from(world: World, files: list[str], **options: Any) -> Arrays:
+    return whole_state(loaded(world, files, **options))
+
+
+def loaded_whole(world: World, state: BackendState, **options: Any) -> Arrays:
+    backend = make_backend(world, **options)
+    backend.load_state(state)
+    return whole_state(backend)
+
+
+def learn_from(world: World, files: list[str], groups: list[list[PromptGroup]], **options: Any) -> Learnt:
+    return learn(world, groups, start=2, backend=loaded(world, files, **options))
+
+
+def refused(world: World, files: list[str]) -> str:
+    """Why they cannot be loaded; what was there before is there still."""
+    backend = make_backend(world)
+    assert isinstance(backend, FsdpBackend)
+    before = whole_state(backend)
+    with pytest.raises(DataError) as caught:
+        backend.load_files([Path(file) for file in files], {"nonfinite": 0})
+    after = whole_state(backend)
+    assert all(np.array_equal(array, after[name]) for name, array in before.items())
+    return str(caught.value)
+
+
+def seen_by_rank_0_only(world: World, files: list[str]) -> str:
+    return refused(world, files if world.leads else [f"{file}.elsewhere" for file in files])
+
+
+def write_beside_steps(world: World, groups: list[PromptGroup], folder: str) -> tuple[Arrays, Arrays]:
+    """What was copied, and what three steps beside the writing made of it."""
+    backend = make_backend(world)
+    assert isinstance(backend, FsdpBackend)
+    learn(world, [groups], backend=backend)
+    state = backend.state()
+    before = arrays(state.tensors)
+    writing = threading.Thread(target=backend.write_state, args=(state, Path(folder)))
+    writing.start()
+    learn(world, [groups] * 3, start=1, backend=backend)
+    writing.join()
+    return before, whole_state(backend)
+
+
+def write_in_vain(world: World, groups: list[PromptGroup], folder: str) -> tuple[str, dict[str, float]]:
+    """Rank 1's disk is full. What is said of it, and the metrics of a step after it."""
+    backend = make_backend(world)
+    assert isinstance(backend, FsdpBackend)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 1:
+            patch.setattr(sharded_checkpoint, "save_file", full)
+        with pytest.raises(ShardsNotWritten) as caught:
+            backend.write_state(backend.state(), Path(folder))
+    assert is_about_space(caught.value)
+    return str(caught.value), backend.step(groups, version=0, step=0, total_steps=10)
+
+
+def write_apart(world: World, groups: list[PromptGroup], folder: str) -> str:
+    backend = make_backend(world)
+    assert isinstance(backend, FsdpBackend)
+    own = Path(folder) / f"machine-{world.rank}"
+    own.mkdir()
+    with pytest.raises(ShardsNotWritten) as caught:
+        backend.write_state(backend.state(), own)
+    return str(caught.value)

@@ -1,0 +1,144 @@
+"""Several ranks learn what one process learns: the same gradients, weights and metrics, but for rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from freewheel.data.group import PromptGroup
+
+from . import rank_tasks
+from .groups import make_group, make_response, random_group
+from .rank_pool import ranks
+from .rank_tasks import Learnt, learn
+from .test_torch_backend import poisoned
+
+pytestmark = pytest.mark.timeout(300)
+
+GROUPS = [random_group(ordinal, holes=True, lengths=(2, 14), failed=(1,) * (ordinal == 2)) for ordinal in range(5)]
+STEPS = [GROUPS, GROUPS[:3], GROUPS[1:]]
+FIRM = {"optimizer": {"eps": 1e-3}}
+"""With AdamW's own ε a gradient of 1e-8 makes as large an update as one of 1, and rounding decides its sign."""
+
+
+def same(found: Learnt, wanted: Learnt) -> None:
+    """The first gradient to rounding; later ones are of weights that rounding has moved."""
+    assert len(found.gradients) == len(wanted.gradients) > 0
+    for update, (mine, its) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
+        assert mine.keys() == its.keys()
+        for name, gradient in its.items():
+            within = (5e-4 if update else 1e-6) * max(1.0, np.abs(gradient).max())
+            np.testing.assert_allclose(mine[name], gradient, atol=within, err_msg=f"{name} of update {update}")
+    assert found.weights.keys() == wanted.weights.keys()
+    for name, weight in wanted.weights.items():
+        np.testing.assert_allclose(found.weights[name], weight, atol=2e-4, err_msg=name)
+    assert found.updates == wanted.updates
+    for mine, its in zip(found.metrics, wanted.metrics, strict=True):
+        assert mine == pytest.approx(its, rel=1e-3, abs=1e-5)
+
+
+def bitwise(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(array, other[name]) for name, array in one.items())
+
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {},
+    {"name": "ppo"},
+    {"name": "ppo", "normalise": "none", "mini_batches": 2, "updates_per_batch": 2, "value_clip": 0.2},
+    {"ratio": "sequence", "kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "sequence_mean"},
+    {"proximal": "recomputed", "importance": "sequence_truncate", "updates_per_batch": 2, "mini_batches": 2},
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_two_ranks_learn_what_one_process_learns(algorithm: dict[str, Any]) -> None:
+    lead, other = ranks(2).run(learn, STEPS, algorithm=algorithm, **FIRM)
+    same(lead, learn(None, STEPS, algorithm=algorithm, **FIRM))
+    assert lead.metrics == other.metrics and lead.updates == other.updates
+    assert not other.weights, "what is published is rank 0's alone"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "llama"},
+        {"model": "gpt2", "activation_checkpointing": True},
+        {"activation_checkpointing": True, "algorithm": {"name": "ppo"}},
+        {"lora": {"rank": 2}, "algorithm": {"kl_coef": 0.1}},
+        {"share_prompts": False, "micro_batch_tokens": 16},
+        {"crowded": True, "micro_batch_tokens": 24, "algorithm": {"name": "ppo"}},
+    ],
+    ids=str,
+)
+def test_so_they_do_with_any_model_and_any_way_to_save_memory(options: dict[str, Any]) -> None:
+    lead, _ = ranks(2).run(learn, STEPS, **FIRM, **options)
+    options.pop("crowded", None)
+    same(lead, learn(None, STEPS, **FIRM, **options))
+
+
+@pytest.mark.parametrize("algorithm", [{}, {"name": "ppo"}], ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_without_samples_changes_nothing(algorithm: dict[str, Any], world: int) -> None:
+    """Two responses with a reward over three ranks, and one over two."""
+    scored = make_group(0, [make_response([5, 6, 7], value=1.0), make_response([8], value=float("nan"))])
+    few = [scored] if world == 2 else [scored, make_group(1, [make_response([3, 4], value=0.5)])]
+    options = {"algorithm": {**algorithm, "normalise": "none"}, **FIRM}
+    lead, *others = ranks(world).run(learn, [few, GROUPS, few], **options)
+    same(lead, learn(None, [few, GROUPS, few], **options))
+    assert all(other.metrics == lead.metrics for other in others)
+
+
+def test_nothing_to_learn_from_takes_no_step() -> None:
+    nothing = [random_group(0, failed=range(4))]
+    lead, other = ranks(2).run(learn, [nothing])
+    assert lead.updates == other.updates == 0
+    assert lead.metrics == learn(None, [nothing]).metrics
+
+
+def long_and_poisoned() -> list[PromptGroup]:
+    return [poisoned(GROUPS[0]), *GROUPS[1:]]
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none() -> None:
+    lead, other = ranks(2).run(rank_tasks.learn_poisoned, GROUPS, long_and_poisoned())
+    for before, after, metrics, _ in (lead, other):
+        assert bitwise(before, after)
+        assert metrics["actor/skipped_nonfinite"] == 1 and "actor/loss" not in metrics
+        assert all(map(np.isfinite, metrics.values()))
+    assert sorted(has_poison for *_, has_poison in (lead, other)) == [False, True], "the poison is on one rank only"
+
+
+def test_three_such_updates_in_a_row_end_the_run_on_every_rank() -> None:
+    lead, other = ranks(2).run(learn, [long_and_poisoned()] * 4)
+    assert "3 updates in a row" in lead.error and lead.error == other.error
+    assert lead.updates == other.updates == 0
+
+
+def test_the_same_groups_give_the_same_weights_to_the_bit_in_any_order() -> None:
+    first, *_ = ranks(3).run(learn, [GROUPS, GROUPS])
+    again, *_ = ranks(3).run(learn, [GROUPS[::-1], GROUPS[::-1]])
+    assert bitwise(first.weights, again.weights)
+
+
+def test_in_bfloat16_gradients_are_those_of_float32_within_its_rounding() -> None:
+    lead, _ = ranks(2).run(learn, [GROUPS], dtype="bfloat16", algorithm={"name": "ppo"})
+    wanted = learn(None, [GROUPS], algorithm={"name": "ppo"})
+    for mine, its in zip(lead.gradients, wanted.gradients, strict=True):
+        flat, exact = (np.concatenate([one[name].ravel() for name in its]) for one in (mine, its))
+        assert np.linalg.norm(flat - exact) < 0.1 * np.linalg.norm(exact)
+    assert all(weight.dtype == np.float32 for weight in lead.weights.values())
+
+
+def test_what_rank_0_saves_is_an_ordinary_folder(tmp_path: Path) -> None:
+    lead, _ = ranks(2).run(rank_tasks.learn_and_save, [GROUPS], str(tmp_path))
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(opened).__name__ == "Qwen2ForCausalLM"
+    assert opened.config.architectures == ["Qwen2ForCausalLM"]
+    found = {name: parameter.detach() for name, parameter in opened.named_parameters()}
+    assert found.keys() == lead.keys()
+    assert all(torch.equal(tensor, torch.from_numpy(lead[name])) for name, tensor in found.items())

@@ -1,0 +1,140 @@
+"""Training state in shards: written by some ranks, read by others to the bit, and never half of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from freewheel.data.errors import DataError
+from freewheel.trainer.backend import BackendState
+from freewheel.trainer.checkpoint import Checkpoint
+from freewheel.trainer.saving import TRAINING
+from freewheel.trainer.sharded_checkpoint import PARTS, read_shards
+
+from . import rank_tasks
+from .rank_pool import ranks
+from .rank_tasks import Arrays, arrays, learn, make_backend
+from .test_fsdp import GROUPS, bitwise, same
+
+pytestmark = pytest.mark.timeout(300)
+
+PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "optimizer": {"eps": 1e-3}}
+"""A critic has a head with one bias: of two ranks one holds none of it."""
+
+
+def saved_by(world: int, folder: Path, **options: Any) -> Arrays:
+    """The state after two steps, whole."""
+    lead, *_ = ranks(world).run(rank_tasks.learn_and_write, [GROUPS, GROUPS], str(folder), **options)
+    whole: Arrays = lead
+    return whole
+
+
+def test_every_rank_writes_a_part_and_nothing_is_a_pickle(tmp_path: Path) -> None:
+    whole = saved_by(2, tmp_path, **PPO)
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["shard_00001_of_00002.safetensors", "shard_00002_of_00002.safetensors"]
+    sizes = [file.stat().st_size for file in files]
+    assert max(sizes) < 0.7 * sum(sizes)
+    assert bitwise(arrays(read_shards(files)), whole)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_two_ranks_saved_is_loaded_to_the_bit_by_any_number(tmp_path: Path, world: int) -> None:
+    whole = saved_by(2, tmp_path, **PPO)
+    files = sorted(tmp_path.iterdir())
+    if world == 1:
+        backend = make_backend(None, **PPO)
+        backend.load_state(BackendState(tensors=read_shards(files), values={"nonfinite": 1}))
+        found = arrays(backend.state().tensors)
+    else:
+        found, *_ = ranks(world).run(rank_tasks.loaded_from, list(map(str, files)), **PPO)
+    assert bitwise(found, whole)
+
+
+@pytest.mark.parametrize("options", [PPO, {"lora": {"rank": 2}}], ids=str)
+def test_what_one_process_saved_is_loaded_to_the_bit_by_two_ranks(tmp_path: Path, options: dict[str, Any]) -> None:
+    backend = make_backend(None, **options)
+    learn(None, [GROUPS, GROUPS], backend=backend)
+    state = backend.state()
+    save_file(dict(state.tensors), tmp_path / "training.safetensors")
+    files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files(TRAINING)
+    found, _ = ranks(2).run(rank_tasks.loaded_from, list(map(str, files)), **options)
+    assert bitwise(found, arrays(state.tensors))
+    assert bitwise(ranks(2).run(rank_tasks.loaded_whole, state, **options)[0], found)
+
+
+def test_training_goes_on_at_another_number_of_ranks_as_it_would_have(tmp_path: Path) -> None:
+    saved_by(2, tmp_path, **PPO)
+    files = list(map(str, sorted(tmp_path.iterdir())))
+    lead, *_ = ranks(3).run(rank_tasks.learn_from, files, [GROUPS[:3], GROUPS], **PPO)
+    backend = make_backend(None, **PPO)
+    backend.load_state(BackendState(tensors=read_shards(sorted(tmp_path.iterdir())), values={"nonfinite": 0}))
+    same(lead, learn(None, [GROUPS[:3], GROUPS], start=2, backend=backend))
+
+
+def test_what_is_written_is_what_was_copied_while_training_goes_on(tmp_path: Path) -> None:
+    """The write runs in a thread of its own, beside steps with collectives of theirs."""
+    lead, _ = ranks(2).run(rank_tasks.write_beside_steps, GROUPS, str(tmp_path))
+    before, after = lead
+    assert not bitwise(before, after)
+    assert bitwise(arrays(read_shards(sorted(tmp_path.iterdir()))), before)
+
+
+def test_a_rank_that_cannot_write_is_told_by_all_and_training_goes_on(tmp_path: Path) -> None:
+    for why, metrics in ranks(2).run(rank_tasks.write_in_vain, GROUPS, str(tmp_path)):
+        assert "rank 1" in why and "No space left" in why
+        assert "actor/loss" in metrics
+
+
+def test_what_another_machine_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
+    """Two machines, each with a disk of its own under the same name."""
+    for why in ranks(2).run(rank_tasks.write_apart, GROUPS, str(tmp_path)):
+        assert "all machines of the training share" in why
+
+
+def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
+    saved_by(2, tmp_path)
+    first, second = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match="a shard is missing"):
+        read_shards([first])
+    for error in ranks(2).run(rank_tasks.refused, [str(second)]):
+        assert "a shard is missing" in error
+    second.write_bytes(second.read_bytes()[:-8])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_shards([first, second])
+    with pytest.raises(DataError, match="no training state"):
+        read_shards([])
+
+
+def test_a_rank_that_alone_does_not_see_the_files_is_told_by_all(tmp_path: Path) -> None:
+    saved_by(2, tmp_path)
+    files = list(map(str, sorted(tmp_path.iterdir())))
+    first, second = ranks(2).run(rank_tasks.seen_by_rank_0_only, files)
+    assert first == second and first.startswith("rank 1: ")
+
+
+def test_a_state_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
+    saved_by(2, tmp_path, model="llama")
+    for error in ranks(2).run(rank_tasks.refused, list(map(str, sorted(tmp_path.iterdir())))):
+        assert "resume with the model and the settings" in error
+
+
+def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
+    whole = saved_by(3, tmp_path)
+    seen = {name: np.full(array.shape, np.nan, np.float32) for name, array in whole.items()}
+    for file in sorted(tmp_path.iterdir()):
+        with safe_open(file, framework="pt") as opened:
+            parts = json.loads(opened.metadata()[PARTS])
+        for name, tensor in load_file(file).items():
+            shape, offsets = parts[name]
+            assert list(whole[name].shape) == shape
+            places = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+            seen[name][places] = tensor.to(torch.float32).numpy()
+    assert bitwise(seen, whole)

@@ -1,0 +1,125 @@
+"""The output head in parts gives what the whole logits would, and never has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from freewheel.trainer import head
+from freewheel.trainer.head import head_logprobs
+
+
+def scene(tokens: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, 6, generator=rng, dtype=dtype).requires_grad_()
+    weight = torch.randn(17, 6, generator=rng, dtype=dtype).requires_grad_()
+    return hidden, weight, torch.randint(17, (tokens,), generator=rng)
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = ((hidden @ weight.t()) / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+@given(
+    tokens=st.integers(1, 12),
+    at_once=st.integers(1, 13),
+    kept=st.integers(0, 13),
+    temperature=st.sampled_from([1.0, 0.7, 2.0]),
+    entropy_grad=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_values_and_gradients_are_those_of_the_whole_logits(tokens, at_once, kept, temperature, entropy_grad, seed):
+    hidden, weight, targets = scene(tokens, seed)
+    options = {"temperature": temperature, "entropy_grad": entropy_grad, "at_once": at_once, "kept": kept}
+    found = head_logprobs(hidden, weight, targets, **options)
+    wanted = whole(hidden, weight, targets, temperature)
+    slopes = torch.randn(2, tokens, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+    def gradients(logp: Tensor, entropy: Tensor) -> tuple[Tensor, ...]:
+        loss = (slopes[0] * logp).sum() + ((slopes[1] * entropy).sum() if entropy_grad else 0)
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    for one, other in zip([*found, *gradients(*found)], [*wanted, *gradients(*wanted)], strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kept", [0, 3])
+def test_no_more_rows_of_logits_are_there_at_a_time_than_allowed(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    made: list[tuple[int, ...]] = []
+    product = head._product
+
+    def watched(left: Tensor, right: Tensor) -> Tensor:
+        made.append(tuple((found := product(left, right)).shape))
+        return found
+
+    monkeypatch.setattr(head, "_product", watched)
+    hidden, weight, targets = scene(7)
+    logp, _ = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=3, kept=kept)
+    logp.sum().backward()
+    logits = [shape for shape in made if shape[-1] == len(weight)]
+    assert max(rows for rows, _ in logits) <= 3
+    assert sum(rows for rows, _ in logits) == 2 * 7 - kept
+
+
+def test_what_was_kept_serves_one_backward_pass_and_a_second_makes_it_again() -> None:
+    hidden, weight, targets = scene(5)
+    logp, _ = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=2, kept=5)
+    first, second = (torch.autograd.grad(logp.sum(), hidden, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_a_frozen_head_gets_no_gradient_and_passes_it_on() -> None:
+    hidden, weight, targets = scene(4)
+    weight = weight.detach()
+    logp, entropy = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=2)
+    assert not entropy.requires_grad
+    logp.sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_parts_of_a_weights_gradient_are_added_up_in_float32() -> None:
+    """512 parts that are each a hundredth of an ulp of their sum in bfloat16."""
+    hidden = torch.ones(512, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.zeros(512, dtype=torch.int64)
+    logp, _ = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=1)
+    logp.sum().backward()
+    assert weight.grad is not None and weight.grad.flatten().tolist() == [256, -256]
+
+
+KERNELS = """
+import torch
+from freewheel.trainer import head, kernels
+for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
+    x, targets = (torch.randn(3, 9000) * 3).to(dtype), torch.randint(0, 9000, (3,))
+    plain = head._score(x, targets, 0.7)
+    for one, other in zip(plain, kernels.score(x, targets, 0.7)):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-5)
+    slopes = torch.randn(2, 3)
+    for of_entropy in (None, slopes[1]):
+        given = (0.7, targets, plain[2], slopes[0], plain[1], of_entropy)
+        found, wanted = kernels.slope(x.clone(), *given), head._slope(x, *given)
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+    into, more = torch.randn(5000), torch.randn(5000).to(dtype)
+    wanted = into + more.float()
+    kernels.add_up(into, more, first=False)
+    assert torch.equal(into, wanted)
+    kernels.add_up(into, more, first=True)
+    assert torch.equal(into, more.float())
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for GPUs only")
+def test_the_kernels_say_what_their_twins_say() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", KERNELS], env=environment, check=True, timeout=120)

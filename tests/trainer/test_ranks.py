@@ -1,0 +1,257 @@
+"""Who trains on what, and what happens when one of several ranks is not where the others are. Without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.data.errors import DataError
+from freewheel.data.group import PromptGroup
+from freewheel.trainer.backend import BackendState, NonFiniteLoss
+from freewheel.trainer.batching import Sample
+from freewheel.trainer.ranks import PIECES, Follower, Leader, Pulse, RankLost, share_out
+
+from .groups import random_group
+
+GROUPS = [random_group(ordinal) for ordinal in range(3)]
+
+
+def samples_of(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Sample]:
+    """Of each group: the prompt's tokens, and each response's."""
+    none = np.zeros(0, np.int64)
+    return [
+        Sample(
+            key=(ordinal, index),
+            prompt=np.zeros(n_prompt, np.int64),
+            tokens=np.zeros(length, np.int64),
+            made=none,
+            behaviour=none,
+            versions=none,
+            reward=0.0,
+            advantage=0.0,
+            weight=0.0,
+        )
+        for ordinal, (n_prompt, lengths) in enumerate(groups)
+        for index, length in enumerate(lengths)
+    ]
+
+
+def cost(samples: Sequence[Sample]) -> int:
+    return sum(len(sample.prompt) + len(sample.tokens) for sample in samples)
+
+
+GROUPED = st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(1, 200), max_size=8)), max_size=12)
+
+
+@given(groups=GROUPED, world=st.integers(1, 9))
+def test_every_sample_has_one_rank_and_shares_are_even_to_within_a_piece(
+    groups: list[tuple[int, list[int]]], world: int
+) -> None:
+    samples = samples_of(groups)
+    shares = share_out(samples, world)
+    assert len(shares) == world
+    assert sorted(sample.key for share in shares for sample in share) == [sample.key for sample in samples]
+    for share in shares:
+        keys = [sample.key for sample in share]
+        assert keys == sorted(keys), "responses that share a prompt stand side by side"
+    longest = max([cost([sample]) for sample in samples], default=0)
+    piece = max(longest, cost(samples) // (PIECES * world))
+    assert max(map(cost, shares)) - min(map(cost, shares)) <= piece
+    assert [[sample.key for sample in share] for share in share_out(samples, world)] == [
+        [sample.key for sample in share] for share in shares
+    ]
+
+
+def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
+    """A prompt that several responses share is computed once a rank that has one of them."""
+    samples = samples_of([(100, [10] * 8)] * 32)
+    for world in (2, 4, 8):
+        owners: dict[int, set[int]] = {}
+        for rank, share in enumerate(share_out(samples, world)):
+            for sample in share:
+                owners.setdefault(sample.key[0], set()).add(rank)
+        assert all(len(ranks) == 1 for ranks in owners.values())
+
+
+class FakeBackend:
+    """Notes what it is called with. `raises`: by method."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.raises: dict[str, BaseException] = {}
+        self.updates_applied = 0
+
+    def _call(self, name: str, *args: Any) -> None:
+        self.calls.append((name, *args))
+        if name in self.raises:
+            raise self.raises[name]
+
+    def step(
+        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
+    ) -> dict[str, float]:
+        self._call("step", [group.ordinal for group in groups], version, step, total_steps)
+        return {"actor/loss": 0.5}
+
+    def weights(self) -> Mapping[str, Any]:
+        self._call("weights")
+        return {"w": 1}
+
+    def state(self) -> BackendState:
+        self._call("state")
+        return BackendState(tensors={}, values={"number": len(self.calls)})
+
+    def write_state(self, state: BackendState, folder: Path) -> None:
+        self._call("write_state", state.values["number"], folder)
+
+    def load_state(self, state: BackendState) -> None:
+        self._call("load_state", dict(state.values))
+
+    def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
+        self._call("load_files", list(files), dict(values))
+
+    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
+        self._call("save_hf", folder, tokenizer)
+
+    def describe(self) -> str:
+        return "learns"
+
+
+class Failed(Exception):
+    """Stands where a process would end."""
+
+
+class Here:
+    """Other ranks in this process: they obey when their answer is waited for."""
+
+    def __init__(self, followers: Sequence[Follower]) -> None:
+        self._followers = followers
+
+    def ask(self, command: str, *args: Any) -> Obeying:
+        return Obeying([lambda follower=one: follower.obey(command, *args) for one in self._followers])
+
+
+class Obeying:
+    def __init__(self, work: Sequence[Callable[[], None]]) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        for one in self._work:
+            try:
+                one()
+            except BaseException as error:
+                raise RankLost(str(error)) from error
+
+
+class Group:
+    """A leader and two followers."""
+
+    def __init__(self) -> None:
+        self.backends = [FakeBackend() for _ in range(3)]
+        first, *others = self.backends
+        self.failures: list[str] = []
+        self.leader = Leader(first, Here([Follower(one) for one in others]), fail=self._fail)
+
+    def _fail(self, lost: RankLost) -> NoReturn:
+        self.failures.append(str(lost))
+        raise Failed
+
+    @property
+    def calls(self) -> list[list[tuple[Any, ...]]]:
+        return [backend.calls for backend in self.backends]
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group()
+
+
+def test_every_rank_does_what_the_leader_is_asked(group: Group, tmp_path: Path) -> None:
+    leader = group.leader
+    assert leader.step(GROUPS, version=3, step=2, total_steps=9) == {"actor/loss": 0.5}
+    assert leader.weights() == {"w": 1}
+    leader.load_files([tmp_path / "a"], {"nonfinite": 0})
+    leader.load_state(BackendState(tensors={}, values={"nonfinite": 1}))
+    leader.save_hf(tmp_path)
+    first, *others = group.calls
+    assert first[0] == ("step", [0, 1, 2], 3, 2, 9)
+    assert [name for name, *_ in first] == ["step", "weights", "load_files", "load_state", "save_hf"]
+    assert all(other == first for other in others)
+    assert not group.failures
+
+
+def test_each_rank_writes_what_it_copied_when_the_leader_did(group: Group, tmp_path: Path) -> None:
+    first = group.leader.state()
+    group.leader.step(GROUPS, version=0, step=0, total_steps=9)
+    second = group.leader.state()
+    assert first.write is not None and second.write is not None
+    first.write(tmp_path / "first")
+    second.write(tmp_path / "second")
+    for calls in group.calls:
+        written = [call[1:] for call in calls if call[0] == "write_state"]
+        assert written == [(1, tmp_path / "first"), (3, tmp_path / "second")]
+
+
+def test_a_state_in_shards_is_loaded_from_its_files_and_not_otherwise(group: Group) -> None:
+    with pytest.raises(DataError, match="load its files"):
+        group.leader.load_state(group.leader.state())
+
+
+@pytest.mark.parametrize("error", [NonFiniteLoss("three in a row"), DataError("a bad group")])
+def test_what_all_ranks_found_alike_is_the_callers_and_the_group_goes_on(group: Group, error: Exception) -> None:
+    for backend in group.backends:
+        backend.raises["step"] = error
+    with pytest.raises(type(error)):
+        group.leader.step(GROUPS, version=0, step=0, total_steps=9)
+    assert group.leader.weights() == {"w": 1}
+    assert all(calls[-1] == ("weights",) for calls in group.calls)
+    assert not group.failures
+
+
+def test_an_error_on_rank_0_breaks_the_group(group: Group) -> None:
+    group.backends[0].raises["step"] = MemoryError("no memory")
+    with pytest.raises(Failed):
+        group.leader.step(GROUPS, version=0, step=0, total_steps=9)
+    assert group.failures == ["rank 0 failed in step (MemoryError: no memory)"]
+
+
+@pytest.mark.parametrize("command", ["step", "weights", "state"])
+def test_an_error_on_another_rank_breaks_the_group(group: Group, command: str) -> None:
+    group.backends[2].raises[command] = MemoryError("no memory there")
+    given = {"version": 0, "step": 0, "total_steps": 9}
+    with pytest.raises(Failed):
+        group.leader.step(GROUPS, **given) if command == "step" else getattr(group.leader, command)()
+    assert group.failures == ["no memory there"]
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_the_checkpoint_alone(group: Group, tmp_path: Path) -> None:
+    state = group.leader.state()
+    for backend in group.backends:
+        backend.raises["write_state"] = OSError(28, "No space left on device")
+    assert state.write is not None
+    with pytest.raises(OSError, match="No space left"):
+        state.write(tmp_path)
+    assert not group.failures
+    assert group.leader.weights() == {"w": 1}
+
+
+def test_a_folder_that_cannot_be_exported_to_is_the_callers(group: Group, tmp_path: Path) -> None:
+    """What rank 0 writes was gathered before."""
+    group.backends[0].raises["save_hf"] = OSError(28, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        group.leader.save_hf(tmp_path)
+    assert not group.failures
+
+
+def test_a_pulse_is_silent_when_it_was_not_heard_for_as_long_as_was_allowed() -> None:
+    pulse = Pulse(silent_s=60.0, now=0.0)
+    assert not pulse.is_silent(60.0) and pulse.is_silent(60.1)
+    pulse.heard(100.0)
+    assert not pulse.is_silent(160.0) and pulse.is_silent(160.1)
+    pulse.silent_s = 5.0
+    assert not pulse.is_silent(105.0) and pulse.is_silent(105.1), "also for what was heard before"

@@ -1,0 +1,41 @@
+"""What a step's row says of the rewards it was trained on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from freewheel.data.group import PromptGroup, Reward
+from freewheel.trainer.rollout_metrics import rollout_metrics
+
+from .groups import make_group, make_response
+
+NAN = float("nan")
+
+
+def group_of(*rewards: Reward) -> PromptGroup:
+    return make_group(0, [replace(make_response([5], value=0.0), reward=reward) for reward in rewards])
+
+
+def rewarded(value: float = 1.0, **parts: Any) -> Reward:
+    return Reward(value=value, raw=value, parts=parts)
+
+
+def test_parts_of_rewards_are_averaged_apart():
+    found = rollout_metrics([group_of(rewarded(1.2, correct=1, format=1), rewarded(0.2, correct=0, format=1))])
+    assert (found["reward/correct"], found["reward/format"]) == (0.5, 1.0)
+    assert found["rollout/reward_mean"] == pytest.approx(0.7)
+
+
+def test_a_part_is_averaged_over_the_responses_that_have_it():
+    failed = Reward(value=NAN, raw=NAN, status="failed", parts={"rule": 1.0})
+    groups = [group_of(rewarded(steps=4.0, rule=0.0), rewarded(steps=NAN)), group_of(failed, rewarded())]
+    found = rollout_metrics(groups)
+    assert found["reward/steps"] == 4.0, "a NaN is no value"
+    assert found["reward/rule"] == 0.5, "what is known of a response whose judge failed counts"
+
+
+def test_rewards_without_parts_make_no_names():
+    assert not any(name.startswith("reward/") for name in rollout_metrics([group_of(rewarded(), rewarded())]))
