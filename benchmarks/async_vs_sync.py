@@ -1,6 +1,7 @@
 """What asynchrony is worth: the same training in three modes, side by side.
 
     python benchmarks/async_vs_sync.py [--json FILE] [--quick] [--seeds N] [--scenes plain tail judge]
+    python benchmarks/async_vs_sync.py --engine vllm      on one GPU that both share: see async_gpu.py
 
     plain   word problems, 96 prompts x 8 a step, 40 steps
     tail    one response in twenty is six times as long as the others
@@ -211,11 +212,27 @@ def promises(figures: dict[str, Any]) -> list[Promise]:
     return found
 
 
+def on_a_gpu(given: Any) -> int:
+    import async_gpu
+
+    facts = machine_facts()
+    print(machine_line(facts), flush=True)
+    with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as folder:
+        figures = async_gpu.compare(given.scenes, Path(folder))
+    kept = async_gpu.promises(figures)
+    print("\n" + async_gpu.tables(figures) + "\n\n" + promise_table(kept))
+    write_json(given.json, {**figures, "machine": facts})
+    return exit_code(kept)
+
+
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--scenes", nargs="+", choices=[*SCENES], default=[*SCENES])
+    options.add_argument("--engine", choices=["native", "vllm"], default="native")
     given = options.parse_args()
+    if given.engine == "vllm":
+        return on_a_gpu(given)
     seeds, steps, first, last = (1, 8, 2, 7) if given.quick else (given.seeds, STEPS, FIRST, LAST)
     facts = machine_facts()
     print(machine_line(facts), flush=True)
