@@ -259,16 +259,30 @@ async def test_a_call_that_was_given_up_may_still_read_until_its_engine_answers(
     assert one.sync.in_use() == [3]
 
 
-async def test_a_version_that_an_engine_hangs_in_stays_in_use_while_others_go_on(scene: Build) -> None:
-    never = asyncio.Event()
-    well, hangs = FakeReplica(), FakeReplica(None, never, never, never)
+async def test_what_an_engine_that_hangs_was_handed_stays_in_use_and_it_is_handed_no_more(scene: Build) -> None:
+    woken = asyncio.Event()
+    well, hangs = FakeReplica(), FakeReplica(None, woken, woken)
     one = scene(well, hangs, timeout_s=0.05, max_retries=0)
-    for version in (1, 2, 3, 4):
+    for version in (1, 2, 3, 4, 5):
         await one.submit(version)
         await one.published(version)
-    assert one.sync.in_use() == [2, 4], "those behind it have not begun"
+    assert hangs.calls == [1, 2, 3]
+    assert one.sync.in_use() == [2, 3, 5], "it takes the third when it is done with the second"
+    woken.set()
+    await one.until(lambda: one.sync.in_use() == [5])
+    await one.submit(6)
+    await one.published(6)
+    assert one.sync.stats()["fenced"] == [] and hangs.calls == [1, 2, 3, 6]
+
+
+async def test_an_engine_that_hung_and_died_reads_nothing_any_more(scene: Build) -> None:
+    well, hangs = FakeReplica(), FakeReplica(None, asyncio.Event())
+    one = scene(well, hangs, timeout_s=0.05, max_retries=0)
+    for version in (1, 2, 3):
+        await one.submit(version)
+        await one.published(version)
     await one.sync.join("r1", FakeReplica())
-    assert one.sync.in_use() == [4]
+    assert one.sync.in_use() == [3]
 
 
 async def test_a_lagging_engine_is_fenced_off_and_comes_back_with_a_later_version(scene: Build) -> None:

@@ -1,16 +1,18 @@
 """What `ParameterSynchronizer` knows of each engine: the version it holds, whether it may work, when it was compared.
 
     join ─▶ never compared ─▶ compared (due) ─▶ 1, 2, … syncs on trust ─▶ compared …      a failure: never compared
-    handed a version ─▶ may be reading it ─▶ it answered, for that one or a later one ─▶ not any more
+    handed a version ─▶ may be reading it, waited for or not ─▶ it answered for that one or a later one ─▶ not any more
 
 Pure: no clock, no I/O.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+MOST_UNANSWERED = 2
+"""Versions that an engine is handed before it has answered for any: each is held for it until then."""
 NOTHING = -1
 """The version of a replica that holds none that is known."""
 
@@ -42,34 +44,39 @@ class Member:
     """It died, and its successor has not joined."""
     trusted: int | None = None
     """Syncs since what it holds was compared with what it was sent; None: never in this life, or it failed since."""
-    reading: int | None = None
-    """The oldest version that it was handed and has not answered for: a call that was given up may still be at work on
-    it. It takes one after the other, so those behind it have not begun."""
+    reading: set[int] = field(default_factory=set)
+    """Versions that it was handed and has not answered for: a call that nobody waits for any more may be at work on
+    one, and takes those behind it afterwards."""
 
     def due(self, every: int) -> bool:
         """Whether the next sync is compared: the first, one after a failure, and every `every`; 0: never."""
         return every > 0 and (self.trusted is None or self.trusted + 1 >= every)
 
+    @property
+    def busy(self) -> bool:
+        return len(self.reading) >= MOST_UNANSWERED
+
     def handed(self, version: int) -> None:
-        self.reading = version if self.reading is None else self.reading
+        self.reading.add(version)
+
+    def answered(self, version: int) -> None:
+        """Whatever it said. It takes one version after the other: what it was handed before is behind it."""
+        self.reading = {one for one in self.reading if one > version}
 
     def took(self, version: int, *, compared: bool) -> None:
-        """An engine takes one version after the other: what it was handed before is behind it."""
         self.version = version
-        self.reading = None
         if compared:
             self.trusted = 0
         elif self.trusted is not None:
             self.trusted += 1
 
-    def failed(self, *, answered: bool) -> None:
-        """It did not take what it was handed. `answered`: it said so itself, and is done with it."""
+    def failed(self) -> None:
+        """It did not take what it was handed, as far as is known."""
         self.trusted = None
-        self.reading = None if answered else self.reading
 
     def died(self) -> None:
         self.gone = True
-        self.reading = None
+        self.reading.clear()
 
 
 @dataclass

@@ -102,6 +102,8 @@ class ParameterSynchronizer:
         self._joined = 0
         """How often a replica has joined."""
         self._changed = asyncio.Condition()
+        self._asked: set[asyncio.Future[int | None]] = set()
+        """Calls to engines, those that nobody waits for included."""
         self._loading = asyncio.Lock()
         """Who joins gets the newest version, and not the one before a sync that is under way."""
 
@@ -129,7 +131,7 @@ class ParameterSynchronizer:
         """Versions whose weights may be read from now on: the newest published, for who joins; what is on its way or
         waits; what an engine was handed and has not answered for. Whoever holds others may let go of them."""
         held = {one.version for one in (self._newest, self._now, self._pending) if one is not None}
-        return sorted(held | {member.reading for member in self.group.values() if member.reading is not None})
+        return sorted(held.union(*(member.reading for member in self.group.values())))
 
     async def _await_turn(self, pending: Pending) -> None:
         async with self._changed:
@@ -264,10 +266,11 @@ class ParameterSynchronizer:
             if attempt:
                 await asyncio.sleep(self._retry_delay_s)
             compares = pending.checksum is not None and member.due(self._verify_every)
-            member.handed(pending.version)
+            if member.busy and pending.version not in member.reading:
+                log.warning("Parameter sync: %s has not answered for %s", name, sorted(member.reading))
+                break
             try:
-                async with asyncio.timeout(self._timeout_s):
-                    found = await member.replica.load_weights(pending.version, pending.weights, verify=compares)
+                found = await self._answer(member, pending, verify=compares)
             except ReplicaGone as error:
                 self.sync_failures += 1
                 member.died()
@@ -275,11 +278,11 @@ class ParameterSynchronizer:
                 break
             except WeightsGone:
                 self.sync_failures += 1
-                member.failed(answered=True)
+                member.failed()
                 raise
             except Exception as error:  # noqa: BLE001  # a transport may raise anything; it did not load
                 self.sync_failures += 1
-                member.failed(answered=not isinstance(error, TimeoutError))
+                member.failed()
                 log.warning(
                     "Parameter sync: %s did not take version %d (attempt %d of %d): %s: %s",
                     name,
@@ -292,7 +295,7 @@ class ParameterSynchronizer:
                 continue
             if compares and found is not None and found != pending.checksum:
                 self.sync_failures += 1
-                member.failed(answered=True)
+                member.failed()
                 log.warning("Parameter sync: %s holds other weights than version %d's", name, pending.version)
                 continue
             member.took(pending.version, compared=compares)
@@ -303,6 +306,24 @@ class ParameterSynchronizer:
             await self._queue.fence(name, fenced=True)
             log.error("Parameter sync: %s is fenced off at version %d", name, member.version)
         return False
+
+    async def _answer(self, member: Member, pending: Pending, *, verify: bool) -> int | None:
+        """Within the time that it has. A call that is given up goes on: until it ends, its engine may be reading."""
+        asked = asyncio.ensure_future(member.replica.load_weights(pending.version, pending.weights, verify=verify))
+        member.handed(pending.version)
+        self._asked.add(asked)
+
+        def ended(call: asyncio.Future[int | None]) -> None:
+            self._asked.discard(call)
+            member.answered(pending.version)
+            if not call.cancelled():
+                call.exception()  # who has given it up does not look
+
+        asked.add_done_callback(ended)
+        done, _ = await asyncio.wait([asked], timeout=self._timeout_s)
+        if not done:
+            raise TimeoutError
+        return asked.result()
 
     async def _rejoin(self, name: str, member: Member) -> None:
         if member.fenced:
