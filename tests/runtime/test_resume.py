@@ -87,7 +87,7 @@ async def test_a_first_checkpoint_that_is_damaged_costs_time_and_nothing_else(tm
     config = small_config(mode="sync", trainer={"total_steps": 4, "save_every_steps": None}, journal={"keep_groups": 0})
     first = await run_pipeline(config, run_dir=tmp_path)
     (only,) = (tmp_path / "checkpoints").iterdir()
-    (only / "training.safetensors").write_bytes(b"")
+    (only / "training/whole.safetensors").write_bytes(b"")
     assert CheckpointStore(tmp_path, keep_last=2).latest() is None
     again = await run_pipeline(config, run_dir=tmp_path)
     assert again.ordinals == first.ordinals

@@ -69,7 +69,7 @@ def test_what_was_saved_comes_back(store: CheckpointStore):
 
 def test_every_file_has_its_size_and_checksum(store: CheckpointStore):
     told = json.loads((save(store, 1) / "state.json").read_text())
-    assert set(told["files"]) == {"training.safetensors", "config.json", "tokenizer/vocab.txt"}
+    assert set(told["files"]) == {"training/whole.safetensors", "config.json", "tokenizer/vocab.txt"}
     assert told["files"]["config.json"] == {"bytes": 2, "crc32": 0xA3A6BF43}
 
 
@@ -107,7 +107,7 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore):
 
 def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(store: CheckpointStore):
     save(store, 1)
-    (save(store, 2) / "training.safetensors").unlink()
+    (save(store, 2) / "training/whole.safetensors").unlink()
     save(store, 3)
     assert store.load(store.folder / "step_000001").step == 1
     save(store, 4)
@@ -129,7 +129,7 @@ def test_how_far_back_a_resume_may_go_is_the_oldest_that_is_whole(tmp_path: Path
     save(store, 20)
     assert store.oldest() == 10
     save(store, 30)
-    (store.folder / "step_000010" / "training.safetensors").unlink()
+    (store.folder / "step_000010" / "training/whole.safetensors").unlink()
     assert store.oldest() == 20
     save(store, 40)
     save(store, 50)
@@ -159,7 +159,7 @@ def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(tmp_path: Path):
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["training.safetensors", "config.json", "tokenizer/vocab.txt", "state.json"])
+@pytest.mark.parametrize("name", ["training/whole.safetensors", "config.json", "tokenizer/vocab.txt", "state.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(store: CheckpointStore, name, harm, caplog):
     save(store, 1)
@@ -257,7 +257,7 @@ def test_what_a_killed_save_left_is_cleaned_but_not_what_a_living_one_writes(sto
     dead, alive = (store.folder / f".tmp-{host}-{pid}-step_000009" for pid in (gone.pid, os.getppid()))
     for folder in (dead, alive):
         folder.mkdir()
-        (folder / "training.safetensors").write_bytes(b"half")
+        (folder / "state.json").write_bytes(b"half")
     reader = CheckpointStore(store.run_dir, keep_last=2)
     assert not dead.exists() and alive.exists()
     assert reader.latest() is None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from freewheel.data.errors import DataError
 from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import Checkpoint
+from freewheel.trainer.checkpoint import WHOLE, Checkpoint
 from freewheel.trainer.saving import TRAINING
 from freewheel.trainer.sharded_checkpoint import PARTS, read_shards
 
@@ -63,7 +63,8 @@ def test_what_one_process_saved_is_loaded_to_the_bit_by_two_ranks(tmp_path: Path
     backend = make_backend(None, **options)
     learn(None, [GROUPS, GROUPS], backend=backend)
     state = backend.state()
-    save_file(dict(state.tensors), tmp_path / "training.safetensors")
+    (tmp_path / TRAINING).mkdir()
+    save_file(dict(state.tensors), tmp_path / TRAINING / WHOLE)
     files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files(TRAINING)
     found, _ = ranks(2).run(rank_tasks.loaded_from, list(map(str, files)), **options)
     assert bitwise(found, arrays(state.tensors))

@@ -132,6 +132,22 @@ def test_a_model_that_cannot_take_packed_rows_stays_as_it_was() -> None:
     assert torch.equal(policy.logprobs(micro_batches(samples, 10_000)[0])[0], before)
 
 
+def test_a_kernel_that_refuses_a_models_heads_costs_speed_and_not_the_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, samples = Policy(tiny_qwen(), device=CPU), samples_of(GROUPS)
+    before = policy.logprobs(micro_batches(samples, 10_000)[0])[0]
+
+    def refuses(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("head_size should be a multiple of 8")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "logprobs", refuses)
+        assert not policy.can_pack()
+    assert "takes no packed rows" in caplog.text
+    assert torch.equal(policy.logprobs(micro_batches(samples, 10_000)[0])[0], before)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -68,6 +68,13 @@ def test_a_checkpoint_opens_as_an_ordinary_model_with_its_tokenizer(
     assert model.generation_config.eos_token_id == before.generation_config.eos_token_id
 
 
+def test_beside_a_models_weights_lie_no_other_tensors(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
+    """vLLM takes every such file in a folder for weights of its model, and a run resumes from this one."""
+    saver.save(3, 1, FRONTIER, backend.state(), packed(backend))
+    (folder,) = tmp_path.glob("checkpoints/step_*")
+    assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
 def test_a_trainer_that_resumes_goes_on_to_the_bit(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
     train(backend, 0)
     saver.save(1, 1, FRONTIER, backend.state(), packed(backend))

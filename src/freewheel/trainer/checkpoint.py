@@ -3,7 +3,7 @@
     save ─▶ .tmp-…/ files, fsync, checksums, state.json last ─ rename ─▶ checkpoints/step_000040/ ─▶ older ones pruned
     latest ◀─ the newest one whose files all have their checksums; a damaged one is passed over, with a warning
 
-    RUN/checkpoints/step_000040/   state.json, *.safetensors and what `hf` wrote
+    RUN/checkpoints/step_000040/   state.json, NAME/*.safetensors and what `hf` wrote
     RUN/best/                      a HF folder of the best weights so far, with best.json
     RUN/final/                     one of the weights at the end, with final.json; gone when a later step is saved
     RUN/run.lock                   held by the process that writes here
@@ -56,6 +56,9 @@ STATE = "state.json"
 BEST_STATE = "best.json"
 FINAL_STATE = "final.json"
 HF_CONFIG = "config.json"
+WHOLE = "whole.safetensors"
+"""Tensors that one process wrote. In a folder of their own: engines take every such file beside a model's for its
+weights."""
 LOCK = "run.lock"
 RESERVED = ("format", "step", "saved_at", "files", "checksum")
 """Keys of `state.json` that are the store's own."""
@@ -102,9 +105,8 @@ class Checkpoint:
         return read_shards(files)
 
     def tensor_files(self, stem: str) -> list[Path]:
-        """Where they lie: one file, or a folder with one for each process that wrote."""
-        whole = self.path / f"{stem}.safetensors"
-        return [whole] if whole.is_file() else sorted((self.path / stem).glob("*.safetensors"))
+        """Where they lie: a file for each process that wrote."""
+        return sorted((self.path / stem).glob("*.safetensors"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +144,14 @@ class CheckpointStore:
         state: Mapping[str, Any],
         hf: WriteHf | None = None,
     ) -> Path:
-        """Writes a checkpoint and gives its folder. `tensors`: file stem → tensors by name. `hf` writes into the same
+        """Writes a checkpoint and gives its folder. `tensors`: folder → tensors by name. `hf` writes into the same
         folder what else belongs there. Raises `CheckpointFailed`, whatever went wrong."""
         clash = sorted(set(state) & set(RESERVED))
         assert not clash, f"state has {clash}, which the store writes itself"
 
         def fill(folder: Path) -> None:
             for stem, named in tensors.items():
-                write_tensors(folder / f"{stem}.safetensors", named)
+                write_tensors(private_folder(folder / stem) / WHOLE, named)
             if hf is not None:
                 hf(folder)
             write_state(folder, STATE, {**state, "step": step})

@@ -26,7 +26,7 @@ from freewheel.trainer.compiling import compile_layers, leave_uncompiled
 from freewheel.trainer.head import head_logprobs, logits_at_a_time, logits_kept
 from freewheel.trainer.master import ComputingCopy, cast_parameters
 from freewheel.trainer.options import LoraConfig
-from freewheel.trainer.probing import N_PROMPT, TOLERANCE, Probe, probe_batch
+from freewheel.trainer.probing import N_PROMPT, REFUSALS, TOLERANCE, Probe, probe_batch
 from freewheel.trainer.tree import leave_tree_attention, use_tree_attention
 
 log = logging.getLogger("freewheel.trainer")
@@ -133,14 +133,22 @@ class Policy:
 
     def can_pack(self) -> bool:
         """Whether sequences packed into one row (`packing`) do. A model that can takes such rows from then on."""
-        if all(use_tree_attention(model) for model in (self.plain, self._runs())) and self._probe().can_pack():
-            alone, packed = (probe_batch(self._vocabulary(), packed=True, share=share) for share in (False, True))
-            with torch.no_grad():  # once more in the precision that is computed in, whose kernels are others
-                gap = self.logprobs(alone.to(self.device))[0] - self.logprobs(packed.to(self.device))[0]
-            if float(gap.abs().max()) <= TOLERANCE[self.dtype]:
+        if all(use_tree_attention(model) for model in (self.plain, self._runs())):
+            if self._probe().can_pack() and self._packs_as_it_computes():
                 return True
+            log.warning("%s takes no packed rows: they are padded, and training is slower", type(self.plain).__name__)
         self.leave_trees()
         return False
+
+    @torch.no_grad()
+    def _packs_as_it_computes(self) -> bool:
+        """Once more in the precision that is computed in, whose kernels are others, and do not take every head."""
+        alone, packed = (probe_batch(self._vocabulary(), packed=True, share=share) for share in (False, True))
+        try:
+            gap = self.logprobs(alone.to(self.device))[0] - self.logprobs(packed.to(self.device))[0]
+        except REFUSALS:
+            return False
+        return float(gap.abs().max()) <= TOLERANCE[self.dtype]
 
     def leave_trees(self) -> None:
         """Back to rows that are padded."""

@@ -22,6 +22,8 @@ ALWAYS_SHARE = 1e9
 N_PROMPT = 4
 N_RESPONSE = {"padded": 4, "packed": 37}
 """Odd: a packed probe ends within a tile."""
+REFUSALS = (TypeError, ValueError, IndexError, RuntimeError, NotImplementedError)
+"""What a model or a kernel says to a mask, positions or heads that it does not take."""
 TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2}
 """How far a log-probability may move when a token's company changes. Logits near 16 are steps of 0.06 apart in
 bfloat16; a token that sees what it should not moves by whole units."""
@@ -82,6 +84,6 @@ class Probe:
                     logits = self._model(**batch.decoder_inputs(), use_cache=False).logits
                 log_p = logits.flatten(0, 1)[batch.positions].float().log_softmax(-1)
                 found.append(log_p.gather(-1, batch.targets[:, None]))
-        except (TypeError, ValueError, IndexError, RuntimeError, NotImplementedError):  # it refuses such a mask
+        except REFUSALS:
             return False
         return bool((found[0] - found[1]).abs().max() <= self._tolerance)

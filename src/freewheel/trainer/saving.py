@@ -1,7 +1,7 @@
 """What a checkpoint of a run is made of, and how it is opened again.
 
     step_000040/  model.safetensors, config.json, tokenizer …   a HF folder: engines and users open it as any other
-                  training.safetensors                          parameters as trained, and the optimizer's state
+                  training/whole.safetensors                    parameters as trained, and the optimizer's state
                   training/shard_….safetensors                  the same by several processes, a part from each
                   state.json                                    step, version, prompts that have ended, checksums
 
@@ -24,7 +24,7 @@ from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import CheckpointStore
 
 TRAINING = "training"
-"""The file with what a resumed trainer needs."""
+"""The folder with what a resumed trainer needs."""
 
 
 class RunSaver:

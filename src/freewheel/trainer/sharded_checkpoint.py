@@ -5,7 +5,7 @@
 
 The plan of who writes and who reads what is torch's (DCP). What lies on the disk is ours: safetensors, where torch's
 own table of contents is a pickle; each file says in its header which part of which tensor it holds. What one process
-wrote (`training.safetensors`) is read the same way. Called by backends.
+wrote (`whole.safetensors`) is read the same way. Called by backends.
 """
 
 from __future__ import annotations

@@ -70,7 +70,8 @@ def use_tree_attention(model: Any) -> bool:
     config = model.config.get_text_config()
     if config._attn_implementation == TREE:
         return True
-    if config._attn_implementation != CAPABLE or getattr(config, "sliding_window", None) is not None:
+    narrowed = any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
+    if config._attn_implementation != CAPABLE or narrowed:  # which would show in rows longer than any probe
         return False
     AttentionInterface.register(TREE, tree_attention)
     config._attn_implementation = TREE
