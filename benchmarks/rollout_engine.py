@@ -6,8 +6,8 @@
     ours:  queue ─ tickets ─▶ Rollouter ─▶ VllmEngine ─▶ reward ─▶ group ─▶ queue ─▶ taken away at once
 
 Both sides use one engine, so that compilation, memory and CUDA graphs are the same, and take turns. Random prompts of
-128 tokens, 8 responses to each, 512 tokens a response (no stop token), temperature 1, log-probabilities of what was
-sampled on both sides. Sequences: how many the engine runs at a time; four times as many are generated in a turn, from
+128 tokens, 8 responses to each, 256 tokens a response (no stop token), temperature 1, log-probabilities of what was
+sampled on both sides. Sequences: how many the engine runs at a time; three times as many are generated in a turn, from
 an empty engine to an empty engine. The reward is a constant: what it costs is the user's. Weights are random.
 """
 
@@ -44,10 +44,10 @@ from freewheel.rollout.rollouter import Rollouter, Sampling
 from shapes import SHAPES, VOCABULARY, write_model
 
 PROMISED = 0.95
-PROMPT_TOKENS, NEW_TOKENS, GROUP = 128, 512, 8
-TIMES = 4
+PROMPT_TOKENS, NEW_TOKENS, GROUP = 128, 256, 8
+TIMES = 3
 """Sequences of a turn, in units of those at a time."""
-TURNS = 3
+TURNS = 2
 
 
 def constant(response: str, row: dict[str, Any]) -> float:

@@ -63,6 +63,13 @@ def test_a_gpu_that_training_shares_is_shared_and_the_user_has_the_last_word() -
     assert arguments_of(gpus=1, rollout={"vllm": given}).items() >= given.items()
 
 
+def test_an_engine_over_several_gpus_has_its_processes_on_one_machine_unless_the_user_says_otherwise() -> None:
+    """Within a bundle of several GPUs vLLM's own choice is Ray, which refuses it."""
+    rollout = {"tensor_parallel_size": 2, "n_gpus_per_node": 2}
+    assert arguments_of(gpus=3, rollout=rollout)["distributed_executor_backend"] == "mp"
+    assert "distributed_executor_backend" not in arguments_of(gpus=3)
+
+
 def test_on_a_cpu_the_cache_has_room_for_every_slot_and_no_more_than_that_calls_for() -> None:
     """Blocks of 128 tokens, two layers of keys and values, two heads of 32, four bytes."""
     token = 2 * 2 * 2 * 32 * 4

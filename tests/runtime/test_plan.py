@@ -137,12 +137,14 @@ def test_a_shared_gpu_leaves_training_the_larger_part_of_its_memory():
     assert plan(machine(H200), rollout={"engine": "vllm"}).gpu_memory_share == 0.4
     assert plan(machine(H200), rollout={"engine": "vllm", "replicas": 2}).gpu_memory_share == 0.2, "of each"
     assert plan(machine(H200, H200), rollout={"engine": "vllm"}).gpu_memory_share == 0.9
+    assert plan(machine(H200, H200), rollout={"engine": "vllm", "replicas": 2}).gpu_memory_share == 0.45
     assert plan(machine(H200), rollout={"engine": "vllm", "gpu_memory_share": 0.25}).gpu_memory_share == 0.25
 
 
 def test_servers_take_the_place_of_engines_and_of_their_gpus():
     found = plan(machine(H200), rollout={"engine": "vllm", "urls": ["http://a:8000", "http://b:8000"]})
     assert (found.replicas, found.gpus_per_replica, found.gpus_trainer) == (2, 0.0, 1.0)
+    assert found.dtype == "bfloat16", "as the trainer computes; a server's GPU is not seen from here"
     found.check()
 
 

@@ -174,7 +174,9 @@ def _engine(config: TrainConfig) -> None:
     r = config.rollout
     if r.engine == "vllm":
         if r.urls is not None and r.replicas not in ("auto", len(r.urls)):
-            raise ConfigError("rollout.replicas", r.replicas, f"rollout.urls names {len(r.urls)} servers: give auto")
+            raise ConfigError(
+                "rollout.replicas", r.replicas, f"servers that rollout.urls names: {len(r.urls)}; give auto"
+            )
         return
     given = {
         "tensor_parallel_size": r.tensor_parallel_size != 1,

@@ -107,19 +107,20 @@ def place(config: TrainConfig, machine: Machine) -> Placement:
         device_rollout=rollout,
         replicas=count,
         slots=slots if slots != "auto" else min(MOST_SLOTS, -(-groups // count)),
-        dtype=_dtype(config, machine, trainer, rollout),
+        dtype=_dtype(config, machine, trainer, trainer if config.rollout.urls is not None else rollout),
         world_size=_world_size(config, trainer, wanted_trainer),
         gpus_trainer=0.0 if trainer == "cpu" else SHARED if shared else 1.0,
         gpus_per_replica=share,
         shared_gpu=shared,
-        gpu_memory_share=memory
-        if memory != "auto"
-        else MEMORY_SHARE_BESIDE_TRAINER / count
-        if shared
-        else MEMORY_SHARE,
+        gpu_memory_share=_memory_share(count, share, shared) if memory == "auto" else memory,
         transport=transport,
         problems=(*problems, *against),
     )
+
+
+def _memory_share(replicas: int, gpus_each: float, shared: bool) -> float:
+    """Those that share a GPU share what one of them would have."""
+    return MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
 
 
 def _world_size(config: TrainConfig, trainer: Device, gpus: int) -> int:

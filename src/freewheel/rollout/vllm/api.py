@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from freewheel.judge.errors import ConfigError
@@ -122,7 +123,16 @@ def start(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
     try:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=settings.disable_log_stats)
     except Exception as error:
-        raise EngineError(f"vLLM did not start: {error}; its own messages above say why") from error
+        raise EngineError(f"vLLM did not start: {error}; {_where_it_says_why()}") from error
+
+
+def _where_it_says_why() -> str:
+    """Its processes write where this one does: to a file, under Ray."""
+    try:
+        output = str(Path("/proc/self/fd/2").readlink())
+    except OSError:
+        output = ""
+    return f"its own messages are in {output}" if Path(output).is_file() else "its own messages above say why"
 
 
 def sampling_params(sample: SamplingParams, *, stream: bool, seeded: bool) -> Any:

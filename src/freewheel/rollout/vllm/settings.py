@@ -49,6 +49,7 @@ def environment(device: str) -> dict[str, str]:
     """Variables that vLLM reads when it is imported, where the user has not set them."""
     found = {
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is for programs to read
         "VLLM_NO_USAGE_STATS": "1",  # a run tells nobody about itself
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process with threads must not be forked
     }
@@ -110,6 +111,9 @@ def engine_arguments(
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": worker_extension,
     }
+    if config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size > 1:
+        # A replica has its GPUs in one bundle of Ray's. vLLM's own choice there would be a bundle for each.
+        arguments["distributed_executor_backend"] = "mp"
     if plan.device_rollout == "cuda":
         arguments["gpu_memory_utilization"] = plan.gpu_memory_share
     else:
