@@ -4,7 +4,7 @@ when it fails, hangs or goes away."""
 from __future__ import annotations
 
 import asyncio
-import json
+import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from freewheel.judge.errors import ConfigError
 from freewheel.rollout.engine import (
@@ -28,72 +25,17 @@ from freewheel.rollout.engine import (
     PromptRefused,
     SamplingParams,
 )
+from freewheel.rollout.vllm import remote
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
-from freewheel.sync.weights import AnyWeights, pack
+from freewheel.sync.weights import AnyWeights
+
+from .fake_server import WEIGHTS, Speaks
 
 WAIT_S = 20.0
+VLLM_KEEPS_S = 5.0
+"""A connection that is idle (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`)."""
 VOCABULARY = 100
-WEIGHTS = pack({"w": torch.ones(3)})
-
-
-class Speaks:
-    """Says the last token of the prompt again and again, one at a time while it is not paused."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.fails: set[str] = set()
-        self.going = asyncio.Event()
-        self.going.set()
-        self.told = 0
-        self.held = 0
-        app = web.Application()
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/is_paused", self._is_paused)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/{call}", self._call)
-        self.server = TestServer(app)
-
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "a model", "max_model_len": 64}]})
-
-    async def _is_paused(self, request: web.Request) -> web.Response:
-        return web.json_response({}, status=404 if "is_paused" in self.fails else 200)
-
-    async def _call(self, request: web.Request) -> web.Response:
-        call = request.match_info["call"]
-        self.calls.append(call)
-        if call in self.fails:
-            return web.json_response({"error": f"{call} failed"}, status=500)
-        if call == "pause":
-            assert dict(request.query) == {"mode": "keep", "clear_cache": "false"}
-            self.going.clear()
-        elif call == "resume":
-            self.going.set()
-        elif call == "update_weights":
-            self.held += (await request.json())["update_info"]["part"] + 1
-        elif call == "collective_rpc":
-            return web.json_response({"results": [str(WEIGHTS.checksum - 5), "5"]})
-        return web.json_response({})
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        self.bodies.append(body)
-        answer = web.StreamResponse()
-        await answer.prepare(request)
-        token, wanted = body["prompt"][-1], body["max_tokens"]
-        for made in range(wanted):
-            await self.going.wait()
-            finish = "stop" if token in body["stop_token_ids"] else "length" if made + 1 == wanted else None
-            choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": finish}
-            await answer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-            self.told += 1
-            await asyncio.sleep(0)
-            if finish == "stop":
-                break
-        await answer.write(b"data: [DONE]\n\n")
-        return answer
 
 
 @contextmanager
@@ -175,9 +117,35 @@ async def test_an_update_is_told_in_order_and_prompts_of_two_versions_share_noth
         *("pause", "start_weight_update", "update_weights", "update_weights", "finish_weight_update", "resume"),
         "collective_rpc",
     ]
-    assert [body["cache_salt"] for body in speaks.bodies] == ["0", "3"]
     assert one.versions.tolist() == [3] * 3
     assert await engine.update_weights(4, WEIGHTS, verify=False) is None
+
+
+async def test_what_a_server_has_cached_serves_one_engine_and_one_load_alone(speaks: Speaks) -> None:
+    salts: list[set[str]] = []
+
+    async def asked(engine: VllmEngine) -> None:
+        speaks.bodies.clear()
+        await ask(engine, request_of(1, n=2))
+        await ask(engine, request_of(2))
+        salts.append({body["cache_salt"] for body in speaks.bodies})
+
+    for _ in range(2):  # a run, and the next one on the same server
+        engine = engine_over(speaks)
+        await asked(engine)
+        for _ in range(2):  # a trainer, and its successor: other numbers under the same version
+            await engine.update_weights(3, WEIGHTS, verify=False)
+            await asked(engine)
+        speaks.fails = {"start_weight_update"}
+        with pytest.raises(EngineError, match="goes on serving"):
+            await engine.update_weights(4, WEIGHTS, verify=False)
+        speaks.fails = set()
+        kept = salts[-1]
+        await asked(engine)
+        assert salts.pop() == kept, "what was not overwritten is not read again"
+        await engine.close()
+    assert [len(found) for found in salts] == [1] * 6
+    assert len(set.union(*salts)) == 6
 
 
 async def test_a_sample_in_flight_keeps_the_version_it_began_with(engine: VllmEngine, speaks: Speaks) -> None:
@@ -192,7 +160,7 @@ async def test_a_sample_in_flight_keeps_the_version_it_began_with(engine: VllmEn
 
 async def test_who_comes_during_an_update_waits_for_the_new_version(engine: VllmEngine, speaks: Speaks) -> None:
     updating = asyncio.create_task(engine.update_weights(1, WEIGHTS, verify=False))
-    await until(lambda: engine.stats().paused)
+    await until(lambda: "pause" in speaks.calls)
     (one,) = await ask(engine, request_of(1))
     await updating
     assert one.versions.tolist() == [1] * 3
@@ -280,6 +248,18 @@ async def test_a_server_that_goes_away_is_a_dead_engine(engine: VllmEngine, spea
         await engine.update_weights(1, WEIGHTS, verify=False)
 
 
+async def test_a_server_that_closes_an_idle_connection_has_not_died(
+    engine: VllmEngine, speaks: Speaks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert remote.KEPT_S < VLLM_KEEPS_S
+    monkeypatch.setattr(remote, "KEPT_S", remote.KEPT_S / 50)
+    speaks.idle_s = VLLM_KEEPS_S / 50
+    await engine.pause()
+    await asyncio.sleep(1.5 * speaks.idle_s)
+    await engine.resume()
+    assert len((await ask(engine, request_of(1)))[0].tokens) == 3
+
+
 async def test_weights_to_begin_with_are_loaded_before_the_first_token_and_not_after_others(speaks: Speaks) -> None:
     engine = engine_over(speaks, initial=lambda: WEIGHTS, version=5)
     one, other = await asyncio.gather(ask(engine, request_of(1)), ask(engine, request_of(2)))
@@ -290,6 +270,43 @@ async def test_weights_to_begin_with_are_loaded_before_the_first_token_and_not_a
     await engine.update_weights(9, WEIGHTS, verify=False)
     assert (await ask(engine, request_of(1)))[0].versions.tolist() == [9] * 3
     assert speaks.calls.count("finish_weight_update") == 2
+    await engine.close()
+
+
+async def test_of_updates_in_the_wrong_order_the_newer_one_stays(engine: VllmEngine, speaks: Speaks) -> None:
+    newer = asyncio.create_task(engine.update_weights(2, WEIGHTS, verify=False))
+    await until(lambda: "pause" in speaks.calls)
+    with pytest.raises(ValueError, match="version 1 comes late: the engine holds 2"):
+        await engine.update_weights(1, WEIGHTS, verify=False)
+    await newer
+    assert (await ask(engine, request_of(1)))[0].versions.tolist() == [2] * 3
+    assert speaks.calls.count("finish_weight_update") == 1
+    await engine.update_weights(2, WEIGHTS, verify=False)  # another attempt
+
+
+@pytest.mark.parametrize("version", [5, 6])
+async def test_weights_to_begin_with_that_were_overtaken_while_they_were_read_are_not_loaded(
+    speaks: Speaks, version: int
+) -> None:
+    reading, read = threading.Event(), threading.Event()
+
+    def initial() -> AnyWeights:
+        reading.set()
+        assert read.wait(WAIT_S)
+        return WEIGHTS
+
+    engine = engine_over(speaks, initial=initial, version=5)
+    asked = asyncio.create_task(ask(engine, request_of(1)))
+    await until(reading.is_set)
+    newer = asyncio.create_task(engine.update_weights(version, WEIGHTS, verify=False))
+    await until(engine._updating.locked)
+    read.set()
+    await newer
+    assert (await asked)[0].versions.tolist() == [version] * 3
+    assert engine._priming is not None
+    await engine._priming
+    assert speaks.calls.count("finish_weight_update") == 1
+    assert engine.version == version
     await engine.close()
 
 
@@ -304,11 +321,14 @@ async def test_weights_to_begin_with_that_cannot_be_loaded_end_the_engine(speaks
 
 async def test_a_server_is_looked_at_before_it_is_used(speaks: Speaks) -> None:
     url = str(speaks.server.make_url("/"))
-    assert (await asyncio.to_thread(find_server, url, 64)).model == "a model"
+    assert (await asyncio.to_thread(find_server, url, 64, "bfloat16")).model == "a model"
+    with pytest.raises(ConfigError, match="serves bfloat16, and the run has float32: start it with --dtype float32"):
+        await asyncio.to_thread(find_server, url, 64, "float32")
     with pytest.raises(ConfigError, match="--max-model-len 65"):
-        await asyncio.to_thread(find_server, url, 65)
-    speaks.fails = {"is_paused"}
-    with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
-        await asyncio.to_thread(find_server, url, 64)
+        await asyncio.to_thread(find_server, url, 65, "bfloat16")
+    for fails, said in (("is_paused", "VLLM_SERVER_DEV_MODE=1"), ("collective_rpc", "--worker-extension-cls")):
+        speaks.fails = {fails}
+        with pytest.raises(ConfigError, match=said):
+            await asyncio.to_thread(find_server, url, 64, "bfloat16")
     with pytest.raises(ConfigError, match="there is no vLLM server"):
-        await asyncio.to_thread(find_server, "http://127.0.0.1:9", 64)
+        await asyncio.to_thread(find_server, "http://127.0.0.1:9", 64, "bfloat16")

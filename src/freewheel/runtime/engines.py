@@ -108,7 +108,7 @@ def _server(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: in
     model_config, generation_config = load_model_config(model_path, config)
     longest = _longest(config, plan, model_config, longest_tokens)
     engine = VllmEngine(
-        partial(RemoteLlm, find_server(url, longest + plan.max_new_tokens)),
+        partial(RemoteLlm, find_server(url, longest + plan.max_new_tokens, plan.dtype)),
         shipped=shipped,
         slots=plan.slots,
         max_prompt_tokens=longest,

@@ -147,7 +147,7 @@ class Begun:
         waiting = asyncio.create_task(self._there.wait())
         await asyncio.wait([waiting, self.asked], return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
         waiting.cancel()
-        assert self._there.is_set() and not self.asked.done()
+        assert self._there.is_set() and not self.asked.done(), self.asked  # which shows what it ended with
 
 
 def reference(model: PreTrainedModel, prompt: Any, tokens: Any, temperature: float = 1.0) -> Any:

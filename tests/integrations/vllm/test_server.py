@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from freewheel.judge.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, GenerationAborted
 from freewheel.rollout.vllm.engine import VllmEngine
+from freewheel.rollout.vllm.remote import find_server
 
 from .asking import (
     BLOCK,
@@ -113,17 +115,30 @@ async def test_it_begins_with_the_runs_own_weights_whatever_it_holds(engine: Vll
 async def test_new_weights_arrive_in_mid_flight_and_no_token_is_taken_for_newer(
     engine: VllmEngine, old: PreTrainedModel, new: PreTrainedModel
 ) -> None:
-    begun = Begun(engine, request_of(2, n=2, new=NEW_TOKENS, stream=True))
-    await begun.wait()
     weights = weights_of(new)
+    begun = Begun(engine, request_of(2, n=4 * SLOTS, new=NEW_TOKENS, stream=True))
+    await begun.wait()
     assert await engine.update_weights(1, weights, verify=True) == weights.checksum
-    for one in await begun.asked:
-        assert len(one.tokens) == NEW_TOKENS and set(one.versions.tolist()) == {0}
-        assert not np.allclose(one.logprobs, reference(old, request_of(2).prompt, one.tokens), atol=1e-2)
+    found = await begun.asked
+    assert all(len(one.tokens) == NEW_TOKENS and set(one.versions.tolist()) == {0} for one in found)
+    by_old = [np.allclose(one.logprobs, reference(old, request_of(2).prompt, one.tokens), atol=1e-2) for one in found]
+    assert not all(by_old)  # the first may have been done
     request = request_of(3, tokens=2 * BLOCK, new=12, temperature=0.0)
     (fresh,) = await ask(engine, request)
     assert fresh.tokens.tolist() == greedy(new, request.prompt, 12)
     assert set(fresh.versions.tolist()) == {1}
+
+
+async def test_the_next_run_on_a_server_finds_nothing_of_the_one_before_in_its_cache(
+    engine: VllmEngine, server: Server, old: PreTrainedModel, new: PreTrainedModel, tmp_path: Path
+) -> None:
+    request = request_of(8, tokens=3 * BLOCK, new=12, temperature=0.0)
+    for model, name in ((old, "old"), (new, "new")):
+        run = engine_of(save(model, tmp_path / name), vllm={}, urls=[server.url])
+        (one,) = await ask(run, request)
+        assert (run.version, one.versions.tolist()) == (0, [0] * 12)
+        np.testing.assert_allclose(one.logprobs, reference(model, request.prompt, one.tokens), atol=5e-4, rtol=1e-3)
+        await run.close()
 
 
 async def test_an_abort_frees_the_servers_slots(engine: VllmEngine) -> None:
@@ -135,6 +150,12 @@ async def test_an_abort_frees_the_servers_slots(engine: VllmEngine) -> None:
     assert len(await ask(engine, request_of(5, n=SLOTS, new=4))) == SLOTS
 
 
+async def test_a_server_that_computes_in_another_type_is_refused(server: Server) -> None:
+    assert find_server(server.url, LONGEST_PROMPT, "float32").url == server.url
+    with pytest.raises(ConfigError, match="serves float32, and the run has bfloat16: start it with --dtype bfloat16"):
+        find_server(server.url, LONGEST_PROMPT, "bfloat16")
+
+
 async def test_a_server_that_is_not_there_or_too_short_is_refused(server: Server, folder: Path) -> None:
     with pytest.raises(ConfigError, match="there is no vLLM server"):
         engine_of(folder, vllm={}, urls=["http://127.0.0.1:9"])
@@ -143,11 +164,12 @@ async def test_a_server_that_is_not_there_or_too_short_is_refused(server: Server
 
 
 async def test_a_server_that_dies_is_a_dead_engine(engine: VllmEngine, server: Server, new: PreTrainedModel) -> None:
-    begun = Begun(engine, request_of(6, new=NEW_TOKENS, stream=True))
-    await begun.wait()
+    await engine.pause()  # nothing is done before the server is dead
+    asked = asyncio.create_task(ask(engine, request_of(6, n=2)))
+    await asyncio.sleep(0)
     server.kill()
     with pytest.raises(EngineDied):
-        await begun.asked
+        await asked
     with pytest.raises(EngineDied):
         await ask(engine, request_of(7))
     with pytest.raises(EngineDied):

@@ -133,6 +133,24 @@ async def test_tied_embeddings_may_come_once_or_twice_and_packed() -> None:
     np.testing.assert_allclose(one.logprobs, reference_logprobs(new, request_of(1).prompt, one.tokens), atol=1e-5)
 
 
+async def test_of_updates_in_the_wrong_order_the_newer_one_stays() -> None:
+    model, older, newer = (tiny("qwen2", seed=seed) for seed in range(3))
+    async with running(model) as engine:
+        gate = Gate(model)
+        asked = asyncio.create_task(ask(engine, request_of(1, new=4)))
+        await gate.let(1)
+        given = ((2, newer), (1, older))
+        both = [asyncio.create_task(engine.update_weights(v, pack(m.state_dict()), verify=False)) for v, m in given]
+        await asyncio.sleep(0)
+        gate.open_up()
+        await both[0]
+        with pytest.raises(ValueError, match="version 1 comes late: the engine holds 2"):
+            await both[1]
+        await asked
+        (one,) = await ask(engine, request_of(2))
+    np.testing.assert_allclose(one.logprobs, reference_logprobs(newer, request_of(2).prompt, one.tokens), atol=1e-5)
+
+
 @pytest.mark.parametrize("change", ["missing", "unknown", "misshapen", "untied"])
 async def test_weights_that_do_not_fit_are_refused_whole(change: str) -> None:
     state = {name: tensor.clone() for name, tensor in tiny("qwen2", seed=1).state_dict().items()}

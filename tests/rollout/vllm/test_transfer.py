@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -65,6 +67,48 @@ def test_a_file_is_gone_also_where_the_engine_failed(memory: Path) -> None:
     with pytest.raises(RuntimeError, match="refused"), shipped(pack(TENSORS)):
         raise RuntimeError("refused")
     assert list(memory.iterdir()) == []
+
+
+KILLED = """
+import os, pathlib, signal, sys, tempfile
+import torch
+from freewheel.rollout.vllm import transfer
+from freewheel.sync.weights import pack
+transfer.SHARED_MEMORY, tempfile.tempdir = pathlib.Path(sys.argv[1]), sys.argv[2]
+with transfer.shipped(pack({"w": torch.ones(9)})):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_rollouter_left_that_was_killed_is_cleared_away(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead = subprocess.Popen([sys.executable, "-c", KILLED, str(memory), str(tmp_path)])
+    dead.wait()
+    (left,) = memory.iterdir()
+    on_disk = tmp_path / f"freewheel-weights-{dead.pid}-02"
+    on_disk.write_bytes(b"of another update")
+    with shipped(pack(TENSORS)):
+        assert not left.exists() and not on_disk.exists()
+
+
+def test_what_may_be_in_use_or_is_no_version_stays(memory: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    living = memory / f"freewheel-weights-{os.getppid()}-01"
+    elsewhere = memory / f"freewheel-weights-{dead.pid}-02"  # a process of another container: it has no number here
+    others = memory / "freewheel-weights-of-mine"
+    for file in (living, elsewhere, others):
+        file.write_bytes(b"a version")
+    with elsewhere.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with shipped(pack(TENSORS)), shipped(pack(TENSORS)) as infos:
+            assert len(list(memory.iterdir())) == 5
+            assert read(infos).keys() == TENSORS.keys()
+    assert sorted(memory.iterdir()) == sorted([living, elsewhere, others])
+    with shipped(pack(TENSORS)):
+        assert not elsewhere.exists()
 
 
 def test_a_large_version_comes_in_parts_that_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:

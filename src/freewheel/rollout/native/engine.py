@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -142,11 +142,17 @@ class NativeEngine:
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         async with self._updating:
             given = weights.tensors()
-            held = await self._ask(lambda: self._loop.update(version, lambda: load_weights(self._model, given)))
+            held = await self._ask(lambda: self._take_over(version, given))
             if not verify:
                 return None
             # Beside the decoding, which only reads what is summed here.
             return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
+
+    def _take_over(self, version: int, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """In the thread, where one comes after the other."""
+        if version < self.version:  # it has waited for its successor
+            raise ValueError(f"version {version} comes late: the engine holds {self.version}")
+        return self._loop.update(version, lambda: load_weights(self._model, given))
 
     async def abort(self, request_id: str) -> None:
         flight = self._flights.get(request_id)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,9 @@ class VllmEngine:
         self._max_new_tokens = max_new_tokens
         self._vocabulary = vocabulary
         self._version = version
+        self._name = secrets.token_hex(8)
+        self._loads = 0
+        """That succeeded."""
         self._flights: dict[str, Flight] = {}
         self._live: dict[str, Flight] = {}
         """By sample."""
@@ -196,7 +200,7 @@ class VllmEngine:
             self._check_open()
             self._llm.versions.begin(name)
             sample, stream = flight.request.samples[index], flight.request.stream
-            made = self._llm.outputs(name, prompt, sample, stream=stream, salt=str(self._version))
+            made = self._llm.outputs(name, prompt, sample, stream=stream, salt=self._salt)
             async with aclosing(made) as outputs:
                 async for output in outputs:
                     chunk = self._chunk(name, index, sent, output)
@@ -215,6 +219,11 @@ class VllmEngine:
                 self._forget(name, self._llm.tokens().get(name, sent))
                 if self._over is None:
                     self._beside(self._llm.abort(name))
+
+    @property
+    def _salt(self) -> str:
+        # Not the version: a server's cache outlives this engine, and a version may come again with other numbers.
+        return f"{self._name}-{self._loads}"
 
     def _begin(self, name: str, flight: Flight) -> None:
         self._live[name] = flight
@@ -280,25 +289,34 @@ class VllmEngine:
     async def _take_over(self, version: int, weights: AnyWeights, verify: bool) -> int | None:
         async with self._updating:
             self._check_open()
-            async with self._prepared(weights) as buckets:
-                self._free.clear()
-                try:
-                    await self._hold(BY_UPDATE)
-                    await self._load(version, buckets)
-                finally:
-                    if not self._failed_updates and self._over is None:
-                        await self._let_go(BY_UPDATE)
-                        if self._initial is None:
-                            self._free.set()
+            if version < self._version:  # it has waited for its successor
+                raise ValueError(f"version {version} comes late: the engine holds {self._version}")
+            await self._replace(version, weights)
             return await self._content_sum() if verify else None  # beside the decoding, which only reads them
+
+    async def _replace(self, version: int, weights: AnyWeights) -> None:
+        async with self._prepared(weights) as buckets:
+            self._free.clear()
+            try:
+                await self._hold(BY_UPDATE)
+                await self._load(version, buckets)
+            finally:
+                if not self._failed_updates and self._over is None:
+                    await self._let_go(BY_UPDATE)
+                    if self._initial is None:
+                        self._free.set()
 
     async def _prime(self) -> None:
         """The weights of the version that it begins with, unless a later one came first."""
-        assert self._initial is not None
+        initial = self._initial
+        if initial is None:
+            return
         try:
-            weights = await asyncio.get_running_loop().run_in_executor(self._aside, self._initial)
-            if self._initial is not None:
-                await self._take_over(self._version, weights, verify=False)
+            weights = await asyncio.get_running_loop().run_in_executor(self._aside, initial)
+            async with self._updating:
+                if self._initial is not None:
+                    self._check_open()
+                    await self._replace(self._version, weights)
         except Exception as error:  # noqa: BLE001  # whatever it was, nothing can be generated
             self._end(EngineDied(f"vLLM could not be given the weights to begin with: {error}"))
 
@@ -322,6 +340,7 @@ class VllmEngine:
             raise EngineError(f"{what}; nothing is generated until an update succeeds") from error
         self._failed_updates = 0
         self._version = version
+        self._loads += 1
         self._initial = None
 
     @asynccontextmanager

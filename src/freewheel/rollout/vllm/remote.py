@@ -28,9 +28,13 @@ from freewheel.rollout.vllm.tagging import TokenVersions
 KEY = "rollout.urls"
 LOOK_S = 10.0
 """For a server to say what it is."""
+KEPT_S = 2.0
+"""A connection without a call: vLLM closes one after 5 s, and a call that crosses that would count as its death."""
 EVENT = b"data: "
 END = b"[DONE]"
 DETAIL_CHARS = 300
+DTYPE = "freewheel_dtype"
+"""The worker's method that says what the model computes in."""
 START = (
     "start it with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls freewheel.rollout.vllm.worker.WorkerExtension and "
     '--weight-transfer-config \'{"backend": "freewheel_shm"}\''
@@ -47,10 +51,11 @@ class Server:
     max_model_len: int
 
 
-def find_server(url: str, max_model_len: int) -> Server:
-    """Raises where it cannot be reached, is too short, or cannot be given weights."""
+def find_server(url: str, max_model_len: int, dtype: str) -> Server:
+    """Raises where it cannot be reached, is too short, cannot be given weights, or computes in another type than
+    `dtype`, the run's."""
     url = url.rstrip("/")
-    status, said = _get(f"{url}/v1/models")
+    status, said = _asked(f"{url}/v1/models")
     if status != 200:
         raise ConfigError(KEY, url, f"there is no vLLM server ({said}): start one, or correct the address")
     served = said["data"][0]
@@ -60,14 +65,23 @@ def find_server(url: str, max_model_len: int) -> Server:
             f"it takes {server.max_model_len} tokens, and {max_model_len} are needed: start it with --max-model-len"
         )
         raise ConfigError(KEY, url, f"{remedy} {max_model_len}")
-    if _get(f"{url}/is_paused")[0] != 200:
+    if _asked(f"{url}/is_paused")[0] != 200:
         raise ConfigError(KEY, url, f"it cannot be given new weights: {START}")
+    status, said = _asked(f"{url}/collective_rpc", {"method": DTYPE})
+    if status != 200:
+        raise ConfigError(KEY, url, f"its workers do not know freewheel ({said}): {START}")
+    served_as = said["results"][0]
+    if served_as != dtype:
+        remedy = f"start it with --dtype {dtype}, or give model.dtype={served_as}"
+        raise ConfigError(KEY, url, f"it serves {served_as}, and the run has {dtype}: {remedy}")
     return server
 
 
-def _get(url: str) -> tuple[int, Any]:
+def _asked(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    given = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, given, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(url, timeout=LOOK_S) as answer:
+        with urllib.request.urlopen(request, timeout=LOOK_S) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, str(error)
@@ -194,7 +208,7 @@ class RemoteLlm:
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
             # Answers take as long as they take: the engine watches over tokens itself.
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self._session
 

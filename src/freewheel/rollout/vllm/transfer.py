@@ -12,6 +12,7 @@ vLLM does in each of its processes; all that goes there is plain values, which J
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -30,6 +31,8 @@ WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"
 """For vLLM's `worker_extension_cls`."""
 BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "freewheel_nccl"}
 SHARED_MEMORY = Path("/dev/shm")
+FILE = "freewheel-weights-"
+"""Followed by the number of the process that wrote it."""
 INTACT = 1 << 26
 """Bytes of shared memory that are left to others."""
 
@@ -97,18 +100,42 @@ def _parts(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 @contextlib.contextmanager
 def _in_file(weights: Weights) -> Iterator[str]:
     """A copy of the buffer that other processes of this user map."""
-    path = _room(weights.n_bytes) / f"freewheel-weights-{os.getpid()}-{secrets.token_hex(8)}"
-    try:
+    _clear_away()
+    path = _room(weights.n_bytes) / f"{FILE}{os.getpid()}-{secrets.token_hex(8)}"
+    with contextlib.ExitStack() as stack:
+        stack.callback(path.unlink, missing_ok=True)
         descriptor = open_private(path, os.O_WRONLY)
-        try:
-            left = weights.buffer.data.cast("B")
-            while left:
-                left = left[os.write(descriptor, left) :]
-        finally:
-            os.close(descriptor)
+        stack.callback(os.close, descriptor)
+        with contextlib.suppress(OSError):  # a disk without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # until it is closed
+        left = weights.buffer.data.cast("B")
+        while left:
+            left = left[os.write(descriptor, left) :]
         yield str(path)
+
+
+def _clear_away() -> None:
+    """A rollouter that was killed in the middle of an update has left a model's worth of memory behind."""
+    for folder in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+        for path in folder.glob(f"{FILE}*"):
+            with contextlib.suppress(OSError):
+                if path.lstat().st_uid == os.getuid() and not _in_use(path):
+                    path.unlink()
+
+
+def _in_use(path: Path) -> bool:
+    pid = path.name.removeprefix(FILE).partition("-")[0]
+    if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
+        return True
+    # Another container's process may share the memory and have no number here: it has the lock.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     finally:
-        path.unlink(missing_ok=True)
+        os.close(descriptor)
+    return False
 
 
 def _room(n_bytes: int) -> Path:

@@ -338,6 +338,10 @@ class GroupReceiving(Receiving):
 class WorkerExtension:
     """Methods that vLLM adds to its workers, for `collective_rpc`."""
 
+    def freewheel_dtype(self) -> str:
+        """What the model computes in, as `model.dtype` has it."""
+        return str(self.model_config.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+
     def freewheel_content_sum(self) -> int | None:
         """This worker's part of the sum over what a checkpoint fills; what several hold is counted by the first. None:
         quantized, which leaves nothing to compare."""

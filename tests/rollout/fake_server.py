@@ -1,0 +1,91 @@
+"""A server that is no vLLM but speaks like one, as far as `RemoteLlm` listens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from freewheel.sync.weights import pack
+
+WEIGHTS = pack({"w": torch.ones(3)})
+"""What it says that it holds."""
+
+
+class Speaks:
+    """Says the last token of the prompt again and again, one at a time while it is not paused."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.fails: set[str] = set()
+        self.going = asyncio.Event()
+        self.going.set()
+        self.told = 0
+        self.held = 0
+        self.idle_s = float("inf")
+        self._asked_at: dict[Any, float] = {}
+        app = web.Application(middlewares=[self._too_late])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/is_paused", self._is_paused)
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/{call}", self._call)
+        self.server = TestServer(app)
+
+    @web.middleware
+    async def _too_late(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """A call over a connection that has had none for `idle_s` crosses with its end."""
+        now = time.monotonic()
+        assert request.transport is not None
+        if now - self._asked_at.get(request.transport, now) > self.idle_s:
+            request.transport.abort()
+        answer: web.StreamResponse = await handler(request)
+        self._asked_at[request.transport or now] = time.monotonic()
+        return answer
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "a model", "max_model_len": 64}]})
+
+    async def _is_paused(self, request: web.Request) -> web.Response:
+        return web.json_response({}, status=404 if "is_paused" in self.fails else 200)
+
+    async def _call(self, request: web.Request) -> web.Response:
+        call = request.match_info["call"]
+        self.calls.append(call)
+        if call in self.fails:
+            return web.json_response({"error": f"{call} failed"}, status=500)
+        if call == "pause":
+            assert dict(request.query) == {"mode": "keep", "clear_cache": "false"}
+            self.going.clear()
+        elif call == "resume":
+            self.going.set()
+        elif call == "update_weights":
+            self.held += (await request.json())["update_info"]["part"] + 1
+        elif call == "collective_rpc":
+            sums = [str(WEIGHTS.checksum - 5), "5"]
+            asked = (await request.json())["method"]
+            return web.json_response({"results": ["bfloat16"] * 2 if asked == "freewheel_dtype" else sums})
+        return web.json_response({})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        token, wanted = body["prompt"][-1], body["max_tokens"]
+        for made in range(wanted):
+            await self.going.wait()
+            finish = "stop" if token in body["stop_token_ids"] else "length" if made + 1 == wanted else None
+            choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": finish}
+            await answer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+            self.told += 1
+            await asyncio.sleep(0)
+            if finish == "stop":
+                break
+        await answer.write(b"data: [DONE]\n\n")
+        return answer
