@@ -127,6 +127,7 @@ def test_without_a_vllm_that_can_be_used_nothing_starts(
 def test_a_release_that_may_do_is_taken(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
     api.require()
+    assert api.installed() == release
 
 
 def test_what_is_not_the_users_to_say_is_refused_before_vllm_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:

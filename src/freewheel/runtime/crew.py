@@ -33,7 +33,7 @@ from freewheel.runtime import actors
 from freewheel.runtime.actors import MANY, RemoteQueue
 from freewheel.runtime.building import model_folder
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import Peers, PeerSilent, call
+from freewheel.runtime.peers import START_S, Peers, PeerSilent, call
 from freewheel.runtime.pools import Pools
 from freewheel.trainer.checkpoint import CheckpointStore
 from freewheel.trainer.saving import Resumed
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.runtime")
 
-START_S = 600.0
-"""Longest time for an actor to load its model."""
 ASK_S = 10.0
 """Longest time for a component to say what another's successor must know; one that does not say it is as good as dead,
 and what it works on is issued again."""

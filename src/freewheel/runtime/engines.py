@@ -58,7 +58,7 @@ def _native(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: in
 def _vllm(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int) -> Loaded:
     from freewheel.rollout.vllm import api, orphan, settings
     from freewheel.rollout.vllm.engine import VllmEngine
-    from freewheel.rollout.vllm.transfer import WORKER_EXTENSION, backend, shipped
+    from freewheel.rollout.vllm.transfer import BACKENDS, WORKER_EXTENSION, shipped
     from freewheel.runtime.building import load_model_config
 
     api.require()
@@ -77,7 +77,7 @@ def _vllm(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int,
         model_path=model_path,
         model_config=model_config,
         max_model_len=longest + plan.max_new_tokens,
-        backend=backend(plan.transport),
+        backend=BACKENDS[plan.transport],
         worker_extension=WORKER_EXTENSION,
         known=api.argument_names(),
     )

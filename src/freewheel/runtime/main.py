@@ -37,8 +37,8 @@ from freewheel.runtime.asking import Asking
 from freewheel.runtime.building import named_function
 from freewheel.runtime.cluster import cluster, lost_processes
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.crew import START_S, Crew, newest_checkpoint
-from freewheel.runtime.peers import PeerSilent, call, cause, died
+from freewheel.runtime.crew import Crew, newest_checkpoint
+from freewheel.runtime.peers import START_S, PeerSilent, call, cause, died
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.runtime.queue_opening import reaches_the_start
 from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts

@@ -16,6 +16,8 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
 from freewheel.queue.signal import Signal
 
+START_S = 600.0
+"""Longest time for an actor to load its model."""
 CALL_S = 60.0
 """Longest time for a call that does not wait for anything."""
 RECOVERY_S = 900.0

@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import PeerSilent, call, cause
+from freewheel.runtime.peers import START_S, PeerSilent, call, cause
 from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ MANY = 100
 """Calls that a rank may have in progress: a beat is heard while it obeys."""
 BEAT_S = 1.0
 """Between two beats, and how long one waits for its answer."""
-START_S = 600.0
-"""Longest time for a rank to load its model."""
 ANSWER_S = 600.0
 """Longest time for a rank's answer after rank 0 has done its own part."""
 BROKEN = 4

@@ -35,24 +35,26 @@ BLOCK = 32
 EAGER = {"enforce_eager": True, "block_size": BLOCK}
 
 
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 128,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": POSITIONS,
+    "tie_word_embeddings": True,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+"""Heads of 32, which vLLM has kernels for on a CPU."""
+
+
 def tiny(seed: int = 0) -> PreTrainedModel:
-    """Heads of 32, which vLLM has kernels for on a CPU; weights that make distributions far from uniform."""
+    """Its weights make distributions far from uniform."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=128,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -26,7 +26,7 @@ from freewheel.sync.device import DevicePacker
 from freewheel.sync.sending import BroadcastPacker, Desk
 from freewheel.sync.weights import AnyWeights, Packer, pack
 
-from .asking import LONGEST_PROMPT, POSITIONS, VOCABULARY, ask, config_of, plan_of, reference, request_of, save
+from .asking import LONGEST_PROMPT, SHAPE, ask, config_of, plan_of, reference, request_of, save
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
@@ -36,21 +36,7 @@ PART_BYTES = 40_000
 
 def qwen(seed: int) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            intermediate_size=128,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=True,
-            bos_token_id=None,
-            eos_token_id=1,
-            pad_token_id=0,
-        )
-    )
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE))
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2)

@@ -30,6 +30,7 @@ from freewheel.sync.weights import SUM_BITS, AnyWeights, Entry, Weights
 WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"
 """For vLLM's `worker_extension_cls`."""
 BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "freewheel_nccl"}
+"""Names of the receiving backends, for vLLM's `weight_transfer_config`."""
 SHARED_MEMORY = Path("/dev/shm")
 FILE = "freewheel-weights-"
 """Followed by the number of the process that wrote it."""
@@ -38,11 +39,6 @@ INTACT = 1 << 26
 
 Info = dict[str, Any]
 """`update_info` of one bucket."""
-
-
-def backend(transport: str) -> str:
-    """The name of the receiving backend, for vLLM's `weight_transfer_config`."""
-    return BACKENDS[transport]
 
 
 @contextlib.contextmanager
