@@ -14,7 +14,8 @@ the default: with 32 a step of the tiny model is so short that a judge of a seco
 `efficiency` is the slower of generation alone and training alone, for the same tokens and steps, over the wall time: 1
 would be a machine on which the other costs nothing. Training alone is what the steps take in `sync`, where nothing runs
 beside them. Generation alone is the speed in tokens of a whole rollouter (engine, decoding, the task's score, packing)
-whose groups are taken away as they come, measured with the weights of the end and nothing beside it.
+whose groups are taken away as they come, measured with nothing beside it after each mode's run, with the weights of its
+end; the median of the three counts.
 `final_reward` is the mean of the last five steps; `reward_at_equal_wall` that of five steps up to the moment at which
 the fastest mode was done. The judge is an async function that sleeps: what a real one costs this machine is measured in
 the judge's own benchmarks.
@@ -162,15 +163,16 @@ def one_seed(scene: str, seed: int, steps: int, first: int, last: int, turn: int
     order = [MODES[(turn + place) % len(MODES)] for place in range(len(MODES))]
     found: dict[str, dict[str, Any]] = {}
     rows: dict[str, list[dict[str, Any]]] = {}
+    speeds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as folder:
         for mode in order:
             rows[mode] = run(settings(scene, mode, seed, Path(folder) / mode, steps))
             found[mode] = counted(rows[mode], first, last)
-        config = settings(scene, "sync", seed, Path(folder) / "sync", steps)
-        speed = tokens_per_s(scene, config, Path(folder) / "sync" / "final")
+            config = settings(scene, "sync", seed, Path(folder) / "sync", steps)
+            speeds.append(tokens_per_s(scene, config, Path(folder) / mode / "final"))
     earliest = min(one["whole_s"] for one in found.values())
     for mode, one in found.items():
-        generation = generated_tokens(scene, config, one.pop("rows")) / speed
+        generation = generated_tokens(scene, config, one.pop("rows")) / median(speeds)
         training = found["sync"]["train_s"]
         one["generation_alone_s"], one["training_alone_s"] = generation, training
         one["efficiency"] = max(generation, training) / one["wall_s"]
