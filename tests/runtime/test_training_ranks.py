@@ -88,6 +88,7 @@ def test_a_run_in_two_processes_survives_the_death_of_either_and_goes_on_in_one(
     assert log.count("The training processes cannot go on, and the trainer ends: ") >= 2
     assert log.count("A trainer begins anew from ") >= len(STROKES)
     assert "rank-1 was silent for 10 s" in log
+    assert "the trainer ends: rank-1 died" in log and "rank 0 failed" not in log.lower(), "who died is named"
     assert "in 2 processes (FSDP2)" in log
     check_that_nobody_is_left(tmp_path)
     check_that_the_newest_checkpoint_lies_in_shards(tmp_path, 2)

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -16,7 +18,7 @@ from freewheel.data.errors import DataError
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import WHOLE, Checkpoint
 from freewheel.trainer.saving import TRAINING
-from freewheel.trainer.sharded_checkpoint import PARTS, read_shards
+from freewheel.trainer.sharded_checkpoint import PARTS, own_rows, read_shards
 
 from . import rank_tasks
 from .rank_pool import ranks
@@ -81,23 +83,23 @@ def test_training_goes_on_at_another_number_of_ranks_as_it_would_have(tmp_path: 
 
 
 def test_what_is_written_is_what_was_copied_while_training_goes_on(tmp_path: Path) -> None:
-    """The write runs in a thread of its own, beside steps with collectives of theirs."""
+    """The write runs in a thread of its own, beside steps."""
     lead, _ = ranks(2).run(rank_tasks.write_beside_steps, GROUPS, str(tmp_path))
     before, after = lead
     assert not bitwise(before, after)
     assert bitwise(arrays(read_shards(sorted(tmp_path.iterdir()))), before)
 
 
-def test_a_rank_that_cannot_write_is_told_by_all_and_training_goes_on(tmp_path: Path) -> None:
-    for why, metrics in ranks(2).run(rank_tasks.write_in_vain, GROUPS, str(tmp_path)):
-        assert "rank 1" in why and "No space left" in why
+def test_a_rank_that_cannot_write_holds_up_nobody(tmp_path: Path) -> None:
+    for metrics in ranks(2).run(rank_tasks.write_in_vain, GROUPS, str(tmp_path)):
         assert "actor/loss" in metrics
 
 
-def test_what_another_machine_wrote_elsewhere_is_missed(tmp_path: Path) -> None:
-    """Two machines, each with a disk of its own under the same name."""
-    for why in ranks(2).run(rank_tasks.write_apart, GROUPS, str(tmp_path)):
-        assert "all machines of the training share" in why
+@given(count=st.integers(0, 50), size=st.integers(1, 12))
+def test_every_row_is_one_ranks_as_torch_has_it(count: int, size: int) -> None:
+    found = [list(own_rows(count, rank, size)) for rank in range(size)]
+    chunks = [part.tolist() for part in torch.arange(count).chunk(size)] if count else []
+    assert found == chunks + [[]] * (size - len(chunks))
 
 
 def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:

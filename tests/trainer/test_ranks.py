@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from freewheel.data.errors import DataError
 from freewheel.data.group import PromptGroup
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import Sample
-from freewheel.trainer.ranks import PIECES, Follower, Leader, Pulse, RankLost, share_out
+from freewheel.trainer.checkpoint_files import is_about_space
+from freewheel.trainer.ranks import PIECES, Follower, Leader, Pulse, RankLost, ShardsNotWritten, share_out
 
 from .groups import random_group
 
@@ -85,6 +87,8 @@ class FakeBackend:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.raises: dict[str, BaseException] = {}
+        self.writes = ""
+        """A file, to which it writes its state."""
         self.updates_applied = 0
 
     def _call(self, name: str, *args: Any) -> None:
@@ -106,8 +110,12 @@ class FakeBackend:
         self._call("state")
         return BackendState(tensors={}, values={"number": len(self.calls)})
 
-    def write_state(self, state: BackendState, folder: Path) -> None:
+    def write_state(self, state: BackendState, folder: Path) -> str:
         self._call("write_state", state.values["number"], folder)
+        if not self.writes:
+            return ""
+        (folder / self.writes).touch()
+        return self.writes
 
     def load_state(self, state: BackendState) -> None:
         self._call("load_state", dict(state.values))
@@ -131,21 +139,27 @@ class Here:
 
     def __init__(self, followers: Sequence[Follower]) -> None:
         self._followers = followers
+        self.died = ""
+        """Who ended while rank 0 did its part."""
 
     def ask(self, command: str, *args: Any) -> Obeying:
-        return Obeying([lambda follower=one: follower.obey(command, *args) for one in self._followers])
+        work = [lambda follower=one: follower.obey(command, *args) for one in self._followers]
+        return Obeying(work, self.died)
 
 
 class Obeying:
-    def __init__(self, work: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, work: Sequence[Callable[[], Any]], died: str) -> None:
         self._work = work
+        self.died = died
 
-    def wait(self) -> None:
-        for one in self._work:
-            try:
-                one()
-            except BaseException as error:
-                raise RankLost(str(error)) from error
+    def wait(self) -> list[Any]:
+        try:
+            return [one() for one in self._work]
+        except BaseException as error:
+            raise RankLost(str(error)) from error
+
+    def lost(self, wait_s: float) -> str:
+        return self.died
 
 
 class Group:
@@ -155,7 +169,8 @@ class Group:
         self.backends = [FakeBackend() for _ in range(3)]
         first, *others = self.backends
         self.failures: list[str] = []
-        self.leader = Leader(first, Here([Follower(one) for one in others]), fail=self._fail)
+        self.others = Here([Follower(one) for one in others])
+        self.leader = Leader(first, self.others, fail=self._fail)
 
     def _fail(self, lost: RankLost) -> NoReturn:
         self.failures.append(str(lost))
@@ -220,6 +235,16 @@ def test_an_error_on_rank_0_breaks_the_group(group: Group) -> None:
     assert group.failures == ["rank 0 failed in step (MemoryError: no memory)"]
 
 
+def test_another_ranks_death_is_not_taken_for_rank_0s(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 meets it in a collective that breaks."""
+    group.others.died = "rank-1 died (killed)"
+    group.backends[0].raises["step"] = RuntimeError("Connection closed by peer")
+    with pytest.raises(Failed):
+        group.leader.step(GROUPS, version=0, step=0, total_steps=9)
+    assert group.failures == ["rank-1 died (killed) in step"]
+    assert "Rank 0 failed" not in caplog.text and "Connection closed by peer" in caplog.text
+
+
 @pytest.mark.parametrize("command", ["step", "weights", "state"])
 def test_an_error_on_another_rank_breaks_the_group(group: Group, command: str) -> None:
     group.backends[2].raises[command] = MemoryError("no memory there")
@@ -229,15 +254,36 @@ def test_an_error_on_another_rank_breaks_the_group(group: Group, command: str) -
     assert group.failures == ["no memory there"]
 
 
-def test_a_checkpoint_that_cannot_be_written_costs_the_checkpoint_alone(group: Group, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error (os error 28)")])
+def test_a_checkpoint_that_a_rank_cannot_write_costs_the_checkpoint_alone(
+    group: Group, tmp_path: Path, rank: int, error: Exception
+) -> None:
     state = group.leader.state()
-    for backend in group.backends:
-        backend.raises["write_state"] = OSError(28, "No space left on device")
+    group.backends[rank].raises["write_state"] = error
     assert state.write is not None
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ShardsNotWritten, match=f"rank {rank}") as caught:
         state.write(tmp_path)
+    assert is_about_space(caught.value)
+    assert all(calls[-1][0] == "write_state" for calls in group.calls), "each tried"
     assert not group.failures
     assert group.leader.weights() == {"w": 1}
+
+
+def test_what_another_machine_wrote_elsewhere_is_missed(group: Group, tmp_path: Path) -> None:
+    """Under the same name, on a disk of its own."""
+    state = group.leader.state()
+    group.backends[0].writes = "shard_1"
+    assert state.write is not None
+    state.write(tmp_path)
+    group.backends[2].writes = "shard_3"
+    state = group.leader.state()
+    assert state.write is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "touch", lambda path: None)
+        with pytest.raises(ShardsNotWritten, match=r"rank 2.*all machines of the training share"):
+            state.write(tmp_path)
+    assert not group.failures
 
 
 def test_a_folder_that_cannot_be_exported_to_is_the_callers(group: Group, tmp_path: Path) -> None:

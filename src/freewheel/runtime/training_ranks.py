@@ -18,6 +18,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
@@ -41,6 +42,12 @@ BEAT_S = 1.0
 """Between two beats, and how long one waits for its answer."""
 ANSWER_S = 600.0
 """Longest time for a rank's answer after rank 0 has done its own part."""
+WRITE_S = 1800.0
+"""The same for its part of a checkpoint: a slow disk is no reason to end a run."""
+FAREWELL_S = 0.5
+"""Between the answer of a rank that failed and its end: the answer must be out, and others may wait for the end."""
+TOGETHER_S = 1.0
+"""How far apart the ends of ranks are told that have one cause."""
 BROKEN = 4
 """What a process ends with when the group of ranks has."""
 WRITES = "write"
@@ -69,14 +76,15 @@ class RankActor:
     async def open(self, config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> None:
         self._follower = await self._in(self._training, lambda: _follower(config, plan, rank, meeting))
 
-    async def obey(self, command: str, args: Sequence[Any]) -> None:
+    async def obey(self, command: str, args: Sequence[Any]) -> Any:
         assert self._follower is not None
         follower, thread = self._follower, self._writing if command == WRITES else self._training
         try:
-            await self._in(thread, lambda: follower.obey(command, *args))
-        except BaseException:
+            return await self._in(thread, lambda: follower.obey(command, *args))
+        except BaseException as error:
             log.exception("%s failed in %s, and ends", self._name, command)
-            os._exit(BROKEN)
+            asyncio.get_running_loop().call_later(FAREWELL_S, os._exit, BROKEN)
+            raise RankLost(f"{type(error).__name__}: {error}") from error
 
     async def beat(self, silent_s: float) -> None:
         self._pulse.silent_s = silent_s
@@ -104,25 +112,58 @@ def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> F
     return Follower(FsdpBackend(model, world=world, **backend_settings(config, plan)))
 
 
+@dataclass(frozen=True)
+class _End:
+    """How a rank that was asked something ended."""
+
+    said: str
+    died: bool
+    """It said nothing more. One that failed says why before it ends."""
+
+
 class _Asked:
-    """Answers that are on their way."""
+    """Answers that are on their way. `references`: by the rank's name."""
 
-    def __init__(self, command: str, references: Sequence[Any]) -> None:
+    def __init__(self, command: str, references: Mapping[str, Any]) -> None:
         self._command = command
-        self._references = list(references)
+        self._names = {reference: name for name, reference in references.items()}
 
-    def wait(self) -> None:
-        pending, until = self._references, time.monotonic() + ANSWER_S
+    def wait(self) -> list[Any]:
+        limit_s = WRITE_S if self._command == WRITES else ANSWER_S
+        pending, until = list(self._names), time.monotonic() + limit_s
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
             if not done:
-                raise RankLost(f"{len(pending)} ranks gave no answer to {self._command} within {ANSWER_S:g} s")
-            try:
-                ray.get(done)
-            except RayActorError as error:
-                raise RankLost(f"a rank died in {self._command}: {_line(error)}") from error
-            except RayTaskError as error:
-                raise RankLost(f"a rank failed in {self._command}: {cause(error)}") from error
+                silent = ", ".join(self._names[one] for one in pending)
+                raise RankLost(f"{silent} gave no answer to {self._command} within {limit_s:g} s")
+            if end := self._end_of(done[0]):
+                raise RankLost(f"{end.said} in {self._command}")
+        return list(ray.get(list(self._names)))
+
+    def lost(self, wait_s: float) -> str:
+        """Those that died, where any did: the others failed for that reason."""
+        pending, until = list(self._names), time.monotonic() + wait_s
+        ends: list[_End] = []
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
+            if not done:
+                break
+            if end := self._end_of(done[0]):
+                ends.append(end)
+                until = min(until, time.monotonic() + TOGETHER_S)
+        died = [end.said for end in ends if end.died]
+        return "; ".join(died or [end.said for end in ends])
+
+    def _end_of(self, reference: Any) -> _End | None:
+        """None where it has answered."""
+        name = self._names[reference]
+        try:
+            ray.get(reference)
+        except RayTaskError as error:  # also one that met another's death
+            return _End(f"{name} failed ({cause(error)})", died=False)
+        except RayActorError as error:
+            return _End(f"{name} died ({_line(error)})", died=True)
+        return None
 
 
 class Ranks:
@@ -188,7 +229,8 @@ class Ranks:
 
     def ask(self, command: str, *args: Any) -> Asked:
         reference = ray.put(args)  # once for all of them
-        return _Asked(command, [handle.obey.remote(command, reference) for handle in self._handles.values()])
+        asked = {name: handle.obey.remote(command, reference) for name, handle in self._handles.items()}
+        return _Asked(command, asked)
 
     async def _watch(self, name: str) -> NoReturn:
         pulse = Pulse(silent_s=self._silent_s, now=time.monotonic())

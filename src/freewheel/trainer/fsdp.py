@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from freewheel.data.errors import DataError
 from freewheel.data.group import PromptGroup
 from freewheel.trainer.advantages import whiten
 from freewheel.trainer.backend import BackendState
@@ -34,7 +35,7 @@ from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.ranks import share_out
-from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shards
+from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
 from freewheel.trainer.tally import Tally
 from freewheel.trainer.torch_backend import Part, TorchBackend
 from freewheel.trainer.world import World
@@ -296,11 +297,20 @@ class FsdpBackend(TorchBackend):
         tensors = {name: on_host(one, self._world.host_mesh) for name, one in self._named_state().items()}
         return BackendState(tensors=tensors, values=self._state_values())
 
-    def write_state(self, state: BackendState, folder: Path) -> None:
-        write_shards(folder, state.tensors, self._world.disk)
+    def write_state(self, state: BackendState, folder: Path) -> str:
+        return write_shard(folder, state.tensors, rank=self._world.rank, size=self._world.size)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-        tensors = read_shards(files, mesh=self._world.host_mesh, group=self._world.objects)
+        """`DataError` on all ranks where one of them raises it: it may be the only one that does not see the files."""
+        tensors: dict[str, Tensor] = {}
+        why = ""
+        try:
+            tensors = read_shards(files, mesh=self._world.host_mesh)
+        except DataError as error:
+            why = str(error)
+        for rank, told in enumerate(self._world.gathered(why)):
+            if told:
+                raise DataError(f"rank {rank}: {told}")
         self.load_state(BackendState(tensors=tensors, values=values))
 
     def load_state(self, state: BackendState) -> None:

@@ -10,8 +10,10 @@ begins from the newest checkpoint. Used by `TrainSide` (rank 0) and by the rank 
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -34,6 +36,9 @@ PIECES = 4
 more would part responses from the prompt that they share."""
 ALIKE = (NonFiniteLoss, DataError)
 """What every rank finds, at the same place: it leaves them together."""
+WITNESS_S = 5.0
+"""How long rank 0 looks for one that ended before it takes a failure for its own: Ray tells of a death within a second
+or two, and the others wait for rank 0 meanwhile."""
 KEPT_STATES = 2
 """Copies of the training state that a rank holds: one that is being written, and the next."""
 
@@ -64,21 +69,40 @@ def share_out(samples: Sequence[Sample], world: int) -> list[list[Sample]]:
     return [[samples[place] for place in sorted(share)] for share in shares]
 
 
+class ShardsNotWritten(OSError):
+    """One rank could not write its part of a checkpoint; the message says which and why."""
+
+
 class ShardedBackend(Backend, Protocol):
     """A `Backend` whose methods every rank calls with the same arguments. Gives on rank 0 what is complete."""
 
-    def write_state(self, state: BackendState, folder: Path) -> None:
-        """This rank's part of what `state` gave, to files of its own. May run beside training."""
+    def write_state(self, state: BackendState, folder: Path) -> str:
+        """This rank's part of what `state` gave, to a file of its own, whose name it gives; empty: it has no part. May
+        run beside training: it asks nothing of the other ranks."""
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         """What `write_state` wrote on any number of ranks, or a backend of one process."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """What a rank says of its part of a checkpoint."""
+
+    name: str = ""
+    """Of its file. Empty: it has no part, or could not write it."""
+    errno: int = 0
+    error: str = ""
+    """Why it could not."""
+
+
 class Asked(Protocol):
     """A command that the other ranks were given."""
 
-    def wait(self) -> None:
-        """Until all of them have obeyed. Raises `RankLost`."""
+    def wait(self) -> list[Any]:
+        """Their answers, in their order, when all have obeyed. Raises `RankLost`."""
+
+    def lost(self, wait_s: float) -> str:
+        """Who of them has ended or failed, and how; empty where nobody has within so long."""
 
 
 class Others(Protocol):
@@ -118,12 +142,18 @@ class Leader:
         return BackendState(tensors={}, values=own.values, write=partial(self._write, number, own))
 
     def _write(self, number: int, own: BackendState, folder: Path) -> None:
-        """A disk that is full is met by all ranks alike, and costs the checkpoint alone."""
+        """A disk that is full costs the checkpoint alone."""
         asked = self._others.ask("write", number, str(folder))
-        try:
-            self.backend.write_state(own, folder)
-        finally:
-            self._answered(asked)
+        written = _written(self.backend, own, folder)
+        for rank, told in enumerate([written, *self._answered(asked)]):
+            if told.error:
+                raise ShardsNotWritten(told.errno, f"rank {rank}: {told.error}")
+            if told.name and not (folder / told.name).is_file():
+                raise ShardsNotWritten(
+                    errno.ENOENT,
+                    f"rank {rank}: what it wrote is not to be seen from rank 0: run_dir must be on a file system that "
+                    "all machines of the training share",
+                )
 
     def load_state(self, state: BackendState) -> None:
         if state.write is not None:
@@ -151,17 +181,32 @@ class Leader:
         except harmless:
             self._answered(asked)
             raise
-        except BaseException as error:
-            log.exception("Rank 0 failed in %s", command)
-            self._fail(RankLost(f"rank 0 failed in {command} ({type(error).__name__}: {error})"))
+        except BaseException as error:  # noqa: BLE001  # the group is broken, whatever it was
+            self._fail(self._cause(asked, command, error))
         self._answered(asked)
         return done
 
-    def _answered(self, asked: Asked) -> None:
+    def _cause(self, asked: Asked, command: str, error: BaseException) -> RankLost:
+        """Another's end is met by rank 0 in a collective that breaks: then it is the other who is named."""
+        met = f"{type(error).__name__}: {error}"
+        if other := asked.lost(WITNESS_S):
+            log.error("Rank 0 met the end of another in %s (%s)", command, met)
+            return RankLost(f"{other} in {command}")
+        log.error("Rank 0 failed in %s", command, exc_info=error)
+        return RankLost(f"rank 0 failed in {command} ({met})")
+
+    def _answered(self, asked: Asked) -> list[Any]:
         try:
-            asked.wait()
+            return asked.wait()
         except RankLost as lost:
             self._fail(lost)
+
+
+def _written(backend: ShardedBackend, state: BackendState, folder: Path) -> Written:
+    try:
+        return Written(backend.write_state(state, folder))
+    except Exception as error:  # noqa: BLE001  # safetensors has errors of its own; whatever it is, training goes on
+        return Written(errno=getattr(error, "errno", None) or errno.EIO, error=f"{type(error).__name__}: {error}")
 
 
 class Follower:
@@ -171,12 +216,13 @@ class Follower:
         self._backend = backend
         self._states: dict[int, BackendState] = {}
 
-    def obey(self, command: str, *args: Any) -> None:
+    def obey(self, command: str, *args: Any) -> Any:
         """Returns also where rank 0 raises what all ranks found alike. Anything else that goes wrong is raised."""
         try:
-            getattr(self, f"_{command}")(*args)
+            return getattr(self, f"_{command}")(*args)
         except ALIKE as error:
             log.warning("%s: %s", command, error)
+            return None
 
     def _step(self, block: Block, version: int | None, step: int, total_steps: int) -> None:
         self._backend.step(block.groups(), version=version, step=step, total_steps=total_steps)
@@ -189,11 +235,8 @@ class Follower:
         for old in sorted(self._states)[:-KEPT_STATES]:
             del self._states[old]
 
-    def _write(self, number: int, folder: str) -> None:
-        try:
-            self._backend.write_state(self._states.pop(number), Path(folder))
-        except OSError as error:  # rank 0 has it too, and says so
-            log.warning("The checkpoint was not written: %s", error)
+    def _write(self, number: int, folder: str) -> Written:
+        return _written(self._backend, self._states.pop(number), Path(folder))
 
     def _load_state(self, state: BackendState) -> None:
         self._backend.load_state(state)

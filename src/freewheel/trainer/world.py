@@ -1,7 +1,7 @@
 """The group of training processes, as torch.distributed sees it: where they meet, and what they tell each other.
 
     rank 0: meet(host) ─▶ Meeting: host, port ─▶ (to the others, by whoever starts them)
-    every rank: join(meeting) ─▶ World: meshes of devices, groups for small things and for writing
+    every rank: join(meeting) ─▶ World: meshes of devices, a group for small things
 
 Every wait in it ends: a collective that some rank does not join raises after `COLLECTIVE_S`. Used by `FsdpBackend`.
 """
@@ -24,8 +24,6 @@ T = TypeVar("T")
 COLLECTIVE_S = 600.0
 """Longest wait for another rank in a collective: as long as a large model takes to load on a slow disk, or a first step
 to compile. One that died is noticed sooner, by those who watch it."""
-WRITE_S = 1800.0
-"""The same while a checkpoint is written: a slow disk is no reason to end a run."""
 LOCAL_HOST, LOCAL_INTERFACE = "127.0.0.1", "lo"
 """Where all ranks are on one machine, nobody else can join them."""
 
@@ -73,8 +71,6 @@ class World:
     """Of the same processes' host memory."""
     objects: dist.ProcessGroup
     """For what is small, and not on a device."""
-    disk: dist.ProcessGroup
-    """For writing beside training: collectives of two threads must not meet."""
 
     @property
     def leads(self) -> bool:
@@ -107,11 +103,5 @@ def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host 
         device=device,
         mesh=mesh,
         host_mesh=mesh if device.type == "cpu" else init_device_mesh("cpu", (meeting.size,)),
-        objects=_gloo(COLLECTIVE_S),
-        disk=_gloo(WRITE_S),
+        objects=dist.new_group(backend="gloo", timeout=limit),
     )
-
-
-def _gloo(limit_s: float) -> dist.ProcessGroup:
-    made: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
-    return made
