@@ -239,7 +239,9 @@ def main() -> int:
     facts = machine_facts()
     print(machine_line(facts), flush=True)
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment}
+    )
     by_scene: dict[str, list[dict[str, dict[str, float]]]] = {scene: [] for scene in given.scenes}
     for seed in range(seeds):
         for scene in given.scenes:

@@ -45,7 +45,8 @@ from common import (
 )
 from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.queue.restoring import CheckpointMark
-from freewheel.runtime.actors import MANY, QueueActor, RemoteQueue
+from freewheel.runtime.actors import MANY, QueueActor
+from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.peers import Peers
 from freewheel.runtime.typed import to_config

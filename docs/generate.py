@@ -1,6 +1,10 @@
-"""Writes the pages that come from the code: the two pages about configuration. A test checks that they are up to date.
+"""Writes what the docs take from the code: two pages about configuration, the command line, and the table of metrics.
 
-make docs
+    schemas ──────────▶ configuration.md, training-configuration.md
+    the typer app ────▶ cli.md
+    observe/names.py ─▶ the table of metrics.md, between its two marks
+
+`make docs` runs it before the site is built. A test checks that what it would write is there.
 """
 
 from __future__ import annotations
@@ -10,14 +14,18 @@ import dataclasses
 import inspect
 import re
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
+import typer
 
+from freewheel.cli import app
 from freewheel.judge import Endpoint, JudgeConfig, Price, Rubric
 from freewheel.judge.testing import JudgeProfile
 from freewheel.judge.verdict import Reason
+from freewheel.observe.names import METRICS
 from freewheel.rewards import LengthPenaltyConfig
 from freewheel.runtime.compose import PACKAGED
 from freewheel.runtime.config import Alert, TrainConfig
@@ -27,7 +35,7 @@ from freewheel.trainer.options import LoraConfig
 DOCS = Path(__file__).parent
 
 CONFIGURATION = """\
-# Configuration
+# Configuration of the judge
 
 Generated from the schema by `make docs`; the schema is the only place where a default stands.
 
@@ -78,6 +86,16 @@ What a run used is in `config.yaml` in its folder. `resume=RUN` continues it the
 repeats a prompt. An API key in a setting is refused, as it would be written there: give it as `OPENAI_API_KEY`.
 """
 
+COMMAND_LINE = """\
+# Command line
+
+Generated from the program by `make docs`; `freewheel COMMAND --help` says the same in a terminal. Settings of a run are
+not flags but `key=value`: [configuration of training](training-configuration.md).
+"""
+
+MARKS = ("<!-- from observe/names.py, by docs/generate.py -->\n", "<!-- until here -->\n")
+"""What stands between them in metrics.md is generated."""
+
 
 def field_docs(struct: type) -> dict[str, str]:
     """The docstring under each field, in order."""
@@ -93,29 +111,36 @@ def field_docs(struct: type) -> dict[str, str]:
     return found
 
 
+def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    lines += [f"| {' | '.join(map(_cell, row))} |" for row in rows]
+    return "\n".join(lines)
+
+
+# -- the judge's settings ----------------------------------------------------------------------------------------------
+
+
 def struct_table(struct: type[msgspec.Struct]) -> str:
     docs = field_docs(struct)
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    for field in msgspec.structs.fields(struct):
-        lines.append(f"| `{field.name}` | {_default(field)} | {_cell(docs[field.name])} |")
-    return "\n".join(lines)
+    rows = ((f"`{field.name}`", _default(field), docs[field.name]) for field in msgspec.structs.fields(struct))
+    return table(("key", "default", "meaning"), rows)
 
 
 def dataclass_table(config: type) -> str:
     docs = field_docs(config)
-    lines = ["| key | default | meaning |", "|---|---|---|"]
-    for field in dataclasses.fields(config):
-        made = field.default_factory is not dataclasses.MISSING
-        value = field.default_factory() if made else field.default  # type: ignore[misc]
-        lines.append(f"| `{field.name}` | `{_cell(repr(value))}` | {_cell(docs[field.name])} |")
-    return "\n".join(lines)
+
+    def rows() -> Iterator[tuple[str, str, str]]:
+        for field in dataclasses.fields(config):
+            made = field.default_factory is not dataclasses.MISSING
+            value = field.default_factory() if made else field.default  # type: ignore[misc]
+            yield f"`{field.name}`", f"`{value!r}`", docs[field.name]
+
+    return table(("key", "default", "meaning"), rows())
 
 
 def reason_table() -> str:
-    lines = ["| reason | meaning |", "|---|---|"]
     docs = field_docs(Reason)
-    lines += [f"| `{reason.value}` | {_cell(docs[reason.name])} |" for reason in Reason]
-    return "\n".join(lines)
+    return table(("reason", "meaning"), ((f"`{reason.value}`", docs[reason.name]) for reason in Reason))
 
 
 def configuration() -> str:
@@ -136,7 +161,10 @@ def configuration() -> str:
         ),
         ("`Failed.reason`", "Why a request has no score.", reason_table()),
     ]
-    return CONFIGURATION + "".join(f"\n## {title}\n\n{intro}\n\n{table}\n" for title, intro, table in sections)
+    return CONFIGURATION + "".join(f"\n## {title}\n\n{intro}\n\n{rows}\n" for title, intro, rows in sections)
+
+
+# -- a run's settings --------------------------------------------------------------------------------------------------
 
 
 def training_configuration() -> str:
@@ -158,31 +186,124 @@ def _training_sections() -> list[tuple[str, str, Any]]:
 def typed_table(struct: type[msgspec.Struct], path: str) -> str:
     """Keys by their full names, as they stand in YAML."""
     docs, hints = field_docs(struct), get_type_hints(struct)
-    lines = ["| key | default | may be | meaning |", "|---|---|---|---|"]
-    for field in msgspec.structs.fields(struct):
-        kind = hints[field.name]
-        if struct is TrainConfig and section_of(kind) is not None:
-            continue
-        words = "a section" if section_of(kind) else in_words(kind)
-        meaning = re.sub(r"\bNone\b", "null", docs[field.name])
-        cells = [f"`{path}{field.name}`", f"`{_yaml(_value(field))}`", words, meaning]
-        lines.append(f"| {' | '.join(map(_cell, cells))} |")
-    return "\n".join(lines)
+
+    def rows() -> Iterator[tuple[str, str, str, str]]:
+        for field in msgspec.structs.fields(struct):
+            kind = hints[field.name]
+            if struct is TrainConfig and section_of(kind) is not None:
+                continue
+            words = "a section" if section_of(kind) else in_words(kind)
+            meaning = re.sub(r"\bNone\b", "null", docs[field.name])
+            yield f"`{path}{field.name}`", f"`{_yaml(_value(field))}`", words, meaning
+
+    return table(("key", "default", "may be", "meaning"), rows())
 
 
 def packaged_table() -> str:
     """Each file of the package with the first paragraph of its comment."""
-    lines = ["| `--config-name` | what it is |", "|---|---|"]
-    for file in sorted(PACKAGED.glob("*.yaml")):
-        comment = [line.removeprefix("#").strip() for line in file.read_text().partition("\n\n")[0].splitlines()]
-        lines.append(f"| `{file.stem}` | {_cell(' '.join(comment))} |")
-    return "\n".join(lines)
+
+    def rows() -> Iterator[tuple[str, str]]:
+        for file in sorted(PACKAGED.glob("*.yaml")):
+            comment = [line.removeprefix("#").strip() for line in file.read_text().partition("\n\n")[0].splitlines()]
+            yield f"`{file.stem}`", " ".join(comment)
+
+    return table(("`--config-name`", "what it is"), rows())
+
+
+# -- the command line --------------------------------------------------------------------------------------------------
+
+
+def commands() -> dict[str, Any]:
+    """Every command of the program by its full name, groups left out, in the order of `--help`."""
+
+    def walk(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+        inner = getattr(command, "commands", None)
+        if inner is None:
+            yield name, command
+            return
+        for word, one in inner.items():
+            if not one.hidden:
+                yield from walk(f"{name} {word}", one)
+
+    return dict(walk("freewheel", typer.main.get_command(app)))
+
+
+def command_line() -> str:
+    found = commands()
+    overview = table(
+        ("command", "what it does"),
+        ((f"[`{name}`](#{_anchor(name)})", _first_sentence(command.help)) for name, command in found.items()),
+    )
+    return "\n".join([COMMAND_LINE, overview, *(_command_section(name, command) for name, command in found.items())])
+
+
+def _command_section(name: str, command: Any) -> str:
+    params = [param for param in command.params if not getattr(param, "hidden", False)]
+    arguments = [param for param in params if param.param_type_name == "argument"]
+    options = [param for param in params if param.param_type_name == "option"]
+    named = [_named(param) for param in arguments]
+    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *named])
+    parts = [f"\n## `{name}`\n", f"```text\n{usage}\n```\n", inspect.cleandoc(command.help or ""), ""]
+    if arguments:
+        rows = ((f"`{name}`", param.help or "") for name, param in zip(named, arguments, strict=True))
+        parts += [table(("argument", "meaning"), rows), ""]
+    panels = dict.fromkeys(param.rich_help_panel or "Options" for param in options)
+    for panel in panels:
+        there = (param for param in options if (param.rich_help_panel or "Options") == panel)
+        parts += [table((panel.lower(), "meaning"), ((_flag(param), param.help or "") for param in there)), ""]
+    if command.epilog:
+        parts += [" ".join(line.split()) + "\n" for line in command.epilog.strip().split("\n\n")]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _named(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    if argument.nargs != 1 and not name.endswith("..."):
+        name += "..."
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _flag(option: Any) -> str:
+    """`--quiet`, `-q` or `--port PORT`."""
+    names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    value = (option.metavar or option.name.upper()).replace("|", " or ")
+    return names if option.is_flag else f"{names} `{value}`"
+
+
+def _first_sentence(text: str | None) -> str:
+    return re.split(r"(?<=\.)\s", " ".join((text or "").split()), maxsplit=1)[0]
+
+
+def _anchor(heading: str) -> str:
+    """As both GitHub and the site make it of a heading that has letters, blanks and hyphens only."""
+    return heading.lower().replace(" ", "-")
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def metrics_table() -> str:
+    rows = ((f"`{one.name}`", one.component, one.unit, one.what) for one in METRICS)
+    return table(("name", "component", "unit", "what it is"), rows)
+
+
+def metrics() -> str:
+    """The page with its table as the registry has it; the rest is written by hand."""
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    begin, end = MARKS
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not (found_begin and found_end):
+        raise SystemExit(f"docs/metrics.md has lost its marks {begin!r} and {end!r}: put them around the table")
+    return f"{before}{begin}\n{metrics_table()}\n\n{end}{after}"
 
 
 def pages() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration(),
         DOCS / "training-configuration.md": training_configuration(),
+        DOCS / "cli.md": command_line(),
+        DOCS / "metrics.md": metrics(),
     }
 
 
@@ -202,9 +323,7 @@ def _yaml(value: Any) -> str:
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     value = _value(field)
-    if value is msgspec.NODEFAULT:
-        return "required"
-    return f"`{_cell(repr(value))}`"
+    return "required" if value is msgspec.NODEFAULT else f"`{value!r}`"
 
 
 def _cell(text: str) -> str:

@@ -1,77 +1,249 @@
-"""The docs say what the code does: generated pages are current, links lead somewhere, code blocks are Python."""
+"""The pages: what is generated is current, links lead somewhere, every page has its place, what is named exists."""
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import yaml
 
-ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+from freewheel.observe.names import describe
+from freewheel.runtime.typed import all_keys
+
+from .documents import DOCS, LINK, PAGES, ROOT, anchors, inline_code, prose
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
-def generator():
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs/generate.py")
+def module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
-def anchors(page: Path) -> set[str]:
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+@cache
+def site() -> dict[str, Any]:
+    """mkdocs.yml without what only MkDocs can make of it."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda *_: None)
+    loaded: dict[str, Any] = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=Loader)
+    return loaded
 
 
-def test_generated_pages_are_up_to_date():
-    for path, text in generator().pages().items():
-        assert path.read_text() == text, f"{path.name} is out of date: run `make docs`"
+def nav_pages(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    inner = nav.values() if isinstance(nav, dict) else nav
+    return [page for one in inner for page in nav_pages(one)]
 
 
-def test_every_setting_is_described():
-    for line in (ROOT / "docs/configuration.md").read_text().splitlines():
-        if line.startswith("| `"):
-            assert line.rstrip("| ").count("|") >= 2, f"no meaning is given: {line}"
+# -- generated ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_generated_is_up_to_date():
+    for path, text in module(DOCS / "generate.py").pages().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make docs`"
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "training-configuration.md", "cli.md", "metrics.md"])
+def test_every_key_flag_and_metric_is_described(name: str):
+    rows = [line for line in (DOCS / name).read_text().splitlines() if line.startswith("| `")]
+    assert len(rows) > 20
+    for row in rows:
+        assert row.rstrip("| ").rpartition(" | ")[2].strip(" `|"), f"no meaning is given: {row}"
+
+
+def test_every_key_of_a_run_and_every_metric_is_on_its_page():
+    settings = (DOCS / "training-configuration.md").read_text()
+    assert [key for key in all_keys() if f"| `{key}` |" not in settings] == []
+    metrics = (DOCS / "metrics.md").read_text()
+    assert [name for name in describe() if f"| `{name}` |" not in metrics] == []
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+@every_page
 def test_links_lead_somewhere(page: Path):
-    for target in LINK.findall(page.read_text()):
+    for target in LINK.findall(prose(page)):
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
         linked = (page.parent / path).resolve() if path else page
         assert linked.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
-            assert anchor in anchors(linked), (
-                f"{page.name} links to {target}; {linked.name} has {sorted(anchors(linked))}"
-            )
+            there = anchors(linked)
+            assert there.count(anchor) == 1, f"{page.name} links to {target}; {linked.name} has {sorted(there)}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_python_blocks_compile_and_import_what_exists(page: Path):
-    for language, code in BLOCK.findall(page.read_text()):
-        if language != "python":
-            continue
-        tree = ast.parse(code)
-        imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-        ours = [line for line in imports if "freewheel" in line]
-        if ours:
-            done = subprocess.run([sys.executable, "-c", "\n".join(ours)], capture_output=True, text=True)
-            assert done.returncode == 0, f"{page.name}: {done.stderr}"
+@every_page
+def test_a_page_begins_with_its_only_title(page: Path):
+    text = prose(page)
+    assert text.startswith("# ")
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_and_files_that_pages_name_exist(page: Path):
-    text = page.read_text()
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
-    for name in re.findall(r"\b((?:benchmarks|examples|docs)/[\w/]+\.(?:py|md|toml|sh))\b", text):
+@every_page
+def test_lists_and_tables_stand_apart_from_the_text_before_them(page: Path):
+    """GitHub takes them without a blank line; the site does not."""
+    before = ""
+    for line in prose(page).splitlines():
+        for mark in ("- ", "* ", "1. ", "| "):
+            if line.startswith(mark) and before.strip() and not before.startswith((mark, "  ", "<!--")):
+                assert before.startswith(("- ", "|")) or re.match(r"\d+\. ", before), (
+                    f"{page.name}: {before!r}, {line!r}"
+                )
+        before = line
+
+
+@every_page
+def test_a_picture_is_there_and_says_what_it_shows(page: Path):
+    for words, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", prose(page)):
+        assert words.strip(), f"{page.name}: {target} has no words for those who do not see it"
+        assert (page.parent / target).exists()
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "images").glob("*.svg")), ids=lambda path: path.name)
+def test_a_drawing_can_be_read_on_light_and_dark_pages_and_fetches_nothing(path: Path):
+    root = ElementTree.parse(path).getroot()
+    assert root.get("role") == "img" and root.get("aria-labelledby")
+    assert all(root.find(f"{SVG}{name}") is not None for name in ("title", "desc"))
+    text = path.read_text(encoding="utf-8")
+    assert re.search(r'<rect class="paper"[^>]*width="\d+"', text), "it has no ground of its own"
+    assert "prefers-color-scheme: dark" in text
+    assert set(re.findall(r"https?://[^\s\"']+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+# -- the site's order --------------------------------------------------------------------------------------------------
+
+
+def test_every_page_has_its_place_once():
+    outside = module(DOCS / "outside.py").OUTSIDE
+    there = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("**/*.md")} | set(outside.values())
+    listed = nav_pages(site()["nav"])
+    assert len(listed) == len(set(listed))
+    assert set(listed) == there
+    assert {ROOT / source for source in outside} == {page for page in PAGES if page.parent != DOCS}
+
+
+def test_links_to_files_outside_of_docs_become_links_between_pages():
+    relinked = module(DOCS / "outside.py").relinked
+    there = {"verl.md", "index.md", "images/a.svg", "project/readme.md", "project/gsm8k.md"}
+    assert relinked("[a](docs/verl.md#x)", "project/readme.md", there) == "[a](../verl.md#x)"
+    assert relinked("[`b`](../README.md#c)", "verl.md", there) == "[`b`](project/readme.md#c)"
+    assert relinked("[c](../examples/gsm8k/README.md)", "index.md", there) == "[c](project/gsm8k.md)"
+    assert relinked("![d](images/a.svg)", "index.md", there) == "![d](images/a.svg)"
+    assert relinked("[e](../LICENSE), [f](https://a.b)", "index.md", there) == "e, [f](https://a.b)"
+    assert relinked("[g](nowhere.md)", "index.md", there) == "[g](nowhere.md)", "MkDocs says what is broken"
+    assert relinked("```\n[h](../README.md)\n```\n", "index.md", there) == "```\n[h](../README.md)\n```\n"
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def all_tests() -> str:
+    return "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+@every_page
+def test_files_and_make_targets_that_pages_name_exist(page: Path):
+    text = page.read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {
+        f"env-{peer}" for peer in ("verl", "trl", "vllm", "peers")
+    }
+    for named in re.findall(r"`make ([a-z -]+)", text):
+        assert set(named.split()) <= targets, f"{page.name}: make {named}"
+    folders = "benchmarks|examples|docs|tests|scripts|src"
+    for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]+\.(?:py|md|toml|sh|yaml|svg))\b", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}, which does not exist"
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in all_tests(), f"{page.name} names {name}, which is no test"
+
+
+PACKAGES = sorted(path.parent.name for path in (ROOT / "src/freewheel").glob("*/__init__.py"))
+
+
+@every_page
+def test_a_module_that_a_page_names_exists(page: Path):
+    for code in inline_code(page):
+        if re.fullmatch(rf"(?:{'|'.join(PACKAGES)})/[\w/]+\.py", code):
+            assert (ROOT / "src/freewheel" / code).exists(), f"{page.name} names {code}, which does not exist"
+
+
+SECTIONS = sorted({key.partition(".")[0] for key in all_keys() if "." in key})
+KNOWN = {*all_keys(), *(key.rpartition(".")[0] for key in all_keys() if "." in key)}
+FILE = re.compile(r"\.(?:sqlite|safetensors|py)\b")
+KEY = re.compile(rf"^((?:{'|'.join(SECTIONS)})(?:\.\w+)+)(?:=.*)?$")
+NO_KEYS = ("ray.util.queue",)
+"""A module, spelt like a key."""
+OPEN_KEYS = ("rollout.vllm.", "observe.alerts.", "reward.judge.")
+"""Under these any name may stand, or another schema's."""
+FOREIGN_KEYS = ("verl.md", "from-verl.md", "from-openrlhf.md")
+"""Pages that name keys of others, which are checked against the package that has them."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in FOREIGN_KEYS], ids=lambda page: page.name)
+def test_a_key_of_a_run_that_a_page_names_exists(page: Path):
+    for code in inline_code(page):
+        found = KEY.match(code)
+        if found and found[1] not in NO_KEYS and not FILE.search(code):
+            assert found[1] in KNOWN or found[1].startswith(OPEN_KEYS), f"{page.name} names {found[1]}, which is no key"
+
+
+# -- troubleshooting ---------------------------------------------------------------------------------------------------
+
+SYMPTOMS = {
+    "no current event loop in a thread": ("use_async_io", "loop_lag_s", "asyncio.run"),
+    "Requests time out": ("attempt_timeout_s", "latency_p99_s", "request_deadline_s"),
+    "Memory grows": ("memory_cache_bytes", "freewheel_judge_queued", "shutdown_workers()"),
+    "`OPENAI_API_KEY not found`": ("TRAIN_WITH_MONITOR", "OPENAI_BASE_URL", "export OPENAI_API_KEY"),
+    "429s": ("requests_per_minute", "freewheel_judge_throttled_total", "concurrency"),
+    "Memory at high concurrency": ("concurrency", "max_in_flight", "upper bound"),
+    "A setting takes no effect": ("config.yaml", "--dry-run", "mode"),
+    "A setting of the judge takes no effect": ("judge.config.to_dict()", "cache_hits", "cache=False"),
+    "Slow generation": ("generation_timeout", "generation_errors", "batch_generation_interval"),
+    "Many stale samples": ("staleness_threshold", "stale_samples_ratio", "sync_every_steps"),
+    "The queue is full, or takes much memory": ("max_queue_size", "queue_size", "min_batch_count"),
+    "Weight sync fails": ("sync_timeout", "sync_failures", "max_sync_retries"),
+}
+"""What users know it by → what its row must name: keys, metrics, remedies."""
+
+
+@pytest.mark.parametrize("symptom", SYMPTOMS)
+def test_a_symptom_that_users_know_is_answered_with_key_metric_and_remedy(symptom: str):
+    page = (DOCS / "troubleshooting.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| {symptom} |")]
+    look, remedy = row.split(" | ")[1:3]
+    assert look.strip() and remedy.strip("| ")
+    assert [word for word in SYMPTOMS[symptom] if word not in row] == []
+
+
+def test_every_row_of_troubleshooting_says_what_to_do():
+    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| ")]
+    for row in rows:
+        assert row.strip("| ").count(" | ") == 2 and row.rstrip("| ").rpartition(" | ")[2], row
+
+
+# -- benchmarks --------------------------------------------------------------------------------------------------------
+
+
+def test_every_benchmark_is_on_its_page_with_its_command():
+    scripts = [path for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()]
+    page = (DOCS / "benchmarks.md").read_text()
+    assert len(scripts) > 10
+    assert [path.name for path in scripts if f"| `benchmarks/{path.name}` |" not in page] == []
+    assert [path.name for path in scripts if not re.search(rf"^\S*python benchmarks/{path.name}", page, re.M)] == []

@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 import freewheel
+from freewheel.dashboard import command as dashboard_command
 from freewheel.gateway import commands as gateway_commands
 from freewheel.judge import commands as judge_commands
+from freewheel.plan import command as plan_command
 from freewheel.runtime import commands as runtime_commands
-from freewheel.runtime import inspect_command
+from freewheel.runtime import inspect_command, trace_command
+from freewheel.runtime.doctor import command as doctor_command
 
 app = typer.Typer(
     name="freewheel",
@@ -43,6 +46,10 @@ judge_commands.register(app)
 gateway_commands.register(app)
 runtime_commands.register(app)
 inspect_command.register(app)
+dashboard_command.register(app)
+trace_command.register(app)
+plan_command.register(app)
+doctor_command.register(app)
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ RUN = RunSnapshot(
     queue={"queue_size": 18, "in_progress": 40, "dropped_samples": 2},
     freshness={"avg_sample_age": 0.8, "max_sample_age": 2, "avg_sample_age_s": 1.25, "stale_samples_ratio": 0.0},
     waits={"trainer": {"wait_batch": 0.3, "train": 0.7}, "rollouter": {"generate": 1.0}},
+    verdict="generation-bound: 30% of trainer time waits for responses",
     tokens_per_s=18503.2,
     samples_per_s=121.0,
     elapsed_s=12.0,
@@ -61,7 +62,7 @@ def test_the_panel_answers_what_one_asks_about_a_run():
         "18 groups ready, 40 in progress, 2 dropped",
         "mean 0.8 versions, most 2.0, mean 1.2 s, 0% over the threshold",
         "train 70%  wait_batch 30%",
-        "generation: 30% of the time the trainer waited for responses",
+        "verdict     generation-bound: 30% of trainer time waits for responses",
         "18,503 tokens/s, 121 samples/s",
         "queue_size = 18 is too high",
         "fourth",
@@ -78,7 +79,7 @@ def test_a_run_that_has_just_begun_can_be_shown_on_any_terminal(width):
 def test_a_plain_line_has_the_same_in_one_line():
     assert plain_line(RUN) == (
         "step 12/40 | reward 0.534 | held out 0.500 at step 10 | queue 18 | age 0.8 versions | "
-        "waits for generation: 30% of the time the trainer waited for responses | 18,503 tokens/s, 121 samples/s | "
+        "generation-bound: 30% of trainer time waits for responses | 18,503 tokens/s, 121 samples/s | "
         "12 s, 1 min 28 s left | alert: queue_size = 18 is too high"
     )
     assert plain_line(EMPTY) == "step 0/0 | 0 s"
@@ -86,7 +87,7 @@ def test_a_plain_line_has_the_same_in_one_line():
 
 def test_before_both_sides_were_measured_nothing_is_said_of_who_waits():
     begun = replace(EMPTY, waits={"trainer": {"wait_batch": 1.0}})
-    assert plain_line(begun) == plain_line(EMPTY) and "waits for" not in drawn(begun, 80)
+    assert plain_line(begun) == plain_line(EMPTY) and "verdict" not in drawn(begun, 80)
 
 
 @pytest.mark.parametrize(

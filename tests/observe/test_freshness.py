@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from freewheel.observe.freshness import freshness
+from freewheel.observe.freshness import age_counts, freshness
 from freewheel.observe.names import describe
 
 
@@ -29,7 +29,8 @@ def test_a_lag_at_the_threshold_is_not_stale(threshold, ratio):
 def test_values_are_plain_floats_under_described_names():
     found = freshness(np.array([1], dtype=np.int64), np.array([0.5], dtype=np.float32), staleness_threshold=1)
     assert all(type(value) is float for value in found.values())
-    assert set(found) == {name for name, metric in describe().items() if metric.component == "freshness"}
+    described = {name for name, metric in describe().items() if metric.component == "freshness"}
+    assert {*found, "sample_age_counts"} == described
 
 
 def test_an_empty_batch_has_no_age():
@@ -39,3 +40,9 @@ def test_an_empty_batch_has_no_age():
 def test_lags_without_their_ages_are_refused():
     with pytest.raises(ValueError, match="2 lags and 1 ages"):
         freshness([1, 2], [1.0], staleness_threshold=3)
+
+
+def test_groups_are_counted_by_their_lag():
+    assert age_counts([0, 2, 2, 0, 0]) == [3, 0, 2]
+    assert age_counts([]) == []
+    assert all(type(count) is int for count in age_counts([1]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import logging.config
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -163,3 +165,74 @@ def test_one_line_of_statistics_covers_all_four_components():
 def test_a_component_that_did_not_answer_is_in_the_line_too():
     (line, *_) = component_statistics({"trainer": {"global_steps": 1}, "reward": {"scored": 3}})
     assert line.endswith("trainer: global_steps=1 | rollouter: no answer | queue: no answer | sync: no answer")
+
+
+# -- log.jsonl --------------------------------------------------------------------------------------------------------
+
+
+def objects(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_the_same_records_are_there_for_programs(tmp_path):
+    path = attach_log(tmp_path, "trainer")
+    log = logging.getLogger("freewheel.trainer")
+    log.info("Saved the checkpoint of step %d", 20, extra={"step": 20, "version": 19})
+    log.warning("Prompt %d failed: %s", 7, "zwei\nZeilen ü", extra={"ordinal": 7})
+    first, second = objects(tmp_path)
+    assert abs(first.pop("time") - time.time()) < 60
+    assert first == {
+        "level": "INFO",
+        "run": tmp_path.name,
+        "role": "trainer",
+        "message": "Saved the checkpoint of step 20",
+        "version": 19,
+        "step": 20,
+    }
+    assert (second["level"], second["ordinal"], "step" in second) == ("WARNING", 7, False)
+    assert second["message"] == "Prompt 7 failed: zwei\nZeilen ü"
+    assert path.read_text().splitlines()[0].endswith(" INFO [trainer] Saved the checkpoint of step 20")
+
+
+def test_a_traceback_and_a_bad_message_are_objects_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("freewheel"), "propagate", False)  # pytest raises for bad messages
+    attach_log(tmp_path, "100%")
+    log = logging.getLogger("freewheel")
+    try:
+        raise RuntimeError("boom \ud800")
+    except RuntimeError:
+        log.exception("failed", extra={"step": object()})
+    log.info("%d steps", "three")
+    first, second = objects(tmp_path)
+    assert first["message"].startswith("failed\nTraceback (most recent call last):\n")
+    assert first["step"].startswith("<object")
+    assert second["message"] == "a message that cannot be formatted: '%d steps'"
+
+
+def test_both_files_follow_the_run_and_its_component(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        attach_log(tmp_path / name, "main")
+        attach_log(tmp_path / name, "queue")
+        logging.getLogger("freewheel").warning("hello")
+    assert [[one["role"] for one in objects(tmp_path / name)] for name in ("a", "b")] == [["queue"], ["queue"]]
+    detach_log()
+    logging.getLogger("freewheel").warning("not for these files")
+    assert len(objects(tmp_path / "b")) == 1
+
+
+def test_processes_write_objects_without_mixing(tmp_path):
+    names = ["alpha", "beta", "gamma"]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name]) for name in names]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    found = objects(tmp_path)
+    assert len(found) == 300 * len(names)
+    assert all(one["message"].endswith(f"second line of {one['role']}") for one in found)
+
+
+def test_lines_that_a_full_disk_swallowed_are_told_in_both_files(tmp_path):
+    subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, timeout=60, check=True)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    told = [json.loads(line) for line in lines[-3:]]
+    assert re.fullmatch(r"\d+ lines before this one were lost", told[0]["message"])
+    assert [one["message"] for one in told[1:]] == ["after", "and after"]

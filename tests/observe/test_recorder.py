@@ -209,3 +209,16 @@ def test_alerts_go_to_the_log_at_their_level_and_dead_ones_are_named_at_the_end(
     assert recorder.alerts == []
     recorder.close()
     assert "quue" in caplog.records[-1].getMessage()
+
+
+def test_a_pulse_and_a_sync_are_for_the_file_alone(tmp_path, warnings):
+    """Alerts and sinks have these numbers from the statistics, by the names that are documented."""
+    sink = Keeping()
+    recorder = Recorder(run_dir=tmp_path, sinks=[sink], alerts=Alerts({"queue_size": Limits(above=1)}))
+    recorder.record("pulse", 1, {"queue_size": 2, "waits": {"trainer": {"train": 0.5}}})
+    recorder.record("sync", 1, {"version": 1, "took_s": 0.5, "engines": {"rollouter-0": {"took_s": 0.5}}})
+    assert (sink.rows, warnings()) == ([], [])
+    recorder.record("statistics", 1, {"queue": {"queue_size": 2}})
+    assert len(sink.rows) == 1 and any("queue_size = 2 is too high" in text for text in warnings())
+    recorder.close()
+    assert [row["kind"] for row in read_metrics(tmp_path)] == ["pulse", "sync", "statistics"]

@@ -118,3 +118,19 @@ def test_no_time_has_no_shares():
 def test_a_span_may_not_hide_the_elapsed_time():
     with pytest.raises(ValueError, match="elapsed"):
         Spans()("elapsed")
+
+
+def test_each_span_that_closes_is_told_with_what_is_known_of_it(clock):
+    told = []
+    spans = Spans(clock, on_close=lambda *span: told.append(span))
+    with spans("train", step=3):
+        clock.now += 2.0
+        with spans("save", step=2):
+            clock.now += 1.0
+    with spans("train", step=4), spans("train"):
+        clock.now += 1.0
+    assert told == [
+        ("save", 102.0, 103.0, {"step": 2}),
+        ("train", 100.0, 103.0, {"step": 3}),
+        ("train", 103.0, 104.0, {"step": 4}),
+    ]

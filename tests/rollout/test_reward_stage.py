@@ -565,6 +565,23 @@ async def test_a_gated_response_keeps_its_rule_score_and_is_not_sent(make_stage:
     assert all(reward.status == "scored" for reward in rewards)
 
 
+async def test_the_judges_own_numbers_are_told_and_nobody_waits_for_them(make_stage: MakeStage):
+    async with MockJudge(JudgeProfile(scores={"fine": "8"})) as mock:
+        stage = make_stage(judge=judged(mock))
+        assert "judge" not in stage.stats(), "it is not started before the first request"
+        await scored(stage, "fine", "fine", "fine and more")
+        async with asyncio.timeout(WAIT_S):
+            while stage.stats()["judge"]["scored"] < 3:  # what is asked for now is told the next time
+                await asyncio.sleep(0.01)
+    told = stage.stats()["judge"]
+    assert (told["sent"], told["throttled"], told["failed"]) == (2, 0, {})
+    assert told["shared"] + told["cache_hits"] == 1
+    assert [(one["url"], one["answered"]) for one in told["endpoints"]] == [(mock.url, 2)]
+    assert told["limit"] > 0
+    assert KEY not in str(told)
+    assert "judge" not in make_stage(judge=None).stats()
+
+
 async def test_a_judge_that_throttles_and_talks_nonsense_costs_time_and_no_reward(make_stage: MakeStage):
     profile = JudgeProfile(
         scores={"good": "7"}, garbage_share=0.3, error_share=0.2, faults_per_content=1, reject_above=4,

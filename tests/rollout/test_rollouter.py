@@ -206,6 +206,20 @@ async def test_a_time_out_is_counted_by_its_own_name(scene: Build) -> None:
     assert (await one.queue.stats())["failed_attempts"] == {"timeout": 1}
 
 
+async def test_a_failure_is_logged_with_its_prompt_and_the_engines_version(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    def behave(request: GenerationRequest, before: int) -> None:
+        if request.prompt[0] == 2 and not before:
+            raise EngineError("out of memory")
+
+    one = await scene(behave, total=4)
+    one.engine.version = 5
+    await one.taken()
+    (record,) = [record for record in caplog.records if "attempt 0 failed" in record.getMessage()]
+    assert (record.ordinal, record.version) == (2, 5)  # type: ignore[attr-defined]
+
+
 async def test_a_prompt_that_no_engine_takes_is_abandoned_after_two_attempts(scene: Build) -> None:
     def refuses(request: GenerationRequest, before: int) -> None:
         if request.prompt[0] == 1:

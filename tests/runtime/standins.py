@@ -147,6 +147,9 @@ class Sync(Part):
     async def join(self, name: str, handle: Handle) -> None:
         self.calls.append(("join", name, handle))
 
+    async def rows(self) -> list[dict[str, Any]]:
+        return []
+
 
 class Rollouter(Part):
     answer: ClassVar = {"total_prompts": 96, "prompts": 96}

@@ -321,3 +321,39 @@ def test_a_run_that_failed_says_why_and_what_is_there(scene: Scene, end: End) ->
     said = end("failed", RuntimeError("the GPU fell off"))
     assert "RuntimeError: the GPU fell off" in said
     assert "No checkpoint yet" in said
+
+
+def test_the_pulse_of_a_run_is_recorded_once_a_second_at_most(scene: Scene) -> None:
+    for _ in range(30):
+        scene.look(queue={"queue_size": 3, "in_progress": 2, "version": 5}, sync={"published_version": 4})
+        scene.now += 0.1
+    pulses = read_metrics(scene.folder, "pulse")
+    assert 3 <= len(pulses) <= 4
+    assert {(row["queue_size"], row["in_progress"], row["version"]) for row in pulses} == {(3, 2, 5)}
+    assert all(row["published_version"] == 4 for row in pulses)
+
+
+def test_a_sync_is_recorded_as_it_was_told(scene: Scene) -> None:
+    told = {"version": 3, "took_s": 0.5, "bytes": 7, "engines": {"rollouter-0": {"took_s": 0.4}}, "failed": False}
+    scene.account.synced([told])
+    (row,) = read_metrics(scene.folder, "sync")
+    assert row.items() >= told.items()
+
+
+def test_a_judge_whose_clock_ticks_is_no_progress(scene: Scene) -> None:
+    """Its numbers change at every look, also where nothing moves."""
+    for lag in range(3):
+        judge = {"loop_lag_s": float(lag), "scored": 0}
+        scene.look(queue={"step": 1}, rollouter_0=replica(rewards={"scored": 0, "judge": judge}))
+        scene.now += 10.0
+    assert scene.account.progress.stalled(scene.now, patience_s=15.0) is not None
+
+
+def test_what_a_judge_spent_stays_spent_when_its_replica_dies(scene: Scene) -> None:
+    judge = {"cost": 2.0, "sent": 10, "in_flight": 4, "limit": 8, "endpoints": [{"url": "u"}]}
+    scene.look(rollouter_0=replica(elapsed=50.0, rewards={"judge": judge}))
+    judge = {"cost": 0.5, "sent": 1, "in_flight": 1, "limit": 2, "endpoints": [{"url": "u"}]}
+    scene.look(rollouter_0=replica(elapsed=1.0, rewards={"judge": judge}))
+    told = scene.account.statistics["rollouter"]["rewards"]["judge"]
+    assert (told["cost"], told["sent"], told["in_flight"], told["limit"]) == (2.5, 11, 1, 2)
+    assert told["endpoints"] == [{"url": "u"}]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from freewheel.runtime.reaching import check_cluster
+
 pytestmark = pytest.mark.timeout(300)
 
 TWO_NODES = """
@@ -63,6 +65,10 @@ def test_training_and_generation_have_nodes_of_their_own(address: str, tmp_path:
     assert where["rollouter-0"] != where["rollouter-1"]
     assert where["trainer"] != where["rank-1"]
     assert (tmp_path / "final" / "model.safetensors").is_file()
+
+
+def test_a_cluster_is_known_by_how_it_answers(address: str) -> None:
+    check_cluster(address, {})
 
 
 def test_a_cluster_that_is_too_small_says_what_it_has(address: str, tmp_path: Path):

@@ -23,6 +23,7 @@ from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.evaluation import eval_config, find_target
 from freewheel.runtime.run_dir import new_run, resumption, split_resume, write_config
+from freewheel.runtime.starting import planned
 from freewheel.trainer.checkpoint import RunLock
 
 ROOT = Path(__file__).parent.parent.parent
@@ -96,10 +97,7 @@ def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: typ
     assert "trainer.total_step = 3: unknown key; did you mean trainer.total_steps?" in refused(
         "train", "trainer.total_step=3"
     )
-    assert (
-        "trainer.device = 'cuda'" in refused("train", "trainer.device=cuda")
-        or commands._plan(TrainConfig()).machine.gpus
-    )
+    assert "trainer.device = 'cuda'" in refused("train", "trainer.device=cuda") or planned(TrainConfig()).machine.gpus
     assert "--config-name = 'nope'" in refused("train", "--config-name", "nope")
     assert not runs.given and not list(elsewhere.iterdir())
 
@@ -504,10 +502,37 @@ def test_what_is_no_model_is_refused(elsewhere: Path):
         (["--data", "a.jsonl"], "--data = 'a.jsonl': word_problems makes its own rows"),
         (["--task", "rows", "--data", "a.jsonl"], "--data = 'a.jsonl': there is no such file as /"),
         (["--task", "nobodys:task"], "--task = 'nobodys:task': there is no module nobodys"),
+        (["--engine", "turbo"], "--engine = 'turbo': give native or vllm"),
+        (["--engine", "vllm"], "--engine = 'vllm': vLLM is not installed"),
     ],
 )
 def test_a_flag_that_cannot_work_is_refused_by_its_name(flags: list[str], said: str):
     assert said in refused("eval", "embedded", *flags)
+
+
+def test_prompts_that_are_too_long_for_a_model_are_a_plain_error(elsewhere: Path):
+    words = " ".join(["6 + 9 ="] * 400)
+    row = {"prompt": words, "data_source": "openai/gsm8k", "answer": "2"}
+    (elsewhere / "long.jsonl").write_text(json.dumps(row) + "\n")
+    config = json.loads((model_path() / "config.json").read_text())
+    shutil.copytree(model_path(), elsewhere / "model")
+    (elsewhere / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    (elsewhere / "short.jsonl").write_text(json.dumps(row | {"prompt": " ".join(["6 + 9 ="] * 15)}) + "\n")
+    text = refused("eval", "model", "--task", "rows", "--data", "short.jsonl")
+    assert "--task = 'rows': its prompts are too long for this model (a prompt has " in text and "64 for both" in text
+    done = freewheel("eval", "model", "--task", "rows", "--data", "long.jsonl")
+    assert done.exit_code == 2 and "--data = 'long.jsonl': none of 1 prompts is left" in done.stderr
+
+
+def test_another_engine_than_the_runs_own_begins_with_its_defaults(run_dir: Path):
+    rollout = {"engine": "vllm", "vllm": {"enforce_eager": True}, "gpu_memory_share": 0.5, "n": 4}
+    (run_dir / "config.yaml").write_text(to_yaml(msgspec.convert({"rollout": rollout}, TrainConfig)))
+    model_in(run_dir / "final")
+    target = find_target(str(run_dir))
+    assert eval_config(target).rollout.vllm == {"enforce_eager": True}
+    native = eval_config(target, engine="native").rollout
+    assert (native.engine, native.vllm, native.gpu_memory_share, native.n) == ("native", {}, "auto", 4)
+    assert eval_config(find_target("embedded"), engine="vllm").rollout.engine == "vllm"
 
 
 def test_weights_that_are_cut_short_are_named_with_their_file(elsewhere: Path, runs: type[Runs]):

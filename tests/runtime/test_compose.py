@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.compose import PACKAGED, compose, configs, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.typed import section_of, to_config
+from freewheel.runtime.typed import mapping_keys, section_of, to_config
 
 
 @pytest.fixture
@@ -99,6 +99,32 @@ def test_overrides_have_hydras_grammar(override: str, expected: dict[str, Any]):
 def test_a_tilde_takes_back_what_a_file_says(folder: Path):
     found = changes("~optimizer.lr", "~trainer.groups_per_step", config_path=folder, config_name="mine")
     assert found == {"trainer.total_steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.vllm={seed: 3}"], {"seed": 3}),
+        (["rollout.vllm.seed=3"], {"enforce_eager": True, "seed": 3}),
+        (["~rollout.vllm", "rollout.vllm={seed: 3}"], {"seed": 3}),
+        (["~rollout.vllm", "rollout.vllm.seed=3"], {"seed": 3}),
+        (["~rollout.vllm"], {}),
+        (["rollout.vllm={}"], {}),
+    ],
+)
+def test_a_mapping_of_the_users_own_that_is_given_whole_replaces_what_was_there(
+    tmp_path: Path, overrides: list[str], expected: dict[str, Any]
+):
+    before = to_config({"rollout": {"engine": "vllm", "vllm": {"enforce_eager": True}}})
+    assert compose(overrides, base=before).rollout.vllm == expected, "a run that is resumed"
+    (tmp_path / "mine.yaml").write_text("rollout: {engine: vllm, vllm: {enforce_eager: true}}\n")
+    assert compose(overrides, config_path=tmp_path, config_name="mine").rollout.vllm == expected
+
+
+def test_which_mappings_are_the_users_own():
+    assert mapping_keys() == {"rollout.vllm", "reward.judge", "observe.alerts"}
+    judge = compose(["reward.judge={penalty_scale: 0.5}", "observe.alerts={queue_size: {above: 5}}"])
+    assert judge.reward.judge == {"penalty_scale": 0.5} and set(judge.observe.alerts) == {"queue_size"}
 
 
 def test_settings_inside_what_is_off_by_default_turn_it_on():

@@ -19,7 +19,9 @@ import psutil
 import pytest
 import ray
 
+from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
+from freewheel.observe.samples import read_samples
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
@@ -33,6 +35,7 @@ from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
 from .mortal import journal_of
 from .pipeline import plan_of, small_config
+from .traces import Trace, check_lives
 
 pytestmark = pytest.mark.timeout(300)  # starts take ten times as long on a machine that is busy
 
@@ -214,6 +217,39 @@ def check_that_the_view_is_kept_up_to_date_and_told_the_end(run: Run) -> None:
     assert any(str(run.folder) in text for text in run.view.said)
 
 
+def check_that_the_trace_tells_the_life_of_every_group(run: Run) -> None:
+    trace = Trace.of(run.folder)
+    assert set(trace.components.values()) == {"main", "trainer", "sync", "rollouter-0", "rollouter-1"}
+    check_lives(trace, range(24), n=4)
+    told = {phase.ordinal: phase.args["step"] for phase in trace.phases if phase.name == "train"}
+    rows = read_metrics(run.folder, "step")
+    assert told == {ordinal: row["step"] for row in rows for ordinal in row["ordinals"]}
+    assert {"train", "wait_batch", "pack", "save"} == trace.spans("trainer")
+    assert {"sync", "load"} == trace.spans("sync")
+    assert {"generate", "load_weights"} <= trace.spans("rollouter-0") & trace.spans("rollouter-1")
+    assert {"groups", "tokens_per_s"} <= {event["name"] for event in trace.events if event["ph"] == "C"}
+
+
+def check_that_pulse_syncs_samples_and_records_are_there_for_programs(run: Run) -> None:
+    pulses = read_metrics(run.folder, "pulse")
+    assert pulses and pulses[-1]["waits"].keys() >= {"trainer", "rollouter-0", "rollouter-1"}
+    assert pulses[-1]["published_version"] <= pulses[-1]["version"] <= 6
+    syncs = read_metrics(run.folder, "sync")
+    assert [row["version"] for row in syncs] == [1, 2, 3, 4, 5, 6]
+    for row in syncs:
+        assert (row["failed"], row["bytes"] > 0, row["engines"].keys()) == (False, True, {"rollouter-0", "rollouter-1"})
+        assert all(one["attempts"] == 1 and one["took_s"] <= row["took_s"] for one in row["engines"].values())
+    for row in read_metrics(run.folder, "step"):
+        assert sum(row["sample_age_counts"]) == 4
+    assert {sample["replica"] for sample in read_samples(run.folder)} == {"rollouter-0", "rollouter-1"}
+    records = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    assert {"main", "trainer", "sync"} <= {record["role"] for record in records}
+    assert {record["version"] for record in records if record["role"] == "sync" and "version" in record} == set(
+        range(1, 7)
+    )
+    assert [record["step"] for record in records if record["message"].startswith("Saved")] == [2, 4, 6]
+
+
 def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in run.left), RAY_GOES_S)
     with RunLock(run.folder):
@@ -231,6 +267,8 @@ def test_a_whole_run_does_records_and_leaves_what_was_promised(cluster: None, tm
     check_that_the_export_and_every_checkpoint_open(run)
     check_that_the_classes_and_the_monitor_that_were_named_are_used(run)
     check_that_the_view_is_kept_up_to_date_and_told_the_end(run)
+    check_that_the_trace_tells_the_life_of_every_group(run)
+    check_that_pulse_syncs_samples_and_records_are_there_for_programs(run)
     check_that_a_run_leaves_no_actor_and_no_lock_behind(run)
 
 
@@ -298,6 +336,10 @@ def test_a_rollouter_that_died_or_hangs_is_replaced_and_every_prompt_is_trained_
     silent = any("rollouter-0 is ended: it was silent for 6 s" in text for text in run.events)
     assert silent == (number == signal.SIGSTOP)
     assert "rollouter-0 died; " in run.log
+    trace = Trace.of(tmp_path)  # whole, whatever was being written when it died
+    assert run.processes[1] in {file.process for file in files_of(tmp_path / "trace", "rollouter-0")}
+    assert sorted(phase.ordinal for phase in trace.phases if phase.name == "train") == PROMPTS
+    assert {phase.ordinal for phase in trace.phases if phase.name == "generate"} <= set(PROMPTS)
     wait_until(lambda: not psutil.pid_exists(run.processes[0]), RAY_GOES_S)
 
 

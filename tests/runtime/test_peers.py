@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from freewheel.runtime import peers as module
-from freewheel.runtime.actors import RemoteQueue
+from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.peers import Peers, PeerSilent, call, cause, died
 
 from .standins import WAIT_S, Handle, Mortal, until

@@ -146,6 +146,9 @@ def test_servers_take_the_place_of_engines_and_of_their_gpus():
     assert (found.replicas, found.gpus_per_replica, found.gpus_trainer) == (2, 0.0, 1.0)
     assert found.dtype == "bfloat16", "as the trainer computes; a server's GPU is not seen from here"
     found.check()
+    text = " ".join(found.text().split())
+    assert "asks the vLLM servers http://a:8000, http://b:8000 for responses, 128 at a time each" in text
+    assert "vllm engine" not in text and "vLLM loads" not in text
 
 
 def test_memory_of_a_process_is_its_share_and_vllm_takes_all_of_its_own():
@@ -155,6 +158,17 @@ def test_memory_of_a_process_is_its_share_and_vllm_takes_all_of_its_own():
     assert four.memory_trainer["activations"] == one.memory_trainer["activations"], "a micro-batch is as long as before"
     vllm = resolve(to_config({"rollout": {"engine": "vllm"}}), machine(H200), model=SMALL)
     assert sum(vllm.memory_replica.values()) == int(0.4 * H200.memory_bytes)
+
+
+def test_a_client_of_servers_holds_no_keys_and_values():
+    rollout = {"engine": "vllm", "urls": ["http://a:8000"]}
+    found = resolve(to_config({"rollout": rollout}), LAPTOP, model=SMALL)
+    assert found.memory_replica == {"weights": 4 * SMALL.parameters}
+
+
+def test_the_wait_for_vllm_is_announced():
+    assert any("silent meanwhile" in note for note in plan(LAPTOP, rollout={"engine": "vllm"}).notes)
+    assert not any("silent meanwhile" in note for note in plan(LAPTOP).notes)
 
 
 def test_processes_that_share_the_training_of_a_cpu_are_chosen():

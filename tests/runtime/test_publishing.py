@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.runtime import actors
-from freewheel.runtime.actors import RemotePublisher
+from freewheel.runtime import clients
+from freewheel.runtime.clients import RemotePublisher
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import AnyWeights, pack
 
@@ -18,12 +18,12 @@ from freewheel.sync.weights import AnyWeights, pack
 class FakePeers:
     """A synchronizer that says of each version which others are in use."""
 
-    def __init__(self, answers: list[list[int]]) -> None:
+    def __init__(self, answers: list[list[int] | None]) -> None:
         self.answers = answers
         self.calls: list[tuple[str, int, int | None]] = []
 
-    async def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> list[int]:
-        version, _, checksum = args
+    async def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> list[int] | None:
+        version, _, checksum, *_ = args
         self.calls.append((method, version, checksum))
         return self.answers.pop(0)
 
@@ -37,11 +37,11 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
         threads.append(threading.current_thread())
         return "reference"
 
-    monkeypatch.setattr(actors.ray, "put", fake)
+    monkeypatch.setattr(clients.ray, "put", fake)
     return threads
 
 
-def publisher_of(*answers: list[int]) -> tuple[RemotePublisher, FakePeers]:
+def publisher_of(*answers: list[int] | None) -> tuple[RemotePublisher, FakePeers]:
     peers = FakePeers(list(answers))
     return RemotePublisher(peers), peers  # type: ignore[arg-type]
 
@@ -68,14 +68,15 @@ async def test_memory_of_what_is_not_in_use_any_more_is_used_again() -> None:
 
 async def test_a_successor_that_knows_nothing_makes_nobody_let_go() -> None:
     packer = DevicePacker(bucket_bytes=100, share=lambda buffer: {})
-    publisher, peers = publisher_of([1], [1, 2], [2], [2, 3])
+    publisher, peers = publisher_of([1], [1, 2], None, None, [3, 4])
     await publisher.submit(1, packed(packer, 1))
     await publisher.submit(2, packed(packer, 2))
     await publisher.again()
     assert peers.calls[-1] == peers.calls[-2]
-    assert [version for version, _ in publisher._held] == [1, 2], "an engine may be reading what the one before began"
     await publisher.submit(3, packed(packer, 3))
-    assert [version for version, _ in publisher._held] == [2, 3]
+    assert [version for version, _ in publisher._held] == [1, 2, 3], "an engine may read what the one before began"
+    await publisher.submit(4, packed(packer, 4))
+    assert [version for version, _ in publisher._held] == [3, 4]
 
 
 async def test_weights_on_the_host_are_rays_to_hold(put: list[threading.Thread]) -> None:
@@ -94,7 +95,7 @@ async def test_the_loop_answers_while_weights_are_copied(monkeypatch: pytest.Mon
         assert done.wait(30)
         return "reference"
 
-    monkeypatch.setattr(actors.ray, "put", slow)
+    monkeypatch.setattr(clients.ray, "put", slow)
     sending = asyncio.create_task(publisher.submit(1, pack({"w": torch.ones(1)})))
     await asyncio.to_thread(copying.wait, 30)
     assert not sending.done()

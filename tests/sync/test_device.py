@@ -7,6 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +121,31 @@ def test_memory_stays_open_until_its_owner_changes(tmp_path: Path) -> None:
     assert [call["handle"] for call in calls] == ["a", "b", "a", "a"]
 
 
-def dead_owner() -> Owner:
-    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = Owner(ended.pid, device._started(ended.pid))
+@contextmanager
+def another_process() -> Iterator[Owner]:
+    """Lives as long as the context."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    owner = Owner(process.pid, device._started(process.pid))
     assert owner.alive
-    ended.communicate(b"\n")
+    yield owner
+    process.communicate(b"\n")
+
+
+def dead_owner() -> Owner:
+    with another_process() as owner:
+        pass
     return owner
+
+
+def test_memory_of_an_owner_that_ends_is_given_back_before_another_sends_anything() -> None:
+    mappings = Mappings(lambda handle: torch.zeros(1))
+    with another_process() as owner:
+        opened_one = weakref.ref(mappings.open({"handle": "a"}, owner))
+        assert opened_one() is not None
+    deadline = time.monotonic() + 30
+    while opened_one() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert opened_one() is None
 
 
 def test_weights_of_a_process_that_ended_are_gone(packer: DevicePacker) -> None:

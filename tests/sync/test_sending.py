@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from freewheel.sync import sending
 from freewheel.sync.broadcast import Staged, receive
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.groups import TorchGroup
@@ -29,7 +32,7 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
     return {"a": torch.full((30, 4), float(version)), "b": torch.arange(7) * version, "c": torch.ones(3).bfloat16()}
 
 
-def engine(pipe: Connection) -> None:
+def engine(pipe: Connection, name: str) -> None:
     """Takes pickled weights from the pipe, and answers with what it has then. `fails`: in the middle of a version."""
     torch.set_num_threads(1)
     group: Any = None
@@ -37,7 +40,7 @@ def engine(pipe: Connection) -> None:
     for sent, fails in iter(pipe.recv, None):
         weights = pickle.loads(sent)
         try:
-            with weights.sending(1) as told:
+            with weights.sending(name, 1) as told:
                 if told["port"]:
                     group = TorchGroup(
                         told["kind"], address=told["address"], port=told["port"], rank=1, size=2, timeout_s=WAIT_S
@@ -53,9 +56,9 @@ def engine(pipe: Connection) -> None:
 
 
 class Engine:
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
         self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=engine, args=(theirs,), daemon=True)
+        self.process = SPAWN.Process(target=engine, args=(theirs, name), daemon=True)
         self.process.start()
 
     def take(self, weights: Any, *, fails: bool = False) -> Any:
@@ -69,11 +72,11 @@ class Engine:
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[[], Engine]]:
+def engines() -> Iterator[Callable[[str], Engine]]:
     made: list[Engine] = []
 
-    def build() -> Engine:
-        made.append(Engine())
+    def build(name: str) -> Engine:
+        made.append(Engine(name))
         return made[-1]
 
     yield build
@@ -94,9 +97,9 @@ def packer(desk: Desk) -> BroadcastPacker:
 
 
 def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_one_attempt(
-    packer: BroadcastPacker, engines: Callable[[], Engine]
+    packer: BroadcastPacker, engines: Callable[[str], Engine]
 ) -> None:
-    one, other = engines(), engines()
+    one, other = engines("one"), engines("other")
     first, second = packer(weights_of(1)), packer(weights_of(2))
     assert one.take(first) == (first.checksum, True)
     assert other.take(second) == (second.checksum, True)
@@ -107,11 +110,43 @@ def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_
     assert one.take(third) == (third.checksum, True), "the group was out of step, and another was made"
 
 
-def test_weights_that_nobody_holds_any_more_are_gone(packer: BroadcastPacker, engines: Callable[[], Engine]) -> None:
+def test_the_group_of_an_engine_that_died_is_left_when_its_successor_asks(
+    packer: BroadcastPacker, desk: Desk, engines: Callable[[str], Engine]
+) -> None:
+    elder, first = engines("one"), packer(weights_of(1))
+    assert elder.take(first) == (first.checksum, True)
+    elder.close()
+    successor, second = engines("one"), packer(weights_of(2))
+    assert successor.take(second) == (second.checksum, True)
+    assert len(desk._groups) == 1
+
+
+def trainer(pipe: Connection) -> None:
+    """Offers a version; ends when it is asked for it, in the middle of sending."""
+    torch.set_num_threads(1)
+    packer = BroadcastPacker(DevicePacker(bucket_bytes=100), Desk(host="127.0.0.1"))
+    held = packer(weights_of(1))
+    sending.send = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    pipe.send(pickle.dumps(held))
+    pipe.recv()
+
+
+def test_a_trainer_that_dies_while_it_sends_takes_its_weights_with_it(engines: Callable[[str], Engine]) -> None:
+    here, there = SPAWN.Pipe()
+    process = SPAWN.Process(target=trainer, args=(there,), daemon=True)
+    process.start()
+    assert here.poll(WAIT_S)
+    one = engines("one")
+    one.pipe.send((here.recv(), False))
+    assert one.pipe.poll(WAIT_S)
+    assert one.pipe.recv() == "WeightsGone"
+
+
+def test_weights_that_nobody_holds_any_more_are_gone(packer: BroadcastPacker) -> None:
     sent = pickle.loads(pickle.dumps(packer(weights_of(1))))
     assert isinstance(sent, SentWeights)
     packer(weights_of(2))
-    with pytest.raises(WeightsGone, match="not held"), sent.sending(1):
+    with pytest.raises(WeightsGone, match="not held"), sent.sending("one", 1):
         pytest.fail("it was entered")
 
 
@@ -120,7 +155,7 @@ def test_weights_of_a_trainer_that_is_gone_are_gone(packer: BroadcastPacker, des
     sent = pickle.loads(pickle.dumps(held))
     assert sent.checksum == pack(weights_of(1)).checksum and sent.n_bytes == held.n_bytes
     desk.close()
-    with pytest.raises(WeightsGone), sent.sending(1):
+    with pytest.raises(WeightsGone), sent.sending("one", 1):
         pytest.fail("it was entered")
 
 

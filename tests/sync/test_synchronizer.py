@@ -72,7 +72,7 @@ class Scene:
         self.sync = ParameterSynchronizer(replicas=replicas, queue=self.queue, **{**usual, **settings})
         self.running = asyncio.create_task(self.sync.run())
 
-    async def submit(self, version: int) -> list[int]:
+    async def submit(self, version: int) -> list[int] | None:
         return await self.sync.submit(version, f"weights {version}", CHECKSUM)
 
     async def published(self, version: int) -> None:
@@ -257,6 +257,26 @@ async def test_a_call_that_was_given_up_may_still_read_until_its_engine_answers(
             await one.until(lambda: len(late.calls) == 3)
             await one.until(lambda: one.sync.state == "idle")
     assert one.sync.in_use() == [3]
+
+
+async def test_a_successor_does_not_know_what_is_read_until_every_engine_has_answered_it(scene: Build) -> None:
+    reads = asyncio.Event()
+    well, reading = FakeReplica(), FakeReplica(reads)
+    one = scene(well, reading, version=4, versions={"r0": 4, "r1": 4})
+    assert await one.sync.prime(4, "weights 4", CHECKSUM) is None
+    assert await one.submit(5) is None
+    await one.until(lambda: well.version == 5 and reading.calls == [5])
+    assert one.sync.in_use() is None, "one of them may be at what its predecessor handed it"
+    reads.set()
+    await one.published(5)
+    assert one.sync.in_use() == [5]
+
+
+async def test_of_an_engine_that_died_with_a_synchronizer_nothing_is_asked(scene: Build) -> None:
+    one = scene(FakeReplica(), FakeReplica(ReplicaGone("it died")), version=4, versions={"r0": 4, "r1": 4})
+    await one.submit(5)
+    await one.published(5)
+    assert one.sync.in_use() == [5]
 
 
 async def test_what_an_engine_that_hangs_was_handed_stays_in_use_and_it_is_handed_no_more(scene: Build) -> None:
@@ -641,3 +661,50 @@ async def test_each_sync_says_so_in_the_log(scene: Build, caplog: pytest.LogCapt
     assert "Parameter sync: version 1 on 1 of 2 engines" in caplog.text
     assert "Parameter sync: r1 is fenced off at version 0" in caplog.text
     assert "OSError: no route" in caplog.text
+
+
+# -- what is recorded of it ------------------------------------------------------------------------------------------
+
+
+async def test_a_sync_has_a_row_with_each_engine_and_its_attempts(scene: Build) -> None:
+    one = scene(FakeReplica(), FakeReplica(ConnectionError("reset"), 99))
+    await one.sync.submit(1, "weights 1", 11, 4096)
+    await one.published(1)
+    (row,) = one.sync.rows.drain()
+    assert (row["version"], row["bytes"], row["failed"]) == (1, 4096, False)
+    assert row["took_s"] == one.sync.times.last_s >= max(engine["took_s"] for engine in row["engines"].values())
+    assert [(name, engine["attempts"], engine["error"]) for name, engine in row["engines"].items()] == [
+        ("r0", 1, ""),
+        ("r1", 3, "it holds other weights"),
+    ]
+    await one.submit(2)
+    await one.published(2)
+    (row,) = one.sync.rows.drain()
+    assert row["engines"]["r1"] | {"took_s": 0} == {"took_s": 0, "attempts": 1, "error": ""}, "each sync is told anew"
+    assert row["bytes"] is None
+
+
+async def test_an_engine_that_died_is_in_the_row_of_a_sync_that_came_through(scene: Build) -> None:
+    one = scene(FakeReplica(), FakeReplica(ReplicaGone("killed")))
+    await one.submit(1)
+    await one.published(1)
+    (row,) = one.sync.rows.drain()
+    assert (row["failed"], row["engines"]["r1"]["error"], row["engines"]["r1"]["attempts"]) == (False, "killed", 1)
+
+
+async def test_a_sync_that_was_given_up_has_a_row_that_says_so(scene: Build) -> None:
+    one = scene(FakeReplica(WeightsGone("with its trainer")))
+    await one.submit(1)
+    await one.until(lambda: one.sync.sync_failures == 1 and one.sync.state == "idle")
+    (row,) = one.sync.rows.drain()
+    assert (row["version"], row["failed"], row["engines"]["r0"]["error"]) == (1, True, "with its trainer")
+
+
+async def test_the_sync_that_ends_a_run_has_a_row_too(scene: Build) -> None:
+    one = scene(FakeReplica(*[ConnectionError("reset")] * 3))
+    await one.submit(1)
+    with pytest.raises(SyncFailed):
+        await one.running
+    (row,) = one.sync.rows.drain()
+    assert (row["failed"], row["engines"]["r0"]["attempts"]) == (True, 3)
+    assert row["engines"]["r0"]["error"] == "ConnectionError: reset"

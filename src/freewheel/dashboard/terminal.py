@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from freewheel.dashboard.charts import curve, sparkline
-from freewheel.observe.snapshot import UNMEASURED, RunSnapshot, bottleneck
+from freewheel.observe.snapshot import RunSnapshot
 
 __all__ = ["LiveView", "PlainView", "View", "curve", "says_warnings", "view"]
 
@@ -101,6 +101,8 @@ class _Showing:
 
     def __init__(self) -> None:
         self.silent = False
+        self.page = ""
+        """Where the run can be looked at in a browser; empty where it cannot."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -199,7 +201,7 @@ class LiveView(_Showing):
             self.silent = self.silent or silent
 
     def _draw(self, snapshot: RunSnapshot) -> None:
-        picture = panel(snapshot, unicode=self._unicode)
+        picture = panel(snapshot, unicode=self._unicode, page=self.page)
         if self._live is None:
             # Drawn when there is something new: a thread that redraws would go on after the run has died.
             self._live = Live(picture, console=self._console, auto_refresh=False)
@@ -210,7 +212,7 @@ class LiveView(_Showing):
         self._drawn_at = self._clock()
 
 
-def panel(snapshot: RunSnapshot, *, unicode: bool = True) -> RenderableType:
+def panel(snapshot: RunSnapshot, *, unicode: bool = True, page: str = "") -> RenderableType:
     """The picture: a bar, and a row for each thing one asks about."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", min_width=NAME_COLUMNS, no_wrap=True)
@@ -223,6 +225,8 @@ def panel(snapshot: RunSnapshot, *, unicode: bool = True) -> RenderableType:
     table.add_row("steps", bar)
     for name, text in _facts(snapshot, unicode=unicode):
         table.add_row(name, Text(text))
+    if page:
+        table.add_row("page", Text(page, style="cyan"))
     for text in snapshot.alerts:
         table.add_row("alert", Text(clean(text), style="yellow"))
     for text in snapshot.events[-EVENTS_SHOWN:]:
@@ -245,8 +249,8 @@ def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]
         yield "age", _age(snapshot.freshness)
     for component, spans in snapshot.waits.items():
         yield component, "  ".join(f"{name} {share:.0%}" for name, share in _largest_first(spans))
-    if (waited_for := bottleneck(snapshot.waits)) != UNMEASURED:
-        yield "waits for", waited_for
+    if snapshot.verdict:
+        yield "verdict", snapshot.verdict
     if speed := _speed(snapshot):
         yield "speed", speed
 
@@ -263,8 +267,8 @@ def plain_line(snapshot: RunSnapshot) -> str:
         said.append(f"queue {snapshot.queue['queue_size']:g}")
     if "avg_sample_age" in snapshot.freshness:
         said.append(f"age {snapshot.freshness['avg_sample_age']:.1f} versions")
-    if (waited_for := bottleneck(snapshot.waits)) != UNMEASURED:
-        said.append(f"waits for {waited_for}")
+    if snapshot.verdict:
+        said.append(snapshot.verdict)
     said += [text for text in (_speed(snapshot), _times(snapshot)) if text]
     said += [f"alert: {text}" for text in snapshot.alerts]
     return " | ".join(said).replace("\n", " ")

@@ -23,8 +23,8 @@ import aiohttp
 from yarl import URL
 
 from freewheel.judge.chat import SSE_TAIL_BYTES, HungUp, read_stream_usage
-from freewheel.judge.completion import read_completion
-from freewheel.judge.config import Endpoint, JudgeConfig
+from freewheel.judge.completion import read_completion, read_models
+from freewheel.judge.config import COMPLETIONS_PATH, Endpoint, JudgeConfig
 from freewheel.judge.errors import ConfigError
 from freewheel.judge.outcome import Failure, Kind, Reply, classify, shorten
 from freewheel.judge.pacing import RateHeaders
@@ -41,6 +41,8 @@ WHOLE_BODY_BYTES = 1 << 20
 """A larger body is written in pieces: as a whole it would hold the loop, and aiohttp warns of it."""
 MAX_REPLY_BYTES = 16 << 20
 """No verdict is longer; a server that streams without end must not fill our memory."""
+MODELS_PATH = "/models"
+"""Where an endpoint lists its models, beside chat completions."""
 USER_AGENT = "freewheel-judge"
 LEAST_KEY_CHARS = 12
 """A shorter key is a local server's placeholder (`EMPTY`, `x`); cutting it out of replies would harm scores."""
@@ -187,6 +189,16 @@ class ChatClient:
             return Failure(Kind.BROKEN if opened.fresh else Kind.STALE, self._describe(error))
         except (aiohttp.ClientError, OSError) as error:
             return Failure(Kind.BROKEN, self._describe(error))
+
+    async def models(self) -> list[str]:
+        """What the endpoint says that it serves; empty where it does not say. Time limits are the caller's."""
+        url = self._url.with_path(self._url.path.removesuffix(COMPLETIONS_PATH) + MODELS_PATH)
+        try:
+            async with self._session.get(url, proxy=self._proxy, allow_redirects=False) as response:
+                content = await self._read(response) if response.status == 200 else None
+        except (aiohttp.ClientError, OSError):
+            return []
+        return [self._redact(name) for name in read_models(content or b"")]
 
     async def close(self) -> None:
         await self._session.close()

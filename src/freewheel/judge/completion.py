@@ -97,3 +97,19 @@ def error_inside(content: bytes) -> Failure | None:
     if isinstance(code, int) and 400 <= code < 600:
         return classify(code, {}, content, wall_now=0.0)
     return None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def read_models(content: bytes) -> list[str]:
+    """The names in a list of models; none where it is no such list."""
+    try:
+        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []

@@ -86,6 +86,10 @@ class Desk:
         self._end(handle, Reason.CANCELLED, "cancelled by the caller")
         self._wake()
 
+    @property
+    def asked_for_stats(self) -> bool:
+        return bool(self._queries)
+
     def ask_stats(self) -> Future[JudgeStats]:
         future: Future[JudgeStats] = Future()
         with self._lock:

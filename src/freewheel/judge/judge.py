@@ -129,6 +129,12 @@ class Judge:
                 log.warning("the judge's engine gave no figures within %.3g s; these are older", STATS_TIMEOUT_S)
         return msgspec.structs.replace(self._desk.last_stats, restarts=self._desk.restarts)
 
+    def recent_stats(self) -> JudgeStats:
+        """The figures that the engine gave last, at once; others are asked for, and are there the next time."""
+        if self.running and not self._desk.asked_for_stats:
+            self._desk.ask_stats()
+        return msgspec.structs.replace(self._desk.last_stats, restarts=self._desk.restarts)
+
     def close(self, *, drain: bool = False, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Ends the engine. `drain` waits up to `timeout_s` for open batches; what is left then ends as cancelled.
 

@@ -29,3 +29,8 @@ def freshness(lags: Numbers, ages_s: Numbers, *, staleness_threshold: int) -> di
         "max_sample_age_s": float(age.max()),
         "stale_samples_ratio": float((lag > staleness_threshold).mean()),
     }
+
+
+def age_counts(lags: Sequence[int]) -> list[int]:
+    """How many of the groups have a lag of 0, of 1, and so on: `lags` has one for each."""
+    return [int(count) for count in np.bincount(np.maximum(np.asarray(lags, dtype=np.int64), 0))]

@@ -1,10 +1,12 @@
-"""The log of a run: `fully_async_training.log` in the run directory, one file for all of its processes.
+"""The log of a run, one file for all of its processes, twice: for people and for programs.
 
-    2026-11-15 22:30:01,123 INFO [trainer] Step 12: reward 0.534
+    fully_async_training.log   2026-11-15 22:30:01,123 INFO [trainer] Step 12: reward 0.534
+    log.jsonl                  {"time":1795300201.123,"level":"INFO","run":"r","role":"trainer","message":"Step 12: …"}
 
 Every process calls `attach_log` with its component's name. A record is one write to a file opened for appending, which
 the system does not mix with another process's; tracebacks and other long messages stay in one piece. Whoever logs to
-`freewheel` or below it (`logging.getLogger("freewheel.queue")`) writes here.
+`freewheel` or below it (`logging.getLogger("freewheel.queue")`) writes here. What a record is about is given as the
+standard library has it, `extra={"ordinal": 7}`, and is in `log.jsonl` by these names: `ABOUT`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,42 +24,54 @@ from freewheel.observe.private import open_private
 from freewheel.observe.values import plain
 
 FILE = "fully_async_training.log"
+JSON_FILE = "log.jsonl"
 LOGGER = "freewheel"
 STATISTICS = "Component Statistics"
 """What users grep for; each line of statistics starts with it."""
+ABOUT = ("ordinal", "version", "step")
+"""What a record may be about: a prompt, a weight version, a training step."""
 
 
 def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str = logging.INFO) -> Path:
-    """Sends this process's log to the run's file, and gives its path. Called again it changes component, level or file;
-    a process writes to one run's log at a time."""
-    path = Path(run_dir).absolute() / FILE
+    """Sends this process's log to the run's files, and gives the path of the text. Called again it changes component,
+    level or files; a process writes to one run's log at a time."""
+    folder = Path(run_dir).absolute()
     logger = logging.getLogger(LOGGER)
-    handler = _attached()
-    if handler is None or handler.path != path:
-        opened = AppendHandler(
-            path, component
-        )  # first, so that a run directory that cannot be written leaves the old one attached
+    handlers = _attached()
+    if not handlers or handlers[0].path.parent != folder:
+        # First, so that a run directory that cannot be written leaves the old ones attached.
+        opened = _opened(folder, component)
         detach_log()
-        handler = opened
-        logger.addHandler(handler)
-    handler.speak_for(component)
+        handlers = opened
+        for handler in handlers:
+            logger.addHandler(handler)
+    for handler in handlers:
+        handler.speak_for(component)
     logger.setLevel(level)
-    return path
+    return folder / FILE
 
 
 def detach_log() -> None:
     """Ends what `attach_log` began. Without effect where nothing is attached."""
-    handler = _attached()
-    if handler is not None:
+    for handler in _attached():
         logging.getLogger(LOGGER).removeHandler(handler)
         handler.close()
 
 
-def _attached() -> AppendHandler | None:
-    return next((one for one in logging.getLogger(LOGGER).handlers if isinstance(one, AppendHandler)), None)
+def _opened(folder: Path, component: str) -> list[LogFile]:
+    text = AppendHandler(folder / FILE, component)
+    try:
+        return [text, JsonHandler(folder / JSON_FILE, component)]
+    except OSError:
+        text.close()
+        raise
 
 
-class AppendHandler(logging.Handler):
+def _attached() -> list[LogFile]:
+    return [one for one in logging.getLogger(LOGGER).handlers if isinstance(one, LogFile)]
+
+
+class LogFile(logging.Handler):
     """One write a record. A disk that is full loses lines and never raises; the first line after says how many. Who
     closes it while it is attached (a library's `logging.config.dictConfig` closes all handlers) does not end it."""
 
@@ -70,18 +85,19 @@ class AppendHandler(logging.Handler):
 
     def speak_for(self, component: str) -> None:
         self.component = component
-        shown = component.replace("%", "%%")
-        self.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{shown}] %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
         except Exception:  # noqa: BLE001  # a message with the wrong arguments is its author's error, not training's
-            text = f"{record.levelname} [{self.component}] a message that cannot be formatted: {record.msg!r}"
-        lost = (
-            f"WARNING [{self.component}] {self.lost_lines} lines before this one were lost\n" if self.lost_lines else ""
-        )
-        self._append((lost + text + "\n").encode(errors="backslashreplace"))
+            text = self._said(record.levelname, f"a message that cannot be formatted: {record.msg!r}")
+        lost = f"{self.lost_lines} lines before this one were lost"
+        before = self._said("WARNING", lost) + "\n" if self.lost_lines else ""
+        self._append((before + text + "\n").encode(errors="backslashreplace"))
+
+    def _said(self, level: str, message: str) -> str:
+        """A line of this handler's own."""
+        raise NotImplementedError
 
     def _append(self, data: bytes) -> None:
         data = b"\n" + data if self._torn else data
@@ -104,6 +120,34 @@ class AppendHandler(logging.Handler):
         if fd >= 0:
             os.close(fd)
         super().close()
+
+
+class AppendHandler(LogFile):
+    """For people."""
+
+    def speak_for(self, component: str) -> None:
+        super().speak_for(component)
+        shown = component.replace("%", "%%")
+        self.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{shown}] %(message)s"))
+
+    def _said(self, level: str, message: str) -> str:
+        return f"{level} [{self.component}] {message}"
+
+
+class JsonHandler(LogFile):
+    """For programs: an object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        about = {name: plain(getattr(record, name)) for name in ABOUT if hasattr(record, name)}
+        return self._line(record.created, record.levelname, super().format(record), about)
+
+    def _said(self, level: str, message: str) -> str:
+        return self._line(time.time(), level, message, {})
+
+    def _line(self, wall_s: float, level: str, message: str, about: Mapping[str, Any]) -> str:
+        line = {"time": round(wall_s, 3), "level": level, "run": self.path.parent.name, "role": self.component}
+        text = json.dumps({**line, "message": message, **about}, ensure_ascii=False)
+        return text.encode(errors="replace").decode()  # half a character is none in JSON
 
 
 def component_statistics(stats: Mapping[str, Mapping[str, Any]]) -> list[str]:

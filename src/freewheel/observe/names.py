@@ -54,6 +54,7 @@ METRICS = (
         ("avg_sample_age_s", "s", "mean time since the generation of the step's samples began"),
         ("max_sample_age_s", "s", "longest time since the generation of a sample of the step began"),
         ("stale_samples_ratio", "share", "of the step's samples, those with a lag over staleness_threshold"),
+        ("sample_age_counts", "groups", "of the step's groups, how many lag by 0 versions, by 1, and so on: a list"),
     ),
     *_of(
         "queue",

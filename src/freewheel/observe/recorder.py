@@ -10,7 +10,6 @@ are counted, and when there is room again recording goes on.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -21,20 +20,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from freewheel.observe.alerts import Alerts
-from freewheel.observe.private import open_private
+from freewheel.observe.appending import WholeLines
 from freewheel.observe.sinks import Sink
 from freewheel.observe.values import plain, without_nonfinite
 
 log = logging.getLogger("freewheel.observe")
 
-Kind = Literal["step", "eval", "statistics", "event"]
+Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
 FILE = "metrics.jsonl"
 RESERVED = ("kind", "step", "time", "nonfinite")
 """Names that every row has for itself; a value of such a name gets an underscore behind it."""
-WARN_EVERY_S = 60.0
-"""A disk stays full for hours, and a log that says so at each step helps nobody."""
-TAIL_BYTES = 1 << 16
-"""How much is read at a time to find the last whole line of a file that is continued."""
+WATCHED = ("step", "eval", "statistics")
+"""Kinds that alerts look at. What a pulse says of a moment, statistics say in full."""
+FILE_ONLY = ("pulse", "sync")
+"""Kinds for those who show a run: sinks have the same numbers under the names that they are documented by."""
 
 
 class Recorder:
@@ -49,23 +48,26 @@ class Recorder:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(run_dir) / FILE
-        self.lost_rows = 0
         self._sinks = list(sinks)
         self._alerts = alerts or Alerts({})
         self._clock = clock
         self._lock = threading.Lock()
-        self._warned_at: float | None = None
-        self._lost_before_warning = 0
-        self._fd: int | None = self._open()
+        self._closed = False
+        self._file = WholeLines(self.path, unit="rows", clock=clock)
+        self._file.open()
+
+    @property
+    def lost_rows(self) -> int:
+        return self._file.lost
 
     def record(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         found: dict[str, Any] = plain(values)
         with self._lock:
-            self._write(self._row(kind, step, found))
-            if kind != "event":
+            self._file.append(self._row(kind, step, found))
+            if kind in WATCHED:
                 for notice in self._alerts.check(found):
                     log.log(notice.level, "Alert: %s", notice.text)
-            for sink in list(self._sinks):
+            for sink in [] if kind in FILE_ONLY else list(self._sinks):
                 self._tell(sink, kind, step, found)
 
     @property
@@ -82,19 +84,15 @@ class Recorder:
                     sink.close()
                 except Exception as error:  # noqa: BLE001  # other people's code, at the end of a run that went well
                     log.warning("%s did not close: %s: %s", _name(sink), type(error).__name__, error)
-            if self._fd is None:
+            if self._closed:
                 return
+            self._closed = True
             if self._alerts.unseen:
                 log.warning(
                     "No metric was ever named %s: see observe.alerts, and docs/metrics.md for the names there are",
                     ", ".join(self._alerts.unseen),
                 )
-            if self.lost_rows:
-                log.warning("%d rows of %s were lost in all", self.lost_rows, self.path)
-            os.close(self._fd)
-            self._fd = None
-
-    # -- the file -----------------------------------------------------------------------------------------------------
+            self._file.close()
 
     def _row(self, kind: Kind, step: int, values: dict[str, Any]) -> bytes:
         finite, nonfinite = without_nonfinite(values)
@@ -103,46 +101,6 @@ class Recorder:
         if nonfinite:
             row["nonfinite"] = nonfinite
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
-
-    def _open(self) -> int:
-        fd = open_private(self.path, os.O_RDWR | os.O_APPEND)
-        with contextlib.suppress(OSError):  # then one row may be glued to half of another, and readers pass it over
-            _cut_torn_line(fd)
-        return fd
-
-    def _write(self, row: bytes) -> None:
-        if self._fd is None:
-            self.lost_rows += 1
-            return
-        try:
-            _write_all(self._fd, row)
-        except OSError as error:
-            self._lose(error)
-            return
-        if self._warned_at is not None:
-            log.warning("%s is written again; %d rows were lost", self.path, self.lost_rows - self._lost_before_warning)
-            self._warned_at, self._lost_before_warning = None, self.lost_rows
-
-    def _lose(self, error: OSError) -> None:
-        """Counts the row. Opening the file anew takes back what was written of it, so that it has whole lines only, and
-        helps where it was moved away or its mount has gone stale."""
-        self.lost_rows += 1
-        now = self._clock()
-        if self._warned_at is None or not 0 <= now - self._warned_at < WARN_EVERY_S:
-            self._warned_at = now
-            log.warning(
-                "%s cannot be written (%s): rows are lost until it can, %d so far. Training goes on",
-                self.path,
-                error.strerror,
-                self.lost_rows,
-            )
-        try:
-            reopened = self._open()
-        except OSError:
-            return
-        assert self._fd is not None
-        os.close(self._fd)
-        self._fd = reopened
 
     # -- sinks --------------------------------------------------------------------------------------------------------
 
@@ -175,26 +133,6 @@ def _rows(path: Path, kind: Kind | None) -> Iterator[dict[str, Any]]:
                 continue
             if isinstance(row, dict) and (kind is None or row.get("kind") == kind):
                 yield row
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
-
-
-def _cut_torn_line(fd: int) -> None:
-    """A process that was killed while it wrote left half a line, to which the next would be glued."""
-    end = size = os.fstat(fd).st_size
-    while end:
-        start = max(0, end - TAIL_BYTES)
-        newline = os.pread(fd, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(fd, end)
 
 
 def _name(sink: Sink) -> str:

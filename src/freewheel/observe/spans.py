@@ -2,7 +2,8 @@
 
 The trainer (`train`, `wait_batch`, `pack`, `save`) and the rollouter (`generate`, `wait_room`, …) open a span around
 each of these; FullyAsyncMain takes a snapshot now and then, and `shares` of two of them is what the last interval was
-spent on. Snapshots are plain dictionaries, so that they travel between processes.
+spent on. Snapshots are plain dictionaries, so that they travel between processes. Each span that closes is told to
+`on_close`, which is where a trace comes from.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 ELAPSED = "elapsed"
 """The entry of a snapshot that says how long the clock has run; no span may have this name."""
+
+OnClose = Callable[[str, float, float, Mapping[str, Any]], None]
+"""(name, since, until, what is known of it), by the clock of the spans. Must not raise, and not take long."""
 
 
 class _Name:
@@ -30,11 +35,12 @@ class _Name:
 class _Span:
     """One use of a name. Each `with` has its own, so that interleaved tasks cannot close each other's."""
 
-    __slots__ = ("_name", "_spans")
+    __slots__ = ("_args", "_name", "_spans")
 
-    def __init__(self, spans: Spans, name: str) -> None:
+    def __init__(self, spans: Spans, name: str, args: Mapping[str, Any]) -> None:
         self._spans = spans
         self._name = name
+        self._args = args
 
     def __enter__(self) -> None:
         self._spans._enter(self._name)
@@ -42,23 +48,26 @@ class _Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._spans._leave(self._name)
+        self._spans._leave(self._name, self._args)
 
 
 class Spans:
     """Counts the time in which at least one span of a name is open: a hundred tasks that wait at once for a second
     have waited one second, and no share is ever above 1. May be used from tasks and threads alike."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, on_close: OnClose | None = None) -> None:
+        """`on_close` hears of the time from the first of a name that opens to the last that closes."""
         self._clock = clock
+        self._on_close = on_close
         self._started = clock()
         self._names: dict[str, _Name] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, name: str) -> _Span:
+    def __call__(self, name: str, **args: Any) -> _Span:
+        """`args`: for `on_close`; those of the last that closes count."""
         if name == ELAPSED:
             raise ValueError(f"a span cannot be named {ELAPSED!r}: snapshots keep the whole time there")
-        return _Span(self, name)
+        return _Span(self, name, args)
 
     def _enter(self, name: str) -> None:
         with self._lock:
@@ -67,12 +76,16 @@ class Spans:
                 known.since = self._clock()
             known.open += 1
 
-    def _leave(self, name: str) -> None:
+    def _leave(self, name: str, args: Mapping[str, Any]) -> None:
         with self._lock:
             known = self._names[name]
             known.open -= 1
-            if not known.open:
-                known.closed_s += self._clock() - known.since
+            if known.open:
+                return
+            since, until = known.since, self._clock()
+            known.closed_s += until - since
+        if self._on_close is not None:
+            self._on_close(name, since, until, args)
 
     def snapshot(self) -> dict[str, float]:
         """Seconds by name since the start, open spans included, and the whole time as `elapsed`."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from freewheel.data.group import Block, Ticket
+from freewheel.observe import trace
 
 PUT_LINGER_S = 0.05
 """Groups that finish within it share a message: a message costs more than a group."""
@@ -35,6 +36,7 @@ class Outbox:
         self._put = put
         self._quiet = quiet
         self._groups: dict[int, tuple[Ticket, int, bytes]] = {}  # by sequence
+        self._since: dict[int, float] = {}  # the same
         self._mail = asyncio.Event()
 
     def __len__(self) -> int:
@@ -46,6 +48,7 @@ class Outbox:
 
     def add(self, ticket: Ticket, min_version: int, data: bytes) -> None:
         self._groups[ticket.sequence] = (ticket, min_version, data)
+        self._since[ticket.sequence] = trace.now()
         self._mail.set()
 
     async def run(self) -> None:
@@ -58,6 +61,7 @@ class Outbox:
             if await self._put(Block.join(groups), wait_s=PUT_WAIT_S):
                 for ticket, _, _ in groups:
                     del self._groups[ticket.sequence]
+                    trace.phase("store", ticket.ordinal, self._since.pop(ticket.sequence))
             else:
                 self._mail.set()
                 await asyncio.sleep(PUT_AGAIN_S)

@@ -31,6 +31,9 @@ log = logging.getLogger("freewheel.rollout")
 
 Then = Callable[[Verdict], None]
 
+TOTALS = ("sent", "throttled", "in_flight", "limit", "cache_hits", "cost")
+"""What is told of all endpoints together, beside each one's own."""
+
 
 class Judging:
     """One judge for all groups. Nothing is started before the first request."""
@@ -106,6 +109,13 @@ class Judging:
         log.error("The judge broke down, and another one is started: %s", error)
         broken, self._judge = self._judge, Judge(self._judge.config)
         broken.close(timeout_s=0.0)  # its process is gone already
+
+    def stats(self) -> dict[str, Any]:
+        """The judge's own numbers, as it last gave them; empty before its first request, and where there is none."""
+        if self._judge is None or not self._judge.running:
+            return {}
+        found = self._judge.recent_stats()
+        return {**found.to_dict(), **{name: getattr(found, name) for name in TOTALS}}
 
     async def close(self) -> None:
         tasks = list(self._tasks)

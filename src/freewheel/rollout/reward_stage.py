@@ -22,6 +22,7 @@ from typing import Any
 
 from freewheel.data.group import Prompt, Response, Reward, Ticket
 from freewheel.judge.verdict import Failed, Verdict
+from freewheel.observe import trace
 from freewheel.rewards import math_equal, shutdown_judges
 from freewheel.rewards.scoring import JUDGE_OFF, Sample
 from freewheel.rollout.reward_counts import RewardCounts
@@ -42,6 +43,7 @@ class _Item:
     """One response on its way."""
 
     group: GroupScoring
+    index: int
     call: Call
     sample: Sample | None
     """For the judge and the length penalty."""
@@ -75,10 +77,14 @@ class GroupScoring:
     def __len__(self) -> int:
         return len(self.items)
 
+    @property
+    def ordinal(self) -> int:
+        return self._ticket.ordinal
+
     def add(self, index: int, text: str, response: Response) -> None:
         """Response `index` has finished, and its scoring starts. Never waits."""
         assert self.items[index] is None, f"response {index} of prompt {self._ticket.ordinal} was added twice"
-        self.items[index] = self._stage._admit(self, self._ticket, self._prompt, text, response)
+        self.items[index] = self._stage._admit(self, index, self._prompt, text, response)
 
     async def result(self) -> list[Reward]:
         """All rewards, in the order of the indexes, when all are there. Raises `ScoringFailed` or
@@ -164,7 +170,7 @@ class RewardStage:
         self._groups.add(made)
         return made
 
-    def _admit(self, group: GroupScoring, ticket: Ticket, prompt: Prompt, text: str, response: Response) -> _Item:
+    def _admit(self, group: GroupScoring, index: int, prompt: Prompt, text: str, response: Response) -> _Item:
         tokens = response.tokens.tolist() if self.function.wants_tokens else ()
         call = Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)
         sample = None
@@ -172,13 +178,13 @@ class RewardStage:
             sample = Sample(
                 response=text,
                 length=int(response.mask.sum()),  # what another wrote into it is not its length
-                group=ticket.ordinal,
+                group=group.ordinal,
                 data_source=call.data_source,
                 ground_truth=call.ground_truth,
                 question=call.question,
                 extra_info=call.extra_info,
             )
-        item = _Item(group, call, sample, self._clock())
+        item = _Item(group, index, call, sample, self._clock())
         self._counts.started(item.added_s, idle=self._in_flight == 0 and not self._waiting)
         self._waiting.append(item)
         # The response itself is not in its group's list yet.
@@ -277,7 +283,10 @@ class RewardStage:
         """The response has its end; its permit goes to another."""
         self._in_flight -= 1
         assert item.outcome is not None
-        self._counts.settled(item.failure, item.outcome.status, self._clock() - item.added_s)
+        failure, status = item.failure, item.outcome.status
+        self._counts.settled(failure, status, self._clock() - item.added_s)
+        ended = "failed" if failure is not None else status
+        trace.phase("score", item.group.ordinal, item.added_s, index=item.index, status=ended)
         self._idle_now()
         if self._waiting and self._pump_at is None:
             self._pump_soon(0.0)
@@ -345,12 +354,14 @@ class RewardStage:
 
     def stats(self) -> dict[str, Any]:
         """What it did so far, and does now."""
+        judge = {} if self._judging is None else self._judging.stats()
         return {
             "in_flight": self._in_flight,
             "waiting": len(self._waiting),
             "lost_threads": self._workers.written_off if self._workers is not None else 0,
             "process_deaths": self._workers.process_deaths if self._workers is not None else 0,
             **self._counts.snapshot(self._clock()),
+            **({"judge": judge} if judge else {}),
         }
 
     async def close(self) -> None:

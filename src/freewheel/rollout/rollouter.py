@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from freewheel.data.group import Array, Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.observe import trace
 from freewheel.observe.spans import Spans
 from freewheel.queue.failures import Failure, data, infra
 from freewheel.queue.message_queue import Admission
@@ -39,6 +40,7 @@ from freewheel.rollout.engine import (
 )
 from freewheel.rollout.hook import generate_by_hook
 from freewheel.rollout.outbox import Outbox, wait
+from freewheel.rollout.recording import note_generated, offer_sample
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 from freewheel.rollout.seeds import sample_seed
 from freewheel.sync.weights import AnyWeights
@@ -120,7 +122,7 @@ class Rollouter:
         self.engine = engine
         self.rewards = rewards
         self.sampling = sampling
-        self.spans = Spans()
+        self.spans = Spans(on_close=trace.span)
         self.total_generated_samples = 0
         self.generation_errors = 0
         self.param_sync_requests = 0
@@ -264,11 +266,12 @@ class Rollouter:
                 raise
             await self._failed(ticket, infra("lost", "something that it awaited was cancelled"))
         except Exception as error:  # a user's task, hook or reward stage may raise anything; the run goes on
-            log.exception("Prompt %d failed", ticket.ordinal)
+            log.exception("Prompt %d failed", ticket.ordinal, extra=self._about(ticket))
             if isinstance(error, FatalRewardFailure):
                 self._fail(error)
             await self._failed(ticket, data("hook", f"{type(error).__name__}: {error}"))
         else:
+            offer_sample(group, replica=self.name, decode=self._decode)
             if self._drop_zero_variance and has_no_variance(group):
                 self.dropped_zero_variance += len(group)
                 await self._queue.abandon(ticket, "zero_variance")
@@ -277,18 +280,21 @@ class Rollouter:
 
     async def _failed(self, ticket: Ticket, failure: Failure) -> None:
         self.generation_errors += 1
-        log.warning(
-            "Prompt %d, attempt %d failed (%s): %s", ticket.ordinal, ticket.attempt, failure.reason, failure.detail
-        )
+        told = (ticket.ordinal, ticket.attempt, failure.reason, failure.detail)
+        log.warning("Prompt %d, attempt %d failed (%s): %s", *told, extra=self._about(ticket))
         await self._queue.fail(ticket, failure)
 
+    def _about(self, ticket: Ticket) -> dict[str, int]:
+        """For the log."""
+        return {"ordinal": ticket.ordinal, "version": self.engine.version}
+
     async def _group(self, ticket: Ticket) -> PromptGroup:
-        created_s = self._wall_clock()
+        created_s, began_s = self._wall_clock(), trace.now()
         scoring: GroupScoring | None = None
         try:
             prompt = self._render(ticket)
             scoring = self.rewards.group(ticket, prompt, self.sampling.n)
-            responses = await self._responses(ticket, prompt, scoring)
+            responses = await self._responses(ticket, prompt, scoring, began_s)
         except BaseException:
             if scoring is not None:
                 scoring.cancel()  # no judge is paid for what nobody will use
@@ -298,6 +304,7 @@ class Rollouter:
             self._note()
             if self._generating < self._capacity:
                 self._room.set()
+        note_generated(ticket, responses, began_s)
         rewards = await scoring.result()
         scored = [replace(response, reward=reward) for response, reward in zip(responses, rewards, strict=True)]
         return PromptGroup.of(ticket, prompt, scored, created_s)
@@ -308,7 +315,7 @@ class Rollouter:
         except Exception as error:
             raise PromptRefused(f"the task could not render it: {type(error).__name__}: {error}") from error
 
-    async def _responses(self, ticket: Ticket, prompt: Prompt, scoring: GroupScoring) -> list[Response]:
+    async def _responses(self, ticket: Ticket, prompt: Prompt, scoring: GroupScoring, began_s: float) -> list[Response]:
         if type(self)._custom_generation_logic is not Rollouter._custom_generation_logic:
             responses = await generate_by_hook(
                 self._custom_generation_logic,
@@ -321,13 +328,13 @@ class Rollouter:
                 stop_token_ids=self.sampling.stop_token_ids,
             )
             for index, response in enumerate(responses):
-                self._score(scoring, index, response)
+                self._score(scoring, index, response, began_s)
             return responses
         found: dict[int, Response] = {}
         async with aclosing(self._complete(ticket, prompt)) as completions:
             async for index, completion in completions:
                 found[index] = self._response(completion)
-                self._score(scoring, index, found[index])
+                self._score(scoring, index, found[index], began_s)
         return [found[index] for index in range(self.sampling.n)]
 
     async def _complete(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Completion], None]:
@@ -352,8 +359,9 @@ class Rollouter:
             finish=completion.finish,
         )
 
-    def _score(self, scoring: GroupScoring, index: int, response: Response) -> None:
+    def _score(self, scoring: GroupScoring, index: int, response: Response, began_s: float) -> None:
         self.total_generated_samples += 1
+        trace.phase("response", scoring.ordinal, began_s, index=index, tokens=len(response.tokens))
         scoring.add(index, self._decode(response.tokens), response)
 
     def _custom_generation_logic(self, batch: Any) -> Any:
@@ -369,7 +377,7 @@ class Rollouter:
         self.param_sync_requests += 1
         if version < self.engine.version:  # an attempt that was given up, and arrives after its successors
             raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
-        with self.spans("load_weights"):
+        with self.spans("load_weights", version=version):
             return await self.engine.update_weights(version, weights, verify=verify)
 
     # -- what it knows ------------------------------------------------------------------------------------------------

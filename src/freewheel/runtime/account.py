@@ -1,6 +1,6 @@
 """`RunAccount`: what is known of a run, put together from its components' answers: rows, statistics, snapshot, summary.
 
-    stats of all components, rows of the trainer ─▶ look ─▶ metrics.jsonl, the view, `Component Statistics`
+    stats of all components, rows of trainer and sync ─▶ look ─▶ metrics.jsonl, the view, `Component Statistics`
 
 Called by `FullyAsyncMain`, which does the asking. No Ray in here.
 """
@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from freewheel.observe import trace
 from freewheel.observe.logs import FILE as LOG_FILE
+from freewheel.observe.pulse import Pulse
 from freewheel.observe.recorder import Recorder, read_metrics
-from freewheel.observe.snapshot import RunSnapshot, bottleneck
+from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
+from freewheel.plan.verdict import Setting, Verdict
+from freewheel.plan.watching import Watching
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
 from freewheel.runtime.queue_opening import JOURNAL
@@ -35,7 +39,9 @@ REPLICA_COUNTERS = (
 """What a replica did stays done when it dies; its successor counts from 0."""
 REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
 """What among the rewards' numbers is over when a replica dies."""
-OF_SEVERAL = {"version": min, "mean_latency_s": max}
+JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", "endpoints")
+"""The same among its judge's."""
+OF_SEVERAL = {"version": min, "mean_latency_s": max, "loop_lag_s": max}
 """Of several replicas the least or the largest is told, and not the sum."""
 FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
 REWARD = "rollout/reward_mean"
@@ -106,7 +112,9 @@ class RunAccount:
         self._last_queue: Mapping[str, Any] = {}
         self._died: list[Mapping[str, Any]] = []
         """Counters of replicas that were replaced."""
+        self._pulse = Pulse()
         self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
+        self._watching = Watching(_setting(config), is_judge=config.reward.judge is not None)
 
     def begin(self, step: int) -> None:
         self.step = self._first_step = self._saved_step = step
@@ -129,6 +137,7 @@ class RunAccount:
     def say(self, text: str) -> None:
         self._events.append(text)
         self.note(text)
+        trace.instant(text)
         if self._view is not None:
             self._view.say(text)
 
@@ -149,6 +158,8 @@ class RunAccount:
         self._saved_step = int(trainer.get("saved_step", self._saved_step))
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
         self._account_spans({"trainer": trainer, **replicas})
+        self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
+        self.statistics["run"] = {"verdict": self.verdict.sentence}
         self._given_up.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))
         before, count = self._tokens
@@ -157,15 +168,33 @@ class RunAccount:
         self._tokens = (now, tokens)
         self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
         done = (self._last_queue.get("step"), self._last_queue.get("total_produced"))
-        marks = (*done, tokens, str(rollouter.get("rewards")))
+        marks = (*done, tokens, str(_without(rollouter.get("rewards", {}), ("judge",))))
         self.progress.note(marks, trainer=trainer, paused=bool(queue.get("paused")), now=now)
+        snapshot = self.snapshot(now)
+        self._beat(snapshot, now, last=last)
         if self._view is not None:
-            self._view.update(self.snapshot(now))
+            self._view.update(snapshot)
         if not last and now - self._said_at < self._config.observe.statistics_every_s:
             return False
         self._said_at = now
         self._recorder.record("statistics", self.step, self.statistics)
         return True
+
+    def synced(self, syncs: Sequence[Mapping[str, Any]]) -> None:
+        """Takes in what is to be recorded of weight syncs."""
+        for one in syncs:
+            self._recorder.record("sync", self.step, one)
+
+    def _beat(self, snapshot: RunSnapshot, now: float, *, last: bool) -> None:
+        pulse = self._pulse.beat(now, snapshot, last=last)
+        if pulse is None:
+            return
+        self._recorder.record("pulse", self.step, pulse)
+        groups = {name: pulse[name] for name in ("queue_size", "in_progress") if pulse[name] is not None}
+        if groups:
+            trace.counter("groups", **groups)
+        if snapshot.tokens_per_s is not None:
+            trace.counter("tokens_per_s", tokens_per_s=snapshot.tokens_per_s)
 
     def _row(self, row: Any, now: float) -> None:
         if row.kind == "step" and row.step <= self.step:  # trained again by a trainer that took another's place
@@ -203,6 +232,11 @@ class RunAccount:
         """Why no step is to be expected any more; empty while one is."""
         return self._given_up.hopeless
 
+    @property
+    def verdict(self) -> Verdict:
+        """What holds the run up, lately."""
+        return self._watching.verdict()
+
     def snapshot(self, now: float) -> RunSnapshot:
         queue, sync = self.statistics.get("queue", {}), self.statistics.get("sync", {})
         return RunSnapshot(
@@ -217,6 +251,7 @@ class RunAccount:
             queue={name: value for name, value in queue.items() if isinstance(value, int | float)},
             freshness=self._freshness,
             waits=self._recent,
+            verdict="" if self.verdict.bound == "unmeasured" else self.verdict.sentence,
             tokens_per_s=self._tokens_per_s,
             samples_per_s=self._samples_per_s(now),
             elapsed_s=now - (self._started or now),
@@ -287,14 +322,31 @@ class RunAccount:
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
         busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0
-        return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {bottleneck(self.waits)}"
+        found = self._watching.verdict_on(self.waits)
+        return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {found}"
+
+
+def _setting(config: TrainConfig) -> Setting:
+    """What of it a remedy depends on."""
+    return Setting(
+        mode=config.mode,
+        threshold=config.staleness_threshold,
+        sync_every_steps=config.async_training.sync_every_steps,
+        save_every_steps=config.trainer.save_every_steps,
+    )
 
 
 def _counters(replica: Mapping[str, Any]) -> dict[str, Any]:
     """What stays of a replica that died."""
-    rewards = {name: value for name, value in replica.get("rewards", {}).items() if name not in REWARD_STATES}
+    rewards = _without(replica.get("rewards", {}), REWARD_STATES)
+    if "judge" in rewards:
+        rewards["judge"] = _without(rewards["judge"], JUDGE_STATES)
     counted = {name: replica[name] for name in REPLICA_COUNTERS if name in replica}
     return {**counted, "rewards": rewards, "spans": replica["spans"]}
+
+
+def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
 
 
 def _summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,14 +1,12 @@
-"""Ray's side of the components: an actor around each, and clients that look like the plain class to its callers.
+"""Ray's side of the components: an actor around each.
 
     RollouterActor ── RemoteQueue ──▶ QueueActor ◀── RemoteQueue ── TrainerActor
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
-Beside `FullyAsyncMain`, `Crew`, `Peers`, `Pools`, `freewheel.runtime.cluster` and `freewheel.runtime.training_ranks`
-the only module that knows Ray. Actors build their component (`freewheel.runtime.building`) and pass calls on. Every
-call has a deadline, and one that meets a dead peer is made again to its successor (`Peers`).
-
-Weights travel as a reference inside a list, so that Ray does not fetch them on the way; groups travel as values.
+Beside `FullyAsyncMain`, `Crew`, `Peers`, `Pools`, `freewheel.runtime.clients`, `freewheel.runtime.cluster` and
+`freewheel.runtime.training_ranks` the only module that knows Ray. Actors build their component
+(`freewheel.runtime.building`) and pass calls on; how they call each other is their clients' affair.
 """
 
 from __future__ import annotations
@@ -17,28 +15,24 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
+from ray.exceptions import OwnerDiedError
 
-from freewheel.data.group import Block, Ticket
-from freewheel.queue.failures import Failure
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import Admission, Taken
+from freewheel.data.group import Ticket
 from freewheel.queue.restoring import CheckpointMark
 from freewheel.rollout.engine import EngineDied
+from freewheel.runtime.clients import RemotePublisher, RemoteQueue, RemoteReplica
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import CALL_S, Peers, call
+from freewheel.runtime.peers import Peers
 from freewheel.runtime.queue_opening import OpenedQueue, open_queue
+from freewheel.runtime.recording import end_recording, start_recording
 from freewheel.runtime.training_ranks import Ranks
-from freewheel.sync.device import DeviceWeights
-from freewheel.sync.synchronizer import ReplicaGone, WeightsGone
-from freewheel.sync.weights import AnyWeights
+from freewheel.sync.synchronizer import WeightsGone
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluating import EvalResult
@@ -47,9 +41,6 @@ log = logging.getLogger("freewheel.runtime")
 
 EVALUATION_S = 3600.0
 """Longest time for an evaluation."""
-BESIDE_TRAINER = 5
-"""Niceness of generation on a CPU: where cores are few it fills what training leaves. A trainer that waits for it takes
-nothing away."""
 GARBAGE_AFTER = 100_000
 """Objects between two collections in the queue's process: groups by the thousand are alive in it and none is garbage
 in a cycle, so that looking through them is a pause and nothing else."""
@@ -57,137 +48,6 @@ ENGINE_DIED = 3
 """What a rollouter's process ends with when its engine has."""
 MANY = 1000
 """Calls that an actor may have in progress: those that wait must not keep others out."""
-
-
-# -- clients ----------------------------------------------------------------------------------------------------------
-
-
-class RemoteQueue:
-    """A `MessageQueue` in another process, or its successor."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-
-    async def _call(self, method: str, *args: Any, wait_s: float | None = None, **kwargs: Any) -> Any:
-        more = {} if wait_s is None else {"wait_s": wait_s}
-        deadline_s = CALL_S + (wait_s or 0.0)
-        return await self._peers.call("queue", "call", method, args, kwargs | more, deadline_s=deadline_s)
-
-    async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
-        asked = {"want": want, "load": load, "holding": list(holding)}
-        found: Admission = await self._call("admit", replica, wait_s=wait_s, **asked)
-        return found
-
-    async def put(self, block: Block, *, wait_s: float) -> bool:
-        return bool(await self._call("put", block, wait_s=wait_s))
-
-    async def fail(self, ticket: Ticket, failure: Failure) -> None:
-        await self._call("fail", ticket, failure)
-
-    async def abandon(self, ticket: Ticket, reason: str) -> None:
-        await self._call("abandon", ticket, reason)
-
-    async def replica_lost(self, replica: str) -> int:
-        return int(await self._call("replica_lost", replica))
-
-    async def fence(self, replica: str, *, fenced: bool) -> None:
-        await self._call("fence", replica, fenced=fenced)
-
-    async def begin(self, step: int) -> None:
-        await self._call("begin", step)
-
-    async def take(self, step: int, *, wait_s: float) -> Taken:
-        found: Taken = await self._call("take", step, wait_s=wait_s)
-        return found
-
-    async def replace_stale(self, step: int, sequences: Sequence[int], *, wait_s: float) -> Taken:
-        found: Taken = await self._call("replace_stale", step, list(sequences), wait_s=wait_s)
-        return found
-
-    async def commit(self, step: int, *, wait_s: float) -> int | None:
-        version: int | None = await self._call("commit", step, wait_s=wait_s)
-        return version
-
-    async def give_back(self, step: int) -> None:
-        await self._call("give_back", step)
-
-    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
-        found: Frontier | None = await self._call("frontier", step, wait_s=wait_s)
-        return found
-
-    async def checkpointed(self, step: int) -> None:
-        await self._call("checkpointed", step)
-
-    async def complete_version(self, *, wait_s: float) -> int | None:
-        version: int | None = await self._call("complete_version", wait_s=wait_s)
-        return version
-
-    async def published(self, version: int) -> None:
-        await self._call("published", version)
-
-    async def settled(self, *, wait_s: float) -> bool:
-        return bool(await self._call("settled", wait_s=wait_s))
-
-
-class RemoteReplica:
-    """A rollouter as the synchronizer sees it, which has a deadline of its own. `weights`: a list with a reference."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
-        try:
-            found: int | None = await call(self._handle, "load_weights", version, weights, verify, deadline_s=None)
-            return found
-        except ActorDiedError as error:
-            if isinstance(error, RayTaskError):  # another's death, which the replica met with
-                raise
-            raise ReplicaGone(str(error).splitlines()[0]) from error
-
-
-class RemotePublisher:
-    """The synchronizer as the trainer sees it, or its successor."""
-
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
-        self._last: tuple[Any, ...] | None = None
-        """What was sent last, which a synchronizer's successor has not seen."""
-        self._held: list[tuple[int, DeviceWeights]] = []
-        """What engines may still read: a GPU's memory is used again when nobody here holds it."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
-
-    async def submit(self, version: int, weights: AnyWeights) -> None:
-        await self._send("submit", version, weights)
-
-    async def prime(self, version: int, weights: AnyWeights) -> None:
-        await self._send("prime", version, weights)
-
-    async def _send(self, method: str, version: int, weights: AnyWeights) -> None:
-        if isinstance(weights, DeviceWeights):
-            self._held.append((version, weights))
-        # In a thread: a copy of a large model must not hold up what else this process answers for.
-        reference = await asyncio.get_running_loop().run_in_executor(self._thread, ray.put, weights)
-        self._last = (method, version, [reference], weights.checksum)
-        in_use = await self._say()
-        self._held = [held for held in self._held if held[0] in in_use]
-
-    async def _say(self) -> list[int]:
-        """Gives the versions in use."""
-        assert self._last is not None
-        method, *args = self._last
-        return list(await self._peers.call("sync", method, *args))
-
-    async def again(self) -> None:
-        """To a successor, which does not know what engines are still reading: nothing is let go of."""
-        if self._last is not None:
-            await self._say()
-
-    async def wait_published(self, version: int, *, wait_s: float) -> bool:
-        deadline_s = CALL_S + wait_s
-        return bool(await self._peers.call("sync", "wait_published", version, wait_s, deadline_s=deadline_s))
-
-
-# -- actors -----------------------------------------------------------------------------------------------------------
 
 
 class Component:
@@ -198,6 +58,7 @@ class Component:
         from freewheel.observe.logs import attach_log
 
         attach_log(run_dir, name)
+        self._name, self._folder = name, run_dir
         self._peers = Peers()
 
     async def meet(self, handles: Mapping[str, Any]) -> None:
@@ -206,6 +67,10 @@ class Component:
     async def process(self) -> tuple[int, str]:
         """Its number, and the node that it is on."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    async def close(self) -> None:
+        """The last that is asked of it."""
+        end_recording()
 
 
 class QueueActor(Component):
@@ -246,6 +111,7 @@ class QueueActor(Component):
         if self._opened is not None:
             await self._opened.close()
         self._closing.set()
+        await super().close()
 
 
 class SynchronizerActor(Component):
@@ -261,6 +127,7 @@ class SynchronizerActor(Component):
         """`versions`: what each rollouter holds, where this one takes a dead one's place."""
         from freewheel.runtime.building import synchronizer
 
+        start_recording(config.observe, self._folder, self._name)
         replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
         queue = RemoteQueue(self._peers)
         self._sync = synchronizer(config, replicas, queue, version=version, versions=versions)
@@ -272,11 +139,13 @@ class SynchronizerActor(Component):
         if self._sync is not None:
             await self._sync.announce()
 
-    async def submit(self, version: int, weights: list[Any], checksum: int | None) -> list[int]:
-        return list(await self._sync.submit(version, weights, checksum))
+    async def submit(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> list[int] | None:
+        in_use: list[int] | None = await self._sync.submit(version, weights, checksum, n_bytes)
+        return in_use
 
-    async def prime(self, version: int, weights: list[Any], checksum: int | None) -> list[int]:
-        return list(await self._sync.prime(version, weights, checksum))
+    async def prime(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> list[int] | None:
+        in_use: list[int] | None = await self._sync.prime(version, weights, checksum, n_bytes)
+        return in_use
 
     async def wait_published(self, version: int, wait_s: float) -> bool:
         return bool(await self._sync.wait_published(version, wait_s=wait_s))
@@ -286,6 +155,10 @@ class SynchronizerActor(Component):
 
     async def stats(self) -> dict[str, Any]:
         return {} if self._sync is None else dict(self._sync.stats())
+
+    async def rows(self) -> list[dict[str, Any]]:
+        """What is to be recorded of syncs since the last call."""
+        return [] if self._sync is None else list(self._sync.rows.drain())
 
 
 class RollouterActor(Component):
@@ -301,8 +174,7 @@ class RollouterActor(Component):
         """Loads the model, and gives what the coordinator must know before it starts anything."""
         from freewheel.runtime.building import RolloutSide
 
-        if self._given["plan"].device_rollout == "cpu":
-            os.nice(BESIDE_TRAINER)
+        start_recording(self._given["config"].observe, self._folder, self._name, samples=True)
         self._side = RolloutSide(**self._given)
         self._rollouter = self._side.rollouter(RemoteQueue(self._peers))
         gc.freeze()  # what was imported and loaded is no garbage: collections need not look through it
@@ -324,6 +196,7 @@ class RollouterActor(Component):
             log.error("The engine died, and this process ends with it: %s", error)
             with suppress(Exception):  # what it leaves behind would be in its successor's way
                 await self._rollouter.close()
+            end_recording()
             os._exit(ENGINE_DIED)
 
     async def load_weights(self, version: int, weights: list[Any], verify: bool) -> int | None:
@@ -353,6 +226,7 @@ class RollouterActor(Component):
         if self._rollouter is not None:
             await self._rollouter.stop()
             await self._rollouter.close()
+        await super().close()
 
 
 class TrainerActor(Component):
@@ -379,6 +253,7 @@ class TrainerActor(Component):
         """Loads the model, and gives what the learning settings do together."""
         from freewheel.runtime.building import TrainSide
 
+        start_recording(self._given["config"].observe, self._folder, self._name)
         if self._rank_options:
             told = (self._given["config"], self._given["plan"])
             self._ranks = ranks = await Ranks.start(*told, self._given["run_dir"], self._rank_options)
@@ -435,3 +310,4 @@ class TrainerActor(Component):
             self._trainer.close()
         if self._ranks is not None:
             self._ranks.close()
+        await super().close()

@@ -183,6 +183,7 @@ class RolloutSide:
 
         use_threads(plan.threads_rollout)
         self.config, self.plan, self.name = config, plan, name
+        number = name.rpartition("-")[2]
         self.tokenizer = load_tokenizer(config)
         source = Prompts(config, self.tokenizer)
         self.task = source.task
@@ -194,7 +195,7 @@ class RolloutSide:
             model_path=model_path,
             longest_tokens=source.longest_tokens,
             version=version,
-            replica=int(name.rpartition("-")[2]) if config.rollout.urls is not None else 0,
+            replica=int(number) if number.isdecimal() else 0,
         )
         self.engine = loaded.engine
         self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, self.task)

@@ -51,7 +51,7 @@ def server_urls(key: str, urls: list[str] | None) -> None:
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(key, url, "give the address of a `vllm serve`, such as http://127.0.0.1:8000")
-        if _has_key(url):
+        if has_key(url):
             raise ConfigError(key, "<hidden>", "a run's settings are written to its folder: no key in a URL")
 
 
@@ -88,7 +88,7 @@ def _find_key(value: Any) -> str | None:
     """The dotted place of an `api_key` within, or of a URL that has one."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
-        if (name == "api_key" and inner is not None) or _has_key(inner):
+        if (name == "api_key" and inner is not None) or has_key(inner):
             return str(name)
         found = _find_key(inner)
         if found is not None:
@@ -96,7 +96,8 @@ def _find_key(value: Any) -> str | None:
     return None
 
 
-def _has_key(value: Any) -> bool:
+def has_key(value: Any) -> bool:
+    """Whether a URL carries a key among its parameters."""
     if not isinstance(value, str) or not value.lstrip().startswith(("http://", "https://")):
         return False
     query = value.partition("?")[2].partition("#")[0]

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from freewheel.judge.errors import ConfigError
+from freewheel.runtime.reaching import check_cluster
 
 NEEDED = frozenset({"raylet", "gcs_server"})
 """Ray's names for what starts actors, and for what knows them."""
@@ -26,6 +27,7 @@ def cluster(*, address: str | None, cpus: int) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    check_cluster(address)  # Ray would try a dead one for minutes
     with _signals_held() as noted:
         try:
             _connect(address, cpus)

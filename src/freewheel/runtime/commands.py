@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from freewheel.rollout.evaluating import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.plan import Plan
+    from freewheel.runtime.starting import Given
 
 MERGES = ("hydra",)
 """What it takes to read a configuration."""
@@ -56,7 +58,8 @@ def train(
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print what would run where: actors, batches, staleness bound, memory.",
+        typer.Option("--dry-run", help="Print what would run where (actors, batches, staleness bound, memory), and "
+                     "what stands against it on this machine.",
                      rich_help_panel=_SHOW),
     ] = False,
     plain: Annotated[
@@ -71,14 +74,16 @@ def train(
     with _plain_errors():
         _need(MERGES if dry_run else TRAINS)
         _no_flag(resume_flag)
-        _find_local_modules()
-        config, resume, changed = _config(overrides or [], config_path, config_name)
-        plan = _plan(config)
+        find_local_modules()
+        from freewheel.runtime.starting import planned, read_config
+
+        given = read_config(overrides or [], config_path, config_name)
+        plan = planned(given.config)
         if dry_run:
             _show(plan)
             return
         plan.check()
-        raise typer.Exit(_run(config, plan, resume=resume, changed=changed, plain=plain))
+        raise typer.Exit(_run(given, plan, plain=plain))
 
 
 def evaluate(
@@ -97,6 +102,9 @@ def evaluate(
     prompts: Annotated[int | None, typer.Option(help="How many of them (128).")] = None,
     samples: Annotated[int | None, typer.Option(help="Responses to each (1).")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of sampling (0: the likeliest token each time).")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What generates: native or vllm (the run's own, else native).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:  # fmt: skip
     """Measure a model on held-out prompts, in this process and without Ray."""
@@ -106,7 +114,7 @@ def evaluate(
 
     with _plain_errors():
         _need(EVALUATES)
-        _find_local_modules()
+        find_local_modules()
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
 
         given: dict[str, Any] = {
@@ -115,9 +123,15 @@ def evaluate(
             "prompts": prompts,
             "samples": samples,
             "temperature": temperature,
+            "engine": engine,
         }
         with _said_by_flag({"target": target, **given}):
             config = eval_config(find_target(target), **given)
+            if config.rollout.engine == "vllm" and config.rollout.urls is None:
+                from freewheel.rollout.vllm.api import require
+
+                require()
+                say("vLLM loads and compiles the model first, and is silent meanwhile: a minute or more")
             result = asyncio.run(run_evaluation(config))
         if as_json:
             print_json(_as_json(target, config, result))
@@ -128,41 +142,21 @@ def evaluate(
             raise typer.Exit(1)
 
 
-def _config(
-    overrides: list[str], config_path: str | None, config_name: str | None
-) -> tuple[TrainConfig, bool, list[str]]:
-    """What holds, whether a run goes on, and what has changed in it, in words."""
-    from freewheel.judge.errors import ConfigError
-    from freewheel.runtime.compose import compose
-    from freewheel.runtime.run_dir import new_run, resumption, split_resume
-
-    resume, overrides = split_resume(overrides)
-    if resume is None:
-        return new_run(compose(overrides, config_path=config_path, config_name=config_name)), False, []
-    given = "--config-path" if config_path else "--config-name" if config_name else None
-    if given:
-        raise ConfigError(given, config_path or config_name, "resume=RUN has the run's own: give overrides only")
-    found = resumption(resume, overrides)
-    return found.config, True, found.changed
-
-
-def _plan(config: TrainConfig) -> Plan:
-    from freewheel.runtime.model_size import find_folder, read_model_size
-    from freewheel.runtime.placement import Machine
-    from freewheel.runtime.plan import resolve
-    from freewheel.runtime.preflight import preflight
-
-    rows = preflight(config)
-    folder = find_folder(config)
-    return resolve(config, Machine.here(), model=read_model_size(folder) if folder else None, rows=rows)
-
-
-def _run(config: TrainConfig, plan: Plan, *, resume: bool, changed: list[str], plain: bool) -> int:
+def _run(given: Given, plan: Plan, *, plain: bool) -> int:
     from freewheel.dashboard.terminal import says_warnings, view
+    from freewheel.dashboard.web.beside import page_of
     from freewheel.runtime.main import FullyAsyncMain
 
     with view(plain=plain) as shown, says_warnings(shown):
-        return FullyAsyncMain(config=config, plan=plan, resume=resume, changed=changed, view=shown).run().exit_code
+        main = FullyAsyncMain(
+            config=given.config,
+            plan=plan,
+            resume=given.resume,
+            changed=given.changed,
+            view=shown,
+            beside=partial(page_of, given.config, shown),
+        )
+        return main.run().exit_code
 
 
 def _show(plan: Plan) -> None:
@@ -170,9 +164,10 @@ def _show(plan: Plan) -> None:
     from rich.console import Console
 
     from freewheel.judge.commands.console import writing_stdout
+    from freewheel.runtime.doctor.a_run import concerns
 
     with writing_stdout():
-        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(plan.render())
+        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(plan.render(concerns(plan)))
 
 
 def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
@@ -240,6 +235,7 @@ FLAGS = {
     "eval.prompts": ("prompts", "--prompts"),
     "eval.samples": ("samples", "--samples"),
     "eval.temperature": ("temperature", "--temperature"),
+    "rollout.engine": ("engine", "--engine"),
 }
 """By which `eval` takes a key's value: its parameter and its name."""
 
@@ -275,7 +271,7 @@ def _need(packages: tuple[str, ...]) -> None:
         raise typer.Exit(ExitCode.USAGE)
 
 
-def _find_local_modules() -> None:
+def find_local_modules() -> None:
     """`module:name` may be in the working directory, after all else: nothing there takes an installed module's place.
 
     Ray's workers take over where this process looks."""

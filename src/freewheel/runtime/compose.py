@@ -24,7 +24,7 @@ import yaml
 from freewheel.judge.config import shown_value
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.typed import mapping_keys, to_config
 
 PACKAGED = Path(__file__).parent / "configs"
 DEFAULT_NAME = "default"
@@ -98,13 +98,14 @@ def _check_file(path: Path) -> None:
 
 
 def _parsed(overrides: Sequence[str], folder: Path) -> list[str]:
-    """The overrides as Hydra takes them. Any key may be set: `to_config` knows what is there, and what is near."""
+    """The overrides as Hydra takes them. Any key may be set: `to_config` knows what is there, and what is near. A
+    mapping of the user's own (`rollout.vllm`, `reward.judge`, …) that is given whole replaces what was there."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
 
-    parser = OverridesParser.create()
-    found = []
+    parser, whole = OverridesParser.create(), mapping_keys()
+    found: list[str] = []
     for text in overrides:
         try:
             (override,) = parser.parse_overrides([text])
@@ -120,6 +121,8 @@ def _parsed(overrides: Sequence[str], folder: Path) -> list[str]:
             raise ConfigError(key, text.partition("=")[2], "a run takes one value; a list is written [1,2]")
         is_group = override.package is not None or (folder / key).is_dir()
         sets = override.type in (OverrideType.CHANGE, OverrideType.ADD) and not is_group
+        if sets and key in whole and isinstance(override.value(), dict):
+            found.append(f"++{key}=null")  # Hydra would merge it into what is there, and nothing could be taken away
         found.append(f"++{text.lstrip('+')}" if sets else text)
     return found
 

@@ -130,7 +130,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     gpu_memory_share: float | Auto = "auto"
     """Of a GPU, for weights and KV cache of a replica (vllm). `auto`: 0.9, or 0.4 of a GPU that training shares."""
     vllm: dict[str, Any] = {}
-    """Any argument of vLLM's engine, by its own name, such as `{enforce_eager: true}`."""
+    """Any argument of vLLM's engine, by its own name, such as `{enforce_eager: true}`. Given whole it replaces what a
+    file or a run that is resumed has; `rollout.vllm.enforce_eager=true` adds to it."""
     urls: list[str] | None = None
     """`vllm serve` servers that generate in place of engines of our own, one a replica."""
     threads: int = 1
@@ -329,6 +330,18 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Metric name → thresholds."""
     custom_monitor: str | None = None
     """`module:name` of a function `(trainer_stats, rollouter_stats)`, called with each `Component Statistics`."""
+    trace_every: int = 1
+    """Every so many groups, one has its life traced. 0: none, and only what components do is traced."""
+    trace_mb: float = 64.0
+    """Of each component, the newest so many MB of trace are kept. 0: no trace."""
+    samples_per_s: float = 1.0
+    """Groups a second, of each rollouter, that are kept as text for the sample browser. 0: none."""
+    samples_mb: float = 64.0
+    """Of each rollouter, the first and the newest samples, so many MB in all. 0: none."""
+    dashboard: bool = True
+    """Serve the run's page on 127.0.0.1 while it lasts, from a process of its own; the start prints its address."""
+    dashboard_port: int = 0
+    """Of that page. 0 takes any free one."""
 
     def __post_init__(self) -> None:
         check_text("observe.wandb_project", self.wandb_project, "give the project's name", optional=True)
@@ -336,6 +349,12 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         at_most("observe.prometheus_port", self.prometheus_port, LARGEST_PORT, "no port is higher")
         check_number("observe.statistics_every_s", self.statistics_every_s, above=0)
         object_name("observe.custom_monitor", self.custom_monitor)
+        check_integer("observe.trace_every", self.trace_every, low=0)
+        check_number("observe.trace_mb", self.trace_mb, low=0)
+        check_number("observe.samples_per_s", self.samples_per_s, low=0)
+        check_number("observe.samples_mb", self.samples_mb, low=0)
+        check_integer("observe.dashboard_port", self.dashboard_port, low=0)
+        at_most("observe.dashboard_port", self.dashboard_port, LARGEST_PORT, "no port is higher")
         for name, alert in self.alerts.items():
             if alert.above is None and alert.below is None:
                 raise ConfigError(f"observe.alerts.{name}", {}, "give above, below or both")

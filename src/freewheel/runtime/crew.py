@@ -30,8 +30,9 @@ from ray.exceptions import RayError
 from freewheel.data.group import Ticket
 from freewheel.queue.restoring import CheckpointMark
 from freewheel.runtime import actors
-from freewheel.runtime.actors import MANY, RemoteQueue
+from freewheel.runtime.actors import MANY
 from freewheel.runtime.building import model_folder
+from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.peers import START_S, Peers, PeerSilent, call
 from freewheel.runtime.pools import Pools

@@ -4,21 +4,36 @@
                    ├▶ vllm:   vLLM's engine in processes of its own        ─▶ Loaded: engine, generation config
                    └▶ vllm with rollout.urls: a server of the user's
 
-Called by `RolloutSide` and by `freewheel eval`.
+Called by `RolloutSide` and by `freewheel eval`. `check_engine` goes the same way as far as nothing is loaded: before a
+run starts, in a child process (`freewheel.runtime.engine_check`).
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from freewheel.judge.errors import ConfigError
 from freewheel.runtime.config import TrainConfig
 
 if TYPE_CHECKING:
     from freewheel.rollout.engine import Engine
     from freewheel.runtime.plan import Plan
+
+log = logging.getLogger("freewheel.runtime")
+
+
+class PromptsTooLong(ConfigError):
+    """The model has no positions for the longest prompt and a response to it."""
+
+    def __init__(self, config: TrainConfig, *, prompt: int, response: int, positions: int) -> None:
+        self.why = f"a prompt has {prompt} tokens, a response up to {response}, and the model has {positions} for both"
+        most = max(0, positions - response)
+        remedy = f"{self.why}: give at most {most}, and longer prompts are left out"
+        super().__init__("data.max_prompt_tokens", config.data.max_prompt_tokens, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,30 +55,69 @@ def load_engine(
     return load(config, plan, model_path, longest_tokens, version)
 
 
+def check_engine(*, config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int) -> None:
+    """Raises what `load_engine` would refuse, for every replica. Loads no model. vLLM's part alone: what the native
+    engine refuses, a plan and the model's own files say."""
+    if config.rollout.engine != "vllm":
+        return
+    if config.rollout.urls is None:
+        from freewheel.rollout.vllm import api
+
+        arguments = _vllm_setup(config, plan, model_path, longest_tokens).arguments
+        api.engine_config(arguments, config.rollout.vllm)
+        return
+    for url in config.rollout.urls:
+        _server_setup(config, plan, model_path, longest_tokens, url)
+
+
+# -- native -----------------------------------------------------------------------------------------------------------
+
+
 def _native(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int) -> Loaded:
     from freewheel.rollout.native import NativeEngine
     from freewheel.runtime.building import load_causal_lm
 
     model = load_causal_lm(model_path, config, plan.dtype).to(plan.device_rollout)
+    longest = _longest(config, plan, model.config, longest_tokens)
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if positions is not None and longest + plan.max_new_tokens > positions:
+        raise PromptsTooLong(config, prompt=longest, response=plan.max_new_tokens, positions=positions)
     engine = NativeEngine(
         model,
         slots=plan.slots,
-        max_prompt_tokens=_longest(config, plan, model.config, longest_tokens),
+        max_prompt_tokens=longest,
         max_new_tokens=plan.max_new_tokens,
         version=version,
     )
     return Loaded(engine=engine, generation_config=model.generation_config)
 
 
-def _vllm(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int) -> Loaded:
-    from freewheel.rollout.vllm import api, orphan, settings
-    from freewheel.rollout.vllm.engine import VllmEngine
-    from freewheel.rollout.vllm.transfer import BACKENDS, WORKER_EXTENSION, shipped
+# -- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setup:
+    """What an engine is made with, checked."""
+
+    model_config: Any
+    generation_config: Any
+    longest: int
+    """Tokens of a prompt, at most."""
+    arguments: dict[str, Any]
+    """Of vLLM's own engine."""
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model_config.get_text_config(decoder=True).vocab_size)
+
+
+def _vllm_setup(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int) -> _Setup:
+    from freewheel.rollout.vllm import api, settings
+    from freewheel.rollout.vllm.transfer import BACKENDS, WORKER_EXTENSION
     from freewheel.runtime.building import load_model_config
 
     api.require()
     settings.set_environment(plan.device_rollout)
-    orphan.claim()
     api.check_device(plan.device_rollout)
     r = config.rollout
     api.check_sampling("rollout", temperature=r.temperature, top_p=r.top_p, top_k=r.top_k)
@@ -81,23 +135,51 @@ def _vllm(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int,
         worker_extension=WORKER_EXTENSION,
         known=api.argument_names(),
     )
+    return _Setup(model_config=model_config, generation_config=generation_config, longest=longest, arguments=arguments)
+
+
+def _vllm(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int) -> Loaded:
+    from freewheel.rollout.vllm import api, orphan
+    from freewheel.rollout.vllm.engine import VllmEngine
+    from freewheel.rollout.vllm.transfer import shipped
+
+    orphan.claim()
+    setup = _vllm_setup(config, plan, model_path, longest_tokens)
+    log.info("vLLM loads and compiles %s now; it is silent until that is done, a minute or more", model_path)
+    r = config.rollout
     engine = VllmEngine(
-        partial(api.Llm, api.start(arguments, config.rollout.vllm), seeded=plan.device_rollout == "cpu"),
+        partial(api.Llm, api.start(setup.arguments, r.vllm), seeded=plan.device_rollout == "cpu"),
         shipped=partial(shipped, workers=r.tensor_parallel_size * r.pipeline_parallel_size),
         slots=plan.slots,
-        max_prompt_tokens=longest,
+        max_prompt_tokens=setup.longest,
         max_new_tokens=plan.max_new_tokens,
-        vocabulary=model_config.get_text_config(decoder=True).vocab_size,
+        vocabulary=setup.vocabulary,
         version=version,
     )
-    return Loaded(engine=engine, generation_config=generation_config)
+    return Loaded(engine=engine, generation_config=setup.generation_config)
+
+
+# -- a server ---------------------------------------------------------------------------------------------------------
+
+
+def _server_setup(
+    config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, url: str
+) -> tuple[_Setup, Any]:
+    from freewheel.rollout.vllm.remote import find_server
+    from freewheel.runtime.building import load_model_config
+
+    model_config, generation_config = load_model_config(model_path, config)
+    longest = _longest(config, plan, model_config, longest_tokens)
+    server = find_server(url, longest + plan.max_new_tokens, plan.dtype)
+    setup = _Setup(model_config=model_config, generation_config=generation_config, longest=longest, arguments={})
+    return setup, server
 
 
 def _server(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int, url: str) -> Loaded:
     from freewheel.rollout.vllm.engine import VllmEngine
-    from freewheel.rollout.vllm.remote import RemoteLlm, find_server
+    from freewheel.rollout.vllm.remote import RemoteLlm
     from freewheel.rollout.vllm.transfer import shipped
-    from freewheel.runtime.building import load_causal_lm, load_model_config
+    from freewheel.runtime.building import load_causal_lm
     from freewheel.sync.weights import Weights, pack
 
     def initial() -> Weights:
@@ -105,19 +187,18 @@ def _server(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: in
         model = load_causal_lm(model_path, config, plan.dtype)
         return pack({name: parameter.detach() for name, parameter in model.named_parameters()})
 
-    model_config, generation_config = load_model_config(model_path, config)
-    longest = _longest(config, plan, model_config, longest_tokens)
+    setup, server = _server_setup(config, plan, model_path, longest_tokens, url)
     engine = VllmEngine(
-        partial(RemoteLlm, find_server(url, longest + plan.max_new_tokens, plan.dtype)),
+        partial(RemoteLlm, server),
         shipped=shipped,
         slots=plan.slots,
-        max_prompt_tokens=longest,
+        max_prompt_tokens=setup.longest,
         max_new_tokens=plan.max_new_tokens,
-        vocabulary=model_config.get_text_config(decoder=True).vocab_size,
+        vocabulary=setup.vocabulary,
         version=version,
         initial=initial,
     )
-    return Loaded(engine=engine, generation_config=generation_config)
+    return Loaded(engine=engine, generation_config=setup.generation_config)
 
 
 def _longest(config: TrainConfig, plan: Plan, model_config: Any, longest_tokens: int) -> int:

@@ -7,7 +7,8 @@ A run says itself what it was trained on; anything else needs to be told its tas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
 
 LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""
+OF_AN_ENGINE = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls", "replicas")
+"""Keys of `rollout` that belong to the engine that the run had: another begins with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ def eval_config(
     prompts: int | None = None,
     samples: int | None = None,
     temperature: float | None = None,
+    engine: str | None = None,
 ) -> TrainConfig:
     """What the run had, with what was asked for."""
     if target.run is None and task is None:
@@ -84,6 +88,9 @@ def eval_config(
         values["reward"]["function"] = None  # it was for the run's own task
     for section, given in asked.items():
         values[section] |= {key: value for key, value in given.items() if value is not None}
+    if engine is not None:
+        usual = TrainConfig().to_dict()["rollout"]
+        values["rollout"] |= {key: usual[key] for key in OF_AN_ENGINE} | {"engine": engine}
     if data is not None and values["data"]["train"] is None:
         values["data"]["train"] = data  # nothing is trained; a task without rows of its own wants to see it
     return to_config(values)
@@ -104,12 +111,13 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
     if not prompts:
         raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
     function = load_reward(config.reward.function, source.task)
-    loaded = load_engine(
-        config=config,
-        plan=replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
-        model_path=building.model_folder(config),
-        longest_tokens=source.longest_tokens,
-    )
+    with _said_to_a_measurer(config):
+        loaded = load_engine(
+            config=config,
+            plan=replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
+            model_path=building.model_folder(config),
+            longest_tokens=source.longest_tokens,
+        )
     try:
         async with building.held_out_score(function, tokenizer, config) as score:
             return await evaluate(
@@ -126,3 +134,18 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
             )
     finally:
         await loaded.engine.close()
+
+
+@contextmanager
+def _said_to_a_measurer(config: TrainConfig) -> Iterator[None]:
+    """What an engine refuses, by what `freewheel eval` takes: nobody gave it the setting that a run would change."""
+    from freewheel.rollout.engine import EngineError
+    from freewheel.runtime.engines import PromptsTooLong
+
+    try:
+        yield
+    except PromptsTooLong as error:
+        remedy = f"its prompts are too long for this model ({error.why}): choose another task, other rows or a model"
+        raise ConfigError("--task", config.data.task, remedy) from error
+    except EngineError as error:
+        raise ConfigError("--engine", config.rollout.engine, f"it cannot run {config.model.path}: {error}") from error

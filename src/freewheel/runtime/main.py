@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,7 @@ from freewheel.runtime.crew import Crew, newest_checkpoint
 from freewheel.runtime.peers import START_S, PeerSilent, call, cause, died
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.runtime.queue_opening import reaches_the_start
+from freewheel.runtime.recording import end_recording, start_recording
 from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts
 from freewheel.runtime.run_dir import new_run, write_config
 from freewheel.trainer.checkpoint import FINAL, FOLDER, RunLock, RunLocked
@@ -65,6 +66,8 @@ PATIENCE = 10
 """Times a time-out of generation or of a batch passes without any progress before a run is held to be stuck."""
 ROWS = "rows"
 """The question for the trainer's rows, among those for statistics."""
+SYNCS = "syncs"
+"""The question for what is to be recorded of weight syncs."""
 
 
 class FullyAsyncMain:
@@ -78,8 +81,10 @@ class FullyAsyncMain:
         resume: bool = False,
         changed: Sequence[str] = (),
         view: Any = None,
+        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`beside`: what goes on while the run does, such as its page; from when the folder is its own."""
         self.config = config if config.run_dir else new_run(config)
         self.plan = plan
         self.run_dir = Path(self.config.run_dir or "").absolute()
@@ -88,6 +93,7 @@ class FullyAsyncMain:
         """Settings that a resumed run did not have before, in words."""
         self._clock = clock
         self._view = view
+        self._beside = beside
         self._monitor = named_function("observe.custom_monitor", config.observe.custom_monitor)
         self._crew = Crew(config=self.config, plan=plan, run_dir=self.run_dir, tell=self._tell)
         recovery = config.recovery
@@ -105,7 +111,7 @@ class FullyAsyncMain:
         alerts = Alerts(self.config.observe.alerts)
         with self._own_folder():
             recorder = Recorder(run_dir=self.run_dir, sinks=self._sinks(), alerts=alerts)
-            with closing(recorder):
+            with closing(recorder), self._beside():
                 account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
                 self._account = account
                 # Ray is joined before our signal handlers are set, which replace those that it sets.
@@ -130,6 +136,7 @@ class FullyAsyncMain:
             lock.acquire()
             write_config(self.config)
             attach_log(self.run_dir, "main")
+            start_recording(self.config.observe, self.run_dir, "main")
         except OSError as error:
             lock.release()
             remedy = f"it cannot be written ({error.strerror}): give another folder"
@@ -139,6 +146,7 @@ class FullyAsyncMain:
         try:
             yield
         finally:
+            end_recording()
             detach_log()
             lock.release()
 
@@ -301,11 +309,15 @@ class FullyAsyncMain:
         """Statistics and rows from everybody who answers; who died is told by its loop."""
         stats: dict[str, Any] = {}
         rows: list[Any] = []
+        syncs: list[dict[str, Any]] = []
         for _ in range(2 if last and self._asking.pending else 1):  # what is still owed does not tell the latest
             found = await self._asking.round(self._questions(), wait_s=ANSWER_S, late=last)
             rows += found.pop(ROWS, None) or []
+            syncs += found.pop(SYNCS, None) or []
             stats |= {name: answer for name, answer in found.items() if answer is not None}
-        if self._account.look(stats, rows, self._clock(), last=last):
+        due = self._account.look(stats, rows, self._clock(), last=last)
+        self._account.synced(syncs)
+        if due:
             for line in component_statistics(self._account.statistics):
                 log.info("%s", line)
             self._call_monitor()
@@ -321,6 +333,8 @@ class FullyAsyncMain:
         questions = {name: partial(self._ask, name, "stats", deadline_s) for name in answering}
         if "trainer" in answering:  # asked once: they are told once
             questions[ROWS] = partial(self._ask, "trainer", "rows", START_S)
+        if "sync" in answering:
+            questions[SYNCS] = partial(self._ask, "sync", "rows", START_S)
         return questions
 
     async def _ask(self, name: str, method: str, deadline_s: float) -> Any:
@@ -391,7 +405,7 @@ class FullyAsyncMain:
         """Releases everything, in the order of the data; nobody who does not answer is waited for."""
         await self._asking.close()
         handles = self._crew.handles
-        asked: list[Any] = [call(handles[name], "close", deadline_s=STOP_S) for name in handles if name != "sync"]
+        asked: list[Any] = [call(handle, "close", deadline_s=STOP_S) for handle in handles.values()]
         ends: list[Any] = [asyncio.gather(*asked, return_exceptions=True), asyncio.ensure_future(self._hurry.wait())]
         await asyncio.wait(ends, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:

@@ -58,6 +58,11 @@ class Machine:
     def here(cls) -> Machine:
         return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus(os.environ))
 
+    @classmethod
+    def of_host(cls) -> Machine:
+        """Without its GPUs: nobody is asked but the operating system."""
+        return cls(cpus=_cpus(), memory_bytes=_memory_bytes())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:

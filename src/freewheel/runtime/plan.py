@@ -11,6 +11,7 @@ machine is in `problems`; `check` raises the first of them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from freewheel.trainer.options import describe
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from freewheel.runtime.doctor.finding import Finding
 
 SET_BY_MODE = ("staleness_threshold", "selection_window", "in_flight_updates")
 """Keys of `async_training` that `mode` decides in the two synchronous modes."""
@@ -116,11 +119,11 @@ class Plan:
         """For a log or a pipe."""
         return self.render().plain
 
-    def render(self) -> Text:
-        """For a terminal, or `.plain`."""
+    def render(self, concerns: Sequence[Finding] = ()) -> Text:
+        """For a terminal, or `.plain`. `concerns`: what else is not as it should be for this run here."""
         from freewheel.runtime.plan_text import render
 
-        return render(self)
+        return render(self, concerns)
 
 
 def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = None, rows: int | None = None) -> Plan:
@@ -178,6 +181,8 @@ def _replica_memory(
 ) -> dict[str, int]:
     """Of one GPU, or of the host. vLLM takes its share whole, whatever the slots would need."""
     found = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
+    if config.rollout.urls is not None:
+        return {"weights": found["weights"]}  # to begin with; keys and values are the server's
     gpu = min((one.memory_bytes for one in machine.gpus), default=0)
     if config.rollout.engine == "vllm" and placed.device_rollout == "cuda" and gpu:
         found["weights"] //= config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
@@ -211,11 +216,20 @@ def _actors(config: TrainConfig, placed: Placement) -> tuple[Actor, ...]:
             count=placed.replicas,
             device=rollout,
             gpus=placed.gpus_per_replica,
-            detail=f"{config.rollout.engine} engine, {placed.slots} slots{threads(rollout, config.rollout.threads)}",
+            detail=_generates(config, placed) + threads(rollout, config.rollout.threads),
         ),
         Actor(name="MessageQueue", count=1, device="cpu", gpus=0.0),
         Actor(name="ParameterSynchronizer", count=1, device="cpu", gpus=0.0),
     )
+
+
+def _generates(config: TrainConfig, placed: Placement) -> str:
+    """What a rollouter generates with."""
+    urls = config.rollout.urls
+    if urls is None:
+        return f"{config.rollout.engine} engine, {placed.slots} slots"
+    servers = f"the vLLM server{'s' * (len(urls) > 1)} {', '.join(urls)}"
+    return f"asks {servers} for responses, {placed.slots} at a time{' each' * (len(urls) > 1)}"
 
 
 def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[ConfigError]:
@@ -250,6 +264,8 @@ def _memory_notes(machine: Machine, placed: Placement, trainer: int, replica: in
 def _notes(config: TrainConfig, machine: Machine, placed: Placement) -> list[str]:
     found = [f"Learning rate {config.lr:g}, {config.optimizer.schedule}."]
     a, r, bounds = config.async_training, config.rollout, config.bounds
+    if r.engine == "vllm" and r.urls is None:
+        found.append("vLLM loads and compiles the model first, and is silent meanwhile: a minute or more.")
     if config.mode != "fully_async":
         usual = AsyncTrainingConfig()
         unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]

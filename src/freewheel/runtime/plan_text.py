@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
+from freewheel.runtime.doctor.finding import Finding, State
 from freewheel.runtime.plan import Actor, Plan
 
 LABEL = 24
@@ -18,13 +19,14 @@ WAYS = {"object_store": "through host memory", "ipc": "within the GPU", "nccl": 
 Rows = list[tuple[str, str]]
 
 
-def render(plan: Plan) -> Text:
-    text = Text()
-    for title, rows in _sections(plan):
+def render(plan: Plan, concerns: Sequence[Finding] = ()) -> Text:
+    text, shown = Text(), ""
+    for title, style, rows in _sections(plan, concerns):
         if not rows:
             continue
-        text.append(f"{title}\n", style="bold")
-        style = "red" if title == PROBLEMS else ""
+        if title != shown:
+            text.append(f"{title}\n", style="bold")
+            shown = title
         for label, said in rows:
             indent = " " * (2 + (LABEL if label else 0))
             lines = textwrap.wrap(said, WIDTH - len(indent)) or [""]
@@ -35,16 +37,24 @@ def render(plan: Plan) -> Text:
 
 
 PROBLEMS = "Against this run here"
+COLOURS = {State.PROBLEM: "red", State.WARNING: "yellow"}
 
 
-def _sections(plan: Plan) -> Iterator[tuple[str, Rows]]:
-    yield "Run", _run(plan)
-    yield "Actors", [("FullyAsyncMain", "this process"), *((_name(one), _actor(one)) for one in plan.actors)]
-    yield "Batch", _batch(plan)
-    yield "Staleness", _staleness(plan)
-    yield "Memory (estimate)", _memory(plan)
-    yield "Notes", [("", note) for note in plan.notes]
-    yield PROBLEMS, [("", str(problem)) for problem in plan.problems]
+def _sections(plan: Plan, concerns: Sequence[Finding]) -> Iterator[tuple[str, str, Rows]]:
+    """Title, colour and rows. One title may have rows of two colours."""
+    yield "Run", "", _run(plan)
+    yield "Actors", "", [("FullyAsyncMain", "this process"), *((_name(one), _actor(one)) for one in plan.actors)]
+    yield "Batch", "", _batch(plan)
+    yield "Staleness", "", _staleness(plan)
+    yield "Memory (estimate)", "", _memory(plan)
+    yield "Notes", "", [("", note) for note in plan.notes]
+    yield PROBLEMS, "red", [("", str(problem)) for problem in plan.problems]
+    for state, style in COLOURS.items():
+        yield PROBLEMS, style, [("", _concern(one)) for one in concerns if one.state is state]
+
+
+def _concern(finding: Finding) -> str:
+    return f"{finding.what}: {finding.detail}" + (f" → {finding.remedy}" if finding.remedy else "")
 
 
 def _run(plan: Plan) -> Rows:

@@ -1,12 +1,13 @@
 """What a config names is looked for before anything starts: code, a model's folder, rows.
 
-    rollout.engine, rollout.vllm                     ┐
+    rollout.vllm                                     ┐
     reward.function, *_class, observe.custom_monitor ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
     model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
 `freewheel train` calls it, also with `--dry-run`. Each is found by the function that a run's processes load it with.
-What is on the hub is left for them: a check must not download.
+What is on the hub is left for them: a check must not download. Whether this machine has the engine that is named, and
+its servers answer, is looked at after that (`freewheel.runtime.engine_check`): a plan can be shown without.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from freewheel.data.sources import is_on_hub
 from freewheel.data.tasks import get_task
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.building import check_weights, named, named_function
-from freewheel.runtime.checks import OWN_ROWS
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.prompts import is_measured, read_rows
+from freewheel.runtime.prompts import is_here, is_measured, read_rows
 
 MODEL_CONFIG = "config.json"
 """What makes a folder a model's."""
@@ -35,11 +34,9 @@ def preflight(config: TrainConfig) -> int | None:
 
 def _code(config: TrainConfig) -> None:
     if config.rollout.engine == "vllm" and config.rollout.urls is None:
-        from freewheel.rollout.vllm.api import require
         from freewheel.rollout.vllm.settings import check_arguments
 
-        check_arguments(config.rollout.vllm, None)  # the others are for vLLM to say, whose import takes seconds
-        require()
+        check_arguments(config.rollout.vllm, None)  # the others are for vLLM to say
     if config.reward.function is not None:
         from freewheel.rollout.reward_functions import check_reward
 
@@ -80,10 +77,6 @@ def _folder(key: str, path: str) -> Path | None:
 
 def _rows(config: TrainConfig) -> int | None:
     data, task = config.data, get_task(config.data.task)
-    if is_measured(config) and _is_here(data.task, data.eval):
+    if is_measured(config) and is_here(data.task, data.eval):
         read_rows(config, task, "eval")
-    return len(read_rows(config, task, "train")) if _is_here(data.task, data.train) else None
-
-
-def _is_here(task: str, path: str | None) -> bool:
-    return task == OWN_ROWS or (path is not None and not is_on_hub(path))
+    return len(read_rows(config, task, "train")) if is_here(data.task, data.train) else None

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from freewheel.data.errors import DataError
 from freewheel.data.prompts import PromptStream
 from freewheel.data.rendering import Rendering, render_rows
+from freewheel.data.sources import is_on_hub
 from freewheel.data.tasks import BUILTIN, Task, get_task
 from freewheel.judge.errors import ConfigError
+from freewheel.runtime.checks import OWN_ROWS
 from freewheel.runtime.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -22,6 +24,11 @@ if TYPE_CHECKING:
 
 Use = Literal["train", "eval"]
 """Of rows: the key of `data` that names them."""
+
+
+def is_here(task: str, path: str | None) -> bool:
+    """Whether rows can be read without fetching them. `path`: of `data.train` or `data.eval`."""
+    return task == OWN_ROWS or (path is not None and not is_on_hub(path))
 
 
 def is_measured(config: TrainConfig) -> bool:

@@ -51,6 +51,20 @@ def all_keys(struct: Any = TrainConfig, path: str = "") -> Iterator[str]:
             yield from all_keys(inner, f"{path}{name}.")
 
 
+def mapping_keys() -> frozenset[str]:
+    """Keys whose value is a mapping with names of the user's choice."""
+    return frozenset(_mappings(TrainConfig, ""))
+
+
+def _mappings(struct: Any, path: str) -> Iterator[str]:
+    for name, kind in _hints(struct).items():
+        inner = section_of(kind)
+        if inner is not None:
+            yield from _mappings(inner, f"{path}{name}.")
+        elif any(get_origin(one) is dict for one in _alternatives(kind)):
+            yield path + name
+
+
 def _checked(value: Any, kind: Any, path: str) -> Any:
     """The value with sections checked one by one, so that whatever is wrong can be named."""
     section = section_of(kind)

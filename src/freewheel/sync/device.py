@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import base64
 import os
+import select
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -267,7 +268,8 @@ def _bytes(text: str) -> bytes:
 
 
 class Mappings:
-    """Buffers of one other process that this one has open. Another owner closes them all: theirs is gone."""
+    """Buffers of one other process that this one has open. When it dies they are closed, which gives their memory back:
+    who takes its place on the GPU needs the room before it has anything to send."""
 
     def __init__(self, open_one: Callable[[Handle], torch.Tensor]) -> None:
         self._open_one = open_one
@@ -280,6 +282,7 @@ class Mappings:
             if owner != self._owner:
                 self._open.clear()
                 self._owner = owner
+                threading.Thread(target=self._watch, args=(owner,), name="freewheel-owner", daemon=True).start()
             key = tuple(handle.values())
             if key not in self._open:
                 self._open[key] = self._open_one(handle)
@@ -288,6 +291,22 @@ class Mappings:
     def close(self) -> None:
         with self._lock:
             self._open.clear()
+
+    def _watch(self, owner: Owner) -> None:
+        """Waits for: the owner's end."""
+        with suppress(ProcessLookupError):  # it has ended already
+            process = os.pidfd_open(owner.pid)
+            try:
+                ends = select.poll()
+                ends.register(process, select.POLLIN)
+                while owner.alive:  # else the number is another's by now
+                    ends.poll()
+            finally:
+                os.close(process)
+        with self._lock:
+            if self._owner == owner:
+                self._open.clear()
+                self._owner = None
 
 
 MAPPINGS = Mappings(opened)

@@ -11,6 +11,7 @@ no use any more.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -62,8 +63,19 @@ def _waits_with_a_limit() -> Iterator[None]:
 class TorchGroup:
     """By torch's own means, outside of any default group."""
 
-    def __init__(self, kind: Kind, *, address: str, port: int, rank: int, size: int, timeout_s: float) -> None:
-        """Returns when all are there; `address`, `port`: where the sender listens from now on. Raises `GroupBroken`."""
+    def __init__(
+        self,
+        kind: Kind,
+        *,
+        address: str,
+        port: int,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        listening: socket.socket | None = None,
+    ) -> None:
+        """Returns when all are there; `address`, `port`: where the sender listens from now on, or does already
+        (`listening`). Raises `GroupBroken`."""
         import torch
         import torch.distributed as dist
         from torch._C._distributed_c10d import TCPStore
@@ -71,7 +83,8 @@ class TorchGroup:
         within = timedelta(seconds=timeout_s)
         self.device = torch.device("cpu" if kind == "gloo" else f"cuda:{torch.cuda.current_device()}")
         try:
-            store = TCPStore(address, port, size, is_master=rank == SENDER, timeout=within)
+            opened = None if listening is None else listening.detach()
+            store = TCPStore(address, port, size, rank == SENDER, within, master_listen_fd=opened)
             made: Any
             if kind == "gloo":
                 made = dist.ProcessGroupGloo(store, rank, size, within)

@@ -31,6 +31,18 @@ class Pending:
     version: int
     weights: Any
     checksum: int | None
+    n_bytes: int | None = None
+    """What it weighs, where that is known."""
+
+
+@dataclass
+class Attempts:
+    """How one engine fared in one sync."""
+
+    took_s: float = 0.0
+    attempts: int = 0
+    error: str = ""
+    """Of the last attempt that failed, also where a later one came through."""
 
 
 @dataclass
@@ -47,6 +59,10 @@ class Member:
     reading: set[int] = field(default_factory=set)
     """Versions that it was handed and has not answered for: a call that nobody waits for any more may be at work on
     one, and takes those behind it afterwards."""
+    last: Attempts = field(default_factory=Attempts)
+    """How it fared in the sync that is under way, or was last."""
+    inherited: bool = False
+    """A synchronizer that died may have handed it more, which it has not answered for."""
 
     def due(self, every: int) -> bool:
         """Whether the next sync is compared: the first, one after a failure, and every `every`; 0: never."""
@@ -62,6 +78,7 @@ class Member:
     def answered(self, version: int) -> None:
         """Whatever it said. It takes one version after the other: what it was handed before is behind it."""
         self.reading = {one for one in self.reading if one > version}
+        self.inherited = False
 
     def took(self, version: int, *, compared: bool) -> None:
         self.version = version
@@ -70,13 +87,16 @@ class Member:
         elif self.trusted is not None:
             self.trusted += 1
 
-    def failed(self) -> None:
+    def failed(self, why: str = "") -> None:
         """It did not take what it was handed, as far as is known."""
         self.trusted = None
+        self.last.error = why
 
-    def died(self) -> None:
+    def died(self, why: str = "") -> None:
         self.gone = True
         self.reading.clear()
+        self.last.error = why
+        self.inherited = False
 
 
 @dataclass

@@ -38,10 +38,12 @@ log = logging.getLogger("freewheel.sync")
 
 GROUP_S = 60.0
 """For the members of a group to meet, and for each of their broadcasts: a bucket takes a slow network ten seconds."""
+LAST_WORD_S = 2.0
+"""For the sender to say what went wrong, where an engine could not take what it sent."""
 LINE_BYTES = 1 << 16
 TOKEN_BYTES = 16
 HERE = secrets.token_hex(TOKEN_BYTES)
-"""This process, as a receiver: one that is started in its place has workers of its own."""
+"""This process: one that is started in its place has workers of its own."""
 _OUT_OF_STEP = threading.Event()
 """The last time went wrong, and the group is not to be used again."""
 
@@ -75,19 +77,32 @@ class SentWeights:
         raise NotImplementedError("weights that are broadcast go to an engine's workers: use another transport")
 
     @contextlib.contextmanager
-    def sending(self, workers: int) -> Iterator[dict[str, Any]]:
-        """Where the workers meet the sender, which sends from now on. Ends when it has; raises what went wrong there,
-        or `WeightsGone` where nobody answers any more."""
-        asked = {"token": self._desk.token, "receiver": HERE, "size": 1 + workers, "key": self._key}
+    def sending(self, receiver: str, workers: int) -> Iterator[dict[str, Any]]:
+        """Where the workers of replica `receiver` meet the sender, which sends from now on. Ends when it has; raises
+        what went wrong there, or `WeightsGone` where nobody answers any more."""
+        asked = {"token": self._desk.token, "receiver": receiver, "process": HERE, "size": 1 + workers}
         try:
             with _line(self._desk) as line:
-                told = _ask(line, asked | {"anew": _OUT_OF_STEP.is_set()})
+                told = _ask(line, asked | {"key": self._key, "anew": _OUT_OF_STEP.is_set()})
                 _OUT_OF_STEP.set()  # until it has gone well
-                yield told
+                with _unless_gone(line):
+                    yield told
                 _ask(line, None)
                 _OUT_OF_STEP.clear()
         except OSError as error:
             raise WeightsGone(f"the trainer does not answer any more: {error}") from error
+
+
+@contextlib.contextmanager
+def _unless_gone(line: socket.socket) -> Iterator[None]:
+    """A sender that died breaks the group: what the workers say of that is not the engine's failure."""
+    try:
+        yield
+    except Exception:
+        line.settimeout(LAST_WORD_S)
+        with contextlib.suppress(TimeoutError, RuntimeError):  # it lives, and will say or has said something
+            _ask(line, None)
+        raise
 
 
 @contextlib.contextmanager
@@ -123,7 +138,8 @@ class Desk:
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(TOKEN_BYTES))
         self._offered: weakref.WeakValueDictionary[int, DeviceWeights] = weakref.WeakValueDictionary()
         self._keys = itertools.count(1)
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, tuple[str, Group]] = {}
+        """By replica: of which of its lives, and the group."""
         self._locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._run, name="freewheel-sending", daemon=True).start()
 
@@ -158,7 +174,8 @@ class Desk:
                     _tell(line, {"gone": True, "error": "these weights are not held any more"})
                     return
                 with self._locks.setdefault(asked["receiver"], threading.Lock()):
-                    if asked["anew"]:
+                    life, _ = self._groups.get(asked["receiver"], (None, None))
+                    if asked["anew"] or life != asked["process"]:
                         self._leave(asked["receiver"])
                     self._send(line, asked, weights)
             except (OSError, ValueError, KeyError, TypeError) as error:
@@ -182,17 +199,18 @@ class Desk:
         told = {"key": asked["key"], "kind": kind, "address": host, "port": 0, "size": size}
         if receiver in self._groups:
             _tell(line, told)
-            return self._groups[receiver]
-        port = _free_port(host)
+            return self._groups[receiver][1]
+        listening = socket.create_server((host, 0))
+        port = listening.getsockname()[1]
         _tell(line, told | {"port": port})
-        made = TorchGroup(kind, address=host, port=port, rank=SENDER, size=size, timeout_s=GROUP_S)
-        self._groups[receiver] = made
+        made = TorchGroup(kind, address=host, port=port, rank=SENDER, size=size, timeout_s=GROUP_S, listening=listening)
+        self._groups[receiver] = asked["process"], made
         return made
 
     def _leave(self, receiver: str) -> None:
-        broken = self._groups.pop(receiver, None)
-        if broken is not None:
-            broken.close()
+        _, left = self._groups.pop(receiver, (None, None))
+        if left is not None:
+            left.close()
 
 
 def _tell(line: socket.socket, told: Mapping[str, Any]) -> None:
@@ -209,11 +227,6 @@ def _on(buffer: torch.Tensor) -> Iterator[None]:
         return
     with torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         yield
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as one:
-        return int(one.getsockname()[1])
 
 
 def own_address() -> str:

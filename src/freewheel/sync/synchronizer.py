@@ -24,7 +24,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
-from freewheel.sync.members import NOTHING, Member, Pending, Replica, Times
+from freewheel.observe import trace
+from freewheel.sync.members import NOTHING, Attempts, Member, Pending, Replica, Times
+from freewheel.sync.recording import SyncRows
 from freewheel.sync.weights import WeightsGone
 
 __all__ = ["ParameterSynchronizer", "QueueClient", "Replica", "ReplicaGone", "SyncFailed", "WeightsGone"]
@@ -77,7 +79,8 @@ class ParameterSynchronizer:
         0 compares nothing."""
         held = {name: version if versions is None else versions.get(name, NOTHING) for name in replicas}
         self.group = {
-            name: Member(replica, held[name], fenced=held[name] < version) for name, replica in replicas.items()
+            name: Member(replica, held[name], fenced=held[name] < version, inherited=versions is not None)
+            for name, replica in replicas.items()
         }
         self.state: State = "idle"
         self.version = version
@@ -85,6 +88,7 @@ class ParameterSynchronizer:
         self.param_sync_count = 0
         self.sync_failures = 0
         self.times = Times()
+        self.rows = SyncRows()
         self._queue = queue
         self._timeout_s = timeout_s
         self._max_retries = max_retries
@@ -109,17 +113,21 @@ class ParameterSynchronizer:
 
     # -- the trainer's side -------------------------------------------------------------------------------------------
 
-    async def submit(self, version: int, weights: Any, checksum: int | None = None) -> list[int]:
+    async def submit(
+        self, version: int, weights: Any, checksum: int | None = None, n_bytes: int | None = None
+    ) -> list[int] | None:
         """Weights to bring to all engines, also where they hold that version already: by a trainer that died. Returns
         at once, with `in_use`; one that is still waiting is superseded."""
-        await self._await_turn(Pending(version=version, weights=weights, checksum=checksum))
+        await self._await_turn(Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes))
         return self.in_use()
 
-    async def prime(self, version: int, weights: Any, checksum: int | None = None) -> list[int]:
+    async def prime(
+        self, version: int, weights: Any, checksum: int | None = None, n_bytes: int | None = None
+    ) -> list[int] | None:
         """The weights that a trainer begins with; gives `in_use`. Engines that started from the same files hold them,
         and only who joins later needs them; a trainer in the place of another may be behind (it will submit what is
         published when it is there), or ahead of what its predecessor still brought to the engines."""
-        given = Pending(version=version, weights=weights, checksum=checksum)
+        given = Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes)
         if version == self.version:
             self._newest = given
         waiting = any(member.fenced for member in self.group.values())
@@ -127,9 +135,12 @@ class ParameterSynchronizer:
             await self._await_turn(given)
         return self.in_use()
 
-    def in_use(self) -> list[int]:
+    def in_use(self) -> list[int] | None:
         """Versions whose weights may be read from now on: the newest published, for who joins; what is on its way or
-        waits; what an engine was handed and has not answered for. Whoever holds others may let go of them."""
+        waits; what an engine was handed and has not answered for. Whoever holds others may let go of them. None: what
+        engines were handed before this one took over is not known, and nothing may be let go of."""
+        if any(member.inherited for member in self.group.values()):
+            return None
         held = {one.version for one in (self._newest, self._now, self._pending) if one is not None}
         return sorted(held.union(*(member.reading for member in self.group.values())))
 
@@ -173,15 +184,12 @@ class ParameterSynchronizer:
 
     async def _bring(self, pending: Pending) -> None:
         if self._drain and pending.version > self.version:  # what is published already changes nothing
-            self.state = "draining"
+            self.state, since = "draining", self._clock()
             while self._anybody_works and not await self._queue.settled(wait_s=SETTLE_WAIT_S):
                 pass
+            trace.span("drain", since, self._clock(), {"version": pending.version})
         self.state = "loading"
-        since = self._clock()
-        loaded = await self._loaded(pending)
-        if loaded:
-            self.times.add(self._clock() - since)
-            self.param_sync_count += 1
+        loaded = await self._timed(pending)
         async with self._changed:
             self.version = pending.version if loaded else self.version
             self.state = "idle"
@@ -193,12 +201,28 @@ class ParameterSynchronizer:
                 loaded,
                 len(self.group),
                 self.times.last_s,
+                extra={"version": pending.version},
             )
 
     @property
     def _anybody_works(self) -> bool:
         """Where all are fenced off or gone nothing is in progress: what there is room for waits for this version."""
         return any(not (member.fenced or member.gone) for member in self.group.values())
+
+    async def _timed(self, pending: Pending) -> int:
+        """`_loaded`, with a row of how it went."""
+        since, loaded = self._clock(), 0
+        for member in self.group.values():
+            member.last = Attempts()
+        try:
+            loaded = await self._loaded(pending)
+            return loaded
+        finally:
+            until = self._clock()
+            self.rows.add(pending, self.group, since, until, failed=not loaded)
+            if loaded:
+                self.times.add(until - since)
+                self.param_sync_count += 1
 
     async def _loaded(self, pending: Pending) -> int:
         """How many engines took it; 0: it was given up, and what comes next is to be brought instead."""
@@ -212,6 +236,7 @@ class ParameterSynchronizer:
                     pending.version,
                     error,
                     self.version,
+                    extra={"version": pending.version},
                 )
                 return 0
             if any(loaded) or self._pending is not None:
@@ -258,7 +283,17 @@ class ParameterSynchronizer:
 
     async def _load(self, name: str, pending: Pending, chances: int) -> bool:
         """Brings one replica up to date; one that will not come is fenced off until a later version reaches it."""
-        member = self.group[name]
+        member, since = self.group[name], self._clock()
+        try:
+            return await self._taken(name, member, pending, chances)
+        finally:
+            until = self._clock()
+            member.last.took_s += until - since
+            told = {"version": pending.version, "attempts": member.last.attempts}
+            trace.span("load", since, until, told, track=name)
+
+    async def _taken(self, name: str, member: Member, pending: Pending, chances: int) -> bool:
+        about = {"version": pending.version}
         if member.version > pending.version and not member.gone:  # it took a later one, before its trainer died
             await self._rejoin(name, member)
             return True
@@ -267,36 +302,36 @@ class ParameterSynchronizer:
                 await asyncio.sleep(self._retry_delay_s)
             compares = pending.checksum is not None and member.due(self._verify_every)
             if member.busy and pending.version not in member.reading:
-                log.warning("Parameter sync: %s has not answered for %s", name, sorted(member.reading))
+                log.warning("Parameter sync: %s has not answered for %s", name, sorted(member.reading), extra=about)
                 break
+            member.last.attempts += 1
             try:
                 found = await self._answer(member, pending, verify=compares)
             except ReplicaGone as error:
                 self.sync_failures += 1
-                member.died()
-                log.warning("Parameter sync: %s is gone: %s", name, error)
+                member.died(str(error))
+                log.warning("Parameter sync: %s is gone: %s", name, error, extra=about)
                 break
-            except WeightsGone:
+            except WeightsGone as error:
                 self.sync_failures += 1
-                member.failed()
+                member.failed(str(error))
                 raise
             except Exception as error:  # noqa: BLE001  # a transport may raise anything; it did not load
                 self.sync_failures += 1
-                member.failed()
+                limit = f"no answer within async_training.sync_timeout = {self._timeout_s:g} s"
+                member.failed(f"{type(error).__name__}: {str(error) or limit}")
                 log.warning(
-                    "Parameter sync: %s did not take version %d (attempt %d of %d): %s: %s",
-                    name,
-                    pending.version,
-                    attempt + 1,
-                    chances,
-                    type(error).__name__,
-                    str(error) or f"no answer within async_training.sync_timeout = {self._timeout_s:g} s",
+                    "Parameter sync: %s did not take version %d (attempt %d of %d): %s",
+                    *(name, pending.version, attempt + 1, chances, member.last.error),
+                    extra=about,
                 )
                 continue
             if compares and found is not None and found != pending.checksum:
                 self.sync_failures += 1
-                member.failed()
-                log.warning("Parameter sync: %s holds other weights than version %d's", name, pending.version)
+                member.failed("it holds other weights")
+                log.warning(
+                    "Parameter sync: %s holds other weights than version %d's", name, pending.version, extra=about
+                )
                 continue
             member.took(pending.version, compared=compares)
             await self._rejoin(name, member)
@@ -304,7 +339,7 @@ class ParameterSynchronizer:
         if not member.fenced:
             member.fenced = True
             await self._queue.fence(name, fenced=True)
-            log.error("Parameter sync: %s is fenced off at version %d", name, member.version)
+            log.error("Parameter sync: %s is fenced off at version %d", name, member.version, extra=about)
         return False
 
     async def _answer(self, member: Member, pending: Pending, *, verify: bool) -> int | None:

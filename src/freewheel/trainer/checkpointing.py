@@ -82,16 +82,16 @@ class Checkpointing:
             await asyncio.gather(self._telling, return_exceptions=True)
 
     async def _write(self, snapshot: Snapshot, frontier: Frontier) -> None:
-        step = snapshot.step
+        step, about = snapshot.step, {"step": snapshot.step, "version": snapshot.version}
         saving = partial(self._saver.save, step, snapshot.version, frontier, snapshot.state, snapshot.weights)
         try:
-            with self._spans("save"):
+            with self._spans("save", step=step):
                 oldest = await asyncio.get_running_loop().run_in_executor(self._disk, saving)
         except CheckpointFailed as error:
-            log.error("The checkpoint of step %d was not written, and training goes on: %s", step, error)
+            log.error("The checkpoint of step %d was not written, and training goes on: %s", step, error, extra=about)
             return
         self.saved_step = step
-        log.info("Saved the checkpoint of step %d", step)
+        log.info("Saved the checkpoint of step %d", step, extra=about)
         if self._telling is None or self._telling.done():  # else the next checkpoint tells of more
             self._telling = asyncio.create_task(self._tell(oldest))
 

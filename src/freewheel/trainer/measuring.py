@@ -64,7 +64,9 @@ class Measuring:
     def start(self, step: int, version: int, weights: AnyWeights | None) -> None:
         """Begins one, unless another is under way. `weights`: those of `version`, where `step` completed it."""
         if self.running:
-            log.warning("The evaluation at step %d is left out: the one before is still running", step)
+            log.warning(
+                "The evaluation at step %d is left out: the one before is still running", step, extra={"step": step}
+            )
             return
         self._kept = {}
         if weights is not None and self._keeps:
@@ -107,18 +109,22 @@ class Measuring:
         self._fetching.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, step: int, version: int) -> None:
+        about = {"step": step, "version": version}
         try:
             if not await self._publisher.wait_published(version, wait_s=self._publish_timeout_s):
-                log.warning("No evaluation at step %d: version %d has not reached the engines", step, version)
+                log.warning(
+                    "No evaluation at step %d: version %d has not reached the engines", step, version, extra=about
+                )
                 return
             found = await self._evaluate(step)
         except Exception:  # an engine may have died in it; what it was measuring is not lost
-            log.exception("The evaluation at step %d failed; training goes on", step)
+            log.exception("The evaluation at step %d failed; training goes on", step, extra=about)
             return
         if found is None:
             return
         self._tell(Row("eval", step, dict(found)))
-        log.info("Held-out %s at step %d", ", ".join(f"{name} {value:.3f}" for name, value in found.items()), step)
+        said = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+        log.info("Held-out %s at step %d", said, step, extra=about)
         if self._keeps and not math.isnan(found[REWARD]):
             await self._keep_best(step, found[REWARD], (int(found[OLDEST]), int(found[NEWEST])))
 

@@ -63,7 +63,9 @@ class Stepping:
                 raise
             except Exception as error:
                 self.errors += 1
-                log.exception("Step %d failed (attempt %d of %d)", step, attempt, self._max_errors)
+                log.exception(
+                    "Step %d failed (attempt %d of %d)", step, attempt, self._max_errors, extra={"step": step}
+                )
                 why = f"{type(error).__name__}: {error}"
                 applied = self.backend.updates_applied - self._updates
                 if applied:
@@ -81,7 +83,7 @@ class Stepping:
 
         self.training = True
         try:
-            with self._spans("train"):
+            with self._spans("train", step=batch.step):
                 return await self._in_thread(work)
         finally:
             self.training = False

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from freewheel.data.group import PromptGroup
+from freewheel.observe import trace
 from freewheel.observe.spans import Spans
 from freewheel.queue.message_queue import Taken
 from freewheel.queue.staleness import Bounds
@@ -34,10 +35,19 @@ class Batch:
     groups: list[PromptGroup]
     recorded_until: int
     """Steps up to this one were committed before this trainer began."""
+    taken_s: float = field(default_factory=trace.now)
+    """By the clock of the trace."""
 
     @property
     def recorded(self) -> bool:
         return self.step <= self.recorded_until
+
+    def committed(self, version: int, *, trained_at: int) -> None:
+        """For the trace: each of its groups has come to its end. `trained_at`: the version before the step, from which
+        lags are counted; `version`: the one after it."""
+        for group in self.groups:
+            lag = trained_at - group.min_version
+            trace.phase("train", group.ordinal, self.taken_s, step=self.step, version=version, lag=lag)
 
 
 class Taking:
@@ -66,6 +76,7 @@ class Taking:
                 step,
                 self._batch_timeout_s,
                 taken.waiting_for,
+                extra={"step": step},
             )
         return None
 
@@ -82,6 +93,7 @@ class Taking:
                 len(stale),
                 found.step,
                 self._bounds.max_lag_allowed,
+                extra={"step": found.step, "version": version},
             )
             with self._spans("wait_batch"):
                 found = await self._others(found, [group.ticket.sequence for group in stale])
@@ -95,7 +107,7 @@ class Taking:
                 break
             if taken.block is not None:
                 return Batch(batch.step, taken.block.groups(), batch.recorded_until)
-            log.warning("Step %d waits for fresh groups: %s", batch.step, taken.waiting_for)
+            log.warning("Step %d waits for fresh groups: %s", batch.step, taken.waiting_for, extra={"step": batch.step})
             sequences = []
         return None
 

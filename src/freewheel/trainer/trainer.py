@@ -26,7 +26,8 @@ from typing import Any, Literal
 import numpy as np
 
 from freewheel.data.group import PromptGroup
-from freewheel.observe.freshness import freshness
+from freewheel.observe import trace
+from freewheel.observe.freshness import age_counts, freshness
 from freewheel.observe.spans import ELAPSED, Spans
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
@@ -62,6 +63,8 @@ class _Done:
     batch: Batch
     version: int
     """After it."""
+    trained_at: int
+    """The version before it, which lags are counted from."""
     weights: AnyWeights | None
     """Where it made a new version."""
     state: BackendState | None
@@ -98,7 +101,7 @@ class FullyAsyncTrainer:
         self.current_param_version = version
         self.processed_samples = 0
         self.param_sync_count = 0
-        self.spans = Spans()
+        self.spans = Spans(on_close=trace.span)
         self.rows: list[Row] = []
         self._spans_before: dict[str, float] = {}
         self._queue = queue
@@ -237,11 +240,11 @@ class FullyAsyncTrainer:
     async def _rescue(self, error: Exception) -> None:
         """Saves the last whole step on the way out of a run that failed."""
         await self._checkpoints.settled()
-        step = self.global_steps
+        step, about = self.global_steps, {"step": self.global_steps}
         if step <= self._checkpoints.saved_step:
             return
         if self._stepping.half_done:
-            log.error("Nothing more is saved: step %d was half done when it failed (%s)", step + 1, error)
+            log.error("Nothing more is saved: step %d was half done when it failed (%s)", step + 1, error, extra=about)
             return
         try:
             for told in range(self._committed_step + 1, step + 1):
@@ -250,7 +253,9 @@ class FullyAsyncTrainer:
                 await self._save(await self._stepping.weights())
         except Exception as failure:  # noqa: BLE001  # what ended the run is raised; this comes on top of it
             why = f"{type(failure).__name__}: {failure}"
-            log.error("Step %d is not saved: what a checkpoint of it needs could not be had (%s)", step, why)
+            log.error(
+                "Step %d is not saved: what a checkpoint of it needs could not be had (%s)", step, why, extra=about
+            )
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -267,16 +272,17 @@ class FullyAsyncTrainer:
         before = None if self._steps_in_version else self.current_param_version
         metrics = await self._stepping.learn(batch, version=before)
         version = await self._version_after(batch)
-        completes = version > self.current_param_version
+        trained_at = self.current_param_version
+        completes = version > trained_at
         self._steps_in_version = 0 if completes else self._steps_in_version + 1
         self._stepping.whole()
         self._account(batch, metrics, version)
         saves = completes and self._schedule.saves(batch.step, since=self._last_due)
         self._last_due = batch.step if saves else self._last_due
-        with self.spans("pack"):
+        with self.spans("pack", step=batch.step):
             weights = await self._stepping.weights() if completes else None
             state = await self._stepping.state() if saves else None
-        return _Done(batch=batch, version=version, weights=weights, state=state)
+        return _Done(batch=batch, version=version, trained_at=trained_at, weights=weights, state=state)
 
     async def _version_after(self, batch: Batch) -> int:
         if not batch.recorded:
@@ -289,7 +295,8 @@ class FullyAsyncTrainer:
         """The counters move on, and the step gets its row: ages as it began, counters as they are after it."""
         groups = batch.groups
         samples = [len(group) for group in groups]
-        lags = np.repeat([self.current_param_version - group.min_version for group in groups], samples)
+        lags_by_group = [self.current_param_version - group.min_version for group in groups]
+        lags = np.repeat(lags_by_group, samples)
         born = np.repeat([group.created_s for group in groups], samples)
         # What was recorded kept the bound that held then.
         assert batch.recorded or not self._bounds.too_old(int(lags.max())), f"lag {lags.max()} was trained on"
@@ -298,7 +305,8 @@ class FullyAsyncTrainer:
         self.processed_samples += len(lags)
         self.current_param_version = version
         fresh = freshness(lags, self._wall_clock() - born, staleness_threshold=self._bounds.threshold)
-        self.rows.append(Row("step", batch.step, {**metrics, **fresh, **custom, **self.counters(), **self._timing()}))
+        told: dict[str, Any] = {**metrics, **fresh, "sample_age_counts": age_counts(lags_by_group), **custom}
+        self.rows.append(Row("step", batch.step, {**told, **self.counters(), **self._timing()}))
 
     def _timing(self) -> dict[str, float]:
         """Where the time since the step before went, and how long the trainer has run."""
@@ -330,6 +338,7 @@ class FullyAsyncTrainer:
         if not done.batch.recorded:
             found = await self._commit(step)
             assert found == version, f"the queue is at version {found} after step {step}, and the trainer at {version}"
+        done.batch.committed(version, trained_at=done.trained_at)
         if done.weights is not None:
             self._unsent = (step, version, done.weights)
         if done.tells and self._unsent is not None:  # in the middle of a version: the one before

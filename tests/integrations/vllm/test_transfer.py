@@ -69,6 +69,7 @@ class Way:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["object_store", "nccl"])
 async def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Way]:
+    segments = set(Path("/dev/shm").glob("psm_*"))
     folder = save(qwen(0), tmp_path_factory.mktemp("qwen"))
     config = config_of(folder)
     plan = dataclasses.replace(plan_of(config), transport=request.param)
@@ -81,6 +82,7 @@ async def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         yield Way(loaded.engine, by_broadcast if request.param == "nccl" else pack)
     await loaded.engine.close()
     desk.close()
+    assert set(Path("/dev/shm").glob("psm_*")) <= segments, "its processes left shared memory behind"
 
 
 async def test_every_version_arrives_in_parts_and_is_what_the_engine_computes_with(way: Way) -> None:

@@ -11,6 +11,7 @@ versions, and what the start of an update takes. Imports vLLM when it is called,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.metadata
 import inspect
@@ -42,6 +43,8 @@ SHUTDOWN_S = 3.0
 """For vLLM's processes to end by themselves; then they are killed."""
 CLOSE_PATIENCE_S = 30.0
 """One that does not end all the same must not keep the program from ending."""
+SEGMENT = "/dev/shm/psm_"
+"""How Python names shared memory."""
 DETAIL_CHARS = 600
 """Of what vLLM says of settings that it refuses."""
 
@@ -109,17 +112,24 @@ def argument_names() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_"))
 
 
-def start(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """An `AsyncLLM`, ready: takes as long as loading and compiling the model. `given`: the user's part of it."""
+def engine_config(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """vLLM's own reading of an engine's arguments, `AsyncEngineArgs` and the configuration that they make. Raises what
+    it refuses. `given`: the user's part of them."""
     from vllm import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     try:
         settings = AsyncEngineArgs(**arguments)
-        config = settings.create_engine_config()
+        return settings, settings.create_engine_config()
     except Exception as error:  # pydantic's, vLLM's own and plain ones
         key, value = ("rollout.vllm", dict(given)) if given else ("model.path", arguments["model"])
         raise ConfigError(key, value, f"vLLM refuses it: {_in_one_line(error)}") from error
+
+
+def start(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """An `AsyncLLM`, ready: takes as long as loading and compiling the model. `given`: the user's part of it."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    settings, config = engine_config(arguments, given)
     try:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=settings.disable_log_stats)
     except Exception as error:
@@ -300,10 +310,30 @@ class Llm:
         return isinstance(error, EngineDeadError)
 
     async def shutdown(self) -> None:
-        """Ends its processes."""
+        """Ends its processes, and what they would leave in shared memory."""
         aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-vllm-end")  # the loop's own may be full
-        ending = asyncio.get_running_loop().run_in_executor(aside, self._llm.shutdown, SHUTDOWN_S)
+        ending = asyncio.get_running_loop().run_in_executor(aside, self._shutdown)
         aside.shutdown(wait=False)
         done, _ = await asyncio.wait([ending], timeout=CLOSE_PATIENCE_S)
         if not done:
             log.error("vLLM's processes did not end within %g s", CLOSE_PATIENCE_S)
+
+    def _shutdown(self) -> None:
+        left = _segments()
+        self._llm.shutdown(SHUTDOWN_S)
+        for path in left:
+            path.unlink(missing_ok=True)
+
+
+def _segments() -> set[Path]:
+    """Shared memory by which vLLM's processes talk to each other: one that is killed leaves its name behind."""
+    found: set[Path] = set()
+    processes = ["self"]
+    while processes:
+        process = Path("/proc", processes.pop())
+        with contextlib.suppress(OSError):  # it has just ended
+            lines = (process / "maps").read_text().splitlines()
+            found |= {Path(line.split()[-1]) for line in lines if f" {SEGMENT}" in line}
+            for children in process.glob("task/*/children"):
+                processes += children.read_text().split()
+    return found

@@ -24,12 +24,14 @@ PACKED_SUM = "freewheel_packed_sum"
 
 
 def held_sum(model: nn.Module, loaded: set[str] | None) -> int | None:
-    """Of what a checkpoint fills; None: it is quantized, which leaves nothing to compare. `loaded`: the parameters that
-    weights were loaded into; None: all, scales of attention left out."""
-    if not comparable(model):
+    """Of what a checkpoint fills; None: it is quantized, or some of it is kept in another type than it was sent in,
+    which leaves nothing to compare. `loaded`: the parameters that weights were loaded into; None: all, scales of
+    attention left out."""
+    held = list(_held(model, loaded))
+    if not comparable(model) or len({one.dtype for one in held if one.is_floating_point()}) > 1:
         return None
     packed = sum(getattr(module, PACKED_SUM, 0) for module in model.modules())
-    return (packed + content_sum(_held(model, loaded))) % (1 << SUM_BITS)
+    return (packed + content_sum(held)) % (1 << SUM_BITS)
 
 
 def comparable(model: nn.Module) -> bool:

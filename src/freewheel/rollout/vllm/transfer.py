@@ -42,12 +42,12 @@ Info = dict[str, Any]
 
 
 @contextlib.contextmanager
-def shipped(weights: AnyWeights, *, workers: int = 1) -> Iterator[list[Info]]:
+def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator[list[Info]]:
     """What vLLM's workers need to know, one a bucket; what it refers to is there until the context ends. May copy: in a
-    thread, and before the pause. `workers`: how many there are. Raises `WeightsGone`, also where what is done inside
-    fails for that reason."""
+    thread, and before the pause. `workers`: how many this replica has. Raises `WeightsGone`, also where what is done
+    inside fails for that reason."""
     if isinstance(weights, SentWeights):
-        with weights.sending(workers) as told:
+        with weights.sending(f"rollouter-{replica}", workers) as told:
             yield [told]
         return
     if isinstance(weights, DeviceWeights):

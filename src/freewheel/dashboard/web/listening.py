@@ -1,0 +1,41 @@
+"""Where the page is served: a socket that takes connections at once, and the address to open. Light to import."""
+
+from __future__ import annotations
+
+import socket
+
+from freewheel.judge.errors import ConfigError
+
+HOST = "127.0.0.1"
+BACKLOG = 64
+ANYWHERE = ("0.0.0.0", "::")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that takes connections already, though nobody answers yet. `OSError` where it cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+        found.listen(BACKLOG)
+    except (OSError, OverflowError):
+        found.close()
+        raise
+    return found
+
+
+def listen_or_say(host: str, port: int) -> socket.socket:
+    """The same for people: `ConfigError` where it cannot be had."""
+    try:
+        return listen(host, port)
+    except (OSError, OverflowError) as error:
+        remedy = f"it cannot listen there: {error}; choose another --port, or leave it out for any that is free"
+        raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
+
+
+def address(listening: socket.socket, token: str) -> str:
+    host, port = listening.getsockname()[:2]
+    if host in ANYWHERE:
+        host = socket.gethostname()
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/?token={token}"

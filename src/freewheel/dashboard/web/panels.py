@@ -1,0 +1,141 @@
+"""The other views, each from what its files say: judge, weights, ledger, comparison. Plain values for JSON.
+
+Each function is called within `RunView.reading`, but for `compare`, which holds one run after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from freewheel.dashboard.web.columns import rates
+from freewheel.dashboard.web.pages import headline, series
+from freewheel.dashboard.web.rows import JudgeNumbers, Rewards
+from freewheel.dashboard.web.runs import RunView
+from freewheel.dashboard.web.settings import flat
+from freewheel.dashboard.web.thinning import curve
+from freewheel.judge.errors import ConfigError
+
+MOST_DIFFERENCES = 60
+"""Settings in which compared runs differ that are told."""
+OWN_SETTINGS = ("run_dir",)
+"""Settings in which any two runs differ."""
+
+
+def judge(view: RunView) -> dict[str, Any]:
+    """What scoring did and what it costs."""
+    statistics, last = view.recorded.statistics, view.recorded.last_statistics
+    rewards = last.rollouter.rewards if last is not None else None
+    elapsed = statistics["elapsed_s"]
+    counters = {
+        "scored_per_s": "scored",
+        "sent_per_s": "sent",
+        "throttled_per_s": "throttled",
+        "failed_per_s": "failed",
+        "cost_per_s": "cost",
+    }
+    curves = {name: curve(elapsed, statistics[name]) for name in ("limit", "in_flight", "queued", "scoring", "waiting")}
+    curves |= {name: curve(elapsed, rates(statistics[counter], elapsed)) for name, counter in counters.items()}
+    return {
+        "asked_for": view.settings.get("reward.judge") is not None,
+        "rewards": _rewards(rewards) if rewards is not None else None,
+        "judge": _judge(rewards.judge) if rewards is not None and rewards.judge is not None else None,
+        "curves": {name: found for name, found in curves.items() if found["x"]},
+        "every_s": view.settings.number("observe.statistics_every_s"),
+    }
+
+
+def _rewards(rewards: Rewards) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(rewards)
+    del found["judge"]
+    return found
+
+
+def _judge(numbers: JudgeNumbers) -> dict[str, Any]:
+    saved = numbers.cache_hits + numbers.shared
+    faults: dict[str, int] = {}
+    for end in numbers.endpoints:
+        for kind, count in end.faults.items():
+            faults[kind] = faults.get(kind, 0) + count
+    return {
+        **msgspec.to_builtins(numbers),
+        "tokens": sum(end.prompt_tokens + end.completion_tokens for end in numbers.endpoints),
+        "saved_share": saved / (saved + numbers.sent) if saved + numbers.sent else None,
+        "faults": faults,
+    }
+
+
+def weights(view: RunView) -> dict[str, Any]:
+    """Weight versions on their way to the engines, the newest first."""
+    recorded, last = view.recorded, view.recorded.last_statistics
+    return {
+        "recorded": bool(recorded.syncs_seen),
+        "seen": recorded.syncs_seen,
+        "syncs": msgspec.to_builtins(list(reversed(recorded.syncs))),
+        "sync": msgspec.to_builtins(last.sync) if last is not None else None,
+        "version": recorded.pulses.last("version"),
+        "published_version": recorded.pulses.last("published_version"),
+    }
+
+
+def ledger(view: RunView) -> dict[str, Any]:
+    """As `freewheel inspect RUN` has it; the words of its error where it has none."""
+    from freewheel.runtime.inspecting import find_run, inspect
+
+    try:
+        return {"report": msgspec.to_builtins(inspect(find_run(str(view.folder)))), "error": ""}
+    except ConfigError as error:
+        return {"report": None, "error": str(error)}
+
+
+def prompt(view: RunView, ordinal: int) -> dict[str, Any]:
+    """As `freewheel inspect RUN --group N` has it."""
+    from freewheel.queue.journal import JournalError
+    from freewheel.runtime.following import follow
+    from freewheel.runtime.inspecting import find_run
+
+    try:
+        return {"life": msgspec.to_builtins(follow(find_run(str(view.folder)), ordinal)), "error": ""}
+    except (ConfigError, JournalError) as error:
+        return {"life": None, "error": str(error).replace("--group", "prompt")}
+
+
+def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
+    """One metric of several runs, how each did, and which settings they do not share."""
+    rows, names, settings = [], dict[str, None](), []
+    for view in views:
+        with view.reading():
+            recorded = view.recorded
+            rows.append(
+                {
+                    **headline(view),
+                    "curve": series(view, metric, kind, None, None),
+                    "reward": recorded.steps.last("rollout/reward_mean"),
+                    "held_out": recorded.evals.last("eval/reward"),
+                    "best_held_out": _best(recorded.evals["eval/reward"]),
+                    "elapsed_s": recorded.steps.last("elapsed_s"),
+                    "tokens_per_s": _mean(recorded.pulses["tokens_per_s"]),
+                }
+            )
+            names |= dict.fromkeys(f"{one} {name}" for one in ("eval", "step") for name in recorded.metric_names(one))
+            settings.append(flat(view.settings.values))
+    return {"metric": metric, "kind": kind, "runs": rows, "metrics": list(names), "differing": differing(settings)}
+
+
+def differing(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """Keys whose values are not the same in all."""
+    keys = dict.fromkeys(key for one in settings for key in one if key not in OWN_SETTINGS)
+    found = [{"key": key, "values": [one.get(key, "") for one in settings]} for key in keys]
+    return [one for one in found if len(set(one["values"])) > 1][:MOST_DIFFERENCES]
+
+
+def _best(values: Any) -> float | None:
+    known = values[values == values]
+    return float(known.max()) if known.size else None
+
+
+def _mean(values: Any) -> float | None:
+    known = values[values == values]
+    return float(known.mean()) if known.size else None

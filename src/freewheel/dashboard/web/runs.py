@@ -1,0 +1,192 @@
+"""`RunView`: one run as the page sees it; `Runs`: those that were named, and those in folders that were named.
+
+    freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `pages`
+
+A request names a run by its id, which is looked up: no path comes from a browser. Each view is read by one thread at a
+time, and only when somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+
+from freewheel.dashboard.web.columns import Columns
+from freewheel.dashboard.web.recorded import Recorded
+from freewheel.dashboard.web.rows import Warned
+from freewheel.dashboard.web.samples import Samples
+from freewheel.dashboard.web.settings import FILE as CONFIG
+from freewheel.dashboard.web.settings import Settings
+from freewheel.dashboard.web.tail import Tail
+from freewheel.dashboard.web.timeline import Timeline
+from freewheel.judge.errors import ConfigError
+from freewheel.observe.recorder import FILE as METRICS
+
+LOG = "log.jsonl"
+FINAL = "final"
+RUN_MARKS = (CONFIG, METRICS, "journal.sqlite", "checkpoints")
+"""A folder that has one of these is a run's."""
+MOST_WARNINGS = 50
+STILL_S = 5.0
+"""Between two looks at who holds the lock of a run that nobody held: each look takes it for a moment itself."""
+MOST_RUNS = 200
+"""Of a folder: those whose names come last, which are the newest as `freewheel train` names them."""
+LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
+
+State = Literal["live", "finished", "ended", "removed", "waiting"]
+
+
+class Clock(Protocol):
+    def __call__(self) -> float: ...
+
+
+class RunView:
+    """One run. Within `reading`, what its files said at that moment."""
+
+    def __init__(self, run_id: str, folder: Path, *, clock: Clock) -> None:
+        self.id = run_id
+        self.folder = folder
+        self.settings = Settings(folder)
+        self.recorded = Recorded(folder)
+        self.timeline = Timeline(folder)
+        self.samples = Samples(folder)
+        self.warnings: deque[Warned] = deque(maxlen=MOST_WARNINGS)
+        self._log = Tail(folder / LOG)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._extra: dict[tuple[str, str], tuple[tuple[int, ...], Columns]] = {}
+        self._asked_at = -STILL_S
+        self._holder = ""
+
+    @contextmanager
+    def reading(self) -> Iterator[RunView]:
+        """Holds the view for this thread, with metrics, settings and warnings as they are now."""
+        with self._lock:
+            self.settings.look()
+            self.recorded.look()
+            self._look_at_log()
+            yield self
+
+    def _look_at_log(self) -> None:
+        generation = self._log.generation
+        blocks = self._log.look()
+        if self._log.generation != generation:
+            self.warnings.clear()
+        for block in blocks:
+            for line in block.lines:
+                if any(level in line for level in LEVELS):
+                    self._warn(line)
+
+    def _warn(self, line: bytes) -> None:
+        try:
+            said = _WARNED.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        if said.level in ("WARNING", "ERROR", "CRITICAL"):
+            self.warnings.append(said)
+
+    @property
+    def state(self) -> State:
+        if not self.folder.is_dir():
+            return "removed" if self.recorded.first_time is not None else "waiting"
+        if self._is_held():
+            return "live"
+        if (self.folder / FINAL).is_dir():
+            return "finished"
+        return "ended" if (self.folder / METRICS).exists() else "waiting"
+
+    def _is_held(self) -> bool:
+        """Whether a process writes to it."""
+        from freewheel.runtime.inspecting import live_holder
+
+        now = self._clock()
+        if self._holder or now - self._asked_at >= STILL_S:
+            self._asked_at = now
+            self._holder = live_holder(self.folder)
+        return bool(self._holder)
+
+    def metric(self, name: str, kind: str) -> Columns | None:
+        """A metric by its name, with steps and times; None where there is none of this name."""
+        for columns in (self.recorded.evals,) if kind == "eval" else (self.recorded.steps,):
+            if name in columns.names:
+                return columns
+        if name not in self.recorded.metric_names(kind):
+            return None
+        read_at = (self.recorded.generation, *self.recorded.marks[:2])
+        known = self._extra.get((kind, name))
+        if known is None or known[0] != read_at:
+            known = self._extra[kind, name] = (read_at, self.recorded.read_metric(name, kind))
+        return known[1]
+
+
+class Runs:
+    """All runs that may be looked at. A run that appears in a named folder is found when somebody asks."""
+
+    def __init__(self, names: Sequence[str], *, clock: Clock, must_exist: bool = True) -> None:
+        self._named = [Path(name).expanduser().absolute() for name in names]
+        self._clock = clock
+        self._views: dict[str, RunView] = {}
+        self._lock = threading.Lock()
+        self._must_exist = must_exist
+        for given, path in zip(names, self._named, strict=True):
+            if must_exist and not path.is_dir():
+                raise ConfigError("RUN", given, "there is no such folder: give a run's, or one with runs in it")
+        if must_exist and not self.all():
+            said = ", ".join(names)
+            raise ConfigError("RUN", said, f"no run is in it: a run's folder has a {CONFIG} or a {METRICS}")
+
+    def all(self) -> list[RunView]:
+        """In the order in which they were named, and in a folder the newest first."""
+        with self._lock:
+            found = list(self._folders())
+            for folder in found:
+                if not any(view.folder == folder for view in self._views.values()):
+                    run_id = _free_id(folder.name or "run", self._views.__contains__)
+                    self._views[run_id] = RunView(run_id, folder, clock=self._clock)
+            known = {view.folder: view for view in self._views.values()}
+            gone = [view for folder, view in known.items() if folder not in found]
+            return [*(known[folder] for folder in found), *gone]
+
+    def _folders(self) -> Iterator[Path]:
+        seen = set()
+        for path in self._named:
+            inside = [path] if is_run(path) or not self._must_exist else _runs_in(path)
+            for folder in inside:
+                if folder not in seen:
+                    seen.add(folder)
+                    yield folder
+
+    def find(self, run_id: str) -> RunView | None:
+        return self._views.get(run_id) or next((view for view in self.all() if view.id == run_id), None)
+
+
+def is_run(folder: Path) -> bool:
+    return any((folder / mark).exists() for mark in RUN_MARKS)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    try:
+        inside = sorted((path for path in folder.iterdir() if path.is_dir()), reverse=True)
+    except OSError:
+        return []
+    return [path for path in inside if is_run(path)][:MOST_RUNS]
+
+
+def _free_id(name: str, taken: Callable[[str], bool]) -> str:
+    """A name for addresses: of letters, digits, dots, dashes and underscores."""
+    plain = "".join(one if one.isascii() and (one.isalnum() or one in "._-") else "_" for one in name).strip(".")
+    plain = plain or "run"
+    found, count = plain, 1
+    while taken(found):
+        count += 1
+        found = f"{plain}-{count}"
+    return found
+
+
+_WARNED = msgspec.json.Decoder(Warned)

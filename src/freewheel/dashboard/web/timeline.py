@@ -1,0 +1,219 @@
+"""`Timeline`: what each part did and waited for, and what became of each group, from the files in `trace/`.
+
+    trace/*.jsonl ─ Folder ─▶ bars (part, name, from, to) ─ window(from, to) ─▶ lanes that fit on a screen
+
+Spans of a part that are closer together than a pixel are sent as one bar that says how many it is; groups are sent one
+by one, as many as fit. The events are those of `freewheel.observe.trace`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from freewheel.dashboard.web.tail import Folder, Identity
+from freewheel.observe.trace import FOLDER, MAIN
+
+US = 1e6
+"""Times in a trace are in microseconds."""
+PIXELS = 1200
+"""That a lane is thought to have."""
+MOST_GROUPS = 80
+"""Rows of groups that are shown at a time: about three screens."""
+PHASES = ("generate", "response", "score", "store", "ready", "train")
+"""Of a group, in the order of its life. `ready` (stored, not yet taken) is what lies between two others."""
+
+
+class _Args(msgspec.Struct, gc=False):
+    """Of an event, what is shown of it."""
+
+    step: int | None = None
+    version: int | None = None
+    lag: int | None = None
+    tokens: int | None = None
+    responses: int | None = None
+    index: int | None = None
+    attempt: int | None = None
+    status: str | None = None
+
+
+class _Event(msgspec.Struct, gc=False):
+    ph: str
+    name: str
+    ts: float
+    pid: str | int = ""
+    tid: str | int = ""
+    cat: str = ""
+    id: int | str = -1
+    dur: float = 0.0
+    args: _Args | None = None
+
+
+class Bar(msgspec.Struct, gc=False, omit_defaults=True):
+    """A stretch of time, in seconds since the trace begins."""
+
+    name: str
+    start_s: float
+    end_s: float
+    count: int = 1
+    """Bars that were too close together to tell apart."""
+    about: _Args | None = None
+
+
+class _File:
+    """What one file of a trace holds. Phases of groups come as pairs, spans as they are."""
+
+    def __init__(self) -> None:
+        self.spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        self.phases: dict[int, list[tuple[str, str, float, float, _Args | None]]] = {}
+        self._open: dict[tuple[Any, ...], _Event] = {}
+        self.last_us = 0.0
+
+    def take(self, lines: Iterable[bytes]) -> None:
+        for line in lines:
+            try:
+                event = _EVENTS.decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+            if event.ph not in ("X", "b", "e"):
+                continue
+            self.last_us = max(self.last_us, event.ts + event.dur)
+            if event.ph == "X":
+                name = event.name if event.tid in ("", MAIN) else f"{event.name} {event.tid}"
+                self.spans.setdefault((str(event.pid), name), []).append((event.ts, event.ts + event.dur))
+            elif event.ph == "b":
+                self._open[event.pid, event.id, event.name] = event
+            elif event.ph == "e" and (began := self._open.pop((event.pid, event.id, event.name), None)) is not None:
+                phase = (str(event.pid), event.name, began.ts, event.ts, began.args or event.args)
+                self.phases.setdefault(_ordinal(event.id), []).append(phase)
+
+    def first_us(self) -> float:
+        spans = (bars[0][0] for bars in self.spans.values())
+        phases = (phases[0][2] for phases in self.phases.values())
+        return min((*spans, *phases), default=np.inf)
+
+
+class Timeline:
+    """All that was traced of a run, kept up with its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = Folder(folder / FOLDER)
+        self._files: dict[Identity, _File] = {}
+        self._generations: dict[Identity, int] = {}
+
+    def look(self) -> None:
+        tails, gone = self._folder.look()
+        for identity in gone:
+            self._files.pop(identity, None)
+        for identity, tail in tails:
+            blocks = tail.look()
+            if self._generations.get(identity) != tail.generation:
+                self._generations[identity] = tail.generation
+                self._files[identity] = _File()
+            file = self._files.setdefault(identity, _File())
+            for block in blocks:
+                file.take(block.lines)
+
+    @property
+    def extent(self) -> tuple[float, float] | None:
+        """Of the wall clock, in seconds."""
+        files = [file for file in self._files.values() if file.spans or file.phases]
+        if not files:
+            return None
+        return min(file.first_us() for file in files) / US, max(file.last_us for file in files) / US
+
+    def window(self, from_s: float | None = None, to_s: float | None = None) -> dict[str, Any]:
+        """What happened between two times since the beginning; all of it without them."""
+        extent = self.extent
+        if extent is None:
+            return {"recorded": False, "folder_exists": self._folder.exists}
+        begin, end = extent
+        start = 0.0 if from_s is None else max(0.0, from_s)
+        stop = end - begin if to_s is None else min(end - begin, to_s)
+        stop = max(stop, start + 1e-3)
+        lanes = [
+            {"part": part, "name": name, "busy_s": busy_s, "bars": bars}
+            for (part, name), (busy_s, bars) in sorted(self._lanes(begin, start, stop).items(), key=_lane_order)
+        ]
+        groups, total = self._groups(begin, start, stop)
+        return {
+            "recorded": True,
+            "begin": begin,
+            "length_s": end - begin,
+            "from_s": start,
+            "to_s": stop,
+            "lanes": lanes,
+            "groups": groups,
+            "groups_in_window": total,
+        }
+
+    def _lanes(self, begin: float, start: float, stop: float) -> dict[tuple[str, str], tuple[float, list[Bar]]]:
+        collected: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for file in self._files.values():
+            for lane, bars in file.spans.items():
+                collected.setdefault(lane, []).extend(bars)
+        lanes = {}
+        for lane, bars in collected.items():
+            within = np.array(bars) / US - begin
+            within = within[(within[:, 1] >= start) & (within[:, 0] <= stop)]
+            within = within[np.argsort(within[:, 0], kind="stable")]
+            clipped = np.clip(within, start, stop)
+            lanes[lane] = float((clipped[:, 1] - clipped[:, 0]).sum()), merge(lane[1], within, (stop - start) / PIXELS)
+        return lanes
+
+    def _groups(self, begin: float, start: float, stop: float) -> tuple[list[dict[str, Any]], int]:
+        by_group: dict[int, list[tuple[str, str, float, float, _Args | None]]] = {}
+        for file in self._files.values():
+            for ordinal, phases in file.phases.items():
+                by_group.setdefault(ordinal, []).extend(phases)
+        found = []
+        for ordinal, phases in by_group.items():
+            first, last = min(one[2] for one in phases) / US - begin, max(one[3] for one in phases) / US - begin
+            if last > start + (stop - start) / PIXELS and first <= stop:  # one that ended before would be a dash
+                found.append((first, ordinal, phases))
+        found.sort(key=lambda one: one[:2])
+        every = -(-len(found) // MOST_GROUPS) or 1  # of too many, some from all over the window
+        shown = [{"ordinal": ordinal, "bars": list(_life(phases, begin))} for _, ordinal, phases in found[::every]]
+        return shown, len(found)
+
+
+def merge(name: str, bars: np.ndarray[Any, Any], closest_s: float) -> list[Bar]:
+    """Bars (from, to), ascending, with neighbours made one that are less than `closest_s` apart and as short."""
+    if not len(bars):
+        return []
+    starts, ends = bars[:, 0], np.maximum.accumulate(bars[:, 1])
+    apart = np.flatnonzero(starts[1:] - ends[:-1] > closest_s) + 1
+    first = np.concatenate([[0], apart])
+    last = np.concatenate([apart, [len(bars)]])
+    return [
+        Bar(name, round(float(starts[a]), 6), round(float(ends[b - 1]), 6), int(b - a))
+        for a, b in zip(first, last, strict=True)
+    ]
+
+
+def _life(phases: list[tuple[str, str, float, float, _Args | None]], begin: float) -> Iterator[Bar]:
+    """A group's phases in the order of time, with the wait between stored and taken among them."""
+    ordered = sorted(phases, key=lambda one: one[2])
+    stored = max((one[3] for one in ordered if one[1] == "store"), default=None)
+    taken = min((one[2] for one in ordered if one[1] == "train"), default=None)
+    for _, name, start, end, about in ordered:
+        yield Bar(name, round(start / US - begin, 6), round(end / US - begin, 6), 1, about)
+    if stored is not None and taken is not None and taken > stored:
+        yield Bar("ready", round(stored / US - begin, 6), round(taken / US - begin, 6))
+
+
+def _lane_order(lane: tuple[tuple[str, str], Any]) -> tuple[bool, str, bool, str]:
+    """The trainer first, then the others; of a part, work before waiting."""
+    (part, name), _ = lane
+    return part != "trainer", part, name.startswith("wait_"), name
+
+
+def _ordinal(found: int | str) -> int:
+    return found if isinstance(found, int) else int(found, 0) if found.isdecimal() or found.startswith("0x") else -1
+
+
+_EVENTS = msgspec.json.Decoder(_Event)

@@ -1,0 +1,219 @@
+"""The trace of a run: what each component did when, and the life of every group, as Chrome trace events.
+
+    Spans ── on_close ──▶ span ─┐
+    rollouter, rewards, trainer ── phase ─┼─▶ Tracer ─▶ Lines ─▶ RUN/trace/NAME-PID.jsonl ─▶ `freewheel trace RUN`
+    main ── instant, counter ───┘
+
+A process calls `attach_trace` with its component's name; where it has not, all of this does nothing. An event costs its
+caller a tuple: text is made of it in the writing thread. Times are those of `now`, and wall-clock time in the files.
+`EVENTS` is what there is; docs/traces.md has the same table. `freewheel.observe.trace_files` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from freewheel.observe.lines import Lines
+
+FOLDER = "trace"
+Category = Literal["span", "group", "counter"]
+SPAN: Category = "span"
+"""What a component does."""
+GROUP: Category = "group"
+"""A phase of a group."""
+COUNTER: Category = "counter"
+"""Numbers over time."""
+EVENT = "event"
+"""What was said; its name is its text."""
+MAIN = "main"
+"""The track of spans that follow one another."""
+
+now = time.monotonic
+"""The clock of the trace."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A kind of event."""
+
+    name: str
+    category: Category
+    component: str
+    args: tuple[str, ...]
+    what: str
+
+
+def _of(category: Category, *rows: tuple[str, str, str, str]) -> tuple[Event, ...]:
+    return tuple(Event(name, category, component, tuple(args.split()), what) for component, name, args, what in rows)
+
+
+EVENTS = (
+    *_of(
+        SPAN,
+        ("trainer", "train", "step", "a step is computed"),
+        ("trainer", "wait_batch", "", "there is nothing to train on"),
+        ("trainer", "pack", "step", "weights, and what a checkpoint needs, are copied"),
+        ("trainer", "save", "step", "a checkpoint is written, beside the rest"),
+        ("rollouter", "generate", "", "at least one group is in generation"),
+        ("rollouter", "wait_reward", "", "nothing is in generation, and at least one group in scoring"),
+        ("rollouter", "wait_room", "", "nothing is in hand: the bound on staleness holds generation back"),
+        ("rollouter", "load_weights", "version", "the engine takes a version over, in mid-flight"),
+        ("sync", "drain", "version", "what is in progress ends before weights change (sync and one_step_off)"),
+        ("sync", "sync", "version bytes", "a version is brought to all engines, from the first transfer to the last"),
+        ("sync", "load", "version attempts", "the same for one engine, on a track of its name"),
+    ),
+    *_of(
+        GROUP,
+        ("rollouter", "generate", "attempt responses tokens", "from the ticket to the last response"),
+        ("rollouter", "response", "index tokens", "one response, from the ticket to its end"),
+        (
+            "rollouter",
+            "score",
+            "index status",
+            "one response, from its end to its verdict: waiting, function and judge",
+        ),
+        ("rollouter", "store", "", "from the whole group to the queue's word that it is on the disk"),
+        ("trainer", "train", "step version lag", "taken from the queue, trained on, and committed"),
+    ),
+    *_of(
+        COUNTER,
+        ("main", "groups", "queue_size in_progress", "groups that are ready, and groups on their way"),
+        ("main", "tokens_per_s", "tokens_per_s", "tokens generated a second, by all engines"),
+    ),
+)
+
+
+class Tracer:
+    """One process's events. Never raises and never waits; what cannot be written is counted by `lines`."""
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        component: str,
+        *,
+        every: int,
+        most_bytes: int,
+        clock: Callable[[], float] = now,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`every`: groups are traced whose ordinal it divides; 0: none."""
+        self.lines = Lines(Path(run_dir) / FOLDER, component, most_bytes=most_bytes, render=_render)
+        self._every = every
+        self._clock = clock
+        # Once: a wall clock that is set meanwhile must not make a span end before it began.
+        self._place = _Place(_text(component), wall_clock() - clock())
+
+    def span(self, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str = MAIN) -> None:
+        self.lines.add((_span, self._place, name, since_s, until_s, args, track))
+
+    def phase(self, name: str, ordinal: int, since_s: float, args: Mapping[str, Any]) -> None:
+        """Of group `ordinal`, from `since_s` until now."""
+        if self._every and not ordinal % self._every:
+            self.lines.add((_phase, self._place, name, ordinal, since_s, self._clock(), args))
+
+    def instant(self, text: str) -> None:
+        self.lines.add((_instant, self._place, text, self._clock()))
+
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        self.lines.add((_counter, self._place, name, self._clock(), values))
+
+
+# -- events as text: in the writing thread, which has thousands of them a second to make -------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where events are from."""
+
+    process: bytes
+    """Its name, as JSON."""
+    offset_s: float
+    """From the trace's clock to the wall's."""
+
+    def us(self, at_s: float) -> int:
+        return int((at_s + self.offset_s) * 1e6)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def _text(value: str) -> bytes:
+    """As JSON; half a character becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+
+
+def _render(item: tuple[Any, ...]) -> bytes:
+    make, *rest = item
+    line: bytes = make(*rest)
+    return line
+
+
+def _span(place: _Place, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str) -> bytes:
+    begin, end = place.us(since_s), place.us(until_s)
+    told = (SPAN.encode(), name.encode(), place.process, _text(track), begin, end - begin, _encode(args))
+    return b'{"ph":"X","cat":"%b","name":"%b","pid":%b,"tid":%b,"ts":%d,"dur":%d,"args":%b}\n' % told
+
+
+def _phase(place: _Place, name: str, ordinal: int, since_s: float, until_s: float, args: Mapping[str, Any]) -> bytes:
+    same = b'"cat":"group","id":%d,"name":"%b","pid":%b,"tid":"groups"' % (ordinal, name.encode(), place.process)
+    told = (same, place.us(since_s), _encode(args), same, place.us(until_s))
+    return b'{"ph":"b",%b,"ts":%d,"args":%b}\n{"ph":"e",%b,"ts":%d}\n' % told
+
+
+def _instant(place: _Place, text: str, at_s: float) -> bytes:
+    told = (EVENT.encode(), _text(text), place.process, MAIN.encode(), place.us(at_s))
+    return b'{"ph":"i","s":"g","cat":"%b","name":%b,"pid":%b,"tid":"%b","ts":%d}\n' % told
+
+
+def _counter(place: _Place, name: str, at_s: float, values: Mapping[str, float]) -> bytes:
+    told = (COUNTER.encode(), name.encode(), place.process, MAIN.encode(), place.us(at_s), _encode(values))
+    return b'{"ph":"C","cat":"%b","name":"%b","pid":%b,"tid":"%b","ts":%d,"args":%b}\n' % told
+
+
+# -- the process's own ------------------------------------------------------------------------------------------------
+
+_tracer: Tracer | None = None
+
+
+def attach_trace(run_dir: str | os.PathLike[str], component: str, *, every: int, most_bytes: int) -> None:
+    """Traces this process from now on, in the place of what it traced before. `most_bytes` of 0: nothing."""
+    global _tracer
+    detach_trace()
+    _tracer = Tracer(run_dir, component, every=every, most_bytes=most_bytes) if most_bytes > 0 else None
+
+
+def detach_trace() -> None:
+    """Writes the rest, and ends what `attach_trace` began. Without effect where nothing is attached."""
+    global _tracer
+    ended, _tracer = _tracer, None
+    if ended is not None:
+        ended.lines.close()
+
+
+def span(name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str = MAIN) -> None:
+    if _tracer is not None:
+        _tracer.span(name, since_s, until_s, args, track)
+
+
+def phase(name: str, ordinal: int, since_s: float, **args: Any) -> None:
+    """Of group `ordinal`, from `since_s` until now."""
+    if _tracer is not None:
+        _tracer.phase(name, ordinal, since_s, args)
+
+
+def instant(text: str) -> None:
+    if _tracer is not None:
+        _tracer.instant(text)
+
+
+def counter(name: str, **values: float) -> None:
+    if _tracer is not None:
+        _tracer.counter(name, values)

@@ -1,0 +1,171 @@
+"""From what `freewheel plan` is given to what is simulated: a run's folder and its settings, or a model and a table.
+
+    RUN ─▶ Recorded ─▶ Scene by replay ─▶ MeasuredCluster ─┐
+    --model, --accelerator ─▶ Cluster ─────────────────────┴▶ Planned ─▶ the splits, and the scaling
+
+The shell of this package, with `command`: it knows a run's settings (`freewheel.runtime`), as nothing else in here
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from freewheel.judge.errors import ConfigError
+from freewheel.plan.hardware import Cluster, Workload, accelerator, shape
+from freewheel.plan.measured import RunSettings, scene_of
+from freewheel.plan.measured_cluster import MeasuredCluster
+from freewheel.plan.recorded import read
+from freewheel.plan.scene import Scores
+from freewheel.plan.sweep import Plannable, Row, ending, scaling, sweep
+from freewheel.queue.staleness import Bounds
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.inspecting import find_run
+from freewheel.runtime.typed import to_config
+
+REPLAYED_STEPS = 40
+"""Of a run's own settings, to find what no file says: as many as its default has."""
+GROUPS_PER_ACCELERATOR = 16
+"""Groups a step for each accelerator, where nothing is said: then twice as many are alive as engines run at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What is to be looked at."""
+
+    about: str
+    """In words."""
+    config: TrainConfig
+    cluster: Plannable
+    accelerators: int
+    groups_per_step: int
+    seed: int = 0
+
+    def splits(self) -> list[Row]:
+        found = sweep(
+            self.cluster,
+            self.accelerators,
+            self.bounds,
+            groups_per_step=self.groups_per_step,
+            mode=self.config.mode,
+            seed=self.seed,
+        )
+        if not found:
+            least = self.cluster.least_trainers + self.cluster.per_replica
+            raise ConfigError("--accelerators", self.accelerators, f"it takes {least} at least")
+        return found
+
+    def scaling(self, last: int, known: Sequence[Row] = ()) -> list[Row]:
+        """From the number that was asked for, whose rows are `known`, doubled while it is not above `last`; as many
+        groups a step for each accelerator. Empty where that is one number only."""
+        counts = [self.accelerators]
+        while counts[-1] * 2 <= last:
+            counts.append(counts[-1] * 2)
+        if len(counts) == 1:
+            return []
+        each = self.groups_per_step / self.accelerators
+        return scaling(
+            self.cluster,
+            counts,
+            self.bounds,
+            groups_per_step=lambda count: max(1, round(each * count)),
+            known=known,
+            mode=self.config.mode,
+            seed=self.seed,
+        )
+
+    def bounds(self, groups_per_step: int) -> Bounds:
+        """As the run's settings make them; `max_queue_size` is no obstacle in a plan."""
+        per_version = groups_per_step * self.config.async_training.sync_every_steps
+        alive = max(self.config.async_training.max_queue_size, (self.config.staleness_threshold + 1) * per_version)
+        changes = {"trainer": {"groups_per_step": groups_per_step}, "async_training": {"max_queue_size": alive}}
+        return changed(self.config, changes).bounds
+
+
+def of_run(
+    run: str,
+    *,
+    mode: str | None = None,
+    threshold: int | None = None,
+    sync_every_steps: int | None = None,
+    accelerators: int | None = None,
+    groups_per_step: int | None = None,
+    scores: Scores | None = None,
+    seed: int = 0,
+) -> Planned:
+    """What is None is as the run had it."""
+    found = find_run(run)
+    if found.config is None:
+        raise ConfigError("RUN", run, found.notes[0])
+    config = found.config
+    recorded = read(found.folder, n=config.rollout.n, groups_per_step=config.trainer.groups_per_step)
+    scene = scene_of(recorded, settings_of(config))
+    if scores is not None:
+        scene = replace(scene, scores=scores)
+    cluster = MeasuredCluster(
+        run=scene,
+        trainers=1 if config.trainer.world_size == "auto" else config.trainer.world_size,
+        per_replica=config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size,
+    )
+    split = f"{cluster.trainers} to train, {cluster.generators} to generate"
+    notes = "".join(f"\nnote: {note}" for note in recorded.notes)
+    return Planned(
+        about=f"{found.folder}, measured over {recorded.steps} steps ({split}){notes}",
+        config=_asked(config, mode, threshold, sync_every_steps),
+        cluster=cluster,
+        accelerators=accelerators or cluster.accelerators,
+        groups_per_step=groups_per_step or config.trainer.groups_per_step,
+        seed=seed,
+    )
+
+
+def of_model(
+    model: str,
+    accelerator_name: str,
+    accelerators: int,
+    work: Workload,
+    *,
+    mode: str | None = None,
+    threshold: int | None = None,
+    sync_every_steps: int | None = None,
+    seed: int = 0,
+) -> Planned:
+    cluster = Cluster(accelerator=accelerator(accelerator_name), shape=shape(model), workload=work)
+    config = changed(_asked(TrainConfig(), mode, threshold, sync_every_steps), {"rollout": {"n": work.n}})
+    return Planned(
+        about=f"{cluster.shape.name} on {accelerators:,} x {cluster.accelerator.name} ({cluster.accelerator.source})",
+        config=config,
+        cluster=cluster,
+        accelerators=accelerators,
+        groups_per_step=work.groups_per_step,
+        seed=seed,
+    )
+
+
+def settings_of(config: TrainConfig, *, steps: int = REPLAYED_STEPS) -> RunSettings:
+    """What the replay of a run needs of its configuration."""
+    return RunSettings(
+        bounds=ending(config.bounds, steps),
+        n=config.rollout.n,
+        is_native=config.rollout.engine == "native",
+        interval_s=config.async_training.batch_generation_interval,
+    )
+
+
+def changed(config: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
+    """Checked as if it were written so: sections are merged, keys are replaced."""
+    values = config.to_dict()
+    for name, value in changes.items():
+        values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
+    return to_config(values)
+
+
+def _asked(config: TrainConfig, mode: str | None, threshold: int | None, sync_every_steps: int | None) -> TrainConfig:
+    given: dict[str, object] = {}
+    if threshold is not None:
+        given["staleness_threshold"] = threshold
+        given["max_staleness_allowed"] = max(config.async_training.max_staleness_allowed, threshold)
+    if sync_every_steps is not None:
+        given["sync_every_steps"] = sync_every_steps
+    return changed(config, {"mode": mode or config.mode, "async_training": given})

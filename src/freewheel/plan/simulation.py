@@ -1,0 +1,417 @@
+"""A run under a virtual clock, decided by the classes that decide in a run.
+
+    ask ─▶ policy.room, deal ─▶ admitted ─▶ Engine ─▶ scores ─▶ outbox ─▶ policy.finish ─▶ policy.select ─▶ train
+     ▲                                                                                                        │
+     └── room ◀── policy.publish ◀── engines paused, loaded ◀── (drain: policy.settled) ◀── policy.commit ◀── pack
+
+Each arrow is an event: a time, what happens, to whom. The next batch is asked for while a step trains, a version that
+waits is superseded by the next, groups that finish together share a message: as in a run. What is left out: failures,
+evaluations and checkpoints. The same scene and seed give the same outcome, to the bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from freewheel.data.group import Ticket
+from freewheel.plan.dealing import deal
+from freewheel.plan.draws import stream, whole_stream
+from freewheel.plan.engine import Engine, Group
+from freewheel.plan.judging import LimitedJudge
+from freewheel.plan.outcome import BUSY, FILLED, Mark, Outcome, Tally, between
+from freewheel.plan.replica import Replica
+from freewheel.plan.scene import Scene
+from freewheel.queue.routing import Asking
+from freewheel.queue.staleness import StalenessPolicy
+
+Event = tuple[float, int, Callable[[Any], None], Any]
+
+
+class Simulation:
+    """Brings every group that is admitted to training, once, and keeps the staleness bound: both are asserted."""
+
+    def __init__(self, scene: Scene, *, seed: int = 0) -> None:
+        self.scene = scene
+        self.policy = StalenessPolicy(scene.bounds)
+        self.now = 0.0
+        lengths, latencies, trained, varies = (np.random.default_rng([seed, part]) for part in range(4))
+        self._lengths = whole_stream(scene.lengths, lengths)
+        self._latencies = stream(scene.scores.latency_s, latencies)
+        self._trained_lengths: Iterator[int] | None = None
+        if scene.trained_lengths is not None:
+            self._trained_lengths = whole_stream(scene.trained_lengths, trained)
+        self._varies = stream(scene.training.varies, varies)
+        self._judge = LimitedJudge(scene.scores, self._latencies, seed) if scene.scores.is_limited else None
+        self._judge_event = 0
+        self._events: list[Event] = []
+        self._order = count()
+        self._replicas = [
+            Replica(place, Engine(scene.generation, self._lengths), slots=scene.generation.slots, n=scene.n)
+            for place in range(scene.generation.replicas)
+        ]
+        self._asking: list[Asking] = []
+        self._stored: dict[int, Group] = {}  # by sequence, until it is taken
+        self._engines_busy = 0
+        # the trainer
+        self._version = 0
+        self._steps_in_version = 0
+        self._begun = 0  # steps
+        self._batch: list[Group] | None = None  # taken, for the next step
+        self._asks_for = 1  # the step whose groups are asked for
+        self._training = False
+        self._idle_since: float | None = 0.0
+        self._groups: list[Group] = []  # that are trained on
+        self._began_at = self._work_at = self._work_s = 0.0
+        self._pace = 1.0
+        self._train_event = 0
+        self._tally = Tally()
+        self._steps_done = 0
+        self._marks: dict[int, Mark] = {}
+        # the synchronizer
+        self._pending: int | None = None
+        self._loading = False
+
+    def run(self) -> Outcome:
+        for replica in self._replicas:
+            self._ask(replica)
+        self._mark(0)
+        events = self._events
+        while events:
+            self.now, _, what, whom = heapq.heappop(events)
+            what(whom)
+        assert self._steps_done == self.scene.steps, f"it stood still after step {self._steps_done}"
+        assert self.policy.trained == self.scene.bounds.total_groups and not self._stored
+        return self._outcome()
+
+    def _at(self, time: float, what: Callable[[Any], None], whom: Any = None) -> None:
+        heapq.heappush(self._events, (time, next(self._order), what, whom))
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def _ask(self, replica: Replica) -> None:
+        want = replica.most - replica.generating
+        replica.resting = want <= 0
+        if want > 0:
+            replica.asking = Asking(str(replica.place), want, replica.generating)
+            self._asking.append(replica.asking)
+            self._serve()
+
+    def _serve(self) -> None:
+        if not self._asking:
+            return
+        room = self.policy.room
+        if not room:
+            return
+        deal(self._asking, room, self._issue)
+        waiting = []
+        for asking in self._asking:
+            if asking.tickets:
+                self._at(self.now + self.scene.hand_over.admit_s, self._admitted, asking)
+            else:
+                waiting.append(asking)
+        self._asking = waiting
+
+    def _issue(self) -> Ticket:
+        sequence = self.policy.admit()
+        return Ticket(sequence, sequence)  # nothing fails: an ordinal is admitted once
+
+    def _admitted(self, asking: Asking) -> None:
+        replica = self._replicas[int(asking.replica)]
+        replica.asking = None
+        engine, n = replica.engine, self.scene.n
+        engine.advance(self.now)
+        for ticket in asking.tickets:
+            engine.add(Group(ticket.sequence, n, replica.place), n)
+        replica.generating += len(asking.tickets)
+        replica.making += len(asking.tickets)
+        replica.note(self.now)
+        self._enter(replica)
+        if replica.generating < replica.capacity or not self.scene.hand_over.interval_s:
+            self._ask(replica)
+            return
+        replica.resting = True
+        replica.rest += 1
+        self._at(self.now + self.scene.hand_over.interval_s, self._rested, (replica, replica.rest))
+
+    def _rested(self, whom: tuple[Replica, int]) -> None:
+        replica, rest = whom
+        if replica.resting and replica.rest == rest:
+            self._ask(replica)
+
+    # -- generation ---------------------------------------------------------------------------------------------------
+
+    def _enter(self, replica: Replica) -> None:
+        """Free slots are filled; `advance` has been called."""
+        was = replica.engine.running
+        replica.engine.enter()
+        if not was and replica.engine.running:
+            self._busy(1)
+        self._expect(replica)
+
+    def _expect(self, replica: Replica) -> None:
+        """The next end of a response; what was expected before no longer holds."""
+        replica.event += 1
+        at = replica.engine.due_at()
+        if at < math.inf:
+            self._at(at, self._decoded, (replica, replica.event))
+
+    def _decoded(self, whom: tuple[Replica, int]) -> None:
+        replica, event = whom
+        if replica.event != event:
+            return
+        ended = replica.engine.finish(self.now)
+        if not replica.engine.running:
+            self._busy(-1)
+        self._expect(replica)
+        if self._judge is None:
+            now, latencies = self.now, self._latencies
+            for group in ended:
+                scored_at = now + next(latencies)
+                if scored_at > group.scored_at:
+                    group.scored_at = scored_at
+                group.unmade -= 1
+                if not group.unmade:
+                    self._made(replica)
+                    self._at(group.scored_at, self._scored_whole, group)
+            self._tally.scored += len(ended)
+            return
+        for group in ended:
+            self._judge.submit(group)
+            group.unmade -= 1
+            if not group.unmade:
+                self._made(replica)
+        self._ask_judge()
+
+    def _made(self, replica: Replica) -> None:
+        """A group has left the engine."""
+        replica.generating -= 1
+        if not replica.generating:
+            replica.note(self.now)
+        if replica.resting and replica.generating < replica.capacity:
+            self._ask(replica)
+
+    # -- scoring ------------------------------------------------------------------------------------------------------
+
+    def _ask_judge(self, event: int | None = None) -> None:
+        judge = self._judge
+        assert judge is not None
+        if event is not None and event != self._judge_event:
+            return
+        for group in judge.pump(self.now):
+            self._tally.scored += 1
+            group.unscored -= 1
+            if not group.unscored and not group.unmade:
+                self._scored_whole(group)
+        self._judge_event += 1
+        at = judge.next_at()
+        if at < math.inf:
+            self._at(max(at, self.now), self._ask_judge, self._judge_event)
+
+    def _scored_whole(self, group: Group) -> None:
+        """All its responses are scored: it goes to the queue, with others that finish at the same time."""
+        replica = self._replicas[group.replica]
+        replica.making -= 1
+        replica.mail.append(group)
+        if not replica.making:
+            replica.note(self.now)
+            replica.post += 1
+            self._post((replica, replica.post))
+        elif len(replica.mail) == 1:
+            replica.post += 1
+            self._at(self.now + self.scene.hand_over.linger_s, self._post, (replica, replica.post))
+
+    def _post(self, whom: tuple[Replica, int]) -> None:
+        replica, post = whom
+        if replica.post == post and replica.mail:
+            mail, replica.mail = replica.mail, []
+            self._at(self.now + self.scene.hand_over.put_s, self._are_stored, mail)
+
+    def _are_stored(self, groups: list[Group]) -> None:
+        for group in groups:
+            self.policy.finish(group.sequence)
+            self._stored[group.sequence] = group
+        self._take()
+        self._look_settled()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        """The groups of the next step, as soon as there are enough."""
+        if self._asks_for != self._begun + 1 or self._asks_for > self.scene.steps:
+            return
+        chosen = self.policy.select(self.scene.bounds.groups_per_step)
+        if chosen:
+            self._asks_for += 1
+            groups = [self._stored.pop(sequence) for sequence in chosen]
+            self._at(self.now + self.scene.hand_over.take_s, self._took, groups)
+
+    def _took(self, groups: list[Group]) -> None:
+        self._batch = groups
+        if self._idle_since is not None:
+            self._begin()
+
+    def _begin(self) -> None:
+        groups, self._batch = self._batch, None
+        assert groups is not None
+        tally = self._tally
+        if self._idle_since is not None:
+            tally.wait_s += self.now - self._idle_since
+            self._idle_since = None
+        self._begun += 1
+        tally.steps += 1
+        tally.ready_sum += self.policy.ready
+        version, bounds = self._version, self.scene.bounds
+        for group in groups:
+            lag = version - group.version
+            assert 0 <= lag <= bounds.max_lag, f"lag {lag}, and the bound is {bounds.max_lag}"
+            tally.note_lag(lag)
+            tally.tokens += group.tokens
+        tally.groups += len(groups)
+        self._training, self._groups = True, groups
+        self._work_s = self.scene.training.step_s(self._tokens_of(groups)) * next(self._varies)
+        self._began_at = self._work_at = self.now
+        self._pace = self.scene.beside.training if self._engines_busy else 1.0
+        self._expect_trained()
+        self._slow_engines(self.scene.beside.generation)
+        self._take()
+
+    def _tokens_of(self, groups: list[Group]) -> float:
+        samples = len(groups) * self.scene.n
+        prompts = samples * self.scene.training.prompt_tokens
+        if self._trained_lengths is None:
+            return prompts + sum(group.tokens for group in groups)
+        lengths = self._trained_lengths
+        return prompts + sum(next(lengths) for _ in range(samples))
+
+    def _expect_trained(self) -> None:
+        self._train_event += 1
+        self._at(self.now + self._work_s * self._pace, self._trained, self._train_event)
+
+    def _trained(self, event: int) -> None:
+        if event != self._train_event:
+            return
+        self._tally.train_s += self.now - self._began_at
+        self._training = False
+        self._steps_done += 1
+        self._mark(self._steps_done)
+        self._slow_engines(1.0)
+        completes = self._steps_in_version + 1 >= self.scene.bounds.steps_per_version
+        pack_s = self.scene.training.pack_s if completes else 0.0
+        self._tally.pack_s += pack_s
+        self._at(self.now + pack_s, self._packed, self._groups)
+
+    def _packed(self, groups: list[Group]) -> None:
+        self._steps_in_version += 1
+        if self._steps_in_version >= self.scene.bounds.steps_per_version:
+            self._steps_in_version = 0
+            self._version += 1
+        self._at(self.now + self.scene.hand_over.commit_s, self._committed, groups)
+        self._idle_since = self.now
+        if self._batch is not None:
+            self._begin()
+
+    def _committed(self, groups: list[Group]) -> None:
+        if self.policy.commit(group.sequence for group in groups):
+            self._pending = self.policy.version
+            self._bring()
+        self._serve()
+        self._take()
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _look_settled(self) -> None:
+        if self._pending is not None and not self._loading:
+            self._bring()
+
+    def _bring(self) -> None:
+        if self._loading or self._pending is None or (self.scene.bounds.drain and not self.policy.settled):
+            return
+        version, self._pending = self._pending, None
+        self._loading = True
+        self._at(self.now + self.scene.weights.transfer_s, self._pause, version)
+
+    def _pause(self, version: int) -> None:
+        pause_s = self.scene.weights.pause_s
+        if pause_s:
+            for replica in self._replicas:
+                replica.engine.advance(self.now)
+                replica.engine.paused = True
+                replica.loading_s += pause_s
+                self._expect(replica)
+        self._at(self.now + pause_s, self._loaded, version)
+
+    def _loaded(self, version: int) -> None:
+        for replica in self._replicas:
+            replica.engine.advance(self.now)
+            replica.engine.version = version
+            if replica.engine.paused:
+                replica.engine.paused = False
+                self._expect(replica)
+        self._loading = False
+        self.policy.publish(version)
+        self._serve()
+        self._bring()
+
+    # -- side by side -------------------------------------------------------------------------------------------------
+
+    def _busy(self, more: int) -> None:
+        """An engine begins or ends to decode; the trainer feels the first and the last."""
+        before = self._engines_busy
+        self._engines_busy += more
+        if self.scene.beside.training == 1.0 or not self._training or bool(before) == bool(self._engines_busy):
+            return
+        self._work_s -= (self.now - self._work_at) / self._pace
+        self._work_at = self.now
+        self._pace = self.scene.beside.training if self._engines_busy else 1.0
+        self._expect_trained()
+
+    def _slow_engines(self, factor: float) -> None:
+        if self.scene.beside.generation == 1.0:
+            return
+        for replica in self._replicas:
+            replica.engine.advance(self.now)
+            replica.engine.slow(factor)
+            self._expect(replica)
+
+    # -- accounts -----------------------------------------------------------------------------------------------------
+
+    def _mark(self, step: int) -> None:
+        """The accounts at the end of a step, where they will be looked at."""
+        if step not in (*self.scene.measured, self.scene.steps):
+            return
+        spans: dict[str, float] = {BUSY: 0.0, FILLED: 0.0}
+        for replica in self._replicas:
+            replica.engine.advance(self.now)
+            spans[BUSY] += replica.engine.busy_s
+            spans[FILLED] += replica.engine.sequence_s / self.scene.generation.slots
+            for name, seconds in replica.spans(self.now).items():
+                spans[name] = spans.get(name, 0.0) + seconds
+        self._marks[step] = Mark.now(self.now, self._tally, spans)
+
+    def _outcome(self) -> Outcome:
+        first, last = self.scene.measured
+        fields: dict[str, Any] = between(
+            self._marks[first], self._marks[last], n=self.scene.n, replicas=len(self._replicas)
+        )
+        busy_s = sum(replica.engine.busy_s for replica in self._replicas)
+        tokens = sum(replica.engine.tokens for replica in self._replicas)
+        return Outcome(
+            steps=last - first,
+            held_back=self._judge.held_back_s / self.now if self._judge else None,
+            judge_limit=self._judge.limiter.limit if self._judge else None,
+            judge_refused=self._judge.refused if self._judge else 0,
+            whole_s=self._marks[self.scene.steps].at,
+            busy_per_token_s=busy_s / tokens,
+            lives=self.policy.trained,
+            **fields,
+        )
+
+
+def simulate(scene: Scene, *, seed: int = 0) -> Outcome:
+    return Simulation(scene, seed=seed).run()

@@ -1,0 +1,238 @@
+"""Every sensible split of N accelerators, simulated; the best one; and how it goes on with more of them.
+
+    N ─▶ candidates, by the closed form ─▶ simulate, on all cores ─▶ others beside the best ─▶ rows
+    N, 2N, 4N, … ─▶ the best of a few splits each ─▶ scaling, with as many groups a step an accelerator or with the same
+
+A row says whether its parts were measured at that size (`measured`) or follow from data sheets and a model of scaling
+(`extrapolated`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import msgspec
+
+from freewheel.plan.outcome import Outcome
+from freewheel.plan.scene import Scene
+from freewheel.plan.slicing import simulate_slice, sliced
+from freewheel.plan.verdict import Setting
+from freewheel.queue.staleness import Bounds
+
+Basis = Literal["measured", "extrapolated"]
+
+AROUND = (0.0, -0.1, 0.1, -0.25, 0.25, -0.5, 0.5, -0.8, 1.0)
+"""Splits that are looked at: so much more or less to generate than the closed form would have, as a share."""
+CANDIDATES = len(AROUND)
+"""Of one number of accelerators..."""
+REFINED = 4
+"""Splits more between the best of them and its neighbours."""
+NEARBY = 3
+"""...and of each where many numbers are looked at: the first of them."""
+LIVES = 20_000
+"""Groups of a simulation: enough for a percent."""
+LEAST_STEPS, MOST_STEPS = 12, 40
+PARALLEL_LIVES = 100_000
+"""Fewer are done sooner here than in processes that have to start."""
+SECONDS_PER_HOUR = 3600.0
+PRICED_SAMPLES = 1_000_000
+
+
+class Plannable(Protocol):
+    """What can be split: `hardware.Cluster`, or `measured_cluster.MeasuredCluster`."""
+
+    @property
+    def per_replica(self) -> int: ...
+
+    @property
+    def least_trainers(self) -> int: ...
+
+    def is_measured(self, trainers: int, generators: int) -> bool: ...
+
+    def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene: ...
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One split, simulated."""
+
+    accelerators: int
+    trainers: int
+    generators: int
+    replicas: int
+    groups_per_step: int
+    basis: Basis
+    outcome: Outcome
+    verdict: str
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.outcome.samples_per_s
+
+    @property
+    def hours_per_million(self) -> float:
+        """Accelerator-hours for a million samples."""
+        return PRICED_SAMPLES / self.samples_per_s * self.accelerators / SECONDS_PER_HOUR
+
+    def cost(self, price_per_hour: float) -> float:
+        """Of a million samples."""
+        return self.hours_per_million * price_per_hour
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    scene: Scene
+    trainers: int
+    generators: int
+    basis: Basis
+    setting: Setting
+    is_judge: bool
+    seed: int
+
+
+def sweep(
+    cluster: Plannable,
+    accelerators: int,
+    bounds: Callable[[int], Bounds],
+    *,
+    groups_per_step: int,
+    mode: str = "fully_async",
+    candidates: int = CANDIDATES,
+    seed: int = 0,
+    processes: int | None = None,
+) -> list[Row]:
+    """`bounds`: of so many groups a step, without an end. Rows in the order of accelerators that train."""
+    bounded = bounds(groups_per_step)
+    chosen = candidates_of(cluster, accelerators, bounded, candidates)
+    rows = _done(_jobs(cluster, chosen, bounded, mode, seed), processes)
+    if rows:
+        nearer = between(splits(cluster, accelerators), [row.trainers for row in rows], best(rows).trainers)
+        rows += _done(_jobs(cluster, nearer, bounded, mode, seed), processes)
+    return sorted(rows, key=lambda row: row.trainers)
+
+
+def scaling(
+    cluster: Plannable,
+    counts: Iterable[int],
+    bounds: Callable[[int], Bounds],
+    *,
+    groups_per_step: Callable[[int], int],
+    mode: str = "fully_async",
+    known: Sequence[Row] = (),
+    seed: int = 0,
+    processes: int | None = None,
+) -> list[Row]:
+    """The best split found for each number of accelerators. `groups_per_step`: of so many. `known`: rows that there are
+    already; their numbers are not looked at again."""
+    jobs = []
+    counts = [count for count in counts if not any(row.accelerators == count for row in known)]
+    for count in counts:
+        bounded = bounds(groups_per_step(count))
+        jobs += _jobs(cluster, candidates_of(cluster, count, bounded, NEARBY), bounded, mode, seed)
+    found: dict[int, Row] = {}
+    for row in [*known, *_done(jobs, processes)]:
+        before = found.get(row.accelerators)
+        found[row.accelerators] = row if before is None else best([before, row])
+    return [found[count] for count in sorted(found)]
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """The most samples a second; of equal ones the freshest."""
+    return max(rows, key=lambda row: (row.samples_per_s, -row.outcome.lag_mean))
+
+
+def splits(cluster: Plannable, accelerators: int) -> list[tuple[int, int]]:
+    """(to train, to generate), all that can work; what is left over by whole replicas trains."""
+    found = []
+    for replicas in range(1, accelerators // cluster.per_replica + 1):
+        generators = replicas * cluster.per_replica
+        if accelerators - generators >= cluster.least_trainers:
+            found.append((accelerators - generators, generators))
+    return found
+
+
+def candidates_of(cluster: Plannable, accelerators: int, bounds: Bounds, most: int) -> list[tuple[int, int]]:
+    """The split that the closed form likes best, and others farther and farther from it: it leaves things out."""
+    known = splits(cluster, accelerators)
+    if len(known) <= most:
+        return known
+    bounded = ending(bounds, LEAST_STEPS)
+    guess = max(known, key=lambda one: cluster.scene(bounded, trainers=one[0], generators=one[1]).guess)
+    found: dict[tuple[int, int], None] = {}
+    for share in AROUND:
+        wanted = guess[1] * (1 + share)
+        found[min(known, key=lambda one: abs(one[1] - wanted))] = None
+    return sorted([*found][:most])
+
+
+def between(known: Sequence[tuple[int, int]], tried: Sequence[int], winner: int) -> list[tuple[int, int]]:
+    """Splits on either side of the best that was tried, up to the next that was: some of them, evenly."""
+    below = max((one for one in tried if one < winner), default=winner)
+    above = min((one for one in tried if one > winner), default=winner)
+    found = [split for split in known if below < split[0] < above and split[0] != winner]
+    every = -(-len(found) // REFINED)
+    return found[::every] if found else []
+
+
+def ending(bounds: Bounds, steps: int) -> Bounds:
+    return replace(bounds, total_groups=steps * bounds.groups_per_step)
+
+
+def _steps(bounds: Bounds) -> int:
+    """Enough groups, and enough steps beyond those that fill and empty the pipeline."""
+    ahead = 2 * (bounds.threshold + 2) * bounds.steps_per_version
+    return max(LEAST_STEPS, ahead + 6, min(MOST_STEPS, LIVES // bounds.groups_per_step))
+
+
+def _jobs(cluster: Plannable, chosen: Iterable[tuple[int, int]], bounds: Bounds, mode: str, seed: int) -> list[_Job]:
+    jobs = []
+    bounded = ending(bounds, _steps(bounds))
+    for trainers, generators in chosen:
+        scene = cluster.scene(bounded, trainers=trainers, generators=generators)
+        setting = Setting(
+            mode=mode,
+            replicas=scene.generation.replicas,
+            threshold=bounds.threshold,
+            sync_every_steps=bounds.steps_per_version,
+        )
+        basis: Basis = "measured" if cluster.is_measured(trainers, generators) else "extrapolated"
+        jobs.append(
+            _Job(
+                scene=scene,
+                trainers=trainers,
+                generators=generators,
+                basis=basis,
+                setting=setting,
+                is_judge=scene.scores.is_limited,
+                seed=seed,
+            )
+        )
+    return jobs
+
+
+def _done(jobs: Sequence[_Job], processes: int | None) -> list[Row]:
+    wanted = min(processes or os.cpu_count() or 1, len(jobs))
+    lives = {id(job): sliced(job.scene)[0].bounds.total_groups or 0 for job in jobs}
+    if wanted <= 1 or (processes is None and sum(lives.values()) < PARALLEL_LIVES):
+        return [_row(job) for job in jobs]
+    largest_first = sorted(jobs, key=lambda job: -lives[id(job)])
+    with ProcessPoolExecutor(wanted, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_row, largest_first))
+
+
+def _row(job: _Job) -> Row:
+    outcome = simulate_slice(job.scene, seed=job.seed)
+    return Row(
+        accelerators=job.trainers + job.generators,
+        trainers=job.trainers,
+        generators=job.generators,
+        replicas=job.scene.generation.replicas,
+        groups_per_step=job.scene.bounds.groups_per_step,
+        basis=job.basis,
+        outcome=outcome,
+        verdict=str(outcome.verdict(job.setting, is_judge=job.is_judge)),
+    )

@@ -1,0 +1,367 @@
+"""The page in a browser: every view, by hand and by keyboard, wide and narrow, dark and light, while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.queue.journal import Committed, Journal, Stored, Took
+
+from ..dashboard.made_run import BEGAN_S, Writer, line, make_run, sample_row, write_lines
+from .conftest import PHONE
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+
+VIEWS = ["overview", "judge", "weights", "timeline", "samples", "ledger", "compare"]
+
+
+def write_journal(folder: Path, *, steps: int = 2) -> None:
+    """Two prompts a step, of words that the embedded model knows."""
+    said = np.array([7, 12, 13, 14, 8], np.int32)
+    journal = Journal(folder / "journal.sqlite")
+    for number in range(1, steps + 1):
+        stored = []
+        for ordinal in (2 * number - 2, 2 * number - 1):
+            response = Response(
+                tokens=said, logprobs=np.zeros(5, np.float32), versions=np.array([0, 0, 0, 1, 1], np.int32),
+                mask=np.ones(5, np.uint8), finish="stop", reward=Reward(value=0.5, raw=0.5),
+            )  # fmt: skip
+            prompt = Prompt(tokens=np.array([5, 9, 11], np.int32), row={"data_source": "made"})
+            ticket = Ticket(ordinal, ordinal)
+            group = PromptGroup.of(ticket, prompt, [response, response], created_s=BEGAN_S)
+            stored.append(Stored(ticket, 0, group.encode(), BEGAN_S + 5))
+        journal.append([*stored, Took(number, tuple(one.ticket for one in stored))])
+        journal.append([Committed(number, number, BEGAN_S + 20)])
+    journal.close()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    for seed in (1, 2):
+        make_run(tmp_path / f"run-{seed}", steps=60, seed=seed)
+        write_journal(tmp_path / f"run-{seed}")
+    return tmp_path
+
+
+@pytest.fixture
+def page(runs: Path, serve: Any, open_page: Any) -> Any:
+    return open_page(serve(runs))
+
+
+def view(page: Any, name: str) -> None:
+    page.click(f"nav [data-view={name}]")
+    page.wait_for_selector(f"nav [data-view={name}][aria-current=page]")
+
+
+def until(page: Any, true: str, *given: Any, wait_s: float = 30.0) -> None:
+    """Waits until an expression holds. Asked from here: the page's own policy forbids it to evaluate text."""
+    ends = time.monotonic() + wait_s
+    while not page.evaluate(true, *given):
+        assert time.monotonic() < ends, f"it never was: {true}"
+        page.wait_for_timeout(50)
+
+
+def painted(page: Any, selector: str = "canvas") -> int:
+    """How many of the visible canvases under a selector have something on them."""
+    return page.eval_on_selector_all(
+        selector,
+        """all => all.filter(one => one.width && one.getContext('2d')
+            .getImageData(0, 0, one.width, one.height).data.some(value => value)).length""",
+    )
+
+
+# -- the views --------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_view_says_what_it_does_whether_it_learns_and_draws_it(page: Any):
+    page.wait_for_selector(".hero .says")
+    assert "can be resumed" in page.inner_text(".hero .says")
+    assert "freewheel train resume=" in page.inner_text(".hero code")
+    assert page.inner_text(".hero .learns").startswith("It learns: held-out reward")
+    assert page.inner_text("#progress-words").startswith("60 / 60 steps")
+    assert painted(page) >= 12
+    assert page.locator(".histogram .bin").count() == 5
+    assert page.locator(".shares .track").count() == 2
+    assert "slow judge" in page.inner_text(".log")
+
+
+def test_every_view_opens_with_a_click_and_shows_what_it_is_for(page: Any):
+    wanted = {
+        "judge": ["Limit", "429s", "Calls saved", "judge-large", "timeout"],
+        "weights": ["Sync log", "v60", "2 attempts"],
+        "timeline": ["groups"],
+        "samples": ["Mia has", "version", "Its life in the ledger"],
+        "ledger": ["Every prompt is accounted for", "trained"],
+        "compare": ["run-1", "run-2", "Settings that differ", "seed"],
+    }
+    for name, words in wanted.items():
+        view(page, name)
+        for word in words:
+            page.wait_for_selector(f"#content :text({json.dumps(word)})")
+        assert page.title().lower().startswith(name)
+
+
+def test_a_chart_can_be_read_by_pointer_and_by_keyboard_and_zoomed(page: Any):
+    chart = page.locator("figure canvas").first
+    chart.hover(position={"x": 300, "y": 100})
+    page.wait_for_selector(".tip.on")
+    assert "training reward" in page.locator(".tip.on").first.inner_text()
+    chart.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    said = page.locator("figure [aria-live]").first
+    assert said.inner_text().startswith("step 2: training reward")
+    box = chart.bounding_box()
+    with page.expect_request(re.compile("/series")):
+        page.mouse.move(box["x"] + 200, box["y"] + 80)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 420, box["y"] + 90, steps=4)
+        page.mouse.up()
+    assert "Reward: training reward from" in chart.get_attribute("aria-label")
+    page.keyboard.press("Escape")
+    page.locator(".legend button").first.click()
+    assert page.locator(".legend button").first.get_attribute("aria-pressed") == "false"
+
+
+def test_any_metric_can_be_picked(page: Any):
+    with page.expect_response(re.compile("mine%2Fof_a_hook")) as reply:
+        page.select_option("select[aria-label=Metric]", label="mine/of_a_hook")
+    assert len(reply.value.json()["y"]) == 60
+
+
+def test_the_timeline_zooms_moves_and_leads_to_a_group(page: Any):
+    view(page, "timeline")
+    page.wait_for_selector(".gantt canvas")
+    until(page, "document.querySelector('.toolbar .num').textContent.includes('groups')")
+    before = page.inner_text(".toolbar .num")
+    with page.expect_response(re.compile("/timeline")):
+        page.click("[aria-label='Zoom in']")
+    until(page, "before => document.querySelector('.toolbar .num').textContent !== before", before)
+    with page.expect_response(re.compile("/timeline")):
+        page.keyboard.press("0")
+    assert painted(page, ".gantt canvas") == 1
+    assert "trainer train" in page.get_attribute(".gantt canvas", "aria-label")
+    with page.expect_response(re.compile("/timeline")):
+        page.keyboard.press("ArrowRight")
+
+
+def test_samples_are_searched_filtered_and_walked_through(page: Any):
+    view(page, "samples")
+    page.wait_for_selector(".card[aria-current=true]")
+    assert page.locator(".token-run").count() >= 8
+    first = page.inner_text(".card[aria-current=true]")
+    page.keyboard.press("j")
+    until(page, "first => document.querySelector('.card[aria-current=true]').innerText !== first", first)
+    page.keyboard.press("/")
+    page.keyboard.type("#7")
+    until(page, "document.querySelectorAll('.card').length === 1")
+    assert "#7" in page.inner_text(".card")
+    page.fill("input[type=search]", "")
+    page.click("button:text('Failed')")
+    page.wait_for_selector(".chip.bad")
+    assert "timeout" in page.inner_text(".chip.bad")
+    page.fill("input[type=search]", "no such words")
+    page.wait_for_selector(".cards :text('Nothing matches')")
+
+
+def test_what_a_model_said_is_text_and_never_markup(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=5)
+    attack = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    row = sample_row(99, text=attack)
+    row["responses"][0]["segments"] = [[1, attack], [2, "\u202e\u0000"]]
+    write_lines(folder / "samples/rollouter-0-12.jsonl", [row], "ab")
+    Writer(folder, steps=5).add({"kind": "event", "step": 5, "time": BEGAN_S + 99, "text": attack})
+    page = open_page(serve(folder))
+    assert attack in page.inner_text(".log")
+    view(page, "samples")
+    page.wait_for_selector(f".prompt:text({json.dumps(attack)})")
+    assert page.locator("#content img, #content script").count() == 0
+
+
+def test_the_ledger_follows_one_prompt(page: Any):
+    view(page, "ledger")
+    page.wait_for_selector(".verdict.good")
+    page.fill("input[aria-label='Prompt number']", "3")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#content :text('Prompt #3: trained')")
+    assert "trained on in step 2" in page.inner_text(".life")
+    page.fill("input[aria-label='Prompt number']", "9999")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#content :text('Nothing is known of it')")
+
+
+def test_runs_are_switched_and_laid_over_one_another(page: Any):
+    page.select_option("#runs", "run-1")
+    until(page, "location.hash.includes('run-1')")
+    view(page, "compare")
+    page.wait_for_selector(".pick")
+    assert page.locator(".pick input:checked").count() == 2
+    assert painted(page) == 1
+    page.locator(".pick input").first.uncheck()
+    page.wait_for_selector("#content :text('Choose a second run')")
+
+
+# -- hands, eyes and screens ------------------------------------------------------------------------------------------
+
+
+def test_the_keyboard_alone_is_enough(page: Any):
+    for number, name in enumerate(VIEWS, 1):
+        page.keyboard.press(str(number))
+        page.wait_for_selector(f"nav [data-view={name}][aria-current=page]")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog[open]", state="hidden")
+    page.keyboard.press("1")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    seen = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        seen.add(
+            page.evaluate(
+                "(document.activeElement.dataset.view || document.activeElement.id || document.activeElement.tagName)"
+            )
+        )
+    assert {*VIEWS, "theme", "help", "runs", "CANVAS"} <= seen
+
+
+def test_whatever_can_be_focused_has_a_name_and_shows_the_focus(page: Any):
+    for name in VIEWS:
+        view(page, name)
+        page.wait_for_timeout(300)
+        nameless = page.eval_on_selector_all(
+            "a, button, input, select, canvas, [tabindex='0']",
+            """all => all.filter(one => one.offsetParent)
+                .filter(one => !(one.ariaLabel || one.innerText?.trim() || one.labels?.length))
+                .map(one => one.outerHTML.slice(0, 120))""",
+        )
+        assert nameless == [], name
+    page.keyboard.press("Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_the_theme_is_the_systems_until_it_is_chosen(runs: Path, serve: Any, open_page: Any, scheme: str):
+    page = open_page(serve(runs), color_scheme=scheme)
+    theme = "document.documentElement.dataset.theme"
+    assert page.evaluate(theme) == scheme
+    page.click("#theme")
+    other = "light" if scheme == "dark" else "dark"
+    assert page.evaluate(theme) == other
+    page.reload()
+    page.wait_for_selector(".hero .says")
+    assert page.evaluate(theme) == other
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", dark)[:3])) < 200) == (other == "dark")
+
+
+def test_on_a_phone_every_view_fits_its_width(runs: Path, serve: Any, open_page: Any):
+    page = open_page(serve(runs), size=PHONE, has_touch=True, is_mobile=True)
+    for name in VIEWS:
+        view(page, name)
+        page.wait_for_timeout(300)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], name
+        links = page.eval_on_selector_all("nav a", "all => all.map(one => one.getBoundingClientRect().height)")
+        assert min(links) >= 40, "too small for a thumb"
+
+
+def test_nothing_moves_for_who_wants_no_motion(runs: Path, serve: Any, open_page: Any):
+    page = open_page(serve(runs), reduced_motion="reduce")
+    moving = page.evaluate("document.getAnimations().length")
+    assert moving == 0
+
+
+def test_a_page_without_its_token_says_how_to_get_in(runs: Path, serve: Any, browser: Any):
+    context = browser.new_context()
+    page = context.new_page()
+    reply = page.goto(serve(runs).partition("?")[0])
+    assert reply.status == 403 and "freewheel dashboard RUN" in page.inner_text("body")
+    context.close()
+
+
+def test_what_was_not_recorded_is_said(tmp_path: Path, serve: Any, open_page: Any):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_bytes(line({"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}))
+    page = open_page(serve(tmp_path / "run"))
+    for name, words in {
+        "overview": "Not recorded", "judge": "Nothing was scored yet", "weights": "No weights were sent yet",
+        "timeline": "Not recorded", "samples": "Not recorded", "ledger": "This cannot be audited",
+        "compare": "There is one run here",
+    }.items():  # fmt: skip
+        view(page, name)
+        page.wait_for_selector(f"#content :text({json.dumps(words)})")
+
+
+# -- while a run goes on ----------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_writes_appears_without_a_click(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=10, total=100)
+    page = open_page(serve(folder))
+    assert page.inner_text("#progress-words").startswith("10 / 100 steps")
+    writer = Writer(folder, steps=10)
+    writer.go_on(5)
+    until(page, "document.querySelector('#progress-words').textContent.startsWith('15 / 100')")
+    view(page, "weights")
+    page.wait_for_selector("#content :text('v15')")
+    writer.go_on(1)
+    page.wait_for_selector("#content :text('v16')")
+    (folder / "metrics.jsonl").unlink()
+    make_run(folder, steps=3, total=100)
+    until(page, "document.querySelector('#progress-words').textContent.startsWith('3 / 100')")
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    begun: list[subprocess.Popen[str]] = []
+
+    def start(*overrides: str) -> tuple[subprocess.Popen[str], str]:
+        command = [sys.executable, "-m", "freewheel", "train", "--plain", f"run_dir={tmp_path / 'live'}", *overrides]
+        begun.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        assert begun[-1].stdout is not None
+        for said in begun[-1].stdout:
+            if said.startswith("Dashboard: "):
+                return begun[-1], said.split()[1]
+        pytest.fail("the run said no address")
+
+    yield start
+    for one in begun:
+        if one.poll() is None:
+            one.terminate()
+        one.communicate(timeout=120)
+
+
+def test_a_real_run_is_seen_learning_at_the_address_that_it_prints(training: Any, open_page: Any):
+    small = (
+        "trainer.total_steps=30",
+        "trainer.groups_per_step=8",
+        "rollout.n=4",
+        "eval.prompts=32",
+        "eval.every_steps=10",
+    )
+    run, url = training(*small)
+    page = open_page(url, allowed=("Failed to load resource", "ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY"))
+    steps = "Number(document.querySelector('#progress-words').textContent.split(' ')[0])"
+    until(page, f"{steps} >= 1", wait_s=120)
+    seen = page.evaluate(steps)
+    until(page, f"{steps} > {seen}", wait_s=120)
+    assert page.inner_text("#state") == "running"
+    for name in ("timeline", "samples", "weights"):
+        view(page, name)
+        page.wait_for_selector(
+            {"timeline": ".gantt canvas", "samples": ".card", "weights": "table"}[name], timeout=60_000
+        )
+    assert run.wait(timeout=240) == 0
+    until(page, "document.querySelector('#state').textContent === 'no connection'", wait_s=30)

@@ -1,0 +1,377 @@
+"""Run directories as a run writes them, made up: for tests of who reads them, for screenshots and for benchmarks.
+
+`make_run(folder, steps=…)` writes metrics, traces, samples, a log and the settings of a run that learns; `Writer` goes
+on with one while somebody looks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from freewheel.observe.pulse import EVERY_S, LATER_S, OLD_AFTER
+from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.run_dir import write_config
+
+BEGAN_S = 1_790_000_000.0
+STEP_S = 2.0
+GROUPS = 8
+RESPONSES = 4
+VERDICT = (
+    "judge-bound: 62% of trainer time waits for verdicts; raising its rate limit to 90/s would lift throughput 1.9x"
+)
+
+
+def config_of(folder: Path, *, steps: int, **changes: Any) -> TrainConfig:
+    base = TrainConfig()
+    trainer = msgspec.structs.replace(base.trainer, total_steps=steps, groups_per_step=GROUPS)
+    return msgspec.structs.replace(base, run_dir=str(folder), trainer=trainer, **changes)
+
+
+def reward(step: int, steps: int, seed: int) -> float:
+    noise = random.Random(seed * 1_000_003 + step).gauss(0, 0.03)
+    return 0.9 - 0.6 * math.exp(-3 * step / max(1, steps)) + noise
+
+
+def step_row(step: int, steps: int, seed: int = 0) -> dict[str, Any]:
+    """With as many metrics as a real one has."""
+    draw = random.Random(seed * 7919 + step)
+    mean = reward(step, steps, seed)
+    return {
+        "kind": "step",
+        "step": step,
+        "time": BEGAN_S + 10 + STEP_S * step,
+        "global_steps": step,
+        "processed_samples": step * GROUPS * RESPONSES,
+        "current_param_version": step,
+        "param_sync_count": step,
+        "avg_sample_age": round(1.2 + draw.random(), 4),
+        "max_sample_age": draw.choice([2, 3, 3, 4]),
+        "avg_sample_age_s": 3.1,
+        "max_sample_age_s": 6.4,
+        "stale_samples_ratio": draw.choice([0.0, 0.0, 0.125]),
+        "sample_age_counts": [1, 3, 2, 1, draw.choice([0, 1])],
+        "rollout/reward_mean": mean,
+        "rollout/reward_std": 0.4,
+        "rollout/raw_reward_mean": mean + 0.04,
+        "rollout/masked_ratio": 0.0,
+        "rollout/skipped_ratio": 0.0,
+        "rollout/zero_variance_ratio": round(draw.random() * 0.3, 4),
+        "rollout/response_length_mean": 14 + draw.random() * 3,
+        "rollout/response_length_max": 20,
+        "rollout/truncation_ratio": 0.02,
+        "rollout/logprob_gap_mean": 0.002134234,
+        "rollout/logprob_gap_max": 0.0912344,
+        "actor/loss": -0.01 + draw.gauss(0, 0.004),
+        "actor/lr": 3e-4,
+        "actor/grad_norm": 0.8 + draw.random() * 0.3,
+        "actor/skipped_nonfinite": 0,
+        "actor/clip_ratio_low": 0.01,
+        "actor/clip_ratio_high": 0.02,
+        "actor/kl": 0.004 + draw.random() * 0.002,
+        "actor/kl_k3": 0.004,
+        "actor/entropy": 1.4 * math.exp(-2 * step / max(1, steps)) + draw.random() * 0.05,
+        "actor/ess": 0.97 - draw.random() * 0.04,
+        "actor/ess_sequence": 0.91,
+        "actor/ratio_max": 1.9,
+        "tokens": GROUPS * RESPONSES * 15,
+        "mine/of_a_hook": step % 7,
+    }
+
+
+def eval_row(step: int, steps: int, seed: int = 0) -> dict[str, Any]:
+    return {
+        "kind": "eval",
+        "step": step,
+        "time": BEGAN_S + 10.5 + STEP_S * step,
+        "eval/reward": reward(step, steps, seed + 50) - 0.02,
+        "eval/reward_se": 0.02,
+        "eval/correct": 0.5,
+        "eval/prompts": 128,
+        "eval/response_length_mean": 15.2,
+        "eval/truncation_ratio": 0.01,
+    }
+
+
+def pulse_row(at_s: float, step: int, seed: int = 0) -> dict[str, Any]:
+    draw = random.Random(seed * 31 + int(at_s * 10))
+    waiting = 0.55 + draw.random() * 0.15
+    return {
+        "kind": "pulse",
+        "step": step,
+        "time": BEGAN_S + at_s,
+        "queue_size": draw.randrange(0, 24),
+        "in_progress": 24 + draw.randrange(0, 8),
+        "version": step,
+        "published_version": max(0, step - 1),
+        "tokens_per_s": 2400 + 500 * math.sin(at_s / 30) + draw.random() * 200,
+        "samples_per_s": 40 + draw.random() * 5,
+        "waits": {
+            "trainer": {"train": 0.95 - waiting, "wait_batch": waiting, "pack": 0.02, "save": 0.01},
+            "rollouter-0": {"generate": 0.6, "wait_reward": 0.3, "wait_room": 0.05, "load_weights": 0.03},
+        },
+        "verdict": VERDICT,
+    }
+
+
+def statistics_row(at_s: float, step: int, *, judge: bool = True) -> dict[str, Any]:
+    done = int(at_s * 40)
+    rewards: dict[str, Any] = {
+        "in_flight": 60,
+        "waiting": 12,
+        "scored": done,
+        "skipped": done // 20,
+        "failed": {"timeout": done // 900, "unparseable": done // 2000},
+        "retried_groups": 3,
+        "dropped_groups": 0,
+        "mean_latency_s": 1.7,
+        "busy_s": at_s,
+    }
+    if judge:
+        end = {
+            "url": "http://127.0.0.1:9/v1/chat/completions",
+            "model": "judge-large",
+            "sent": done,
+            "answered": done,
+            "throttled": done // 400,
+            "faults": {"overloaded": done // 500, "timeout": done // 900},
+            "in_flight": 58,
+            "limit": int(64 + 10 * math.sin(at_s / 20)),
+            "breaker": "closed",
+            "halted": "",
+            "prompt_tokens": done * 300,
+            "completion_tokens": done * 4,
+            "cost": done * 4e-5,
+            "latency_p50_s": 1.4,
+            "latency_p90_s": 2.6,
+            "latency_p99_s": 5.2,
+        }
+        rewards["judge"] = {
+            "submitted": int(done * 1.3),
+            "scored": done,
+            "relayed": 0,
+            "skipped": 0,
+            "failed": rewards["failed"],
+            "cache_hits_memory": done // 5,
+            "cache_hits_disk": done // 10,
+            "shared": done // 30,
+            "retries": done // 90,
+            "reasks": 3,
+            "queued": 14,
+            "max_in_flight": 80,
+            "restarts": 0,
+            "cost_before": 0.0,
+            "loop_lag_s": 0.001,
+            "endpoints": [end],
+            "sent": done,
+            "throttled": end["throttled"],
+            "in_flight": 58,
+            "limit": end["limit"],
+            "cache_hits": done // 5 + done // 10,
+            "cost": end["cost"],
+        }
+    return {
+        "kind": "statistics",
+        "step": step,
+        "time": BEGAN_S + at_s,
+        "trainer": {"global_steps": step, "training": True, "spans": {"train": at_s / 2, "elapsed": at_s}},
+        "rollouter": {"total_generated_samples": done, "generated_tokens": done * 15, "slots": 32, "rewards": rewards},
+        "queue": {
+            "queue_size": 9,
+            "in_progress": 27,
+            "version": step,
+            "published_version": max(0, step - 1),
+            "paused": "",
+            "waiting_for": "9 groups ready",
+            "memory_bytes": 80_000,
+            "dropped_by_reason": {"stale": 2},
+        },
+        "sync": {
+            "sync_failures": 1,
+            "last_sync_s": 0.08,
+            "mean_sync_s": 0.09,
+            "longest_sync_s": 0.4,
+            "state": "idle",
+            "fenced": [],
+            "versions": {"rollouter-0": max(0, step - 1)},
+            "param_sync_count": step,
+        },
+    }
+
+
+def sync_row(version: int) -> dict[str, Any]:
+    again = version % 17 == 0
+    took = 0.08 + 0.01 * (version % 5) + (1.1 if again else 0)
+    error = "TimeoutError: no word within 1 s" if again else ""
+    return {
+        "kind": "sync",
+        "step": version,
+        "time": BEGAN_S + 10.2 + STEP_S * version,
+        "version": version,
+        "took_s": took,
+        "bytes": 545_000,
+        "engines": {"rollouter-0": {"took_s": took, "attempts": 2 if again else 1, "error": error}},
+        "failed": False,
+    }
+
+
+def rows(steps: int, *, seed: int = 0, judge: bool = True, pulses: bool = True) -> Iterator[dict[str, Any]]:
+    """Of a run so far, in the order of time."""
+    yield {"kind": "event", "step": 0, "time": BEGAN_S, "text": "Run directory: made"}
+    yield {"kind": "event", "step": 0, "time": BEGAN_S + 9.5, "text": "Started in 9.5 s"}
+    yield eval_row(0, steps, seed)
+    next_pulse_s = 0.0
+    for step in range(1, steps + 1):
+        at_s = 10 + STEP_S * step
+        yield step_row(step, steps, seed)
+        yield sync_row(step)
+        if step % 5 == 0:
+            yield eval_row(step, steps, seed)
+            yield statistics_row(at_s, step, judge=judge)
+        for pulse_s in (at_s, at_s + 1):
+            if pulses and pulse_s >= next_pulse_s:  # as `freewheel.observe.pulse` has them: the older, the fewer
+                next_pulse_s = pulse_s + min(LATER_S, max(EVERY_S, pulse_s / OLD_AFTER))
+                yield pulse_row(pulse_s, step, seed)
+
+
+def line(row: Any) -> bytes:
+    return json.dumps(row, ensure_ascii=False).encode() + b"\n"
+
+
+def trace_lines(steps: int, *, first: int = 0) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of trainer and rollouter."""
+    us = lambda s: int((BEGAN_S + 10 + s) * 1e6)  # noqa: E731
+    trainer, rollouter = [], []
+
+    def span(into: list[dict[str, Any]], pid: str, name: str, start: float, end: float, **args: Any) -> None:
+        into.append({"ph": "X", "cat": "span", "name": name, "pid": pid, "tid": "main", "ts": us(start),
+                     "dur": us(end) - us(start), "args": args})  # fmt: skip
+
+    def phase(into: list[dict[str, Any]], pid: str, ordinal: int, name: str, start: float, end: float, **args: Any):
+        same = {"cat": "group", "id": ordinal, "name": name, "pid": pid, "tid": "groups"}
+        into.append({"ph": "b", **same, "ts": us(start), "args": args})
+        into.append({"ph": "e", **same, "ts": us(end)})
+
+    for step in range(first + 1, first + steps + 1):
+        at = STEP_S * step
+        span(trainer, "trainer", "wait_batch", at, at + 1.1)
+        span(trainer, "trainer", "train", at + 1.1, at + 1.8, step=step)
+        span(trainer, "trainer", "pack", at + 1.8, at + 1.9, step=step)
+        span(rollouter, "rollouter-0", "generate", at, at + 1.2)
+        span(rollouter, "rollouter-0", "wait_reward", at + 1.2, at + 1.9)
+        span(rollouter, "rollouter-0", "load_weights", at + 1.9, at + 1.95, version=step)
+        for index in range(GROUPS):
+            ordinal, start = (step - 1) * GROUPS + index, at + 0.1 * index
+            phase(
+                rollouter,
+                "rollouter-0",
+                ordinal,
+                "generate",
+                start,
+                start + 0.5,
+                attempt=0,
+                responses=RESPONSES,
+                tokens=60,
+            )
+            for response in range(RESPONSES):
+                end = start + 0.3 + 0.05 * response
+                phase(rollouter, "rollouter-0", ordinal, "response", start, end, index=response, tokens=15)
+                phase(rollouter, "rollouter-0", ordinal, "score", end, end + 0.6, index=response, status="scored")
+            phase(rollouter, "rollouter-0", ordinal, "store", start + 1.1, start + 1.15)
+            phase(trainer, "trainer", ordinal, "train", at + 3.1, at + 3.8, step=step, version=step, lag=1)
+    return trainer, rollouter
+
+
+def sample_row(ordinal: int, *, failed: bool = False, text: str = "") -> dict[str, Any]:
+    draw = random.Random(ordinal)
+    a, b, c = draw.randrange(2, 9), draw.randrange(2, 9), draw.randrange(1, 9)
+    right = a + b - c
+    responses = []
+    for index in range(RESPONSES):
+        good = draw.random() < 0.6
+        said = f"{a}+{b}={a + b};{a + b}-{c}={right if good else right + 1}#{right if good else right + 1}"
+        cut = len(said) // 2
+        version = ordinal // GROUPS
+        bad = failed and index == 0
+        penalty = 0.1 if index == 3 else 0.0
+        responses.append(
+            {
+                "segments": [[version, said[:cut]], [version + 1, said[cut:]]],
+                "tokens": len(said),
+                "finish": "length" if index == 2 and ordinal % 3 == 0 else "stop",
+                "value": None if bad else float(good) - penalty,
+                "raw": None if bad else float(good),
+                "status": "failed" if bad else "scored",
+                "reason": "timeout" if bad else "",
+                "parts": {} if bad else {"format": 1.0, "correct": float(good), "length_penalty": penalty},
+            }
+        )
+    prompt = (
+        text or f"Mia has {a} apples and buys {b} more. She gives {c} to a friend. How many apples does she have now?"
+    )
+    return {
+        "time": BEGAN_S + 12 + ordinal,
+        "ordinal": ordinal,
+        "sequence": ordinal + 3,
+        "attempt": 0,
+        "replica": "rollouter-0",
+        "prompt": prompt,
+        "row": {"data_source": "word_problems", "answer": str(right)},
+        "responses": responses,
+    }
+
+
+def write_lines(path: Path, rows: Sequence[Any] | Iterator[Any], mode: str = "wb") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open(mode) as file:
+        for row in rows:
+            file.write(line(row))
+    return path
+
+
+def make_run(
+    folder: Path, *, steps: int = 40, total: int | None = None, seed: int = 0, judge: bool = True, **changes: Any
+) -> Path:
+    """A run that has ended, with all of its files but the journal."""
+    write_config(config_of(folder, steps=total or steps, seed=seed, **changes))
+    write_lines(folder / "metrics.jsonl", rows(steps, seed=seed, judge=judge))
+    trainer, rollouter = trace_lines(min(steps, 40))
+    write_lines(folder / "trace/trainer-11.jsonl", trainer)
+    write_lines(folder / "trace/rollouter-0-12.jsonl", rollouter)
+    write_lines(folder / "samples/rollouter-0-12.jsonl", [sample_row(one, failed=one % 5 == 0) for one in range(60)])
+    said = {
+        "time": BEGAN_S + 30,
+        "level": "WARNING",
+        "run": folder.name,
+        "role": "rollouter-0",
+        "message": "slow judge",
+    }
+    write_lines(folder / "log.jsonl", [{**said, "level": "INFO", "message": "fine"}, said])
+    return folder
+
+
+class Writer:
+    """Goes on with a run, as the recorder would."""
+
+    def __init__(self, folder: Path, *, steps: int) -> None:
+        self.folder = folder
+        self.step = steps
+
+    def add(self, *new: dict[str, Any]) -> None:
+        write_lines(self.folder / "metrics.jsonl", new, "ab")
+
+    def go_on(self, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.step += 1
+            self.add(step_row(self.step, 100), sync_row(self.step), pulse_row(10 + STEP_S * self.step, self.step))
+
+    def tear(self, text: bytes) -> None:
+        """Writes what is no whole line."""
+        with (self.folder / "metrics.jsonl").open("ab") as file:
+            file.write(text)

@@ -1,0 +1,225 @@
+"""`freewheel dashboard`, and the page beside a run: real processes, which end when they should and leave nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from freewheel.dashboard.terminal import LiveView, PlainView, panel
+from freewheel.dashboard.web.beside import beside, page_of
+from freewheel.dashboard.web.listening import listen
+from freewheel.observe.snapshot import RunSnapshot
+
+from .made_run import make_run
+
+WAIT_S = 60.0
+
+
+def get(url: str) -> tuple[int, str]:
+    """With a cookie jar, as a browser has one."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPCookieProcessor())
+    try:
+        with opener.open(url, timeout=WAIT_S) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < until, "it did not happen"
+        time.sleep(0.05)
+
+
+def refuses(url: str) -> bool:
+    port = int(url.partition("/?")[0].rpartition(":")[2])
+    with contextlib.closing(socket.socket()) as asking:
+        return asking.connect_ex(("127.0.0.1", port)) != 0
+
+
+def page_of_process(parent: int) -> psutil.Process:
+    """The process that serves the page beside another; that may have others."""
+    children = psutil.Process(parent).children()
+    (found,) = [child for child in children if "freewheel.dashboard.web.child" in child.cmdline()]
+    return found
+
+
+@pytest.fixture
+def begin() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin_one(*command: object) -> subprocess.Popen[str]:
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+        begun.append(subprocess.Popen([sys.executable, *map(str, command)], **pipes))
+        return begun[-1]
+
+    yield begin_one
+    for one in begun:
+        if one.poll() is None:
+            one.kill()
+        one.communicate()
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path, begin: Any):
+    make_run(tmp_path / "runs/one", steps=5)
+    program = begin("-m", "freewheel", "dashboard", tmp_path / "runs")
+    url = program.stdout.readline().split()[-1]
+    assert url.startswith("http://127.0.0.1:") and "?token=" in url
+    assert get(url)[0] == 200 and get(url.partition("?")[0])[0] == 403
+    program.send_signal(signal.SIGINT)
+    assert program.wait(WAIT_S) == 0
+    assert program.stderr.read() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["nowhere"], ["RUN", "no such folder"]), (["{empty}"], ["no run is in it", "config.yaml"])],
+)
+def test_what_cannot_be_shown_is_said_in_one_line(tmp_path: Path, begin: Any, arguments: list[str], words: list[str]):
+    (tmp_path / "empty").mkdir()
+    given = [one.format(empty=tmp_path / "empty") for one in arguments]
+    program = begin("-m", "freewheel", "dashboard", *given)
+    out, errors = program.communicate(timeout=WAIT_S)
+    assert program.returncode == 2 and out == ""
+    assert len(errors.splitlines()) == 1 and all(word in errors for word in words)
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path, begin: Any):
+    make_run(tmp_path, steps=1)
+    with listen("127.0.0.1", 0) as taken:
+        program = begin("-m", "freewheel", "dashboard", tmp_path, "--port", taken.getsockname()[1])
+        errors = program.communicate(timeout=WAIT_S)[1]
+    assert program.returncode == 2 and "--port" in errors
+
+
+def test_an_address_for_other_machines_is_warned_of(tmp_path: Path, begin: Any):
+    make_run(tmp_path, steps=1)
+    program = begin("-m", "freewheel", "dashboard", tmp_path, "--host", "0.0.0.0")
+    assert "?token=" in program.stdout.readline()
+    program.terminate()
+    assert "SSH tunnel" in program.communicate(timeout=WAIT_S)[1]
+
+
+def test_neither_torch_nor_ray_is_imported(tmp_path: Path):
+    make_run(tmp_path, steps=3)
+    code = """
+import sys, time
+from freewheel.dashboard.web import beside, child, server
+from freewheel.dashboard.web.runs import Runs
+from freewheel.dashboard.web import pages, panels
+(view,) = Runs([sys.argv[1]], clock=time.monotonic).all()
+with view.reading():
+    pages.overview(view), panels.ledger(view), panels.prompt(view, 0)
+    view.timeline.look(), view.samples.look()
+print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=WAIT_S)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+# -- beside a run -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_has_a_page_from_before_its_first_line_until_its_end(tmp_path: Path):
+    folder = tmp_path / "run"
+    with beside(folder) as url:
+        assert get(url)[0] == 200
+        make_run(folder, steps=3)
+        child = page_of_process(os.getpid())
+        assert child.nice() >= 10
+        token = url.partition("token=")[2]
+        assert token not in " ".join(child.cmdline()) and token not in str(child.environ())
+        assert not any(token.encode() in path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    assert not child.is_running() and refuses(url)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process has loaded is read from /proc")
+def test_until_somebody_looks_the_page_is_a_sleeping_interpreter(tmp_path: Path):
+    with beside(tmp_path) as url:
+        child = page_of_process(os.getpid())
+        loaded = Path(f"/proc/{child.pid}/maps")
+        wait_until(lambda: "msgspec" in loaded.read_text() and child.status() == psutil.STATUS_SLEEPING)
+        assert "numpy" not in loaded.read_text()
+        assert get(url)[0] == 200
+        assert "numpy" in loaded.read_text()
+
+
+def test_two_runs_beside_each_other_have_pages_of_their_own(tmp_path: Path):
+    with beside(tmp_path / "a") as first, beside(tmp_path / "b") as second:
+        assert first != second
+        assert get(first.partition("?")[0] + "?" + second.partition("?")[2])[0] == 403
+
+
+OWNER = """
+import sys, time
+from freewheel.dashboard.web.beside import beside
+with beside(sys.argv[1]) as url:
+    print(url, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_the_page_ends_with_its_run_however_that_ends(tmp_path: Path, begin: Any, how: signal.Signals):
+    owner = begin("-c", OWNER, tmp_path)
+    url = owner.stdout.readline().strip()
+    assert get(url)[0] == 200
+    child = page_of_process(owner.pid)
+    os.kill(owner.pid, how)
+    owner.wait(WAIT_S)
+    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert refuses(url)
+
+
+def test_a_page_that_dies_costs_a_line_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with beside(tmp_path) as url:
+        child = page_of_process(os.getpid())
+        child.kill()
+        child.wait(WAIT_S)
+        assert refuses(url)
+    assert "ended by itself" in caplog.text and f"freewheel dashboard {tmp_path}" in caplog.text
+
+
+def test_a_port_that_is_taken_costs_a_run_its_page_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with listen("127.0.0.1", 0) as taken, beside(tmp_path, port=taken.getsockname()[1]) as url:
+        assert url == ""
+    assert "The run has no page" in caplog.text and "observe.dashboard_port" in caplog.text
+
+
+def test_the_address_is_said_and_stays_in_the_terminal(tmp_path: Path):
+    import io
+
+    from rich.console import Console
+
+    observe = SimpleNamespace(dashboard=True, dashboard_port=0)
+    config: Any = SimpleNamespace(run_dir=str(tmp_path), observe=observe)
+    file = io.StringIO()
+    shown = PlainView(file)
+    console = Console(file=io.StringIO(), width=200)
+    with page_of(config, shown):
+        assert shown.page in file.getvalue() and "Dashboard: http://127.0.0.1:" in file.getvalue()
+        console.print(panel(RunSnapshot(mode="sync", step=1, total_steps=2), page=shown.page))
+        assert shown.page in console.file.getvalue()
+    assert shown.page == "" and LiveView(console).page == ""
+    observe.dashboard = False
+    quiet = PlainView(io.StringIO())
+    with page_of(config, quiet):
+        assert quiet.page == ""

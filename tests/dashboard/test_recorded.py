@@ -1,0 +1,363 @@
+"""What the page knows of a run by its files: metrics, traces and samples, while they grow, break and go away."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freewheel.dashboard.web import pages, panels
+from freewheel.dashboard.web.recorded import Recorded
+from freewheel.dashboard.web.runs import Runs, RunView
+from freewheel.dashboard.web.samples import Samples
+from freewheel.dashboard.web.timeline import Timeline, merge
+from freewheel.judge.errors import ConfigError
+from freewheel.trainer.checkpoint import RunLock
+
+from .made_run import (
+    BEGAN_S,
+    GROUPS,
+    VERDICT,
+    Writer,
+    line,
+    make_run,
+    rows,
+    sample_row,
+    step_row,
+    sync_row,
+    trace_lines,
+    write_lines,
+)
+
+
+def recorded(folder: Path) -> Recorded:
+    found = Recorded(folder)
+    found.look()
+    return found
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> RunView:
+    make_run(tmp_path / "run", steps=40, total=100)
+    found = Runs([str(tmp_path / "run")], clock=lambda: 0.0).find("run")
+    assert found is not None
+    return found
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_kinds_of_rows_are_taken_up(tmp_path: Path):
+    found = recorded(make_run(tmp_path / "run", steps=40))
+    assert found.marks == (40, 9, 80, 8, 40, 2)
+    assert found.steps["step"].tolist() == list(range(1, 41))
+    assert found.steps["elapsed_s"][0] == pytest.approx(12)
+    assert found.last_pulse is not None and found.last_pulse.verdict == VERDICT
+    assert found.bad_lines == 0 and found.exists
+    assert "mine/of_a_hook" in found.metric_names() and "eval/correct" in found.metric_names("eval")
+
+
+def test_any_metric_can_be_read_later(tmp_path: Path):
+    found = recorded(make_run(tmp_path / "run", steps=40))
+    hook = found.read_metric("mine/of_a_hook")
+    assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 41)]
+
+
+def test_garbage_and_half_lines_are_passed_over_and_counted(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=3)
+    writer, found = Writer(folder, steps=3), recorded(folder)
+    writer.tear(b"\xff\xfe garbage\n[1, 2]\n{}\n\n" + b'{"kind": "step", "step": "four"}\n' + b'{"kind": "step", "st')
+    found.look()
+    assert found.steps.rows == 3 and found.bad_lines == 4
+    writer.tear(b'ep": 4, "time": 1790000020.0, "rollout/reward_mean": 0.5}\n')
+    found.look()
+    assert found.steps["step"].tolist() == [1, 2, 3, 4]
+    assert found.steps["rollout/reward_mean"][-1] == 0.5
+
+
+def test_a_row_in_another_order_of_keys_is_a_row(tmp_path: Path):
+    write_lines(tmp_path / "metrics.jsonl", [{"time": BEGAN_S, "step": 1, "kind": "step", "avg_sample_age": None}])
+    found = recorded(tmp_path)
+    assert found.steps.rows == 1 and np.isnan(found.steps["avg_sample_age"][0])
+
+
+def test_steps_that_are_trained_again_take_the_place_of_what_was_after_them(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=10)
+    found = recorded(folder)
+    generation = found.generation
+    Writer(folder, steps=10).add({**step_row(8, 10), "rollout/reward_mean": 0.111}, step_row(9, 10))
+    found.look()
+    assert found.steps["step"].tolist() == list(range(1, 10))
+    assert found.steps["rollout/reward_mean"][7] == 0.111
+    assert found.generation > generation
+
+
+def test_another_file_of_that_name_is_another_run(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=10)
+    found = recorded(folder)
+    generation = found.generation
+    (folder / "metrics.jsonl").unlink()
+    found.look()
+    assert found.steps.rows == 10 and not found.exists
+    write_lines(folder / "metrics.jsonl", rows(3))
+    found.look()
+    assert found.steps.rows == 3 and found.generation != generation
+
+
+# -- the first view, and its changes ----------------------------------------------------------------------------------
+
+
+def test_the_first_view_has_what_a_person_asks_about(view: RunView):
+    with view.reading():
+        found = pages.overview(view)
+    json.dumps(found, allow_nan=False)
+    assert found["now"]["verdict"] == VERDICT and found["now"]["learning"]["trend"] == "up"
+    assert (found["now"]["step"], found["now"]["total_steps"]) == (40, 100)
+    assert sum(found["ages"]["counts"]) > 0 and len(found["ages"]["counts"]) == 5
+    assert len(found["steps"]["rollout/reward_mean"]["x"]) == 40
+    assert set(found["now"]["waits"]) == {"trainer", "rollouter-0"}
+    assert found["now"]["warnings"][0]["message"] == "slow judge" and len(found["now"]["warnings"]) == 1
+    assert found["state"] == "ended"
+
+
+def test_changes_since_a_cursor_are_exactly_what_came(view: RunView):
+    with view.reading():
+        told = pages.cursor(view)
+        assert pages.changes(view, told)["steps"] == {}
+    Writer(view.folder, steps=40).go_on(3)
+    with view.reading():
+        found = pages.changes(view, told)
+        assert found is not None
+        assert found["steps"]["step"] == [41, 42, 43] and found["syncs"] == 3 and found["events"] == []
+        again = pages.changes(view, found["cursor"])
+        assert again is not None and again["steps"] == {}
+
+
+@pytest.mark.parametrize("told", ["", "x", "0.0.0", "9.1.1.1.1.1.1", "0.999.0.0.0.0.0", "-1.0.0.0.0.0.0"])
+def test_a_cursor_that_means_nothing_here_begins_anew(view: RunView, told: str):
+    with view.reading():
+        assert pages.changes(view, told) is None
+
+
+def test_who_missed_too_much_begins_anew(view: RunView):
+    with view.reading():
+        told = pages.cursor(view)
+    write_lines(view.folder / "metrics.jsonl", (sync_row(one) for one in range(pages.MOST_CHANGES + 1)), "ab")
+    with view.reading():
+        assert pages.changes(view, told) is None
+
+
+def test_a_part_of_a_curve_is_sent_in_more_detail(view: RunView):
+    write_lines(view.folder / "metrics.jsonl", (step_row(one, 9_000) for one in range(41, 9_000)), "ab")
+    with view.reading():
+        whole = pages.series(view, "actor/loss", "step", None, None)
+        part = pages.series(view, "actor/loss", "step", 4_000, 4_500)
+        assert whole is not None and part is not None
+        assert len(whole["x"]) <= 1_500 and part["x"] == list(range(3_999, 4_502))
+        assert pages.series(view, "no/such", "step", None, None) is None
+
+
+def test_a_run_of_which_nothing_is_recorded_yet_can_be_looked_at(tmp_path: Path):
+    view = RunView("x", tmp_path / "none", clock=lambda: 0.0)
+    with view.reading():
+        found = pages.overview(view)
+        json.dumps([found, panels.judge(view), panels.weights(view), panels.ledger(view)], allow_nan=False)
+    assert found["state"] == "waiting" and found["now"]["learning"]["trend"] == "unknown"
+
+
+def test_a_run_without_pulses_shows_what_its_statistics_have(tmp_path: Path):
+    write_lines(tmp_path / "metrics.jsonl", rows(20, pulses=False))
+    view = RunView("x", tmp_path, clock=lambda: 0.0)
+    with view.reading():
+        found = pages.overview(view)
+    assert found["now"]["queue_size"] == 9 and found["now"]["tokens_per_s"] == pytest.approx(600, rel=0.1)
+    assert len(found["pulses"]["tokens_per_s"]["x"]) == 3
+
+
+def test_a_run_is_live_while_somebody_holds_it(view: RunView):
+    assert view.state == "ended"
+    lock = RunLock(view.folder)
+    lock.acquire()
+    try:
+        held = RunView("y", view.folder, clock=lambda: 0.0)
+        assert held.state == "live"
+    finally:
+        lock.release()
+    (view.folder / "final").mkdir()
+    assert RunView("z", view.folder, clock=lambda: 0.0).state == "finished"
+
+
+# -- the other views --------------------------------------------------------------------------------------------------
+
+
+def test_the_judges_numbers_add_up(view: RunView):
+    with view.reading():
+        found = panels.judge(view)
+    judge = found["judge"]
+    assert judge["limit"] > 0 and judge["throttled"] > 0 and judge["faults"]["overloaded"] > 0
+    assert judge["saved_share"] == pytest.approx(1 / 4, abs=0.02)
+    assert found["rewards"]["scored"] > 0 and "judge" not in found["rewards"]
+    assert set(found["curves"]) >= {"limit", "in_flight", "scored_per_s", "throttled_per_s"}
+
+
+def test_syncs_are_told_the_newest_first(view: RunView):
+    with view.reading():
+        found = panels.weights(view)
+    assert [one["version"] for one in found["syncs"]][:2] == [40, 39]
+    assert found["syncs"][40 - 17]["engines"]["rollouter-0"]["attempts"] == 2
+
+
+def test_compared_runs_are_told_apart_by_what_differs(tmp_path: Path):
+    names = [str(make_run(tmp_path / f"run-{seed}", steps=20, seed=seed)) for seed in (0, 1)]
+    runs = Runs(names, clock=lambda: 0.0)
+    found = panels.compare(runs.all(), "eval/reward", "eval")
+    assert [len(run["curve"]["x"]) for run in found["runs"]] == [5, 5]
+    assert found["differing"] == [{"key": "seed", "values": ["0", "1"]}]
+    assert "step actor/loss" in found["metrics"]
+
+
+# -- traces -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_timeline_has_lanes_by_part_and_lives_by_group(tmp_path: Path):
+    make_run(tmp_path, steps=6)
+    timeline = Timeline(tmp_path)
+    timeline.look()
+    found = timeline.window()
+    assert [(lane["part"], lane["name"]) for lane in found["lanes"]][:3] == [
+        ("trainer", "pack"), ("trainer", "train"), ("trainer", "wait_batch"),
+    ]  # fmt: skip
+    assert found["groups_in_window"] == 6 * GROUPS
+    names = [bar.name for bar in found["groups"][0]["bars"]]
+    assert names.count("response") == 4 and names[-1] == "ready"
+    assert found["groups"][0]["bars"][0].about.tokens == 60
+    busy = {(lane["part"], lane["name"]): lane["busy_s"] for lane in found["lanes"]}
+    assert busy["trainer", "train"] == pytest.approx(6 * 0.7, abs=1e-3)
+
+
+def test_a_window_has_what_happened_in_it(tmp_path: Path):
+    make_run(tmp_path, steps=40)
+    timeline = Timeline(tmp_path)
+    timeline.look()
+    found = timeline.window(10, 12)
+    assert (found["from_s"], found["to_s"]) == (10, 12)
+    assert all(bar.end_s >= 10 and bar.start_s <= 12 for lane in found["lanes"] for bar in lane["bars"])
+    assert 0 < found["groups_in_window"] < 40
+    assert timeline.window(1e9, 2e9)["groups_in_window"] == 0
+
+
+def test_spans_closer_than_a_pixel_are_one_bar_that_says_so():
+    bars = np.array([[0.0, 0.1], [0.1001, 0.2], [5.0, 5.5]])
+    found = merge("train", bars, 0.01)
+    assert [(bar.start_s, bar.end_s, bar.count) for bar in found] == [(0.0, 0.2, 2), (5.0, 5.5, 1)]
+    assert merge("train", np.zeros((0, 2)), 0.01) == []
+
+
+def test_a_trace_that_is_rotated_and_broken_is_followed(tmp_path: Path):
+    trainer, _ = trace_lines(2)
+    file = write_lines(tmp_path / "trace/trainer-1.jsonl", trainer)
+    timeline = Timeline(tmp_path)
+    assert timeline.window()["recorded"] is False
+    timeline.look()
+    before = timeline.window()["length_s"]
+    file.rename(tmp_path / "trace/trainer-1.1.jsonl")
+    later, _ = trace_lines(2, first=10)
+    file.write_bytes(b"garbage\n" + b"".join(map(line, later)) + b'{"ph":"X","na')
+    timeline.look()
+    found = timeline.window()
+    assert found["length_s"] > before
+    assert sum(bar.count for lane in found["lanes"] if lane["name"] == "train" for bar in lane["bars"]) == 4
+
+
+def test_other_events_and_tracks_of_their_own_are_told_apart(tmp_path: Path):
+    same: dict[str, Any] = {"ph": "X", "cat": "span", "name": "load", "pid": "sync", "ts": 1e15, "dur": 5, "args": {}}
+    write_lines(
+        tmp_path / "trace/sync-1.jsonl",
+        [
+            {**same, "tid": "rollouter-0"}, {**same, "tid": "rollouter-1"}, {**same, "tid": "main", "name": "sync"},
+            {"ph": "C", "name": "groups", "pid": "main", "ts": 1, "args": {"queue_size": 1}},
+            {"ph": "i", "name": "text", "pid": "main", "ts": 1},
+        ],
+    )  # fmt: skip
+    timeline = Timeline(tmp_path)
+    timeline.look()
+    assert {lane["name"] for lane in timeline.window()["lanes"]} == {"load rollouter-0", "load rollouter-1", "sync"}
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_listed_newest_first_and_found(tmp_path: Path):
+    make_run(tmp_path, steps=1)
+    samples = Samples(tmp_path)
+    assert samples.page()["total"] == 0
+    samples.look()
+    page = samples.page()
+    assert page["total"] == 60 and [card.ordinal for card in page["cards"]][:2] == [59, 58] and len(page["cards"]) == 40
+    assert [card.ordinal for card in samples.page(before=page["cards"][-1].time)["cards"]] == list(range(19, -1, -1))
+    assert [card.ordinal for card in samples.page(find="#7")["cards"]] == [7]
+    assert {card.ordinal % 5 for card in samples.page(only="failed")["cards"]} == {0}
+    assert samples.page(find="APPLES")["found"] == 60 and samples.page(find="pears")["found"] == 0
+
+
+def test_a_sample_is_read_in_full_by_its_place_in_the_file(tmp_path: Path):
+    rows_ = [sample_row(0), sample_row(1, text="ünï\ncode"), sample_row(2)]
+    path = tmp_path / "samples/rollouter-0-1.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(line(rows_[0]) + b"garbage\n" + line(rows_[1]) + line(rows_[2])[:-5])
+    samples = Samples(tmp_path)
+    samples.look()
+    newest = samples.page()["cards"][0]
+    assert samples.read(newest.key) == rows_[1]
+    path.rename(tmp_path / "samples/rollouter-0-1.0.jsonl")
+    samples.look()
+    assert samples.read(newest.key) == rows_[1]
+    (tmp_path / "samples/rollouter-0-1.0.jsonl").unlink()
+    assert samples.read(newest.key) is None
+    samples.look()
+    assert samples.page()["total"] == 0 and samples.read("1") is None and samples.read("../x") is None
+
+
+# -- which runs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_runs_gives_its_runs_the_newest_first_and_finds_those_that_come(tmp_path: Path):
+    for name in ("a-1", "a-2"):
+        make_run(tmp_path / name, steps=1)
+    (tmp_path / "no-run").mkdir()
+    runs = Runs([str(tmp_path)], clock=lambda: 0.0)
+    assert [view.id for view in runs.all()] == ["a-2", "a-1"]
+    make_run(tmp_path / "a-3", steps=1)
+    assert runs.find("a-3") is not None
+    assert runs.find("../etc") is None
+
+
+def test_runs_of_one_name_have_ids_of_their_own(tmp_path: Path):
+    names = [str(make_run(tmp_path / parent / "same run", steps=1)) for parent in ("a", "b")]
+    assert [view.id for view in Runs(names, clock=lambda: 0.0).all()] == ["same_run", "same_run-2"]
+
+
+def test_what_is_no_run_is_refused_with_a_remedy(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        Runs([str(tmp_path / "none")], clock=lambda: 0.0)
+    with pytest.raises(ConfigError, match="no run is in it"):
+        Runs([str(tmp_path)], clock=lambda: 0.0)
+
+
+def test_a_run_that_is_removed_stays_as_it_was_read(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=5)
+    runs = Runs([str(folder)], clock=lambda: 0.0)
+    (view,) = runs.all()
+    with view.reading():
+        pass
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+    (view,) = runs.all()
+    with view.reading():
+        found = pages.overview(view)
+        assert panels.ledger(view)["report"] is None and panels.prompt(view, 3)["life"] is None
+    assert found["state"] == "removed" and found["now"]["step"] == 5

@@ -1,0 +1,130 @@
+"""Samples: as text, cut where the version changes, a few a second, and never a reason to lose a group."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.observe import samples
+from freewheel.observe.samples import Samples, attach_samples, detach_samples, read_samples, segments
+
+
+@pytest.fixture(autouse=True)
+def detached():
+    yield
+    detach_samples()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# -- segments ---------------------------------------------------------------------------------------------------------
+
+
+def by_bytes(tokens) -> str:
+    """As tokenizers of bytes decode: half a character is a replacement character."""
+    return bytes(tokens).decode(errors="replace")
+
+
+def by_words(tokens) -> str:
+    """As tokenizers of words do: the space is between two, and belongs to neither."""
+    return " ".join(f"w{token}" for token in tokens)
+
+
+def test_a_text_is_cut_where_the_version_changes():
+    assert segments(by_words, [1, 2, 3, 4], [5, 5, 6, -1]) == [(5, "w1 w2"), (6, " w3"), (-1, " w4")]
+    assert segments(by_words, [1, 2], [5, 5]) == [(5, "w1 w2")]
+
+
+def test_a_character_belongs_to_the_version_that_completed_it():
+    tokens = list("aü€".encode())  # 1, 2 and 3 bytes
+    assert segments(by_bytes, tokens, [1, 1, 2, 2, 2, 3]) == [(1, "a"), (2, "ü"), (3, "€")]
+
+
+def test_a_version_that_completed_nothing_has_no_text():
+    tokens = list("€".encode())
+    assert segments(by_bytes, tokens, [1, 2, 3]) == [(1, ""), (2, ""), (3, "€")]
+
+
+def test_a_replacement_character_that_was_really_said_is_kept():
+    tokens = [0xFF, *b"ok"]
+    assert "".join(text for _, text in segments(by_bytes, tokens, [1, 2, 2])) == "\ufffdok"
+
+
+def cleans_up(tokens) -> str:
+    """What comes later changes what was said before, as where a tokenizer tidies spaces."""
+    return by_bytes(tokens).replace(" .", ".")
+
+
+@pytest.mark.parametrize("decode", [by_bytes, by_words, cleans_up])
+@given(st.lists(st.tuples(st.sampled_from([*b"ab .", *"ü€😀".encode(), 0xFF]), st.integers(-1, 3)), min_size=1))
+def test_the_pieces_joined_are_the_text_and_versions_keep_their_order(decode, given_tokens):
+    tokens, versions = zip(*given_tokens, strict=True)
+    found = segments(decode, tokens, versions)
+    assert "".join(text for _, text in found) == decode(tokens)
+    kept = [version for version, _ in found]
+    assert all(one != other for one, other in itertools.pairwise(kept))
+    assert kept == [version for place, version in enumerate(versions) if place == 0 or versions[place - 1] != version]
+
+
+# -- keeping ----------------------------------------------------------------------------------------------------------
+
+
+def test_so_many_a_second_are_kept_and_the_others_are_not_even_made(tmp_path):
+    clock = Clock()
+    kept = Samples(tmp_path, "rollouter-0", per_s=2.0, most_bytes=10**9, clock=clock)
+    made = []
+
+    def sample(number):
+        made.append(number)
+        return {"number": number, "value": math.nan}
+
+    for number in range(40):
+        kept.offer(lambda number=number: sample(number))
+        clock.now += 0.125
+    kept.lines.close()
+    assert made == list(range(0, 40, 4))
+    assert list(read_samples(tmp_path)) == [{"number": number, "value": None} for number in made]
+
+
+def test_one_that_cannot_be_made_is_said_once_and_costs_itself(tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="freewheel")
+    clock = Clock()
+    kept = Samples(tmp_path, "rollouter-0", per_s=1.0, most_bytes=10**9, clock=clock)
+    for _ in range(3):
+        kept.offer(lambda: 1 / 0)  # type: ignore[arg-type,return-value]
+        clock.now += 1.0
+    kept.offer(lambda: {"ordinal": 1})
+    kept.lines.close()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["Samples are not recorded: ZeroDivisionError: division by zero. Training goes on"]
+    assert list(read_samples(tmp_path)) == [{"ordinal": 1}]
+
+
+@pytest.mark.parametrize(("per_s", "most_bytes"), [(0.0, 1000), (1.0, 0)])
+def test_none_are_kept_where_none_are_wanted(tmp_path, per_s, most_bytes):
+    samples.offer(lambda: {"ordinal": 1})
+    attach_samples(tmp_path, "rollouter-0", per_s=per_s, most_bytes=most_bytes)
+    samples.offer(lambda: {"ordinal": 1})
+    detach_samples()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_row_of_any_kind_can_be_kept(tmp_path):
+    attach_samples(tmp_path, "rollouter-0", per_s=1.0, most_bytes=10**9)
+    samples.offer(lambda: {"row": {"thing": object, "text": "\ud800", "odd": {1: {2}}}})
+    detach_samples()
+    (path,) = (tmp_path / "samples").iterdir()
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["row"]["odd"] == {"1": [2]}

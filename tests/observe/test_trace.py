@@ -1,0 +1,285 @@
+"""The trace: what is told of, as events that viewers take, and put together into one."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from freewheel.observe import trace
+from freewheel.observe.spans import Spans
+from freewheel.observe.trace import EVENTS, Tracer, attach_trace, detach_trace
+from freewheel.observe.trace_files import components, merged, read_trace
+
+ROOT = Path(__file__).parent.parent.parent
+WAIT_S = 60.0
+WALL_S, CLOCK_S = 1_795_300_000.0, 50.0
+"""What the two clocks show when a trace begins."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = CLOCK_S
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def detached():
+    yield
+    detach_trace()
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def tracer(tmp_path, clock):
+    """`tracer(component, every)`: with clocks of this test's own."""
+    made = []
+
+    def make(component="trainer", every=1):
+        made.append(Tracer(tmp_path, component, every=every, most_bytes=10**9, clock=clock, wall_clock=lambda: WALL_S))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.lines.close()
+
+
+def events(tmp_path, *tracers):
+    for one in tracers:
+        one.lines.flush()
+    return list(read_trace(tmp_path))
+
+
+def us(clock_s: float) -> int:
+    return round((WALL_S + clock_s - CLOCK_S) * 1e6)
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_a_span_is_one_event_in_microseconds_of_the_wall_clock(tmp_path, tracer):
+    one = tracer()
+    one.span("train", 51.0, 51.25, {"step": 3})
+    assert events(tmp_path, one) == [
+        {"ph": "X", "cat": "span", "name": "train", "pid": "trainer", "tid": "main"}
+        | {"ts": us(51.0), "dur": 250_000, "args": {"step": 3}}
+    ]
+
+
+def test_a_phase_is_a_pair_that_ends_now(tmp_path, tracer, clock):
+    one = tracer("rollouter-0")
+    clock.now = 60.5
+    one.phase("score", 17, 60.0, {"index": 2, "status": "scored"})
+    same = {"cat": "group", "id": 17, "name": "score", "pid": "rollouter-0", "tid": "groups"}
+    assert events(tmp_path, one) == [
+        {"ph": "b", **same, "ts": us(60.0), "args": {"index": 2, "status": "scored"}},
+        {"ph": "e", **same, "ts": us(60.5)},
+    ]
+
+
+@pytest.mark.parametrize(("every", "traced"), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (0, [])])
+def test_every_so_many_groups_are_traced(tmp_path, tracer, every, traced):
+    one = tracer(every=every)
+    for ordinal in range(5):
+        one.phase("store", ordinal, 50.0, {})
+    one.span("train", 50.0, 51.0, {})
+    found = events(tmp_path, one)
+    assert [event["id"] for event in found if event["ph"] == "b"] == traced
+    assert [event["name"] for event in found if event["ph"] == "X"] == ["train"]
+
+
+def test_odd_names_and_texts_are_json_all_the_same(tmp_path, tracer):
+    one = tracer('a "b"\\')
+    one.instant('rollouter-0 died:\n"\ud800"')
+    one.counter("groups", {"queue_size": 3, "in_progress": float("nan")})
+    one.span("load", 50.0, 51.0, {"version": 1}, track='r "0"')
+    said, counted, span = events(tmp_path, one)
+    assert (said["ph"], said["s"], said["pid"]) == ("i", "g", 'a "b"\\')
+    assert said["name"].startswith('rollouter-0 died:\n"')
+    assert (counted["ph"], counted["args"]) == ("C", {"queue_size": 3, "in_progress": None})
+    assert span["tid"] == 'r "0"'
+
+
+async def test_spans_of_a_component_become_events_and_tasks_that_wait_at_once_one(tmp_path, clock):
+    attach_trace(tmp_path, "trainer", every=1, most_bytes=10**9)
+    spans = Spans(on_close=trace.span)
+
+    async def waits():
+        with spans("wait_batch"):
+            await asyncio.sleep(0)
+
+    await asyncio.gather(waits(), waits(), waits())
+    with spans("train", step=4):
+        pass
+    detach_trace()
+    found = list(read_trace(tmp_path))
+    assert [(event["name"], event["args"]) for event in found] == [("wait_batch", {}), ("train", {"step": 4})]
+
+
+def test_without_attaching_nothing_happens_and_nothing_is_made(tmp_path):
+    trace.span("train", 0.0, 1.0, {})
+    trace.phase("train", 1, 0.0, step=1)
+    trace.instant("hello")
+    trace.counter("groups", queue_size=1)
+    attach_trace(tmp_path, "main", every=1, most_bytes=0)
+    trace.instant("hello")
+    detach_trace()
+    detach_trace()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_traces_one_run_at_a_time(tmp_path):
+    for name in ("a", "b"):
+        attach_trace(tmp_path / name, "main", every=1, most_bytes=10**9)
+        trace.instant(name)
+    detach_trace()
+    assert [[event["name"] for event in read_trace(tmp_path / name)] for name in ("a", "b")] == [["a"], ["b"]]
+
+
+# -- put together -----------------------------------------------------------------------------------------------------
+
+
+def test_names_become_numbers_that_are_explained(tmp_path, tracer):
+    parts = [tracer(name) for name in ("rollouter-10", "rollouter-2", "trainer", "sync", "main")]
+    for one in parts:
+        one.span("x", 50.0, 51.0, {})
+        one.lines.flush()
+    assert components(tmp_path) == ["main", "trainer", "sync", "rollouter-2", "rollouter-10"]
+    found = list(merged(tmp_path))
+    named = {event["pid"]: event["args"]["name"] for event in found if event["name"] == "process_name"}
+    assert list(named.values()) == components(tmp_path)
+    assert all(isinstance(event["pid"], int) and isinstance(event["tid"], int) for event in found)
+    assert {named[event["pid"]] for event in found if event["ph"] == "X"} == set(components(tmp_path))
+
+
+def test_what_goes_on_beside_the_rest_has_a_track_of_its_own(tmp_path, tracer):
+    one = tracer()
+    one.span("train", 50.0, 52.0, {})
+    one.span("save", 51.0, 53.0, {})
+    one.span("train", 52.0, 54.0, {})
+    one.lines.flush()
+    found = list(merged(tmp_path))
+    tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    shown = [(event["name"], tracks[event["pid"], event["tid"]]) for event in found if event["ph"] == "X"]
+    assert shown == [("train", "main"), ("save", "save"), ("train", "main")]
+
+
+def test_phases_that_overlap_within_a_group_can_be_told_apart(tmp_path, tracer, clock):
+    one = tracer("rollouter-0")
+    for index, until_s in ((0, 55.0), (1, 53.0)):
+        clock.now = until_s
+        one.phase("response", 7, 51.0, {"index": index, "tokens": 9})
+    one.phase("generate", 7, 51.0, {"attempt": 0, "responses": 2, "tokens": 18})
+    one.lines.flush()
+    pairs = [event for event in merged(tmp_path) if event["ph"] in "be"]
+    ids = [event["id2"]["local"] for event in pairs]
+    assert ids == [*["7/response/0"] * 2, *["7/response/1"] * 2, *["7/generate"] * 2]
+    assert [event["args"]["ordinal"] for event in pairs[::2]] == [7, 7, 7]
+
+
+GOOD = '{"ph":"X","cat":"span","name":"train","pid":"trainer","tid":"main","ts":1,"dur":1,"args":{}}'
+BEGIN = '{"ph":"b","cat":"group","id":%d,"name":"store","pid":"trainer","tid":"groups","ts":%d,"args":{}}'
+END = '{"ph":"e","cat":"group","id":%d,"name":"store","pid":"trainer","tid":"groups","ts":%d}'
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [BEGIN % (1, 5)],
+        [END % (1, 5)],
+        [BEGIN % (1, 5), BEGIN % (2, 5), END % (1, 6)],
+        [BEGIN % (1, 5), END % (1, 4)],
+        ["null", "[]", '"X"', "{}", '{"ph":"X"}', '{"ph":["X"]}'],
+        [GOOD.replace('"ts":1', '"ts":"now"'), GOOD.replace('"pid":"trainer"', '"pid":7')],
+        [GOOD.replace('"args":{}', '"args":[]'), GOOD.replace('"dur":1', '"dur":null'), GOOD[:-9]],
+        [GOOD.replace('"trainer"', '"somebody else"')],
+    ],
+)
+def test_halves_of_pairs_and_what_is_no_event_are_passed_over(tmp_path, lines):
+    (tmp_path / "trace").mkdir()
+    text = "\n".join([*lines, GOOD, BEGIN % (9, 7), END % (9, 8)]) + "\n"
+    (tmp_path / "trace" / "trainer-1.jsonl").write_text(text)
+    found = [(event["ph"], event.get("id2")) for event in merged(tmp_path) if event["ph"] != "M"]
+    assert found == [("X", None), ("b", {"local": "9/store"}), ("e", {"local": "9/store"})]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+COMMAND = """
+import sys
+sys.argv[0] = "freewheel"
+from freewheel.cli import app
+try:
+    app(prog_name="freewheel")
+finally:
+    heavy = {"torch", "ray"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+def freewheel(*arguments, cwd):
+    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=cwd)
+
+
+@pytest.fixture
+def run_dir(tmp_path, tracer):
+    (tmp_path / "config.yaml").write_text("{}\n")
+    one = tracer()
+    one.span("train", 50.0, 51.0, {"step": 1})
+    one.lines.flush()
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_the_command_writes_what_viewers_open(run_dir, tmp_path, name):
+    output = tmp_path / name
+    done = freewheel("trace", run_dir, *(["--output", output] if name.endswith("gz") else []), cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.match(rf"\S*{re.escape(name)}: 4 events. Open it at https://ui.perfetto.dev", done.stdout)
+    data = output.read_bytes()
+    found = json.loads(gzip.decompress(data) if name.endswith("gz") else data)
+    assert [event["ph"] for event in found["traceEvents"]] == ["M", "M", "M", "X"]
+    assert output.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_says_what_is_missing(run_dir, tmp_path):
+    elsewhere = tmp_path / "untraced"
+    elsewhere.mkdir()
+    (elsewhere / "config.yaml").write_text("{}\n")
+    for arguments, said in (
+        ([elsewhere], "nothing was traced in it: train with observe.trace_mb above 0"),
+        ([tmp_path / "nowhere"], "there is no such folder"),
+        ([run_dir, "--output", tmp_path], "it cannot be written (Is a directory)"),
+        ([run_dir, "--output", tmp_path / "no" / "where"], "it cannot be written (No such file or directory)"),
+    ):
+        done = freewheel("trace", *arguments, cwd=tmp_path)
+        assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_exactly_these_events():
+    text = (ROOT / "docs/traces.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (span|group|counter) \| (\w+) \| ([^|]*) \| ([^|]*) \|$", text, re.M)
+    assert [
+        (name, category, where, tuple(re.findall(r"\w+", args)), what) for name, category, where, args, what in rows
+    ] == [(event.name, event.category, event.component, event.args, event.what) for event in EVENTS]
+
+
+def test_an_event_has_one_meaning():
+    assert len({(event.category, event.name) for event in EVENTS}) == len(EVENTS)

@@ -1,0 +1,105 @@
+"""Small scenes to simulate, and strategies that draw them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from freewheel.plan.draws import Constant, Lognormal, Measured, Uniform
+from freewheel.plan.scene import Beside, Generation, HandOver, Scene, Scores, Training, Weights
+from freewheel.queue.staleness import Bounds
+
+INSTANT = HandOver(linger_s=0.0, interval_s=0.0)
+"""Messages that cost nothing."""
+
+
+def bounds(
+    mode: str = "fully_async", *, groups: int = 8, steps: int = 12, threshold: int = 3, extra: int = 2, every: int = 1
+) -> Bounds:
+    """As `TrainConfig.bounds` has them."""
+    ahead = {"sync": 0, "one_step_off": 1}.get(mode, threshold)
+    return Bounds(
+        groups_per_step=groups,
+        steps_per_version=every,
+        threshold=ahead,
+        window=extra * groups * every + 1 if mode == "fully_async" else 1,
+        max_alive=10**6,
+        max_lag_allowed=ahead + extra,
+        drain=mode != "fully_async",
+        total_groups=groups * steps,
+    )
+
+
+def scene(mode: str = "fully_async", **changes: Any) -> Scene:
+    """Generation and training about as fast as each other: 4 tokens a step in 16 slots, a step of 0.5 s."""
+    shape = {name: changes.pop(name) for name in ("groups", "steps", "threshold", "extra", "every") if name in changes}
+    given: dict[str, Any] = {
+        "bounds": bounds(mode, **shape),
+        "n": 4,
+        "lengths": Constant(10),
+        "generation": Generation(slots=16, step_s=0.02),
+        "training": Training(base_s=0.4),
+        "hand_over": INSTANT,
+    }
+    return Scene(**{**given, **changes})
+
+
+lengths = st.one_of(
+    st.integers(1, 50).map(lambda tokens: Constant(float(tokens))),
+    st.tuples(st.floats(1, 20), st.floats(0, 40)).map(lambda pair: Uniform(pair[0], pair[0] + pair[1])),
+    st.tuples(st.floats(2, 40), st.floats(0.1, 1.5)).map(lambda pair: Lognormal(pair[0], pair[1], 200.0)),
+    st.lists(st.integers(1, 100), min_size=1, max_size=8).map(lambda values: Measured.of([float(v) for v in values])),
+)
+seconds = st.floats(0, 2)
+scores = st.one_of(
+    st.just(Scores()),
+    seconds.map(lambda s: Scores(latency_s=Uniform(0.5 * s, 1.5 * s))),
+    st.tuples(st.floats(0.05, 1), st.integers(2, 40)).map(
+        lambda pair: Scores(latency_s=Constant(pair[0]), knee=pair[1], refuse_above=2 * pair[1])
+    ),
+    st.tuples(st.floats(0.05, 1), st.floats(5, 60)).map(
+        lambda pair: Scores(latency_s=Constant(pair[0]), rate_per_s=pair[1])
+    ),
+)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Anything that could be a run, small."""
+    groups, threshold, extra = draw(st.integers(1, 12)), draw(st.integers(0, 4)), draw(st.integers(0, 3))
+    return scene(
+        draw(st.sampled_from(["sync", "one_step_off", "fully_async"])),
+        groups=groups,
+        steps=draw(st.integers(3, 10)),
+        threshold=threshold,
+        extra=extra,
+        every=draw(st.integers(1, 3)),
+        n=draw(st.integers(1, 6)),
+        lengths=draw(lengths),
+        generation=Generation(
+            replicas=draw(st.integers(1, 4)),
+            slots=draw(st.integers(1, 24)),
+            step_s=draw(st.floats(0.001, 0.1)),
+            per_sequence_s=draw(st.floats(0, 0.01)),
+            prefill_s=draw(st.floats(0, 0.05)),
+            refill=draw(st.integers(1, 4)),
+        ),
+        scores=draw(scores),
+        training=Training(
+            base_s=draw(st.floats(0.01, 2)),
+            per_token_s=draw(st.floats(0, 0.001)),
+            varies=Uniform(0.8, 1.2),
+            pack_s=draw(st.floats(0, 0.2)),
+        ),
+        weights=Weights(transfer_s=draw(st.floats(0, 0.3)), pause_s=draw(st.floats(0, 0.3))),
+        hand_over=HandOver(
+            admit_s=draw(st.floats(0, 0.05)),
+            put_s=draw(st.floats(0, 0.05)),
+            take_s=draw(st.floats(0, 0.05)),
+            commit_s=draw(st.floats(0, 0.05)),
+            linger_s=draw(st.floats(0, 0.1)),
+            interval_s=draw(st.sampled_from([0.0, 0.1])),
+        ),
+        beside=Beside(generation=draw(st.floats(1, 2)), training=draw(st.floats(1, 2))),
+    )

@@ -1,0 +1,95 @@
+"""`freewheel plan` as it is typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from freewheel.cli import app
+from freewheel.runtime.compose import to_yaml
+from freewheel.runtime.typed import to_config
+
+from .test_measured import made_run
+
+SMALL = ["--model", "1.5b", "--accelerators", "4", "--groups-per-step", "32", "--scale-to", "0"]
+
+
+def plan(*flags):
+    return CliRunner().invoke(app, ["plan", *flags])
+
+
+@pytest.fixture
+def run(tmp_path):
+    values = to_config({}).to_dict()
+    values["trainer"]["groups_per_step"] = 8
+    values["rollout"]["n"] = 4
+    (tmp_path / "config.yaml").write_text(to_yaml(to_config(values)))
+    return made_run(tmp_path)
+
+
+def test_a_model_and_a_table_give_the_best_split():
+    found = plan(*SMALL, "--price", "3")
+    assert found.exit_code == 0, found.output
+    assert "1.5b on 4 x h200" in found.output and "Best: " in found.output and "cost/1M" in found.output
+    assert "extrapolated" in found.output
+
+
+def test_json_is_one_object_and_the_same_seed_gives_the_same(tmp_path):
+    first, second = plan(*SMALL, "--json", "--seed", "3"), plan(*SMALL, "--json", "--seed", "3")
+    assert first.stdout == second.stdout
+    found = json.loads(first.stdout)
+    assert len(found["splits"]) == 3 and found["best"] in found["splits"] and found["scaling"] == []
+
+
+def test_a_run_is_planned_from_what_it_measured(run):
+    found = plan(str(run), "--scale-to", "0")
+    assert found.exit_code == 0, found.output
+    assert "measured over 8 steps (1 to train, 2 to generate)" in found.output.replace("\n", " ")
+    lines = found.output.splitlines()
+    assert any(line.endswith("  measured") for line in lines) and any(line.endswith("extrapolated") for line in lines)
+    assert plan(str(run), "--mode", "sync", "--scale-to", "0").exit_code == 0
+
+
+def test_a_judge_can_be_tried_on_a_run(run):
+    found = plan(str(run), "--judge-rate", "2", "--scale-to", "0", "--json")
+    assert found.exit_code == 0, found.output
+    assert all(one["samples_per_s"] < 3 for one in json.loads(found.stdout)["splits"])
+
+
+def test_a_picture_is_drawn(tmp_path):
+    drawn = tmp_path / "plan.svg"
+    assert plan(*SMALL[:-2], "--scale-to", "8", "--plot", str(drawn)).exit_code == 0
+    assert drawn.read_text().startswith("<svg")
+    refused = plan(*SMALL, "--plot", str(tmp_path / "no" / "plan.svg"))
+    assert refused.exit_code == 2 and "--plot" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "give a run's folder, or in its place a model"),
+        (["--model", "7b"], "--accelerators = None: give how many"),
+        (["--model", "9b", "--accelerators", "8"], "--model = '9b'"),
+        (["--model", "72b", "--accelerators", "4"], "it takes"),
+        (["--model", "7b", "--accelerators", "8", "--mode", "fast"], "mode"),
+        (["/nowhere"], "RUN = '/nowhere': there is no such folder"),
+    ],
+)
+def test_what_cannot_work_is_said_in_a_line(flags, said):
+    found = plan(*flags)
+    assert found.exit_code == 2 and said in found.output.replace("\n", " "), found.output
+    assert "Traceback" not in found.output
+
+
+def test_neither_torch_nor_ray_is_imported():
+    code = (
+        "import sys\n"
+        "import freewheel.plan.planning, freewheel.plan.report, freewheel.plan.picture, freewheel.plan.watching\n"
+        "sys.exit(' '.join(name for name in ('torch', 'ray', 'transformers') if name in sys.modules) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,57 @@
+"""A slice of a large run behaves as the whole does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from freewheel.plan import slicing
+from freewheel.plan.draws import Constant, Lognormal
+from freewheel.plan.scene import Generation, Scores, Training, Weights
+from freewheel.plan.simulation import simulate
+from freewheel.plan.slicing import simulate_slice, sliced
+
+from .scenes import scene
+
+LARGE = scene(
+    groups=240,
+    steps=20,
+    lengths=Lognormal(20, 0.6, 80),
+    generation=Generation(replicas=12, slots=32, step_s=0.01, prefill_s=0.002),
+    training=Training(per_token_s=0.45 / (240 * 4 * 20)),
+    weights=Weights(pause_s=0.05),
+)
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch):
+    monkeypatch.setattr(slicing, "MOST_GROUPS", 80)
+    monkeypatch.setattr(slicing, "LEAST_REPLICAS", 4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"training": replace(LARGE.training, per_token_s=LARGE.training.per_token_s * 2)},
+        {"scores": Scores(latency_s=Constant(0.3))},
+        {"scores": Scores(latency_s=Constant(0.3), rate_per_s=900.0)},
+    ],
+    ids=["generation", "training", "latency", "rate"],
+)
+def test_a_slice_gives_what_the_whole_gives(changes):
+    whole = replace(LARGE, **changes)
+    one, parts = sliced(whole)
+    assert parts == pytest.approx(3.0) and one.generation.replicas == 4 and one.bounds.groups_per_step == 80
+    expected, found = simulate(whole), simulate_slice(whole)
+    assert found.samples_per_s == pytest.approx(expected.samples_per_s, rel=0.05)
+    assert found.lag_mean == pytest.approx(expected.lag_mean, abs=0.3)
+    assert found.engine_busy == pytest.approx(expected.engine_busy, abs=0.05)
+    assert found.groups == expected.groups
+
+
+def test_what_is_small_is_simulated_whole():
+    small = scene()
+    assert sliced(small) == (small, 1.0)
+    assert simulate_slice(small) == simulate(small)

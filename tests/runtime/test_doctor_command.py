@@ -1,0 +1,273 @@
+"""`freewheel doctor` and the dry run as users meet them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from freewheel.cli import app
+from freewheel.judge.testing import JudgeProfile, MockJudge
+from freewheel.runtime import placement, reaching
+from freewheel.runtime.doctor import a_run, gpu, host, software, storage
+from freewheel.runtime.doctor.child import Answer
+from freewheel.runtime.doctor.finding import GIB, Finding, State
+from freewheel.runtime.placement import Gpu, Machine
+from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.typed import to_config
+
+WAIT_S = 120.0
+"""Longer than anything here takes on a busy machine."""
+WELL = host.Host(files=1 << 20, files_at_most=1 << 20, processes=1 << 62, processes_now=0, memory_free=64 * GIB)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On a machine with room for a run and without GPUs, whatever that of these tests has."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(placement, "_ask_smi", lambda: "")
+    monkeypatch.setattr(gpu, "look", lambda: gpu.Driver())
+    monkeypatch.setattr(host, "look", lambda: WELL)
+    monkeypatch.setattr(storage, "leftovers", lambda folder: [])
+    monkeypatch.setattr(storage, "judged_shared", lambda *facts: software.ok("shared memory", "enough"))
+    monkeypatch.setattr(software, "ask", lambda code, limit_s: Answer(values={"version": "2.13", "cuda": None}))
+    return tmp_path
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+def freewheel(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def found(*arguments: object) -> tuple[dict[str, dict[str, str]], int]:
+    """By what was looked at; of several the last."""
+    done = freewheel("doctor", "--json", *arguments)
+    report = json.loads(done.stdout)
+    assert report["ok"] is (done.exit_code == 0) is (report["problems"] == 0)
+    assert report["warnings"] == sum(one["state"] == "warning" for one in report["findings"])
+    return {one["what"]: one for one in report["findings"]}, done.exit_code
+
+
+def test_where_all_is_well_nothing_stands_in_the_way(elsewhere: Path) -> None:
+    by_name, code = found()
+    assert code == 0
+    assert {"Python", "freewheel", "torch", "GPU", "vLLM", "Ray", "shared memory", "run directory"} <= set(by_name)
+    assert {"open files", "processes", "memory", "CPUs", "threads", "clock", "configuration"} <= set(by_name)
+    assert by_name["configuration"]["state"] == "ok" and "fully_async, 40 steps" in by_name["configuration"]["detail"]
+    assert not list(elsewhere.iterdir()), "it leaves nothing"
+
+
+def test_elsewhere_than_on_a_terminal_it_is_lines() -> None:
+    done = freewheel("doctor")
+    lines = done.stdout.splitlines()
+    assert done.exit_code == 0 and lines[0].startswith("ok       Python")
+    assert lines[-1] in ("Nothing stands in the way of a run.", "1 warning: a run works.")
+    assert "\x1b" not in done.stdout
+
+
+def test_a_setting_that_cannot_work_is_a_problem_by_its_name() -> None:
+    by_name, code = found("trainer.total_step=3")
+    assert code == 1 and by_name["configuration"]["state"] == "problem"
+    assert "did you mean trainer.total_steps?" in by_name["configuration"]["detail"]
+    by_name, code = found("trainer.device=cuda")
+    assert code == 1 and "trainer.device = 'cuda': no GPU is visible here" in by_name["configuration"]["detail"]
+    by_name, code = found("model.path=/no/such/folder")
+    assert code == 1 and "there is no such folder" in by_name["configuration"]["detail"]
+
+
+def test_everything_against_a_run_is_told_and_not_the_first_alone() -> None:
+    done = freewheel("doctor", "--json", "trainer.device=cuda", "rollout.device=cuda")
+    told = [one["detail"] for one in json.loads(done.stdout)["findings"] if one["what"] == "configuration"]
+    assert len(told) == 2 and "trainer.device" in told[0] and "rollout.device" in told[1]
+
+
+def test_a_cluster_that_is_gone_is_named(dead: str) -> None:
+    by_name, code = found(f"ray.address={dead}")
+    assert code == 1 and by_name["Ray"]["state"] == "problem" and dead in by_name["Ray"]["detail"]
+    assert by_name["Ray"]["remedy"] == reaching.START
+
+
+def test_a_vllm_that_is_wanted_and_missing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    from freewheel.rollout.vllm import api
+
+    monkeypatch.setattr(api, "installed", lambda: None)
+    by_name, code = found("rollout.engine=vllm")
+    assert code == 1 and "vLLM is not installed: pip install" in by_name["configuration"]["detail"]
+    assert "vLLM" not in by_name, "said once"
+
+
+# -- judges -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_judge_on_the_command_line_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-right-right-right")
+    with MockJudge(JudgeProfile(api_key="sk-right-right-right", model="j")).in_thread() as server:
+        asked = ("--judge", server.base_url, "--api-key-env", "MY_KEY")
+        by_name, code = found(*asked, "--judge-model", "j")
+        assert code == 0 and by_name["judge"]["state"] == "ok"
+        by_name, code = found(*asked)
+        assert code == 1 and "there is no such model" in by_name["judge"]["detail"]
+        assert by_name["judge"]["remedy"] == "--judge-model j"
+
+
+def test_the_judge_of_the_configuration_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MockJudge(JudgeProfile()).in_thread() as server:
+        setting = f"reward.judge={{api_endpoint: '{server.base_url}', model_name: j}}"
+        by_name, _ = found(setting)
+        assert by_name["judge"]["state"] == "warning" and server.counts().received == 0, "without a key it is off"
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-some-some-some")
+        by_name, _ = found(setting)
+        assert by_name["judge"]["state"] == "ok" and server.counts().received == 1
+
+
+def test_a_judge_that_cannot_be_named_is_a_usage_error() -> None:
+    done = freewheel("doctor", "--judge", "nowhere")
+    assert done.exit_code == 2 and "--judge = 'nowhere'" in done.stderr
+    done = freewheel("doctor", "--judge-model", "j")
+    assert done.exit_code == 2 and "--judge-model = 'j': it says how to ask a judge that --judge names" in done.stderr
+    done = freewheel("doctor", "--judge", "http://127.0.0.1:9/v1", "--api-key-env", "NOT_SET_ANYWHERE")
+    assert done.exit_code == 2 and "that variable is not set" in done.stderr
+
+
+# -- without the rest -------------------------------------------------------------------------------------------------
+
+BARE = """
+import importlib.metadata as metadata, sys
+HIDDEN = ("torch", "ray", "hydra", "omegaconf", "transformers", "safetensors", "tensordict", "peft", "pyarrow")
+found = metadata.version
+def version(name):
+    if name.partition("-")[0].lower() in HIDDEN:
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version = version
+sys.modules.update(dict.fromkeys(HIDDEN))
+from freewheel.cli import main
+main()
+"""
+
+
+def test_without_torch_and_ray_it_says_what_to_install(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BARE, "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    by_name = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
+    training = by_name["training"]
+    assert training["state"] == "problem" and training["remedy"] == "pip install 'freewheel[train]'"
+    assert "torch is missing" in training["detail"] and "ray is missing" in training["detail"]
+    assert "torch" not in by_name and by_name["configuration"]["state"] == "warning"
+
+
+def test_without_torch_and_ray_a_judge_can_be_asked(tmp_path: Path) -> None:
+    with MockJudge(JudgeProfile()).in_thread() as server:
+        command = [sys.executable, "-c", BARE, "doctor", "--json", "--judge", server.base_url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, cwd=tmp_path)
+    by_name = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0 and by_name["judge"]["state"] == "ok", done.stdout + done.stderr
+    assert by_name["training"]["state"] == "warning"
+
+
+# -- a run's needs ----------------------------------------------------------------------------------------------------
+
+
+def plan_of(*, gpus: int = 0, **sections: Any) -> Plan:
+    from freewheel.runtime.model_size import ModelSize
+
+    card = Gpu(name="H200", memory_bytes=140 * GIB)
+    machine = Machine(cpus=8, memory_bytes=64 * GIB, gpus=(card,) * gpus)
+    model = ModelSize(parameters=1 << 30, layers=24, hidden=2048, vocabulary=1 << 17, kv_width=256)
+    return resolve(to_config(sections), machine, model=model)
+
+
+def test_what_a_run_asks_of_its_machine_follows_from_its_plan() -> None:
+    plan = plan_of(rollout={"replicas": 2, "threads": 2})
+    needs = a_run.needs(plan)
+    assert (needs.actors, needs.threads, needs.connections) == (5, 5, 0)
+    assert needs.memory_bytes == sum(plan.memory_trainer.values()) + 2 * sum(plan.memory_replica.values())
+    assert a_run.weights_bytes(plan) == 4 * GIB
+    kept = plan.config.trainer.keep_last + 1
+    assert a_run.checkpoint_bytes(plan) == kept * (4 + 8 + 4) * GIB + 2 * 4 * GIB
+    on_gpu = plan_of(gpus=1)
+    assert a_run.needs(on_gpu).memory_bytes == 0 and a_run.weights_bytes(on_gpu) == 0, "within the GPU"
+    together = sum(on_gpu.memory_trainer.values()) + sum(on_gpu.memory_replica.values())
+    assert a_run.gpu_bytes(on_gpu) == together and a_run.gpu_bytes(plan) == 0
+    apart = plan_of(gpus=2, rollout={"engine": "vllm"})
+    assert a_run.gpu_bytes(apart) == int(0.9 * 140 * GIB), "vLLM takes its share whole"
+    assert a_run.needs(None) == host.Needs() and a_run.checkpoint_bytes(None) == 0
+
+
+def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "j"}
+    assert a_run.connections(plan_of(reward={"judge": judge})) == 0, "without a key it is off"
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-some-some-some")
+    assert a_run.connections(plan_of(reward={"judge": judge})) == 2048
+    assert a_run.connections(plan_of(reward={"judge": judge, "concurrency": 64})) == 64
+    bounded = {**judge, "max_concurrent_requests": 10}
+    assert a_run.connections(plan_of(reward={"judge": bounded})) == 10
+
+
+# -- the dry run ------------------------------------------------------------------------------------------------------
+
+
+def dry_run(*settings: str) -> str:
+    done = freewheel("train", "--dry-run", *settings)
+    assert done.exit_code == 0, done.output
+    return " ".join(done.stdout.split())
+
+
+def test_a_dry_run_lists_what_the_machine_has_against_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Against this run here" not in dry_run()
+    monkeypatch.setattr(host, "look", lambda: host.Host(**{**WELL.__dict__, "files": 256, "files_at_most": 256}))
+    text = dry_run("reward.judge={api_endpoint: 'http://127.0.0.1:1/v1'}")
+    against = text.partition("Against this run here")[2]
+    assert "judge: no API key for http://127.0.0.1:1/v1" in against and "→ export OPENAI_API_KEY=YOUR_KEY" in against
+    assert "open files: a process may have 256" in against
+
+
+def test_a_dry_run_names_who_else_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = gpu.Card(index="0", name="H200", total_bytes=140 * GIB, used_bytes=130 * GIB)
+    monkeypatch.setattr(gpu, "look", lambda: gpu.Driver(gpus=(card,)))
+    (found,) = [one for one in a_run.concerns(plan_of(gpus=1)) if one.what == "GPU 0"]
+    assert "10.0 GiB of 140.0 GiB free, and the run wants about" in found.detail
+    assert not any(one.what == "GPU 0" for one in a_run.concerns(plan_of())), "one on the CPU has no use for it"
+
+
+def test_a_dry_run_lists_a_vllm_that_is_missing_and_a_run_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    from freewheel.rollout.vllm import api
+
+    monkeypatch.setattr(api, "installed", lambda: None)
+    against = dry_run("rollout.engine=vllm").partition("Against this run here")[2]
+    assert "rollout.engine = 'vllm': vLLM is not installed" in against
+    done = freewheel("train", "rollout.engine=vllm")
+    assert done.exit_code == 2 and "vLLM is not installed" in done.stderr
+
+
+def test_a_dry_run_lists_a_cluster_that_is_gone_and_a_run_refuses(dead: str, elsewhere: Path) -> None:
+    against = dry_run(f"ray.address={dead}").partition("Against this run here")[2]
+    assert f"ray.address = '{dead}': nobody takes a connection there" in against
+    done = freewheel("train", f"ray.address={dead}")
+    assert done.exit_code == 2 and f"ray.address = '{dead}'" in done.stderr
+    assert not list(elsewhere.iterdir())
+
+
+def test_findings_keep_their_order_by_weight() -> None:
+    findings = [
+        Finding(what="first", state=State.WARNING, detail="little"),
+        Finding(what="second", state=State.PROBLEM, detail="much", remedy="mend it"),
+    ]
+    text = resolve(to_config({}), Machine(cpus=2, memory_bytes=GIB)).render(findings).plain
+    assert text.index("second: much → mend it") < text.index("first: little")
+    assert text.count("Against this run here") == 1

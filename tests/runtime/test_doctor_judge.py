@@ -1,0 +1,128 @@
+"""A judge that cannot be asked says why: one call through the real client, against a real server on loopback."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import pytest
+
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.errors import ConfigError
+from freewheel.judge.testing import JudgeProfile, MockJudge
+from freewheel.runtime.doctor import judge as judging
+from freewheel.runtime.doctor.finding import Finding, State
+
+KEY = "sk-of-the-tests-0123456789"
+
+
+def asked(profile: JudgeProfile, *, model: str = "any", **settings: Any) -> tuple[Finding, int]:
+    """What is found, and how many calls it took."""
+    with MockJudge(profile).in_thread() as server:
+        config = JudgeConfig(endpoint=server.base_url, model=model, cache=False, **settings)
+        (found,) = judging.ask(config, model_key="--judge-model")
+        return found, server.counts().received
+
+
+def test_a_judge_that_answers_is_well_and_was_asked_once() -> None:
+    found, calls = asked(JudgeProfile())
+    assert (found.what, found.state, found.remedy, calls) == ("judge", State.OK, "", 1)
+    assert "a score of" in found.detail and "any" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("profile", "state", "said", "remedy"),
+    [
+        ({"api_key": KEY}, State.PROBLEM, "it refuses the key: ", "export OPENAI_API_KEY=YOUR_KEY"),
+        ({"model": "judge-7b"}, State.PROBLEM, "there is no such model or path: ", "--judge-model judge-7b"),
+        ({"reject_above": 0}, State.WARNING, "it asks for patience, for 1 s: ", judging.LATER),
+        ({"insufficient_quota": True}, State.PROBLEM, "its account is empty: ", ""),
+        ({"garbage_share": 1.0}, State.PROBLEM, "no chat-completions server: ", "curl -v "),
+        ({"wrong_type_share": 1.0}, State.PROBLEM, "no chat-completions server: ", "curl -v "),
+        ({"empty_share": 1.0}, State.PROBLEM, "", ""),
+        ({"error_share": 1.0, "error_status": 503}, State.PROBLEM, "an error of its own: ", ""),
+        ({"error_share": 1.0, "error_status": 403}, State.PROBLEM, "the key may not use it: ", "export "),
+        ({"disconnect_share": 1.0}, State.PROBLEM, "nobody answers there: ", "curl -v "),
+        ({"max_prompt_chars": 1}, State.PROBLEM, "it refuses the request: ", ""),
+        ({"unparseable_share": 1.0}, State.PROBLEM, "it answers, but not as the rubric integer asks: ", ""),
+    ],
+    ids=lambda value: next(iter(value), "") if isinstance(value, dict) else "",
+)
+def test_what_is_wrong_is_told_apart_and_costs_one_call(
+    profile: dict[str, Any], state: State, said: str, remedy: str
+) -> None:
+    found, calls = asked(JudgeProfile(**profile))
+    assert found.state is state and said in found.detail, found
+    assert found.remedy.startswith(remedy) and calls == 1
+
+
+def test_a_key_that_is_refused_is_named_by_where_it_came_from_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = asked(JudgeProfile(api_key=KEY))
+    assert "no key was sent: set OPENAI_API_KEY" in found.detail
+    monkeypatch.setenv("MY_KEY", "sk-wrong-wrong-wrong")
+    found, _ = asked(JudgeProfile(api_key=KEY), api_key_env="MY_KEY")
+    assert "sent with the key from" in found.detail and "MY_KEY" in found.detail
+    assert "sk-wrong" not in str(found) and found.remedy == "export MY_KEY=YOUR_KEY"
+    monkeypatch.setenv("MY_KEY", KEY)
+    assert asked(JudgeProfile(api_key=KEY), api_key_env="MY_KEY")[0].state is State.OK
+
+
+def test_a_model_that_is_not_there_is_told_with_those_that_are() -> None:
+    found, _ = asked(JudgeProfile(model="judge-7b"), model="judge-70b")
+    assert "judge-70b" in found.detail and "; it has judge-7b" in found.detail
+
+
+def test_a_judge_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "CALL_S", 0.3)
+    found, _ = asked(JudgeProfile(hang_share=1.0))
+    assert found.state is State.PROBLEM and "it does not answer in time: no answer within 0.3 s" in found.detail
+
+
+def test_where_nobody_listens_nobody_answers() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        (found,) = judging.ask(JudgeConfig(endpoint=url, model="any", cache=False), model_key="--judge-model")
+    assert found.state is State.PROBLEM and "nobody answers there: " in found.detail
+    assert found.remedy == f"curl -v {url}/chat/completions"
+
+
+def test_each_endpoint_is_asked() -> None:
+    with MockJudge(JudgeProfile()).in_thread() as well, MockJudge(JudgeProfile(api_key=KEY)).in_thread() as locked:
+        endpoints = [{"url": well.base_url}, {"url": locked.base_url}]
+        config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
+        found = list(judging.ask(config, model_key="--judge-model"))
+    assert [one.state for one in found] == [State.OK, State.PROBLEM]
+
+
+# -- the run's own ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_judge_has_none_to_ask() -> None:
+    assert judging.of_run(None) == (None, [])
+
+
+def test_a_judge_without_a_key_is_off_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "m"}
+    named, (found,) = judging.of_run(settings)
+    assert named is None and found.state is State.WARNING and found.remedy == "export OPENAI_API_KEY=YOUR_KEY"
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    named, found_none = judging.of_run(settings)
+    assert named is not None and not found_none and named.model == "m"
+    assert judging.of_run({**settings, "enable_openai_reward": False})[1][0].state is State.OK
+
+
+def test_the_endpoint_that_nobody_named_gets_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    named, (found,) = judging.of_run({"peak_ratio": 0.2})
+    assert named is None and found.state is State.OK
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [("ftp://host", "--judge = 'ftp://host'"), ("https://host/v1?api_key=secret", "--judge = '<hidden>'")],
+)
+def test_a_url_that_cannot_be_asked_is_refused_by_the_flags_name(url: str, says: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        judging.at_url(url, "m", None)
+    assert says in str(refused.value) and "secret" not in str(refused.value)

@@ -1,0 +1,133 @@
+"""A Ray cluster that is not there is noticed in seconds, before Ray is asked."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from freewheel.judge.errors import ConfigError
+from freewheel.runtime import reaching
+from freewheel.runtime.cluster import cluster
+from freewheel.runtime.deadline import within
+from freewheel.runtime.reaching import check_cluster, joined_at
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """An address that is taken, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def answers() -> Iterator[Callable[[bytes], str]]:
+    """A server that says this to whoever connects, and listens from then on."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(first: bytes) -> str:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def run() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken, _ = server.accept()
+                        stack.enter_context(taken)
+                        taken.sendall(first)
+
+            threading.Thread(target=run, daemon=True).start()
+            stack.callback(server.shutdown, socket.SHUT_RDWR)
+            return f"127.0.0.1:{server.getsockname()[1]}"
+
+        yield serve
+
+
+@pytest.fixture
+def live(answers: Callable[[bytes], str]) -> str:
+    """As a server of gRPC begins."""
+    return answers(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 5, 0, 0, 64, 0]))
+
+
+@pytest.fixture
+def no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs on the machine of these tests."""
+    monkeypatch.setattr(reaching, "_has_head", lambda: False)
+
+
+def refused(address: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_cluster(address, environ or {})
+    assert caught.value.key == "ray.address"
+    return str(caught.value)
+
+
+def test_a_dead_address_is_refused_at_once(dead: str) -> None:
+    began = time.monotonic()
+    text = refused(dead)
+    assert time.monotonic() - began < 2.0
+    assert f"ray.address = '{dead}': nobody takes a connection there (" in text and "ray start --head" in text
+    assert "nobody takes a connection there" in refused(f"ray://{dead}")
+
+
+def test_a_run_meets_it_before_ray_does(dead: str) -> None:
+    with pytest.raises(ConfigError, match="nobody takes a connection"), cluster(address=dead, cpus=1):
+        pass
+
+
+def test_one_that_takes_connections_is_left_to_ray(live: str) -> None:
+    check_cluster(live, {})
+    check_cluster(f"ray://{live}", {})
+    check_cluster(None, {})
+    check_cluster("local", {})
+
+
+def test_another_server_is_not_taken_for_a_cluster(
+    answers: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaching, "CONNECT_S", 0.3)
+    assert "what answers there is no Ray cluster: give the address" in refused(answers(b"HTTP/1.1 400 Bad Request"))
+    silent = answers(b"")
+    assert "does not speak as Ray does (timed out)" in refused(silent)
+    check_cluster(silent, {"RAY_USE_TLS": "1"})
+
+
+def test_auto_is_what_ray_would_take(tmp_path: Path, dead: str, live: str, no_head: None) -> None:
+    environ = {"RAY_TMPDIR": str(tmp_path)}
+    assert joined_at("auto", environ) is None
+    assert "no Ray cluster is known on this machine" in refused("auto", environ)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"{dead}\n")
+    assert joined_at("auto", environ) == dead
+    assert f"ray.address = 'auto ({dead})'" in refused("auto", environ), "what an old cluster left"
+    check_cluster("auto", {**environ, "RAY_ADDRESS": live})
+
+
+def test_a_head_that_nobody_wrote_down_may_be_found_by_ray(
+    tmp_path: Path, dead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reaching, "_has_head", lambda: True)
+    check_cluster("auto", {"RAY_TMPDIR": str(tmp_path)})
+    assert "nobody takes" in refused("auto", {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": dead}), "what was named"
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":6379", "host:port"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    assert "give 'auto' or host:port" in refused(address)
+
+
+def test_a_name_that_nobody_knows_is_refused() -> None:
+    assert "nobody takes a connection there (" in refused("no-such-host.invalid:6379")
+
+
+def test_what_hangs_is_given_up_and_what_fails_is_raised() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, lambda: time.sleep(5))
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0)
+    assert within(5, lambda: 3) == 3

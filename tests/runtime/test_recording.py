@@ -1,0 +1,108 @@
+"""What a run in one process writes down beside its work: its trace, its samples, and nothing that is in its way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.observe.samples import read_samples
+from freewheel.observe.trace_files import read_trace
+from freewheel.runtime.config import ObserveConfig
+from freewheel.runtime.recording import end_recording, start_recording
+
+from .pipeline import Finished, run_pipeline, small_config
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    end_recording()
+
+
+async def recorded(folder: Path, observe: dict[str, Any] | None = None, **sections: Any) -> Finished:
+    """A run whose parts are one process, which traces as one component."""
+    start_recording(ObserveConfig(**{"samples_per_s": 1e6, **(observe or {})}), folder, "whole", samples=True)
+    try:
+        return await run_pipeline(small_config(**sections), run_dir=folder)
+    finally:
+        end_recording()
+
+
+async def test_every_group_is_traced_from_its_ticket_to_its_step(tmp_path: Path) -> None:
+    finished = await recorded(tmp_path)
+    begins = [event for event in read_trace(tmp_path) if event["ph"] == "b"]
+    ordinals = [ordinal for step in finished.ordinals for ordinal in step]
+    trained = {event["id"]: event["args"] for event in begins if event["name"] == "train"}
+    assert sorted(trained) == sorted(ordinals)
+    for step, (groups, version) in enumerate(zip(finished.trained, finished.versions, strict=True), start=1):
+        for group in groups:
+            told = {"step": step, "version": version + 1, "lag": version - group.min_version}
+            assert trained[group.ordinal] == told
+    for name, count in (("generate", 1), ("response", 4), ("score", 4), ("store", 1)):
+        of_trained = [event["id"] for event in begins if event["name"] == name and event["id"] in trained]
+        assert sorted(of_trained) == sorted(count * ordinals), name
+    spans = {event["name"] for event in read_trace(tmp_path) if event["ph"] == "X"}
+    assert {"train", "wait_batch", "pack", "generate", "load_weights", "sync", "load"} <= spans
+
+
+async def test_only_some_groups_are_traced_where_that_is_asked_for(tmp_path: Path) -> None:
+    await recorded(tmp_path / "some", {"trace_every": 4})
+    assert {event["id"] % 4 for event in read_trace(tmp_path / "some") if event["ph"] == "b"} == {0}
+    await recorded(tmp_path / "none", {"trace_every": 0, "samples_mb": 0.0})
+    assert {event["ph"] for event in read_trace(tmp_path / "none")} == {"X"}
+    assert not (tmp_path / "none" / "samples").exists()
+
+
+async def test_samples_say_what_was_generated_and_who_made_it(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    finished = await recorded(tmp_path)
+    tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
+    groups = {group.ticket.sequence: group for step in finished.trained for group in step}
+    samples = {sample["sequence"]: sample for sample in read_samples(tmp_path)}
+    assert groups.keys() <= samples.keys()
+    for sequence, group in groups.items():
+        sample = samples[sequence]
+        assert (sample["ordinal"], sample["attempt"], sample["replica"]) == (group.ordinal, 0, "rollouter-0")
+        assert sample["prompt"] == tokenizer.decode(group.prompt.tolist())
+        assert sample["row"] == dict(group.row)
+        for index, told in enumerate(sample["responses"]):
+            response, reward = group.response(index), group.rewards[index]
+            text = tokenizer.decode(response.tokens.tolist())
+            assert "".join(piece for _, piece in told["segments"]) == text
+            versions = [version for version, _ in itertools.groupby(response.versions.tolist())]
+            assert [version for version, _ in told["segments"]] == versions
+            assert (told["tokens"], told["finish"]) == (len(response.tokens), response.finish)
+            assert (told["value"], told["raw"], told["status"]) == (reward.value, reward.raw, reward.status)
+            assert told["parts"] == dict(reward.parts)
+
+
+async def test_a_row_of_a_step_counts_its_groups_by_lag(tmp_path: Path) -> None:
+    finished = await recorded(tmp_path, {"trace_mb": 0.0, "samples_per_s": 0.0})
+    for row, version, groups in zip(finished.rows, finished.versions, finished.trained, strict=True):
+        counts = row.values["sample_age_counts"]
+        assert [counts[lag] for lag in range(len(counts))] == [
+            sum(version - group.min_version == lag for group in groups) for lag in range(len(counts))
+        ]
+        assert sum(counts) == len(groups) and counts[-1]
+    assert not (tmp_path / "trace").exists() and not (tmp_path / "samples").exists()
+
+
+async def test_a_disk_that_takes_neither_trace_nor_samples_costs_a_run_nothing_else(tmp_path: Path) -> None:
+    for name in ("trace", "samples"):
+        (tmp_path / name).write_text("in their place")
+    finished = await recorded(tmp_path)
+    assert (finished.ending, len(finished.trained)) == ("finished", 4)
+    assert (tmp_path / "trace").read_text() == "in their place"
+
+
+async def test_a_run_that_is_recorded_learns_the_same(tmp_path: Path) -> None:
+    with_it = await recorded(tmp_path / "with", mode="sync")
+    without = await recorded(tmp_path / "without", {"trace_mb": 0.0, "samples_mb": 0.0}, mode="sync")
+    assert with_it.same_groups_as(without) and with_it.same_weights_as(without)
+    assert with_it.metrics == without.metrics

@@ -1,0 +1,119 @@
+"""What must hold of the trace of any run: checks over the merged events, as a viewer gets them."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freewheel.observe.trace import EVENTS
+from freewheel.observe.trace_files import merged
+
+KNOWN = {(event.category, event.name): event for event in EVENTS}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Of one group."""
+
+    component: str
+    ordinal: int
+    name: str
+    begin: int
+    end: int
+    args: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trace:
+    events: list[dict[str, Any]]
+    components: dict[int, str]
+    phases: list[Phase]
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Trace:
+        """Raises where an event is none that is documented, where a pair is not whole, or where spans overlap."""
+        events = list(merged(run_dir))
+        components = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+        for event in events:
+            _check_known(event, components)
+        _check_spans(event for event in events if event["ph"] == "X")
+        return cls(events, components, _phases(events, components))
+
+    def spans(self, component: str) -> set[str]:
+        return {event["name"] for event in self.events if event["ph"] == "X" and self._of(event) == component}
+
+    def _of(self, event: dict[str, Any]) -> str:
+        return self.components[event["pid"]]
+
+    def of_group(self, ordinal: int, name: str) -> list[Phase]:
+        return [phase for phase in self.phases if (phase.ordinal, phase.name) == (ordinal, name)]
+
+
+def _check_known(event: dict[str, Any], components: dict[int, str]) -> None:
+    assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+    if event["ph"] == "M" or event["cat"] == "event":
+        return
+    known = KNOWN[event["cat"], event["name"]]
+    assert components[event["pid"]].startswith(known.component), event
+    if event["ph"] != "e":
+        of_group = ("ordinal",) if event["ph"] == "b" else ()
+        assert tuple(event["args"]) == (*of_group, *known.args), event
+
+
+def _check_spans(spans: Iterable[dict[str, Any]]) -> None:
+    """On one track nothing begins before what was there has ended."""
+    tracks = defaultdict(list)
+    for span in spans:
+        tracks[span["pid"], span["tid"]].append((span["ts"], span["ts"] + span["dur"], span["name"]))
+    for track in tracks.values():
+        _check_one_after_the_other(track)
+
+
+def _check_one_after_the_other(found: list[tuple[int, int, str]]) -> None:
+    for (_, end, name), (begin, _, after) in itertools.pairwise(sorted(found)):
+        assert end <= begin, f"{after} begins {end - begin} us before {name} has ended"
+
+
+def _phases(events: Iterable[dict[str, Any]], components: dict[int, str]) -> list[Phase]:
+    """Every begin has its end, and of one id nothing begins before the last has ended."""
+    found, open_ = [], {}
+    by_id = defaultdict(list)
+    for event in events:
+        key = (event["pid"], event.get("id2", {}).get("local"))
+        if event["ph"] == "b":
+            assert key not in open_
+            open_[key] = event
+        elif event["ph"] == "e":
+            begin = open_.pop(key)
+            assert begin["ts"] <= event["ts"]
+            ordinal = begin["args"]["ordinal"]
+            assert key[1].split("/")[:2] == [str(ordinal), event["name"]]
+            place = components[event["pid"]]
+            by_id[key].append((begin["ts"], event["ts"], event["name"]))
+            found.append(Phase(place, ordinal, event["name"], begin["ts"], event["ts"], begin["args"]))
+    assert not open_
+    for phases in by_id.values():
+        _check_one_after_the_other(phases)
+    return found
+
+
+def check_lives(trace: Trace, ordinals: Iterable[int], *, n: int) -> None:
+    """Each of these was made, scored, stored and trained on, in this order, without faults in between."""
+    for ordinal in ordinals:
+        (made,), (trained,) = trace.of_group(ordinal, "generate"), trace.of_group(ordinal, "train")
+        (stored,) = trace.of_group(ordinal, "store")
+        responses = {phase.args["index"]: phase for phase in trace.of_group(ordinal, "response")}
+        scores = {phase.args["index"]: phase for phase in trace.of_group(ordinal, "score")}
+        assert set(responses) == set(scores) == set(range(n))
+        assert sum(response.args["tokens"] for response in responses.values()) == made.args["tokens"]
+        for index, response in responses.items():
+            assert made.begin == response.begin <= response.end <= made.end
+            assert response.end <= scores[index].begin <= scores[index].end <= stored.begin
+        assert made.end <= stored.begin <= trained.begin <= trained.end
+        assert made.component == stored.component
+        assert trained.component == "trainer"
+        assert trained.args["lag"] >= 0
