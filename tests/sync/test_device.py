@@ -112,15 +112,6 @@ def test_another_process_opens_what_it_was_sent(packer: DevicePacker, monkeypatc
     assert content_sum(found.tensors().values()) == packed.checksum
 
 
-def test_memory_stays_open_until_its_owner_changes(tmp_path: Path) -> None:
-    calls: list[Any] = []
-    mappings = Mappings(lambda handle: calls.append(handle) or torch.zeros(1))  # type: ignore[func-returns-value]
-    one, other = Owner(1, "7"), Owner(1, "8")
-    for handle, owner in [("a", one), ("b", one), ("a", one), ("a", other), ("a", other), ("a", one)]:
-        mappings.open({"handle": handle}, owner)
-    assert [call["handle"] for call in calls] == ["a", "b", "a", "a"]
-
-
 @contextmanager
 def another_process() -> Iterator[Owner]:
     """Lives as long as the context."""
@@ -129,6 +120,16 @@ def another_process() -> Iterator[Owner]:
     assert owner.alive
     yield owner
     process.communicate(b"\n")
+
+
+def test_memory_stays_open_until_its_owner_changes(tmp_path: Path) -> None:
+    calls: list[Any] = []
+    mappings = Mappings(lambda handle: calls.append(handle) or torch.zeros(1))  # type: ignore[func-returns-value]
+    one = Owner.here()
+    with another_process() as other:
+        for handle, owner in [("a", one), ("b", one), ("a", one), ("a", other), ("a", other), ("a", one)]:
+            mappings.open({"handle": handle}, owner)
+    assert [call["handle"] for call in calls] == ["a", "b", "a", "a"]
 
 
 def dead_owner() -> Owner:
