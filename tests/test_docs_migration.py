@@ -43,6 +43,7 @@ def test_what_is_ours_exists(page: str):
 @pytest.mark.parametrize("page", PAGES)
 def test_a_setting_that_a_note_gives_is_a_setting(page: str):
     given = {one for *_, note in rows(page) for one in re.findall(r"`([a-z_]+\.[a-z_.]+=[^`]+)`", note)}
+    assert given, "or nothing is checked here"
     for setting in given:
         compose([setting, *COMPANIONS.get(setting.partition("=")[0], [])])
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from freewheel.runtime.flags import ConfigNameFlag, ConfigPathFlag
+
 if TYPE_CHECKING:
     from freewheel.rollout.evaluating import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
@@ -31,7 +33,7 @@ EPILOG = """
 Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
 and saved, to be continued with `resume=RUN`.
 """
-_CONFIG, _SHOW = "Configuration", "Output"
+_SHOW = "Output"
 
 
 def register(app: typer.Typer) -> None:
@@ -47,15 +49,8 @@ def train(
                        "run in that folder, with the settings that it has and those that are given.",
                        show_default=False),
     ] = None,
-    config_path: Annotated[
-        str | None,
-        typer.Option(help="The folder with your YAML files. Without it: those that come with freewheel.",
-                     metavar="DIR", rich_help_panel=_CONFIG),
-    ] = None,
-    config_name: Annotated[
-        str | None,
-        typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=_CONFIG),
-    ] = None,
+    config_path: ConfigPathFlag = None,
+    config_name: ConfigNameFlag = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Print what would run where (actors, batches, staleness bound, memory), and "

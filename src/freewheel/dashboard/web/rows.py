@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from freewheel.judge.stats import EndpointStats
+
 NAN = math.nan
 
 STEP_METRICS = (
@@ -100,27 +102,6 @@ class Warned(msgspec.Struct, gc=False):
     step: int | None = None
 
 
-class Endpoint(msgspec.Struct):
-    """As `freewheel.judge.stats` has it."""
-
-    url: str = ""
-    model: str = ""
-    sent: int = 0
-    answered: int = 0
-    throttled: int = 0
-    faults: dict[str, int] = {}
-    in_flight: int = 0
-    limit: int = 0
-    breaker: str = ""
-    halted: str = ""
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cost: float = 0.0
-    latency_p50_s: float = 0.0
-    latency_p90_s: float = 0.0
-    latency_p99_s: float = 0.0
-
-
 class JudgeNumbers(msgspec.Struct):
     """As `Judging.stats` has it: of all endpoints together, and of each (of one replica, where there are several)."""
 
@@ -139,7 +120,7 @@ class JudgeNumbers(msgspec.Struct):
     limit: int = 0
     cache_hits: int = 0
     cost: float = 0.0
-    endpoints: list[Endpoint] = []
+    endpoints: list[EndpointStats] = []
 
 
 class Rewards(msgspec.Struct):

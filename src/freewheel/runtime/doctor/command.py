@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from freewheel.judge.commands.flags import KeyVariableFlag
+from freewheel.runtime.flags import ConfigNameFlag, ConfigPathFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 EPILOG = """
 Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag cannot work.
 """
-_CONFIG, _JUDGE = "Configuration", "Judge"
+_JUDGE = "Judge"
 READ_S = 240.0
 """For a configuration: a child of it may look at vLLM."""
 JUDGE_S = 60.0
@@ -47,15 +48,8 @@ def doctor(
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the run that is meant, as `freewheel train` takes "
                        "them; resume=RUN too. Without any: the default run.", show_default=False),
     ] = None,
-    config_path: Annotated[
-        str | None,
-        typer.Option(help="The folder with your YAML files. Without it: those that come with freewheel.",
-                     metavar="DIR", rich_help_panel=_CONFIG),
-    ] = None,
-    config_name: Annotated[
-        str | None,
-        typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=_CONFIG),
-    ] = None,
+    config_path: ConfigPathFlag = None,
+    config_name: ConfigNameFlag = None,
     judge: Annotated[
         list[str] | None,
         typer.Option(help="A judge that is not in the configuration, by its base URL: it is asked one short question. "
