@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from freewheel.plan.draws import Constant, Lognormal, Uniform
-from freewheel.plan.scene import LOOKAHEAD, Beside, Generation, Scores, Training, Weights
+from freewheel.plan.scene import Beside, Generation, Scores, Training, Weights
 from freewheel.plan.simulation import Simulation, simulate
 
 from .scenes import scene, scenes
@@ -154,13 +154,6 @@ def test_a_limited_judge_sets_the_pace_and_the_verdict_says_so():
     assert found.bound == "judge" and "raising its rate limit to" in str(found)
     freed = simulate(replace(one, scores=Scores(latency_s=Constant(0.2), rate_per_s=30.0 * found.lift)))
     assert freed.samples_per_s / outcome.samples_per_s == pytest.approx(found.lift, rel=0.2)
-
-
-def test_what_the_rollouter_asks_for_is_what_is_simulated():
-    pytest.importorskip("torch")
-    from freewheel.rollout import rollouter
-
-    assert rollouter.LOOKAHEAD == LOOKAHEAD
 
 
 def test_a_scene_that_cannot_be_measured_is_refused():

@@ -397,6 +397,25 @@ async def test_no_more_groups_are_in_the_engine_than_it_was_said_to_carry(scene:
     assert one.engine.most_running <= 6
 
 
+async def test_one_long_response_does_not_keep_the_places_of_its_groups_others(scene: Build) -> None:
+    """Of each group the last response waits: the engine has slots for all but those, and is asked to fill them."""
+
+    class LongLast(FakeEngine):
+        async def generate(self, request: GenerationRequest) -> Any:
+            async for chunk in super().generate(request):
+                if chunk.index == N - 1:
+                    await long.wait()
+                yield chunk
+
+    long = asyncio.Event()
+    capacity = 2
+    one = await scene(capacity=capacity, bounds=bounds_of(threshold=9))
+    one.rollouter.engine = one.engine = LongLast()
+    await one.until(lambda: one.rollouter.stats()["generating_groups"] > 2 * capacity)
+    long.set()
+    await one.until(lambda: one.rollouter.total_generated_samples == 40 * N)
+
+
 async def test_spans_tell_generation_from_waiting_for_rewards_and_for_room(scene: Build) -> None:
     held = threading.Event()
 

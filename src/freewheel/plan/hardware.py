@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from freewheel.judge.errors import ConfigError
 from freewheel.plan.draws import Lognormal
-from freewheel.plan.scene import Generation, HandOver, Scene, Scores, Training, Weights
+from freewheel.plan.scene import MESSAGE_S, Generation, HandOver, Scene, Scores, Training, Weights
 from freewheel.queue.staleness import Bounds
+from freewheel.runtime.config import AsyncTrainingConfig
 
 BYTES = 2
 """Of a weight or a cached number that computes: bfloat16."""
@@ -46,8 +47,6 @@ TENSOR_PARALLEL = 0.9
 """Of the speed, what is left with each doubling of the accelerators that share a replica's matrices: assumed."""
 NODE = 8
 """Accelerators of a machine, between which the fast link is."""
-MESSAGE_S = 0.005
-"""Between components: some milliseconds for a call between Ray actors."""
 RESOLUTION = 64
 """Parts of a mean length that ends are told apart by: a step of a large model has a hundredth of an end."""
 MOST_SLOTS = 256
@@ -227,7 +226,13 @@ class Cluster:
             scores=work.scores,
             training=Training(per_token_s=self._token_s(trainers), prompt_tokens=work.prompt_tokens / work.n),
             weights=Weights(pause_s=self._pause_s(replicas, trainers + generators)),
-            hand_over=HandOver(admit_s=MESSAGE_S, put_s=MESSAGE_S, take_s=MESSAGE_S, commit_s=MESSAGE_S),
+            hand_over=HandOver(
+                admit_s=MESSAGE_S,
+                put_s=MESSAGE_S,
+                take_s=MESSAGE_S,
+                commit_s=MESSAGE_S,
+                interval_s=AsyncTrainingConfig().batch_generation_interval,
+            ),
         )
 
     def _generation(self, replicas: int) -> Generation:

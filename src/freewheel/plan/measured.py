@@ -17,7 +17,7 @@ from statistics import fmean
 
 from freewheel.plan.draws import Measured
 from freewheel.plan.recorded import Recorded
-from freewheel.plan.scene import Beside, Generation, HandOver, Scene, Scores, Training, Weights
+from freewheel.plan.scene import MESSAGE_S, Beside, Generation, HandOver, Scene, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
 
@@ -29,8 +29,6 @@ NATIVE_REFILL = 8
 """The native engine fills an eighth of its slots at a time; vLLM every one as it is free."""
 MESSAGES = 4
 """Admit, put, take, commit."""
-STREAMED_MESSAGE_S = 0.005
-"""Where nothing is known of it: a call between Ray actors with a batch in it takes some milliseconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured |
             pack_s=recorded.pack_s,
         ),
         weights=Weights(transfer_s=max(0.0, recorded.sync_s - recorded.load_s), pause_s=recorded.load_s),
-        hand_over=_hand_over(recorded.put_s or STREAMED_MESSAGE_S, settings),
+        hand_over=_hand_over(recorded.put_s or MESSAGE_S, settings),
     )
     scene = _with_prompts(scene, recorded) if recorded.decode_s else _with_step(scene, recorded)
     if settings.in_turns:

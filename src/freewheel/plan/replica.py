@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from freewheel.plan.engine import Engine, Group
-from freewheel.plan.scene import LOOKAHEAD
 from freewheel.queue.routing import Asking
+from freewheel.rollout.lookahead import Lookahead
 
 DOING = ("generate", "wait_reward", "wait_room")
 
@@ -13,22 +13,20 @@ class Replica:
     """State only: `simulation` decides what happens."""
 
     __slots__ = (
-        "_doing", "_since", "_spent", "asking", "capacity", "engine", "event", "generating", "loading_s", "mail",
-        "making", "most", "place", "post", "rest", "resting",
+        "_doing", "_since", "_spent", "asking", "engine", "event", "generating", "loading_s", "lookahead", "mail",
+        "making", "place", "post", "rest", "resting",
     )  # fmt: skip
 
     def __init__(self, place: int, engine: Engine, *, slots: int, n: int) -> None:
         self.place = place
         self.engine = engine
-        self.capacity = max(1, slots // n)
-        """Groups that its engine runs at a time."""
-        self.most = int(self.capacity * LOOKAHEAD)
+        self.lookahead = Lookahead(capacity=max(1, slots // n), n=n)
         self.generating = 0
         self.making = 0
         """Groups in generation or scoring."""
         self.asking: Asking | None = None
         self.resting = False
-        """It asks again when groups leave the engine, or after the interval."""
+        """It asks again when responses leave the engine, or after the interval."""
         self.mail: list[Group] = []
         self.loading_s = 0.0
         self.event = self.rest = self.post = 0

@@ -18,10 +18,8 @@ from freewheel.plan.model import in_turns, streaming
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.outbox import PUT_LINGER_S
 
-LOOKAHEAD = 2.0
-"""Groups that a rollouter admits, in units of what its engine runs at a time: `freewheel.rollout.rollouter` has it."""
-ADMISSION_INTERVAL_S = 0.1
-"""`async_training.batch_generation_interval`, where nothing else is said."""
+MESSAGE_S = 0.005
+"""Where nothing is known of it: a call between Ray actors with a batch in it takes some milliseconds."""
 AT_ONCE, STEADY = Constant(0.0), Constant(1.0)
 """A latency of nothing; a factor that does not vary."""
 
@@ -114,7 +112,8 @@ class HandOver:
     commit_s: float = 0.0
     linger_s: float = PUT_LINGER_S
     """As long as finished groups wait for others to share a message with."""
-    interval_s: float = ADMISSION_INTERVAL_S
+    interval_s: float = 0.0
+    """`async_training.batch_generation_interval`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,10 +95,10 @@ class Simulation:
     # -- admission ----------------------------------------------------------------------------------------------------
 
     def _ask(self, replica: Replica) -> None:
-        want = replica.most - replica.generating
-        replica.resting = want <= 0
-        if want > 0:
-            replica.asking = Asking(str(replica.place), want, replica.generating)
+        want = replica.lookahead.want
+        replica.resting = not want
+        if want:
+            replica.asking = Asking(str(replica.place), want, replica.lookahead.load)
             self._asking.append(replica.asking)
             self._serve()
 
@@ -128,11 +128,12 @@ class Simulation:
         engine.advance(self.now)
         for ticket in asking.tickets:
             engine.add(Group(ticket.sequence, n, replica.place), n)
+        replica.lookahead.admit(len(asking.tickets))
         replica.generating += len(asking.tickets)
         replica.making += len(asking.tickets)
         replica.note(self.now)
         self._enter(replica)
-        if replica.generating < replica.capacity or not self.scene.hand_over.interval_s:
+        if replica.lookahead.has_room or not self.scene.hand_over.interval_s:
             self._ask(replica)
             return
         replica.resting = True
@@ -169,6 +170,7 @@ class Simulation:
         if not replica.engine.running:
             self._busy(-1)
         self._expect(replica)
+        replica.lookahead.made(len(ended))
         if self._judge is None:
             now, latencies = self.now, self._latencies
             for group in ended:
@@ -180,21 +182,21 @@ class Simulation:
                     self._made(replica)
                     self._at(group.scored_at, self._scored_whole, group)
             self._tally.scored += len(ended)
-            return
-        for group in ended:
-            self._judge.submit(group)
-            group.unmade -= 1
-            if not group.unmade:
-                self._made(replica)
-        self._ask_judge()
+        else:
+            for group in ended:
+                self._judge.submit(group)
+                group.unmade -= 1
+                if not group.unmade:
+                    self._made(replica)
+            self._ask_judge()
+        if replica.resting and replica.lookahead.has_room:
+            self._ask(replica)
 
     def _made(self, replica: Replica) -> None:
         """A group has left the engine."""
         replica.generating -= 1
         if not replica.generating:
             replica.note(self.now)
-        if replica.resting and replica.generating < replica.capacity:
-            self._ask(replica)
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 

@@ -96,8 +96,13 @@ class GroupScoring:
         self._result.cancel()
 
     @property
+    def missing(self) -> int:
+        """Responses that were not added."""
+        return self.items.count(None)
+
+    @property
     def complete(self) -> bool:
-        return all(item is not None for item in self.items)
+        return not self.missing
 
     @property
     def over(self) -> bool:

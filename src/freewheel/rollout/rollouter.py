@@ -3,7 +3,7 @@
     admit ─▶ ticket ─▶ prompt ─▶ engine ─▶ response, response, … ─▶ reward stage ─▶ group ─▶ outbox ─▶ put
       │ waits for: room                        each scored as it ends   │ waits for: rewards      │ until it is stored
       ▼                                                                 ▼
-    capacity: groups in generation          a group in scoring holds no generation capacity
+    capacity: responses in generation       a response in scoring holds no generation capacity
 
 New weights arrive in mid-flight (`load_weights`); each token carries the version that made it. A failed attempt is
 reported with its kind, and the queue decides whether the prompt is tried again. A ticket is held (`tickets`) until the
@@ -39,6 +39,7 @@ from freewheel.rollout.engine import (
     SamplingParams,
 )
 from freewheel.rollout.hook import generate_by_hook
+from freewheel.rollout.lookahead import Lookahead
 from freewheel.rollout.outbox import Outbox, wait
 from freewheel.rollout.recording import note_generated, offer_sample
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
@@ -50,8 +51,6 @@ log = logging.getLogger("freewheel.rollout")
 
 ADMIT_WAIT_S = 5.0
 """A wait for room is asked for anew this often, so that a queue that went away is noticed."""
-LOOKAHEAD = 2.0
-"""Groups admitted, in units of what the engine runs at a time: it must not run dry between two admissions."""
 
 
 class QueueClient(Protocol):
@@ -130,12 +129,12 @@ class Rollouter:
         self._prompt = prompt
         self._queue = queue
         self._decode = decode
-        self._capacity = capacity
         self.generation_timeout_s = generation_timeout_s
         self._interval_s = interval_s
         self._drop_zero_variance = drop_zero_variance
         self._pad_token_id = pad_token_id
         self._wall_clock = wall_clock
+        self._lookahead = Lookahead(capacity=capacity, n=sampling.n)
         self._generating = 0
         self._making: dict[asyncio.Task[None], Ticket] = {}
         self._room = asyncio.Event()
@@ -193,16 +192,15 @@ class Rollouter:
 
     async def _admit(self) -> bool:
         """One look for tickets. False: none will come any more."""
-        most = int(self._capacity * LOOKAHEAD)
-        want = most - self._generating
-        if want <= 0:
+        if not self._lookahead.want:
             self._room.clear()
-            await wait(self._room, ADMIT_WAIT_S)  # set when groups leave the engine
+            await wait(self._room, ADMIT_WAIT_S)  # set when responses leave the engine
             return True
-        admission = await self._asked(want)
+        admission = await self._asked()
         if admission is None:
             return False
         self._generating += len(admission.tickets)
+        self._lookahead.admit(len(admission.tickets))
         for ticket in admission.tickets:
             task = asyncio.create_task(self._make(ticket))
             self._making[task] = ticket
@@ -211,15 +209,16 @@ class Rollouter:
         self._note()
         if admission.tickets and self._interval_s:
             self._room.clear()
-            if self._generating >= self._capacity:  # else the engine has slots to fill, and there is no time to lose
+            if not self._lookahead.has_room:  # else there is no time to lose
                 await wait(self._room, self._interval_s)
         return not admission.closed
 
-    async def _asked(self, want: int) -> Admission | None:
+    async def _asked(self) -> Admission | None:
         """The queue's answer; None where `run` is over before it comes."""
         holding = [ticket.sequence for ticket in self.tickets()]
+        want, load = self._lookahead.want, self._lookahead.load
         asking = asyncio.ensure_future(
-            self._queue.admit(self.name, want=want, load=self._generating, wait_s=ADMIT_WAIT_S, holding=holding)
+            self._queue.admit(self.name, want=want, load=load, wait_s=ADMIT_WAIT_S, holding=holding)
         )
         ending = asyncio.ensure_future(self._over.wait())
         try:
@@ -302,8 +301,7 @@ class Rollouter:
         finally:
             self._generating -= 1
             self._note()
-            if self._generating < self._capacity:
-                self._room.set()
+            self._leave(scoring.missing if scoring is not None else self.sampling.n)
         note_generated(ticket, responses, began_s)
         rewards = await scoring.result()
         scored = [replace(response, reward=reward) for response, reward in zip(responses, rewards, strict=True)]
@@ -363,6 +361,12 @@ class Rollouter:
         self.total_generated_samples += 1
         trace.phase("response", scoring.ordinal, began_s, index=index, tokens=len(response.tokens))
         scoring.add(index, self._decode(response.tokens), response)
+        self._leave(1)
+
+    def _leave(self, responses: int) -> None:
+        self._lookahead.made(responses)
+        if self._lookahead.has_room:
+            self._room.set()
 
     def _custom_generation_logic(self, batch: Any) -> Any:
         """Hook. `batch`: a DataProto with the prompt, repeated n times. Gives (or awaits to) a DataProto of n rows with
