@@ -1,17 +1,24 @@
-"""What makes a scene of async_vs_sync.py hard: a long tail of lengths, a slow judge. Named in its configurations."""
+"""What makes a scene of async_vs_sync.py hard: a long tail of lengths, a slow judge; and a core for each side. Named in
+its configurations.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from freewheel.data.tasks.word_problems import TASK
 from freewheel.rollout.engine import Completion, SamplingParams
 from freewheel.rollout.rollouter import Rollouter, Sampling
+from freewheel.trainer.trainer import FullyAsyncTrainer
 
+CORES = sorted(os.sched_getaffinity(0))
+GENERATES, TRAINS = {CORES[0]}, {CORES[-1]}
 TAIL_SHARE = 0.05
 TAIL_TOKENS = 100
 """One response in twenty goes on for six times the length of the others."""
@@ -31,7 +38,25 @@ class TailSampling(Sampling):
         )
 
 
-class TailRollouter(Rollouter):
+def bind(cores: Set[int]) -> None:
+    """All threads of this process, and those that they will start."""
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+class BoundTrainer(FullyAsyncTrainer):
+    def __init__(self, **kwargs: Any) -> None:
+        bind(TRAINS)
+        super().__init__(**kwargs)
+
+
+class BoundRollouter(Rollouter):
+    def __init__(self, **kwargs: Any) -> None:
+        bind(GENERATES)
+        super().__init__(**kwargs)
+
+
+class TailRollouter(BoundRollouter):
     """Generates with `TailSampling`, and cuts each response at its first end-of-sequence token."""
 
     def __init__(self, *, sampling: Sampling, **kwargs: Any) -> None:
