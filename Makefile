@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Libraries that freewheel plugs into, each with an environment of its own: their requirements exclude each other.
 PEERS  := verl trl vllm peers
 
-.PHONY: demo demo-judge test chaos test-integrations lint format setup docs clean $(PEERS:%=env-%)
+.PHONY: demo demo-judge test test-pages chaos test-integrations lint format setup docs clean $(PEERS:%=env-%)
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -27,6 +27,10 @@ demo-judge: setup    ## scores 1,024 samples six ways against a test judge
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Chromium looks at the dashboard and the site; without one those tests are skipped.
+test-pages: setup    ## runs every command of the README, builds the site, and opens the dashboard in a browser
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m pages
 
 chaos: setup         ## kills 100 processes of real runs, and says whether anything was lost: about 25 minutes
 	$(BIN)/python scripts/chaos.py

@@ -11,7 +11,7 @@ import pytest
 
 from .documents import DOCS, build_site
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 
 class Page(HTMLParser):

@@ -36,7 +36,7 @@ WAIT_S = 250.0
 PORT = "8099"
 """Of the test judge on the pages; a free one takes its place here."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 DEMO = "tests/test_readme.py::test_the_demo_learns_and_its_run_can_be_looked_at_in_every_way_and_goes_on"
 RECIPE = "tests/test_readme.py::test_make_runs_what_it_says"
@@ -50,6 +50,7 @@ HUB = "model.path=Qwen/Qwen2.5-0.5B-Instruct data.task=gsm8k"
 RUN_BY = {
     "make demo": [RECIPE, DEMO],
     "make test": [RECIPE],
+    "make test-pages": [RECIPE],
     "make demo-judge": [RECIPE, "tests/test_readme.py::test_the_demo_of_the_judge_shows_six_ways"],
     "make test-integrations": [RECIPE],
     "make chaos": [RECIPE, "tests/chaos/test_slice.py"],
@@ -144,6 +145,7 @@ def test_a_test_that_is_named_is_there(where: str):
     [
         ("demo", "bin/freewheel train"),
         ("test", "bin/python -m pytest"),
+        ("test-pages", "-m pages"),
         ("demo-judge", "bin/python examples/judge_demo.py"),
         ("test-integrations", "bin/python -m pytest tests/integrations -m verl"),
         ("chaos", "bin/python scripts/chaos.py"),

@@ -20,7 +20,7 @@ from freewheel.queue.journal import Committed, Journal, Stored, Took
 from ..dashboard.made_run import BEGAN_S, Writer, line, make_run, sample_row, write_lines
 from .conftest import PHONE
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 VIEWS = ["overview", "judge", "weights", "timeline", "samples", "ledger", "compare"]
 

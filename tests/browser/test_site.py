@@ -9,7 +9,7 @@ import pytest
 
 from ..documents import build_site
 
-pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 
 def test_the_site_is_searched_without_a_server_and_asks_nobody(browser: Any, tmp_path: Path):
