@@ -6,7 +6,8 @@ configurations; what runs in the components' processes is here.
     judge   a score takes a second; responses are scored as they finish in every mode, sync included
 
 When the GPU had something to do is taken from CUDA events on both sides: around every step of vLLM's model runner, and
-around every step of the trainer. What neither covers is idle.
+around every step of the trainer. What none covers is idle. Several engines share the GPU: a step of a small model is so
+short that the Python of a single vLLM, on one core, cannot keep it busy.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class PlainRollouter(Rollouter):
             await super().run()
         finally:
             (intervals,) = await self._llm.collective_rpc(traced_steps)
-            write("engine", intervals, spans=self.spans.snapshot())
+            write(self.name, intervals, spans=self.spans.snapshot())
 
     @property
     def _llm(self) -> Any:
@@ -203,6 +204,7 @@ class TracedTrainer(FullyAsyncTrainer):
 MODES = ("sync", "one_step_off", "fully_async")
 SHAPE = "0.5B"
 GROUPS, GROUP = 32, 8
+REPLICAS = 4
 STEPS, FIRST, LAST = 14, 4, 13
 """The first steps fill the pipeline and compile, the last empties it."""
 SCENES = {
@@ -222,7 +224,8 @@ def settings(scene: str, mode: str, model: Path, run_dir: Path) -> list[str]:
         "data.max_prompt_tokens=64",
         "rollout.engine=vllm",
         f"rollout.n={GROUP}",
-        f"rollout.slots={GROUPS * GROUP}",
+        f"rollout.replicas={REPLICAS}",
+        f"rollout.slots={GROUPS * GROUP // REPLICAS}",
         "reward.function=async_gpu:scored",
         "reward.concurrency=8192",
         f"trainer.groups_per_step={GROUPS}",
@@ -250,18 +253,26 @@ def one_run(scene: str, mode: str, model: Path, folder: Path) -> dict[str, float
     if result.outcome != "finished":
         raise SystemExit("\n".join(result.summary))
     rows = {row["step"]: row for row in read_metrics(result.run_dir) if row["kind"] == "step"}
-    engine, trainer = (json.loads((folder / f"{name}.json").read_text()) for name in ("engine", "trainer"))
+    *engines, trainer = (
+        json.loads((folder / f"{name}.json").read_text())
+        for name in (*(f"rollouter-{place}" for place in range(REPLICAS)), "trainer")
+    )
     ends = [stop for _, stop in trainer["busy"]]
     since, until = ends[FIRST - 1], ends[LAST - 1]
     within = [rows[step] for step in range(FIRST + 1, LAST + 1)]
     tokens = sum(GROUPS * GROUP * row["rollout/response_length_mean"] for row in within)
+
+    def spent(name: str) -> float:
+        """Seconds of a step, of an engine's."""
+        return float(sum(engine["spans"].get(name, 0.0) for engine in engines) / len(engines) / STEPS)
+
     train_s = sorted(row["timing/train_s"] for row in within)[len(within) // 2]
     return {
         "wall_s": until - since,
         "tokens_per_s": tokens / (until - since),
-        "idle_share": idle_share([*engine["busy"], *trainer["busy"]], since, until),
-        "generate_s": engine["spans"]["generate"] / STEPS,
-        "judge_s": engine["spans"].get("wait_reward", 0.0) / STEPS,
+        "idle_share": idle_share([one for part in (*engines, trainer) for one in part["busy"]], since, until),
+        "generate_s": spent("generate"),
+        "judge_s": spent("wait_reward"),
         "train_s": train_s,
         "lag": sum(row["avg_sample_age"] for row in within) / len(within),
     }

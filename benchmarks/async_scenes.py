@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class TailSampling(Sampling):
 def bind(cores: Set[int]) -> None:
     """All threads of this process, and those that they will start."""
     for thread in Path("/proc/self/task").iterdir():
-        os.sched_setaffinity(int(thread.name), cores)
+        with suppress(ProcessLookupError):  # it has ended since
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 class BoundTrainer(FullyAsyncTrainer):

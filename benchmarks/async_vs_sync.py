@@ -16,9 +16,10 @@ cores the scheduler moves them onto the trainer's (measured: 7% of the wall time
 
 `efficiency` is the slower of generation alone and training alone, for the same tokens and steps, over the wall time: 1
 would be a machine on which the other costs nothing. Training alone is what the steps take in `sync`, where nothing runs
-beside them. Generation alone is the speed in tokens of a whole rollouter (engine, decoding, the task's score, packing)
-whose groups are taken away as they come, measured with nothing beside it after each mode's run, with the weights of its
-end; the median of the three counts.
+beside them. Generation alone is a whole rollouter (engine, decoding, the task's score, packing) whose groups are taken
+away as they come, measured with nothing beside it: with the weights of the end after each mode's run, of which the
+median counts, and with those of the start. Responses grow meanwhile, from 7 tokens to 17, and a token of a long one
+takes less time; what a step's responses take is read off the line through the two.
 `final_reward` is the mean of the last five steps; `reward_at_equal_wall` that of five steps up to the moment at which
 the fastest mode was done. The judge is an async function that sleeps: what a real one costs this machine is measured in
 the judge's own benchmarks.
@@ -32,7 +33,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("RAY_worker_niceness", "0")  # as `freewheel train` has it
@@ -52,6 +53,7 @@ from common import (
     promise_table,
     write_json,
 )
+from freewheel.data.tasks.word_problems import model_path
 from freewheel.observe.recorder import read_metrics
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
@@ -101,15 +103,22 @@ def run(config: TrainConfig) -> list[dict[str, Any]]:
     return [row for row in read_metrics(result.run_dir) if row["kind"] == "step"]
 
 
-def tokens_per_s(scene: str, config: TrainConfig, model: Path) -> float:
-    """The engine's speed with nothing beside it: a rollouter whose groups are taken away as they come."""
+class Alone(NamedTuple):
+    """Generation with nothing beside it: a rollouter whose groups are taken away as they come."""
+
+    tokens: float
+    """A response."""
+    response_s: float
+
+
+def generates_alone(scene: str, config: TrainConfig, model: Path) -> Alone:
     try:
         return asyncio.run(_generate_alone(scene, config, model))
     finally:
         async_scenes.bind(set(async_scenes.CORES))
 
 
-async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> float:
+async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> Alone:
     plan = resolve(config, Machine.here())
     side = RolloutSide(config=config, plan=plan, name="alone", model_path=str(model), version=0)
     groups = config.trainer.groups_per_step
@@ -119,7 +128,7 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> float
         side.reward = load_reward(None, side.task)
     rollouter = side.rollouter(queue)
     running = asyncio.create_task(rollouter.run())
-    since = tokens = 0.0
+    since, tokens, responses = 0.0, 0, 0
     for step in range(1, GENERATED_ALONE + 2):
         while (await queue.take(step, wait_s=10.0)).block is None:
             pass
@@ -127,21 +136,29 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> float
         assert version is not None
         await queue.published(version)
         if step == 1:
-            since, tokens = time.perf_counter(), side.engine.stats().generated_tokens
-    speed = (side.engine.stats().generated_tokens - tokens) / (time.perf_counter() - since)
+            since = time.perf_counter()
+            tokens, responses = side.engine.stats().generated_tokens, rollouter.total_generated_samples
+    took = time.perf_counter() - since
+    tokens = side.engine.stats().generated_tokens - tokens
+    responses = rollouter.total_generated_samples - responses
     await rollouter.stop()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await rollouter.close()
-    return speed
+    return Alone(tokens / responses, took / responses)
 
 
-def generated_tokens(scene: str, config: TrainConfig, rows: list[dict[str, Any]]) -> float:
-    """What the engine made for these steps; of the tail's long responses the pipeline sees the beginning only."""
+def generation_alone_s(
+    scene: str, config: TrainConfig, rows: list[dict[str, Any]], first: Alone, last: list[Alone]
+) -> float:
+    """What the responses of these steps take with nothing beside them. Of the tail's long ones the pipeline sees the
+    beginning only."""
     samples = config.trainer.groups_per_step * config.rollout.n
     share = async_scenes.TAIL_SHARE if scene == "tail" else 0.0
-    lengths = [row["rollout/response_length_mean"] for row in rows]
-    return sum(samples * ((1 - share) * length + share * async_scenes.TAIL_TOKENS) for length in lengths)
+    end = Alone(median([one.tokens for one in last]), median([one.response_s for one in last]))
+    token_s = (end.response_s - first.response_s) / (end.tokens - first.tokens)
+    lengths = [(1 - share) * row["rollout/response_length_mean"] + share * async_scenes.TAIL_TOKENS for row in rows]
+    return sum(samples * (end.response_s + token_s * (length - end.tokens)) for length in lengths)
 
 
 def counted(rows: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]:
@@ -171,16 +188,17 @@ def one_seed(scene: str, seed: int, steps: int, first: int, last: int, turn: int
     order = [MODES[(turn + place) % len(MODES)] for place in range(len(MODES))]
     found: dict[str, dict[str, Any]] = {}
     rows: dict[str, list[dict[str, Any]]] = {}
-    speeds: list[float] = []
+    ends: list[Alone] = []
     with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as folder:
         for mode in order:
             rows[mode] = run(settings(scene, mode, seed, Path(folder) / mode, steps))
             found[mode] = counted(rows[mode], first, last)
             config = settings(scene, "sync", seed, Path(folder) / "sync", steps)
-            speeds.append(tokens_per_s(scene, config, Path(folder) / mode / "final"))
+            ends.append(generates_alone(scene, config, Path(folder) / mode / "final"))
+        start = generates_alone(scene, config, model_path())
     earliest = min(one["whole_s"] for one in found.values())
     for mode, one in found.items():
-        generation = generated_tokens(scene, config, one.pop("rows")) / median(speeds)
+        generation = generation_alone_s(scene, config, one.pop("rows"), start, ends)
         training = found["sync"]["train_s"]
         one["generation_alone_s"], one["training_alone_s"] = generation, training
         one["efficiency"] = max(generation, training) / one["wall_s"]
