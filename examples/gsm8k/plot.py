@@ -29,7 +29,13 @@ ERRORS = 2
 """Half the height of a band, in standard errors: 95% of such bands hold the true mean."""
 SMOOTHED = 5
 """Steps that a point of a training curve is the mean of."""
-ACCENT, FAINT, INK, GRID = "#1f6feb", "#9aa4b2", "#24292f", "#e4e7eb"
+ACCENT, FAINT, INK, GRID = "var(--accent)", "var(--faint)", "var(--ink)", "var(--grid)"
+STYLE = """<style>
+svg { --accent: #1f6feb; --faint: #9aa4b2; --ink: #24292f; --grid: #e4e7eb } .paper { fill: #fff }
+@media (prefers-color-scheme: dark) {
+  svg { --accent: #6ea8fe; --faint: #7d8590; --ink: #e6edf3; --grid: #30363d } .paper { fill: #0d1117 }
+}
+</style>"""
 STARTED = re.compile(r"Started in ([\d.]+) s")
 
 
@@ -170,8 +176,11 @@ def draw(found: Sequence[Panel]) -> str:
     width = len(found) * (WIDTH + GAP) - GAP
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" width="{width}" height="{HEIGHT}" '
-        'font-family="system-ui, sans-serif" font-size="11">',
-        f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
+        'font-family="system-ui, sans-serif" font-size="11" role="img" aria-labelledby="t d">',
+        '<title id="t">What a run learnt</title>',
+        f'<desc id="d">Over the minutes of the run: {escape(", ".join(panel.title for panel in found))}.</desc>',
+        STYLE,
+        f'<rect class="paper" width="{width}" height="{HEIGHT}"/>',
     ]
     for place, panel in enumerate(found):
         parts.append(f'<g transform="translate({place * (WIDTH + GAP)} 0)">')

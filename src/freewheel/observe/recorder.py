@@ -129,7 +129,7 @@ def _rows(path: Path, kind: Kind | None) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict) and (kind is None or row.get("kind") == kind):
                 yield row
