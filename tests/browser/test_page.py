@@ -17,7 +17,7 @@ import pytest
 from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.queue.journal import Committed, Journal, Stored, Took
 
-from ..dashboard.made_run import BEGAN_S, Writer, line, make_run, sample_row, write_lines
+from ..dashboard.made_run import BEGAN_S, Writer, line, make_run, sample_row, trace_lines, write_lines
 from .conftest import PHONE
 
 pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
@@ -133,6 +133,22 @@ def test_a_chart_can_be_read_by_pointer_and_by_keyboard_and_zoomed(page: Any):
     assert page.locator(".legend button").first.get_attribute("aria-pressed") == "false"
 
 
+@pytest.mark.parametrize("title", ["Reward", "Age of samples", "Entropy"])
+def test_a_chart_over_steps_fetches_what_is_zoomed_into(page: Any, title: str):
+    chart = page.locator(f"canvas[aria-label^='{title}:']")
+    chart.scroll_into_view_if_needed()
+    before, box = chart.get_attribute("aria-label"), chart.bounding_box()
+    with page.expect_response(re.compile("/series")):
+        page.mouse.move(box["x"] + 110, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + 190, box["y"] + 70, steps=4)
+        page.mouse.up()
+    label = "one => document.querySelector(`canvas[aria-label^='${one[0]}:']`).ariaLabel"
+    until(page, f"one => ({label})(one) !== one[1]", [title, before])
+    chart.dblclick()
+    until(page, f"one => ({label})(one) === one[1]", [title, before])
+
+
 def test_any_metric_can_be_picked(page: Any):
     with page.expect_response(re.compile("mine%2Fof_a_hook")) as reply:
         page.select_option("select[aria-label=Metric]", label="mine/of_a_hook")
@@ -153,6 +169,12 @@ def test_the_timeline_zooms_moves_and_leads_to_a_group(page: Any):
     assert "trainer train" in page.get_attribute(".gantt canvas", "aria-label")
     with page.expect_response(re.compile("/timeline")):
         page.keyboard.press("ArrowRight")
+
+
+def test_the_timeline_says_what_is_left_out(page: Any):
+    page.route(re.compile("/timeline"), lambda one: one.fulfill(json={**one.fetch().json(), "whole_from_s": 70.0}))
+    view(page, "timeline")
+    page.wait_for_selector(".toolbar :text('spans from before 1:10 are left out')")
 
 
 def test_samples_are_searched_filtered_and_walked_through(page: Any):
@@ -211,6 +233,29 @@ def test_runs_are_switched_and_laid_over_one_another(page: Any):
     page.wait_for_selector("#content :text('Choose a second run')")
 
 
+def test_of_runs_that_are_switched_quickly_the_last_is_shown(tmp_path: Path, serve: Any, open_page: Any):
+    for steps in (10, 20):
+        make_run(tmp_path / f"run-{steps}", steps=steps)
+    page = open_page(serve(tmp_path))
+    held: list[Any] = []
+    page.route(re.compile("/api/runs/run-10$"), lambda one: held.append(one))
+    followed: list[str] = []
+    page.on("request", lambda one: followed.append(one.url) if "/events" in one.url else None)
+    page.select_option("#runs", "run-10")
+    ends = time.monotonic() + 30
+    while not held:
+        assert time.monotonic() < ends
+        page.wait_for_timeout(20)
+    page.go_back()
+    until(page, "document.querySelector('#runs').value === 'run-20'")
+    page.wait_for_selector("nav [data-view=overview][href='#overview/run-20']")
+    with page.expect_response(re.compile("/api/runs/run-10$")):
+        held[0].continue_()
+    page.evaluate("fetch('/api/runs').then((one) => one.text())")  # what came before it has been dealt with
+    assert page.inner_text("#progress-words").startswith("20 / 20")
+    assert "run-20" in page.title() and not any("run-10" in one for one in followed)
+
+
 # -- hands, eyes and screens ------------------------------------------------------------------------------------------
 
 
@@ -235,6 +280,19 @@ def test_the_keyboard_alone_is_enough(page: Any):
             )
         )
     assert {*VIEWS, "theme", "help", "runs", "CANVAS"} <= seen
+    page.keyboard.press("2")
+    page.wait_for_selector("nav [data-view=judge][aria-current=page]")
+    page.focus(".skip")
+    page.keyboard.press("Enter")
+    until(page, "document.activeElement.id === 'content'")
+    assert page.evaluate("location.hash").startswith("#judge/")
+
+
+def test_an_address_that_names_no_view_opens_the_first(page: Any):
+    view(page, "judge")
+    page.evaluate("location.hash = 'constructor'")
+    page.wait_for_selector("nav [data-view=overview][aria-current=page]")
+    page.wait_for_selector(".hero .says")
 
 
 def test_whatever_can_be_focused_has_a_name_and_shows_the_focus(page: Any):
@@ -291,6 +349,15 @@ def test_a_page_without_its_token_says_how_to_get_in(runs: Path, serve: Any, bro
     context.close()
 
 
+def test_a_link_on_another_site_leads_in(runs: Path, serve: Any, browser: Any):
+    context = browser.new_context()
+    page = context.new_page()
+    page.set_content(f"<a href='{serve(runs)}'>the run</a>")
+    page.click("a")
+    page.wait_for_selector(".hero .says")
+    context.close()
+
+
 def test_what_was_not_recorded_is_said(tmp_path: Path, serve: Any, open_page: Any):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/metrics.jsonl").write_bytes(line({"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}))
@@ -314,6 +381,9 @@ def test_what_a_run_writes_appears_without_a_click(tmp_path: Path, serve: Any, o
     writer = Writer(folder, steps=10)
     writer.go_on(5)
     until(page, "document.querySelector('#progress-words').textContent.startsWith('15 / 100')")
+    assert page.locator(".hero :text('could not be read')").is_hidden()
+    writer.tear(b"no row\n")
+    page.wait_for_selector(".hero :text('1 line of metrics.jsonl could not be read')")
     view(page, "weights")
     page.wait_for_selector("#content :text('v15')")
     writer.go_on(1)
@@ -321,6 +391,49 @@ def test_what_a_run_writes_appears_without_a_click(tmp_path: Path, serve: Any, o
     (folder / "metrics.jsonl").unlink()
     make_run(folder, steps=3, total=100)
     until(page, "document.querySelector('#progress-words').textContent.startsWith('3 / 100')")
+
+
+def test_a_view_that_was_opened_too_early_fills_when_there_is_something(tmp_path: Path, serve: Any, open_page: Any):
+    folder = tmp_path / "run"
+    write_lines(folder / "metrics.jsonl", [{"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}])
+    page = open_page(serve(folder))
+    view(page, "timeline")
+    page.wait_for_selector("#content :text('Not recorded')")
+    write_lines(folder / "trace/trainer-1.jsonl", trace_lines(3)[0])
+    page.wait_for_selector(".toolbar .num:text('groups')")
+    assert painted(page, ".gantt canvas") == 1
+    view(page, "samples")
+    page.wait_for_selector("#content :text('Not recorded')")
+    write_lines(folder / "samples/rollouter-0-1.jsonl", [sample_row(3)])
+    page.wait_for_selector(".card :text('#3')")
+    assert page.locator("#content :text('Not recorded')").count() == 0
+
+
+def test_what_failed_once_is_tried_again(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=10, total=100)
+    page = open_page(serve(folder), allowed=("Failed to load resource",))
+    refused: list[str] = []
+
+    def refuse_once(route: Any) -> None:
+        kind = route.request.url.partition("?")[0]
+        if kind in refused:
+            route.continue_()
+        else:
+            refused.append(kind)
+            route.fulfill(status=503, json={"error": "too many pages are open: close one"})
+
+    page.route(re.compile("/api/runs/run$"), refuse_once)
+    (folder / "metrics.jsonl").unlink()
+    make_run(folder, steps=3, total=100)
+    page.wait_for_selector("#content :text('too many pages')")
+    page.wait_for_selector(".hero .says")
+    until(page, "document.querySelector('#progress-words').textContent.startsWith('3 / 100')")
+    page.route(re.compile("/events"), refuse_once)
+    page.reload()
+    until(page, "document.querySelector('#state').textContent === 'no connection'")
+    Writer(folder, steps=3).go_on(5)
+    until(page, "document.querySelector('#progress-words').textContent.startsWith('8 / 100')")
+    assert len(refused) == 2
 
 
 @pytest.fixture

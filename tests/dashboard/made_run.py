@@ -23,6 +23,8 @@ BEGAN_S = 1_790_000_000.0
 STEP_S = 2.0
 GROUPS = 8
 RESPONSES = 4
+DEEP = b"[" * 100_000 + b"]" * 100_000
+"""Valid JSON that no decoder goes down into."""
 VERDICT = (
     "judge-bound: 62% of trainer time waits for verdicts; raising its rate limit to 90/s would lift throughput 1.9x"
 )

@@ -127,7 +127,7 @@ from freewheel.dashboard.web.runs import Runs
 from freewheel.dashboard.web import pages, panels
 (view,) = Runs([sys.argv[1]], clock=time.monotonic).all()
 with view.reading():
-    pages.overview(view), panels.ledger(view), panels.prompt(view, 0)
+    pages.overview(view), panels.ledger(view.folder), panels.prompt(view.folder, 0)
     view.timeline.look(), view.samples.look()
 print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 """

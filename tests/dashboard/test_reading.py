@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from freewheel.dashboard.web import tail
-from freewheel.dashboard.web.columns import Columns, plain, rates
+from freewheel.dashboard.web.columns import Columns, mean_over_time, plain, rates
 from freewheel.dashboard.web.learning import learning
 from freewheel.dashboard.web.settings import Settings, flat
 from freewheel.dashboard.web.tail import Folder, Tail
@@ -163,6 +163,19 @@ def test_columns_grow_and_are_cut():
 def test_a_counter_that_was_begun_anew_has_no_negative_rate():
     found = rates(np.array([0.0, 10.0, 30.0, 4.0]), np.array([0.0, 1.0, 2.0, 4.0]))
     assert plain(found) == [None, 10, 20, 2]
+
+
+def test_a_mean_weighs_each_value_by_the_time_that_it_stands_for():
+    assert mean_over_time(np.array([10.0, 10.0, 10.0, 1.0]), np.array([1.0, 2.0, 3.0, 10.0])) == pytest.approx(3.7)
+    assert mean_over_time(np.array([math.nan, 4.0]), np.array([5.0, 6.0])) == 4
+    assert mean_over_time(np.array([4.0]), np.array([0.0])) == 4
+    assert mean_over_time(np.array([math.nan]), np.array([1.0])) is None and mean_over_time(NOTHING, NOTHING) is None
+
+
+def test_the_time_for_which_a_run_was_stopped_is_no_part_of_a_mean():
+    values, night_s = np.array([10.0] * 10 + [1.0] * 10), 36_000.0
+    times = np.array([*np.arange(10.0) * 9.5, *night_s + np.arange(10.0) * 9.5])
+    assert mean_over_time(values, times) == pytest.approx((10 * 9 + 1 * 10) / 19, rel=1e-3)
 
 
 # -- does it learn? ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from freewheel.dashboard.web import pages, panels
+from freewheel.dashboard.web import recorded as recorded_module
+from freewheel.dashboard.web import samples as samples_module
+from freewheel.dashboard.web import timeline as timeline_module
 from freewheel.dashboard.web.recorded import Recorded
+from freewheel.dashboard.web.rows import by_kind
 from freewheel.dashboard.web.runs import Runs, RunView
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import Timeline, merge
@@ -19,6 +23,7 @@ from freewheel.trainer.checkpoint import RunLock
 
 from .made_run import (
     BEGAN_S,
+    DEEP,
     GROUPS,
     VERDICT,
     Writer,
@@ -64,6 +69,33 @@ def test_any_metric_can_be_read_later(tmp_path: Path):
     found = recorded(make_run(tmp_path / "run", steps=40))
     hook = found.read_metric("mine/of_a_hook")
     assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 41)]
+
+
+def test_of_a_metric_that_was_asked_for_only_what_came_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = make_run(tmp_path / "run", steps=40)
+    found = recorded(folder)
+    found.read_metric("mine/of_a_hook")
+    Writer(folder, steps=40).go_on(2)
+    taken: list[bytes] = []
+    counted = lambda lines: taken.extend(lines) or by_kind(lines)  # noqa: E731
+    monkeypatch.setattr(recorded_module, "by_kind", counted)
+    hook = found.read_metric("mine/of_a_hook")
+    assert hook["mine/of_a_hook"].tolist() == [step % 7 for step in range(1, 43)]
+    assert len(taken) == 6, "three rows a step"
+    write_lines(folder / "metrics.jsonl", rows(3))
+    found.look()
+    assert found.read_metric("mine/of_a_hook")["step"].tolist() == [1, 2, 3]
+
+
+def test_a_row_that_is_nested_too_deeply_is_one_unreadable_line(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=3)
+    found = recorded(folder)
+    Writer(folder, steps=3).tear(
+        b'{"kind": "step", "step": 4, "time": 1790000020, "x": ' + DEEP + b"}\n" + DEEP + b"\n"
+    )
+    found.look()
+    assert found.steps.rows == 3 and found.bad_lines == 2
+    assert "actor/loss" in found.metric_names()
 
 
 def test_garbage_and_half_lines_are_passed_over_and_counted(tmp_path: Path):
@@ -164,7 +196,7 @@ def test_a_run_of_which_nothing_is_recorded_yet_can_be_looked_at(tmp_path: Path)
     view = RunView("x", tmp_path / "none", clock=lambda: 0.0)
     with view.reading():
         found = pages.overview(view)
-        json.dumps([found, panels.judge(view), panels.weights(view), panels.ledger(view)], allow_nan=False)
+        json.dumps([found, panels.judge(view), panels.weights(view), panels.ledger(view.folder)], allow_nan=False)
     assert found["state"] == "waiting" and found["now"]["learning"]["trend"] == "unknown"
 
 
@@ -175,6 +207,17 @@ def test_a_run_without_pulses_shows_what_its_statistics_have(tmp_path: Path):
         found = pages.overview(view)
     assert found["now"]["queue_size"] == 9 and found["now"]["tokens_per_s"] == pytest.approx(600, rel=0.1)
     assert len(found["pulses"]["tokens_per_s"]["x"]) == 3
+
+
+def test_the_mean_throughput_of_a_run_is_the_same_wherever_it_is_told(tmp_path: Path):
+    speeds = [(float(at), 1000.0) for at in range(1, 101)] + [(100 + 9.5 * at, 100.0) for at in range(1, 101)]
+    pulses = [{"kind": "pulse", "time": BEGAN_S + at, "tokens_per_s": speed} for at, speed in speeds]
+    write_lines(tmp_path / "metrics.jsonl", [{"kind": "event", "time": BEGAN_S}, *pulses])
+    view = RunView("x", tmp_path, clock=lambda: 0.0)
+    (compared,) = panels.compare([view], "eval/reward", "eval")["runs"]
+    with view.reading():
+        shown = pages.now(view)["tokens_per_s"]
+    assert shown == compared["tokens_per_s"] == pytest.approx((1000 * 100 + 100 * 950) / 1050)
 
 
 def test_a_run_is_live_while_somebody_holds_it(view: RunView):
@@ -272,6 +315,29 @@ def test_a_trace_that_is_rotated_and_broken_is_followed(tmp_path: Path):
     assert sum(bar.count for lane in found["lanes"] if lane["name"] == "train" for bar in lane["bars"]) == 4
 
 
+def test_of_a_trace_that_is_too_long_the_newest_part_of_every_component_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer, rollouter = trace_lines(40)
+    write_lines(tmp_path / "trace/trainer-1.jsonl", trainer)
+    for number in range(6):
+        replica = [{**event, "pid": f"rollouter-{number}"} for event in rollouter]
+        write_lines(tmp_path / f"trace/rollouter-{number}-1.jsonl", replica)
+    whole = Timeline(tmp_path)
+    whole.look()
+    assert whole.window()["whole_from_s"] == 0
+    monkeypatch.setattr(timeline_module, "MOST_KEPT", 3_000)
+    short = Timeline(tmp_path)
+    short.look()
+    found = short.window()
+    kept = [end_us for file in short._files.values() for end_us in file.ends_us()]
+    assert 1_500 <= len(kept) <= 3_000 and min(kept) >= short._kept_from_us
+    assert found["length_s"] == whole.window()["length_s"] and 0 < found["whole_from_s"] < found["length_s"]
+    since = found["whole_from_s"]
+    assert short.window(since)["lanes"] == whole.window(since)["lanes"]
+    assert len({lane["part"] for lane in found["lanes"]}) == 7
+
+
 def test_other_events_and_tracks_of_their_own_are_told_apart(tmp_path: Path):
     same: dict[str, Any] = {"ph": "X", "cat": "span", "name": "load", "pid": "sync", "ts": 1e15, "dur": 5, "args": {}}
     write_lines(
@@ -280,11 +346,14 @@ def test_other_events_and_tracks_of_their_own_are_told_apart(tmp_path: Path):
             {**same, "tid": "rollouter-0"}, {**same, "tid": "rollouter-1"}, {**same, "tid": "main", "name": "sync"},
             {"ph": "C", "name": "groups", "pid": "main", "ts": 1, "args": {"queue_size": 1}},
             {"ph": "i", "name": "text", "pid": "main", "ts": 1},
+            *({"ph": half, "name": "generate", "pid": "main", "ts": 2e15, "id": "007"} for half in "be"),
+            *({"ph": half, "name": "generate", "pid": "main", "ts": 2e15} for half in "be"),
         ],
     )  # fmt: skip
     timeline = Timeline(tmp_path)
     timeline.look()
     assert {lane["name"] for lane in timeline.window()["lanes"]} == {"load rollouter-0", "load rollouter-1", "sync"}
+    assert timeline.window()["groups"] == []
 
 
 # -- samples ----------------------------------------------------------------------------------------------------------
@@ -319,6 +388,17 @@ def test_a_sample_is_read_in_full_by_its_place_in_the_file(tmp_path: Path):
     assert samples.read(newest.key) is None
     samples.look()
     assert samples.page()["total"] == 0 and samples.read("1") is None and samples.read("../x") is None
+
+
+def test_of_too_many_samples_the_oldest_are_left_out_whatever_their_files_are_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(samples_module, "MOST_CARDS", 3)
+    write_lines(tmp_path / "samples/rollouter-0-1.jsonl", [sample_row(ordinal) for ordinal in (7, 8, 9)])
+    write_lines(tmp_path / "samples/rollouter-1-1.jsonl", [sample_row(ordinal) for ordinal in (1, 2, 10)])
+    samples = Samples(tmp_path)
+    samples.look()
+    assert [card.ordinal for card in samples.page()["cards"]] == [10, 9, 8]
 
 
 # -- which runs -------------------------------------------------------------------------------------------------------
@@ -359,5 +439,5 @@ def test_a_run_that_is_removed_stays_as_it_was_read(tmp_path: Path):
     (view,) = runs.all()
     with view.reading():
         found = pages.overview(view)
-        assert panels.ledger(view)["report"] is None and panels.prompt(view, 3)["life"] is None
+        assert panels.ledger(view.folder)["report"] is None and panels.prompt(view.folder, 3)["life"] is None
     assert found["state"] == "removed" and found["now"]["step"] == 5

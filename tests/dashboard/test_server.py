@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from freewheel.dashboard.web import live
+from freewheel.dashboard.web import live, panels
 from freewheel.dashboard.web.door import Door, make_token
 from freewheel.dashboard.web.listening import address, listen
 from freewheel.dashboard.web.runs import Runs
 from freewheel.dashboard.web.server import STATIC, Server
 
-from .made_run import Writer, make_run
+from .made_run import DEEP, Writer, make_run
 
 TOKEN = "a-token-that-nobody-guesses"
 WAIT_S = 30.0
@@ -89,7 +90,7 @@ async def test_the_token_in_the_address_becomes_a_cookie_of_this_port_and_leaves
         cookie = reply.headers["Set-Cookie"]
     port = page.root.rpartition(":")[2]
     assert cookie.startswith(f"freewheel-{port}={TOKEN};")
-    assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+    assert "HttpOnly" in cookie and "SameSite=Lax" in cookie
     sent = {"Cookie": cookie.partition(";")[0]}
     async with page.session.get(page.root + "/", headers=sent) as reply:
         assert reply.status == 200 and "<title>freewheel</title>" in await reply.text()
@@ -203,16 +204,46 @@ async def test_a_run_that_is_removed_while_it_is_open_ends_nothing(opened: Any, 
         await page.json(f"/api/runs/run/{path}")
 
 
+DEEP_ROW = (
+    b'{"time": 1, "ordinal": 1, "ph": "X", "name": "x", "ts": 1, "level": "ERROR", "message": "", "x": %s}' % DEEP
+)
+"""What a reader of any of the files takes for its own, and cannot read to its end."""
+
+
 async def test_garbage_in_every_file_shows_what_can_be_shown(opened: Any, folder: Path):
     for path in (*folder.glob("*.jsonl"), *folder.glob("*/*.jsonl")):
         with path.open("ab") as file:
-            file.write(b'\x00\xff\n{"kind": "pulse"}\n{"ph": 1}\n[]\n"x"\n' + b"{" * 10_000 + b"\n")
+            file.write(b'\x00\xff\n{"kind": "pulse"}\n{"ph": 1}\n[]\n"x"\n' + b"{" * 10_000 + b"\n" + DEEP + b"\n")
+            file.write(DEEP_ROW + b'\n{"kind": "statistics", ' + DEEP_ROW[1:] + b"\n")
+            file.writelines(b'{"ph": "%s", "id": "007", "name": "x", "ts": 1}\n' % half for half in (b"b", b"e"))
     (folder / "config.yaml").write_bytes(b"\xff: [")
     (folder / "journal.sqlite").write_bytes(b"no database")
     page = await opened(folder)
     for path in ("", "/judge", "/weights", "/timeline", "/samples", "/ledger", "/prompts/1"):
         await page.json(f"/api/runs/run{path}")
     assert (await page.json("/api/runs/run"))["now"]["unreadable_lines"] > 0
+
+
+async def test_an_audit_that_takes_its_time_holds_up_nothing_else(
+    opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def audit(folder: Path) -> dict[str, Any]:
+        begun.set()
+        may_end.wait(WAIT_S)
+        return {"report": None, "error": folder.name}
+
+    monkeypatch.setattr(panels, "ledger", audit)
+    page = await opened(folder)
+    asked = asyncio.create_task(page.json("/api/runs/run/ledger"))
+    try:
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        assert (await page.json("/api/runs/run"))["now"]["step"] == 20
+        assert not asked.done()
+    finally:
+        may_end.set()
+    assert (await asked)["error"] == "run"
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

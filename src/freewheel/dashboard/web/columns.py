@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from freewheel.observe.pulse import LATER_S
+
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 FIRST_ROWS = 1024
 SIGNIFICANT = 7
 """Digits that are sent: more than a screen has pixels for."""
+SHORTEST_S = 1e-3
+"""That a measurement counts for at least: a clock may stand still, or be set back."""
 
 
 class Columns:
@@ -78,6 +82,16 @@ def rates(counter: Numbers, time_s: Numbers) -> Numbers:
     with np.errstate(invalid="ignore", divide="ignore"):
         found: Numbers = np.where(passed > 0, grown / passed, np.nan)
     return found
+
+
+def mean_over_time(values: Numbers, time_s: Numbers) -> float | None:
+    """Of what was measured now and then since time 0: each value counts for the time since the row before it, and for
+    no longer than pulses of a run that goes on lie apart. None where nothing is known."""
+    known = np.isfinite(values)
+    if not known.any():
+        return None
+    passed = np.clip(np.diff(time_s, prepend=0.0), SHORTEST_S, LATER_S)
+    return float(np.average(values[known], weights=passed[known]))
 
 
 def means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:

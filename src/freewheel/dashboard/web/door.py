@@ -2,7 +2,9 @@
 
     /?token=T ─▶ the page's address without it, and a cookie      cookie, or `Authorization: Bearer T` ─▶ in
 
-The cookie is this port's alone (browsers share cookies between ports), no script can read it, and it goes nowhere else.
+No script can read the cookie, and of another site's requests only a link that leads here has it sent. It is named after
+the port, so that two pages do not take each other's place; but to a browser a cookie belongs to a host, not to a port:
+it is sent to every other server at this address, too, that is opened in the same browser.
 """
 
 from __future__ import annotations

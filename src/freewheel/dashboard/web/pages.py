@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.columns import Columns, Numbers, means, plain, rates
+from freewheel.dashboard.web.columns import Columns, Numbers, mean_over_time, means, plain, rates
 from freewheel.dashboard.web.learning import learning
 from freewheel.dashboard.web.recorded import Recorded
 from freewheel.dashboard.web.runs import RunView
@@ -123,10 +123,12 @@ def now(view: RunView) -> dict[str, Any]:
     state = view.state
     newest = pulse is not None and (statistics is None or pulse.time >= statistics.time)
     source = recorded.pulses if newest else recorded.statistics
-    of_now = _last if state == "live" else _mean
-    tokens_per_s = recorded.pulses["tokens_per_s"]
+    of_now = _last if state == "live" else mean_over_time
+    tokens_per_s, at_s = recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]
+    samples_per_s = of_now(recorded.pulses["samples_per_s"], at_s)
     if pulse is None:
-        tokens_per_s = rates(recorded.statistics["generated_tokens"], recorded.statistics["elapsed_s"])
+        at_s = recorded.statistics["elapsed_s"]
+        tokens_per_s = rates(recorded.statistics["generated_tokens"], at_s)
     return {
         "state": state,
         "state_words": STATE_WORDS[state],
@@ -142,8 +144,8 @@ def now(view: RunView) -> dict[str, Any]:
         "published_version": source.last("published_version"),
         "queue_size": source.last("queue_size"),
         "in_progress": source.last("in_progress"),
-        "tokens_per_s": of_now(tokens_per_s),
-        "samples_per_s": of_now(recorded.pulses["samples_per_s"]),
+        "tokens_per_s": of_now(tokens_per_s, at_s),
+        "samples_per_s": samples_per_s,
         "verdict": (pulse.verdict if pulse is not None else "") or "",
         "doing": queue.waiting_for if queue is not None else "",
         "paused": queue.paused if queue is not None else "",
@@ -227,11 +229,6 @@ def _eta_s(view: RunView) -> float | None:
     return float((total - recent[0][-1]) * took_s / done) if done > 0 else None
 
 
-def _last(values: Numbers) -> float | None:
+def _last(values: Numbers, at_s: Numbers) -> float | None:
     known = values[np.isfinite(values)]
     return float(known[-1]) if known.size else None
-
-
-def _mean(values: Numbers) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else None

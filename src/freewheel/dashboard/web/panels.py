@@ -1,16 +1,18 @@
 """The other views, each from what its files say: judge, weights, ledger, comparison. Plain values for JSON.
 
-Each function is called within `RunView.reading`, but for `compare`, which holds one run after the other.
+`judge` and `weights` are called within `RunView.reading`; `compare` holds one run after the other; `ledger` and
+`prompt` read the journal, and hold none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from freewheel.dashboard.web.columns import rates
+from freewheel.dashboard.web.columns import mean_over_time, rates
 from freewheel.dashboard.web.pages import headline, series
 from freewheel.dashboard.web.rows import JudgeNumbers, Rewards
 from freewheel.dashboard.web.runs import RunView
@@ -80,24 +82,24 @@ def weights(view: RunView) -> dict[str, Any]:
     }
 
 
-def ledger(view: RunView) -> dict[str, Any]:
+def ledger(folder: Path) -> dict[str, Any]:
     """As `freewheel inspect RUN` has it; the words of its error where it has none."""
     from freewheel.runtime.inspecting import find_run, inspect
 
     try:
-        return {"report": msgspec.to_builtins(inspect(find_run(str(view.folder)))), "error": ""}
+        return {"report": msgspec.to_builtins(inspect(find_run(str(folder)))), "error": ""}
     except ConfigError as error:
         return {"report": None, "error": str(error)}
 
 
-def prompt(view: RunView, ordinal: int) -> dict[str, Any]:
+def prompt(folder: Path, ordinal: int) -> dict[str, Any]:
     """As `freewheel inspect RUN --group N` has it."""
     from freewheel.queue.journal import JournalError
     from freewheel.runtime.following import follow
     from freewheel.runtime.inspecting import find_run
 
     try:
-        return {"life": msgspec.to_builtins(follow(find_run(str(view.folder)), ordinal)), "error": ""}
+        return {"life": msgspec.to_builtins(follow(find_run(str(folder)), ordinal)), "error": ""}
     except (ConfigError, JournalError) as error:
         return {"life": None, "error": str(error).replace("--group", "prompt")}
 
@@ -116,7 +118,7 @@ def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
                     "held_out": recorded.evals.last("eval/reward"),
                     "best_held_out": _best(recorded.evals["eval/reward"]),
                     "elapsed_s": recorded.steps.last("elapsed_s"),
-                    "tokens_per_s": _mean(recorded.pulses["tokens_per_s"]),
+                    "tokens_per_s": mean_over_time(recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]),
                 }
             )
             names |= dict.fromkeys(f"{one} {name}" for one in ("eval", "step") for name in recorded.metric_names(one))
@@ -134,8 +136,3 @@ def differing(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
 def _best(values: Any) -> float | None:
     known = values[values == values]
     return float(known.max()) if known.size else None
-
-
-def _mean(values: Any) -> float | None:
-    known = values[values == values]
-    return float(known.mean()) if known.size else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from freewheel.dashboard.web.rows import (
     by_kind,
     decoder_of,
 )
-from freewheel.dashboard.web.tail import Tail
+from freewheel.dashboard.web.tail import Tail, decoded
 from freewheel.observe.recorder import FILE
 
 STEP_COLUMNS = ("step", "elapsed_s", *STEP_METRICS)
@@ -81,6 +80,8 @@ class Recorded:
         self.bad_lines = 0
         self._examples: dict[str, list[bytes]] = {}
         """Of steps and evaluations, a first and a last line: which metrics there are."""
+        self._asked_for: dict[tuple[str, str], tuple[Tail, msgspec.json.Decoder[Any], Columns]] = {}
+        """Metrics that are not among the columns, by kind and name, and how far they were read."""
 
     @property
     def exists(self) -> bool:
@@ -119,13 +120,8 @@ class Recorded:
                 getattr(self, f"_take_{kind}")(rows, found[kind])
 
     def _decode(self, decoder: msgspec.json.Decoder[Any], lines: list[bytes]) -> list[Any]:
-        found = []
-        decode = decoder.decode
-        for line in lines:
-            try:
-                found.append(decode(line))
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                self.bad_lines += 1
+        found = _all(decoder, lines)
+        self.bad_lines += len(lines) - len(found)
         return found
 
     def _since_start(self, time_s: float) -> float:
@@ -137,11 +133,7 @@ class Recorded:
     def _take_step(self, rows: list[Any], lines: list[bytes]) -> None:
         self._resets += extend_in_order(self.steps, self._numbers(rows))
         self._examples["step"] = _ends(self._examples.get("step", ()), lines)
-        for line in lines[-RECENT_STEPS:]:
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):  # counted above
-                found = _AGES.decode(line)
-                if found.counts:
-                    self.ages.append((found.step, found.counts))
+        self.ages.extend((row.step, row.counts) for row in _all(_AGES, lines[-RECENT_STEPS:]) if row.counts)
 
     def _take_eval(self, rows: list[Any], lines: list[bytes]) -> None:
         self._resets += extend_in_order(self.evals, self._numbers(rows))
@@ -180,8 +172,7 @@ class Recorded:
                 )
             )
         self.statistics.extend(numbers)
-        with suppress(msgspec.DecodeError, UnicodeDecodeError):  # then the one before it stands
-            self.last_statistics = _STATISTICS.decode(lines[-1])
+        self.last_statistics = decoded(_STATISTICS, lines[-1]) or self.last_statistics
 
     def _take_sync(self, rows: list[Sync], lines: list[bytes]) -> None:
         self.syncs.extend(rows)
@@ -196,19 +187,17 @@ class Recorded:
     def metric_names(self, kind: str = "step") -> list[str]:
         """Those that are numbers, by the first and the last row of the kind."""
         names: dict[str, None] = {}
-        for line in self._examples.get(kind, ()):
-            try:
-                row = msgspec.json.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
+        for row in _all(_WHOLE, self._examples.get(kind, ())):
             names |= {name: None for name, value in row.items() if type(value) in (int, float)}
         return sorted(name for name in names if name not in ("step", "time"))
 
     def read_metric(self, name: str, kind: str = "step") -> Columns:
-        """A metric that is not among the columns, read from the whole file."""
-        decoder, found = decoder_of((name,)), Columns(("step", "elapsed_s", name))
-        for block in Tail(self.path).look():
-            rows = self._decode(decoder, by_kind(block.lines).get(kind, []))
+        """A metric that is not among the columns: from the whole file at first, then from what came to it."""
+        if (kind, name) not in self._asked_for:
+            self._asked_for[kind, name] = Tail(self.path), decoder_of((name,)), Columns(("step", "elapsed_s", name))
+        tail, decoder, found = self._asked_for[kind, name]
+        for block in tail.look():
+            rows = _all(decoder, by_kind(block.lines)[kind])
             if rows:
                 extend_in_order(found, self._numbers(rows))
         return found
@@ -226,6 +215,11 @@ def extend_in_order(columns: Columns, rows: Numbers) -> int:
         start = place
     columns.extend(rows[start:])
     return len(again)
+
+
+def _all(decoder: msgspec.json.Decoder[Any], lines: Sequence[bytes]) -> list[Any]:
+    """Those that can be read."""
+    return [row for line in lines if (row := decoded(decoder, line)) is not None]
 
 
 def _ends(known: Sequence[bytes], lines: list[bytes]) -> list[bytes]:
@@ -252,4 +246,5 @@ _DECODERS: dict[str, msgspec.json.Decoder[Any]] = {
     "event": msgspec.json.Decoder(Event),
 }
 _AGES = msgspec.json.Decoder(Ages)
+_WHOLE = msgspec.json.Decoder(dict[str, Any])
 _STATISTICS = msgspec.json.Decoder(Statistics)

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from freewheel.dashboard.web.tail import decoded
 from freewheel.judge.stats import EndpointStats
 
 NAN = math.nan
@@ -102,71 +103,8 @@ class Warned(msgspec.Struct, gc=False):
     step: int | None = None
 
 
-class JudgeNumbers(msgspec.Struct):
-    """As `Judging.stats` has it: of all endpoints together, and of each (of one replica, where there are several)."""
-
-    submitted: int = 0
-    scored: int = 0
-    skipped: int = 0
-    failed: dict[str, int] = {}
-    shared: int = 0
-    retries: int = 0
-    reasks: int = 0
-    queued: int = 0
-    restarts: int = 0
-    sent: int = 0
-    throttled: int = 0
-    in_flight: int = 0
-    limit: int = 0
-    cache_hits: int = 0
-    cost: float = 0.0
-    endpoints: list[EndpointStats] = []
-
-
-class Rewards(msgspec.Struct):
-    """As `RewardStage.stats` has it."""
-
-    in_flight: int = 0
-    waiting: int = 0
-    scored: int = 0
-    skipped: int = 0
-    failed: dict[str, int] = {}
-    retried_groups: int = 0
-    dropped_groups: int = 0
-    mean_latency_s: float = 0.0
-    judge: JudgeNumbers | None = None
-
-
-class RollouterNumbers(msgspec.Struct):
-    generated_tokens: float = NAN
-    total_generated_samples: float = NAN
-    rewards: Rewards = msgspec.field(default_factory=Rewards)
-
-
-class QueueNumbers(msgspec.Struct):
-    queue_size: float = NAN
-    in_progress: float = NAN
-    version: float = NAN
-    published_version: float = NAN
-    waiting_for: str = ""
-    paused: str = ""
-    memory_bytes: float = NAN
-    dropped_by_reason: dict[str, int] = {}
-
-
-class SyncNumbers(msgspec.Struct):
-    sync_failures: int = 0
-    last_sync_s: float = 0.0
-    mean_sync_s: float = 0.0
-    longest_sync_s: float = 0.0
-    param_sync_count: int = 0
-    state: str = ""
-    fenced: list[str] = []
-    versions: dict[str, int] = {}
-
-
 class JudgeHistory(msgspec.Struct, gc=False):
-    """Of `JudgeNumbers`, what has a curve."""
+    """Of a judge, what has a curve."""
 
     scored: int = 0
     failed: dict[str, int] = {}
@@ -210,11 +148,52 @@ class StatisticsHistory(msgspec.Struct, gc=False):
     queue: QueueHistory = msgspec.field(default_factory=QueueHistory)
 
 
-class Statistics(msgspec.Struct):
+class JudgeNumbers(JudgeHistory):
+    """As `Judging.stats` has it: of all endpoints together, and of each (of one replica, where there are several)."""
+
+    submitted: int = 0
+    skipped: int = 0
+    retries: int = 0
+    reasks: int = 0
+    restarts: int = 0
+    endpoints: list[EndpointStats] = []
+
+
+class Rewards(RewardsHistory):
+    """As `RewardStage.stats` has it."""
+
+    skipped: int = 0
+    retried_groups: int = 0
+    dropped_groups: int = 0
+    mean_latency_s: float = 0.0
+    judge: JudgeNumbers | None = None
+
+
+class RollouterNumbers(RollouterHistory):
+    rewards: Rewards = msgspec.field(default_factory=Rewards)
+
+
+class QueueNumbers(QueueHistory):
+    waiting_for: str = ""
+    paused: str = ""
+    memory_bytes: float = NAN
+    dropped_by_reason: dict[str, int] = {}
+
+
+class SyncNumbers(msgspec.Struct):
+    sync_failures: int = 0
+    last_sync_s: float = 0.0
+    mean_sync_s: float = 0.0
+    longest_sync_s: float = 0.0
+    param_sync_count: int = 0
+    state: str = ""
+    fenced: list[str] = []
+    versions: dict[str, int] = {}
+
+
+class Statistics(StatisticsHistory):
     """What the components said of themselves, every `observe.statistics_every_s`."""
 
-    time: float
-    step: int = 0
     rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
     queue: QueueNumbers = msgspec.field(default_factory=QueueNumbers)
     sync: SyncNumbers = msgspec.field(default_factory=SyncNumbers)
@@ -242,8 +221,5 @@ def by_kind(lines: Iterable[bytes]) -> dict[str, list[bytes]]:
 
 def _decoded_kind(line: bytes) -> str:
     """Of a row that begins otherwise, or of what is no row."""
-    try:
-        kind = _KINDS.decode(line).kind
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return ""
-    return kind if kind in KINDS else ""
+    found = decoded(_KINDS, line)
+    return found.kind if found is not None and found.kind in KINDS else ""

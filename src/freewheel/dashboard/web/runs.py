@@ -23,7 +23,7 @@ from freewheel.dashboard.web.rows import Warned
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.settings import FILE as CONFIG
 from freewheel.dashboard.web.settings import Settings
-from freewheel.dashboard.web.tail import Tail
+from freewheel.dashboard.web.tail import Tail, decoded
 from freewheel.dashboard.web.timeline import Timeline
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.recorder import FILE as METRICS
@@ -60,7 +60,6 @@ class RunView:
         self._log = Tail(folder / LOG)
         self._clock = clock
         self._lock = threading.Lock()
-        self._extra: dict[tuple[str, str], tuple[tuple[int, ...], Columns]] = {}
         self._asked_at = -STILL_S
         self._holder = ""
 
@@ -84,11 +83,8 @@ class RunView:
                     self._warn(line)
 
     def _warn(self, line: bytes) -> None:
-        try:
-            said = _WARNED.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return
-        if said.level in ("WARNING", "ERROR", "CRITICAL"):
+        said = decoded(_WARNED, line)
+        if said is not None and said.level in ("WARNING", "ERROR", "CRITICAL"):
             self.warnings.append(said)
 
     @property
@@ -116,13 +112,7 @@ class RunView:
         for columns in (self.recorded.evals,) if kind == "eval" else (self.recorded.steps,):
             if name in columns.names:
                 return columns
-        if name not in self.recorded.metric_names(kind):
-            return None
-        read_at = (self.recorded.generation, *self.recorded.marks[:2])
-        known = self._extra.get((kind, name))
-        if known is None or known[0] != read_at:
-            known = self._extra[kind, name] = (read_at, self.recorded.read_metric(name, kind))
-        return known[1]
+        return self.recorded.read_metric(name, kind) if name in self.recorded.metric_names(kind) else None
 
 
 class Runs:

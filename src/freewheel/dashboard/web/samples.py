@@ -5,13 +5,14 @@ samples/*.jsonl ─ Folder ─▶ a card a group (what a list shows, and where t
 
 from __future__ import annotations
 
+import heapq
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from freewheel.dashboard.web.tail import Folder, Identity, Tail, open_regular
+from freewheel.dashboard.web.tail import Folder, Identity, Tail, decoded, open_regular
 from freewheel.observe.samples import FOLDER
 
 PAGE = 40
@@ -89,9 +90,9 @@ class Samples:
                 for line in block.lines:
                     self._take(identity, offset, line)
                     offset += len(line) + 1
-        while len(self._cards) > MOST_CARDS:
-            oldest = next(iter(self._cards))
-            del self._cards[oldest], self._places[oldest]
+        over = max(0, len(self._cards) - MOST_CARDS)
+        for card in heapq.nsmallest(over, self._cards.values(), key=lambda card: card.time):
+            del self._cards[card.key], self._places[card.key]
 
     def __len__(self) -> int:
         return len(self._cards)
@@ -105,9 +106,8 @@ class Samples:
             del self._cards[key], self._places[key]
 
     def _take(self, identity: Identity, offset: int, line: bytes) -> None:
-        try:
-            sample = _SAMPLES.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        sample = decoded(_SAMPLES, line)
+        if sample is None:
             return
         self._told += 1
         key = str(self._told)
@@ -131,12 +131,11 @@ class Samples:
         if fd is None or place is None:
             return None
         try:
-            found = msgspec.json.decode(os.pread(fd, place.length, place.offset))
-        except (msgspec.DecodeError, UnicodeDecodeError, OSError):
+            return decoded(_WHOLE, os.pread(fd, place.length, place.offset))
+        except OSError:
             return None
         finally:
             os.close(fd)
-        return found if isinstance(found, dict) else None
 
 
 def _card(key: str, sample: _Sample) -> Card:
@@ -170,3 +169,4 @@ def _matches(card: Card, find: str, only: str) -> bool:
 
 
 _SAMPLES = msgspec.json.Decoder(_Sample)
+_WHOLE = msgspec.json.Decoder(dict[str, Any])

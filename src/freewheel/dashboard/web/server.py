@@ -15,6 +15,7 @@ import logging
 import math
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Server:
         app.router.add_get("/api/compare", self._compare)
         app.router.add_get("/api/runs/{run}/events", self._events)
         for path, answer in ANSWERS.items():
+            app.router.add_get(f"/api/runs/{{run}}{path}", self._answering(partial(_within, answer)))
+        for path, answer in OF_THE_JOURNAL.items():
             app.router.add_get(f"/api/runs/{{run}}{path}", self._answering(answer))
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)  # no log has the token
         await self._runner.setup()
@@ -106,8 +109,9 @@ class Server:
         if request.method not in METHODS:
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} is not taken: there is nothing to change")
         if request.path == "/" and self._door.knows(request.query.get("token")):
+            # Lax: a browser that comes from a link on another site would not send a stricter one to where it is led.
             response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
-            response.set_cookie(self._door.cookie, self._token, httponly=True, samesite="Strict", path="/")
+            response.set_cookie(self._door.cookie, self._token, httponly=True, samesite="Lax", path="/")
             return response
         if not self._door.lets_in(request.headers, request.cookies):
             return web.Response(status=HTTPStatus.FORBIDDEN, text=REFUSED)
@@ -156,7 +160,7 @@ class Server:
     def _answering(self, answer: Answer) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             view = self._view(request.match_info["run"])
-            found = await asyncio.to_thread(_within, answer, view, request)
+            found = await asyncio.to_thread(answer, view, request)
             if found is None:
                 raise Refused(HTTPStatus.NOT_FOUND, "there is no such thing in this run")
             return _json(found)
@@ -215,7 +219,7 @@ def _sample(view: RunView, request: web.Request) -> dict[str, Any] | None:
 
 
 def _prompt(view: RunView, request: web.Request) -> dict[str, Any]:
-    return panels.prompt(view, int(request.match_info["ordinal"]))
+    return panels.prompt(view.folder, int(request.match_info["ordinal"]))
 
 
 ANSWERS: dict[str, Answer] = {
@@ -226,9 +230,12 @@ ANSWERS: dict[str, Answer] = {
     "/timeline": _timeline,
     "/samples": _samples,
     "/samples/{key}": _sample,
-    "/ledger": lambda view, request: panels.ledger(view),
+}
+OF_THE_JOURNAL: dict[str, Answer] = {
+    "/ledger": lambda view, request: panels.ledger(view.folder),
     r"/prompts/{ordinal:\d{1,15}}": _prompt,
 }
+"""These need nothing that `RunView.reading` guards: an audit takes its time, and the other views do not wait for it."""
 
 
 def _kind(request: web.Request) -> str:

@@ -1,4 +1,5 @@
-"""`Tail`: the whole lines that were appended to a file since the last look; `Folder`: the same for all of a folder.
+"""`Tail`: the whole lines that were appended to a file since the last look; `Folder`: the same for all of a folder;
+`decoded`: what a line says.
 
     look ─▶ blocks of whole lines, each with its place in the file; half a line waits for its other half
          ├─ shorter than before, or another file of that name ─▶ `generation` moves, and it is read from its start
@@ -13,7 +14,11 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 8 << 20
 """Read at a time: large enough that a block's own cost is nothing, small beside what is kept of it."""
@@ -43,6 +48,14 @@ def open_regular(path: Path) -> int | None:
         return fd
     os.close(fd)
     return None
+
+
+def decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
+    """None where it is no such thing: half a line, no text, or nested too deeply to be read."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 class Tail:

@@ -3,7 +3,8 @@
     trace/*.jsonl ─ Folder ─▶ bars (part, name, from, to) ─ window(from, to) ─▶ lanes that fit on a screen
 
 Spans of a part that are closer together than a pixel are sent as one bar that says how many it is; groups are sent one
-by one, as many as fit. The events are those of `freewheel.observe.trace`.
+by one, as many as fit. Of more than fits into memory the older half is left out, over all files at the same time of the
+run, and `window` says from when on it is whole. The events are those of `freewheel.observe.trace`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.tail import Folder, Identity
+from freewheel.dashboard.web.tail import Folder, Identity, decoded
 from freewheel.observe.trace import FOLDER, MAIN
 
 US = 1e6
 """Times in a trace are in microseconds."""
 PIXELS = 1200
 """That a lane is thought to have."""
+MOST_KEPT = 1_000_000
+"""Spans and phases in memory, of all components together: some 400 MB, and what about 270 MB of trace hold."""
 MOST_GROUPS = 80
 """Rows of groups that are shown at a time: about three screens."""
 PHASES = ("generate", "response", "score", "store", "ready", "train")
@@ -48,7 +51,7 @@ class _Event(msgspec.Struct, gc=False):
     pid: str | int = ""
     tid: str | int = ""
     cat: str = ""
-    id: int | str = -1
+    id: int | None = None
     dur: float = 0.0
     args: _Args | None = None
 
@@ -64,37 +67,66 @@ class Bar(msgspec.Struct, gc=False, omit_defaults=True):
     about: _Args | None = None
 
 
+Span = tuple[float, float]
+Phase = tuple[str, str, float, float, _Args | None]
+
+
 class _File:
     """What one file of a trace holds. Phases of groups come as pairs, spans as they are."""
 
     def __init__(self) -> None:
-        self.spans: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        self.phases: dict[int, list[tuple[str, str, float, float, _Args | None]]] = {}
+        self.spans: dict[tuple[str, str], list[Span]] = {}
+        self.phases: dict[int, list[Phase]] = {}
         self._open: dict[tuple[Any, ...], _Event] = {}
+        self.first_us = np.inf
+        """Of all that it had, what is no longer kept included."""
         self.last_us = 0.0
+        self.kept = 0
+        """Spans and phases."""
 
-    def take(self, lines: Iterable[bytes]) -> None:
+    def take(self, lines: Iterable[bytes], kept_from_us: float) -> None:
         for line in lines:
-            try:
-                event = _EVENTS.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            event = decoded(_EVENTS, line)
+            if event is None or event.ph not in ("X", "b", "e"):
                 continue
-            if event.ph not in ("X", "b", "e"):
+            end_us = event.ts + event.dur
+            self.last_us = max(self.last_us, end_us)
+            began = event if event.ph == "X" else self._began(event)
+            if began is None:
                 continue
-            self.last_us = max(self.last_us, event.ts + event.dur)
+            self.first_us = min(self.first_us, began.ts)
+            if end_us < kept_from_us:
+                continue
+            self.kept += 1
             if event.ph == "X":
                 name = event.name if event.tid in ("", MAIN) else f"{event.name} {event.tid}"
-                self.spans.setdefault((str(event.pid), name), []).append((event.ts, event.ts + event.dur))
-            elif event.ph == "b":
-                self._open[event.pid, event.id, event.name] = event
-            elif event.ph == "e" and (began := self._open.pop((event.pid, event.id, event.name), None)) is not None:
-                phase = (str(event.pid), event.name, began.ts, event.ts, began.args or event.args)
-                self.phases.setdefault(_ordinal(event.id), []).append(phase)
+                self.spans.setdefault((str(event.pid), name), []).append((event.ts, end_us))
+            else:
+                assert event.id is not None
+                phase = (str(event.pid), event.name, began.ts, end_us, began.args or event.args)
+                self.phases.setdefault(event.id, []).append(phase)
 
-    def first_us(self) -> float:
-        spans = (bars[0][0] for bars in self.spans.values())
-        phases = (phases[0][2] for phases in self.phases.values())
-        return min((*spans, *phases), default=np.inf)
+    def _began(self, event: _Event) -> _Event | None:
+        """Of the end of a pair, its beginning; a beginning waits for its end."""
+        key = (event.pid, event.id, event.name)
+        if event.ph == "e":
+            return self._open.pop(key, None)
+        if event.id is not None:
+            self._open[key] = event
+        return None
+
+    def ends_us(self) -> Iterator[float]:
+        yield from (end_us for bars in self.spans.values() for _, end_us in bars)
+        yield from (phase[3] for phases in self.phases.values() for phase in phases)
+
+    def keep_from(self, time_us: float) -> None:
+        """Forgets what ended before."""
+        spans = {lane: [bar for bar in bars if bar[1] >= time_us] for lane, bars in self.spans.items()}
+        phases = {group: [one for one in life if one[3] >= time_us] for group, life in self.phases.items()}
+        self.spans = {lane: bars for lane, bars in spans.items() if bars}
+        self.phases = {group: life for group, life in phases.items() if life}
+        self._open = {key: event for key, event in self._open.items() if event.ts >= time_us}
+        self.kept = sum(map(len, self.spans.values())) + sum(map(len, self.phases.values()))
 
 
 class Timeline:
@@ -104,6 +136,7 @@ class Timeline:
         self._folder = Folder(folder / FOLDER)
         self._files: dict[Identity, _File] = {}
         self._generations: dict[Identity, int] = {}
+        self._kept_from_us = 0.0
 
     def look(self) -> None:
         tails, gone = self._folder.look()
@@ -116,15 +149,24 @@ class Timeline:
                 self._files[identity] = _File()
             file = self._files.setdefault(identity, _File())
             for block in blocks:
-                file.take(block.lines)
+                file.take(block.lines, self._kept_from_us)
+                self._forget_old()
+
+    def _forget_old(self) -> None:
+        files = self._files.values()
+        if sum(file.kept for file in files) > MOST_KEPT:
+            ends_us = np.fromiter((end_us for file in files for end_us in file.ends_us()), np.float64)
+            self._kept_from_us = float(np.median(ends_us))
+            for file in files:
+                file.keep_from(self._kept_from_us)
 
     @property
     def extent(self) -> tuple[float, float] | None:
         """Of the wall clock, in seconds."""
-        files = [file for file in self._files.values() if file.spans or file.phases]
+        files = [file for file in self._files.values() if np.isfinite(file.first_us)]
         if not files:
             return None
-        return min(file.first_us() for file in files) / US, max(file.last_us for file in files) / US
+        return min(file.first_us for file in files) / US, max(file.last_us for file in files) / US
 
     def window(self, from_s: float | None = None, to_s: float | None = None) -> dict[str, Any]:
         """What happened between two times since the beginning; all of it without them."""
@@ -144,6 +186,7 @@ class Timeline:
             "recorded": True,
             "begin": begin,
             "length_s": end - begin,
+            "whole_from_s": max(0.0, self._kept_from_us / US - begin),
             "from_s": start,
             "to_s": stop,
             "lanes": lanes,
@@ -152,7 +195,7 @@ class Timeline:
         }
 
     def _lanes(self, begin: float, start: float, stop: float) -> dict[tuple[str, str], tuple[float, list[Bar]]]:
-        collected: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        collected: dict[tuple[str, str], list[Span]] = {}
         for file in self._files.values():
             for lane, bars in file.spans.items():
                 collected.setdefault(lane, []).extend(bars)
@@ -166,7 +209,7 @@ class Timeline:
         return lanes
 
     def _groups(self, begin: float, start: float, stop: float) -> tuple[list[dict[str, Any]], int]:
-        by_group: dict[int, list[tuple[str, str, float, float, _Args | None]]] = {}
+        by_group: dict[int, list[Phase]] = {}
         for file in self._files.values():
             for ordinal, phases in file.phases.items():
                 by_group.setdefault(ordinal, []).extend(phases)
@@ -182,7 +225,7 @@ class Timeline:
 
 
 def merge(name: str, bars: np.ndarray[Any, Any], closest_s: float) -> list[Bar]:
-    """Bars (from, to), ascending, with neighbours made one that are less than `closest_s` apart and as short."""
+    """Bars (from, to), ascending, with neighbours made one that are less than `closest_s` apart."""
     if not len(bars):
         return []
     starts, ends = bars[:, 0], np.maximum.accumulate(bars[:, 1])
@@ -195,7 +238,7 @@ def merge(name: str, bars: np.ndarray[Any, Any], closest_s: float) -> list[Bar]:
     ]
 
 
-def _life(phases: list[tuple[str, str, float, float, _Args | None]], begin: float) -> Iterator[Bar]:
+def _life(phases: list[Phase], begin: float) -> Iterator[Bar]:
     """A group's phases in the order of time, with the wait between stored and taken among them."""
     ordered = sorted(phases, key=lambda one: one[2])
     stored = max((one[3] for one in ordered if one[1] == "store"), default=None)
@@ -210,10 +253,6 @@ def _lane_order(lane: tuple[tuple[str, str], Any]) -> tuple[bool, str, bool, str
     """The trainer first, then the others; of a part, work before waiting."""
     (part, name), _ = lane
     return part != "trainer", part, name.startswith("wait_"), name
-
-
-def _ordinal(found: int | str) -> int:
-    return found if isinstance(found, int) else int(found, 0) if found.isdecimal() or found.startswith("0x") else -1
 
 
 _EVENTS = msgspec.json.Decoder(_Event)

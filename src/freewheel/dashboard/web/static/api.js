@@ -1,5 +1,7 @@
 // What the server is asked for, and what it says by itself.
 
+export const AGAIN_MS = 3000; // after which what failed is tried again
+
 export class Failed extends Error {}
 
 export async function get(path, params = {}) {
@@ -21,22 +23,28 @@ export const runPath = (id, rest = "") => `/runs/${encodeURIComponent(id)}${rest
 
 /**
  * Follows a run from a cursor on. While nobody looks at the page nothing is asked for; the browser resumes after a break
- * with the id of the last change it saw. Returns what ends it.
+ * with the id of the last change it saw. A reply that is an error ends that, and it is begun again. Returns what ends it.
  */
 export function follow(id, cursor, { change, reload, connected }) {
   let source = null;
   let at = cursor;
+  let again;
   const open = () => {
     source = new EventSource(`/api${runPath(id, "/events")}?cursor=${encodeURIComponent(at)}`);
     source.addEventListener("open", () => connected(true));
-    source.addEventListener("error", () => connected(false));
+    source.addEventListener("error", () => {
+      connected(false);
+      if (source?.readyState !== EventSource.CLOSED) return;
+      close();
+      again = setTimeout(seen, AGAIN_MS);
+    });
     source.addEventListener("change", (event) => {
       at = event.lastEventId;
       change(JSON.parse(event.data));
     });
     source.addEventListener("reload", () => { close(); reload(); });
   };
-  const close = () => { source?.close(); source = null; };
+  const close = () => { clearTimeout(again); source?.close(); source = null; };
   const seen = () => { if (document.hidden) close(); else if (!source) open(); };
   document.addEventListener("visibilitychange", seen);
   seen();

@@ -2,7 +2,7 @@
 //
 //     address (#view/run/rest) ─▶ view.mount      events of the run ─▶ app.data ─▶ view.update
 
-import { Failed, follow, get, runPath } from "./api.js";
+import { AGAIN_MS, Failed, follow, get, runPath } from "./api.js";
 import { empty, h } from "./dom.js";
 import { ago, count, duration } from "./format.js";
 import * as theme from "./theme.js";
@@ -23,12 +23,14 @@ const by = (id) => document.getElementById(id);
 const app = { runs: [], run: null, data: null, view: null, name: null, open, get: (rest, params) => get(runPath(app.run, rest), params) };
 let stop = () => {};
 let opened = 0;
+let loads = 0;
+let again;
 
 // -- where --------------------------------------------------------------------------------------------------------
 
 function place() {
   const [name, run, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent);
-  return { name: VIEWS[name] ? name : "overview", run: run || null, rest };
+  return { name: Object.hasOwn(VIEWS, name) ? name : "overview", run: run || null, rest };
 }
 
 function address(name, run, ...rest) {
@@ -40,6 +42,7 @@ function open(name, ...rest) {
 }
 
 async function go() {
+  clearTimeout(again);
   const mine = (opened += 1);
   const { name, run, rest } = place();
   try {
@@ -52,29 +55,50 @@ async function go() {
     mount(name, rest);
   } catch (error) {
     if (!(error instanceof Failed)) console.error(error);
-    if (mine === opened) show(empty("This cannot be shown", error.message));
+    if (mine === opened) failed(error);
   }
 }
 
+/** Whether it is there: false where another was asked for meanwhile. What is shown of another run stays, and rests. */
 async function load(id) {
+  const mine = (loads += 1);
   stop();
-  app.run = id;
-  app.data = await get(runPath(id));
+  if (app.run !== id) {
+    leave();
+    Object.assign(app, { run: id, data: null });
+  }
+  let data;
+  try {
+    data = await get(runPath(id));
+  } catch (error) {
+    if (mine !== loads) return false;
+    throw error;
+  }
+  if (mine !== loads) return false;
+  app.data = data;
+  by("runs").value = id;
   frame();
-  stop = follow(id, app.data.cursor, { change, reload, connected });
+  stop = follow(id, data.cursor, { change, reload, connected });
+  return true;
 }
 
 async function reload() {
   try {
-    await load(app.run);
-    app.view?.update?.({ all: true });
+    if (await load(app.run)) app.view?.update?.({ all: true });
   } catch (error) {
-    show(empty("This cannot be shown", error.message));
+    failed(error);
   }
 }
 
+function failed(error) {
+  stop();
+  show(empty("This cannot be shown", error.message));
+  app.data = null;
+  again = setTimeout(go, AGAIN_MS);
+}
+
 function mount(name, rest) {
-  app.view?.destroy?.();
+  leave();
   app.name = name;
   for (const link of document.querySelectorAll("[data-view]")) {
     link.href = address(link.dataset.view, app.run);
@@ -87,9 +111,13 @@ function mount(name, rest) {
   document.title = `${VIEWS[name].title} · ${app.data.name} · freewheel`;
 }
 
-function show(node) {
+function leave() {
   app.view?.destroy?.();
   app.view = null;
+}
+
+function show(node) {
+  leave();
   content.replaceChildren(h("section", { class: "panel" }, node));
 }
 
@@ -161,6 +189,7 @@ function keys(event) {
 }
 
 theme.start();
+by("skip").addEventListener("click", (event) => { event.preventDefault(); content.focus(); }); // its hash would be a view's
 by("theme").addEventListener("click", theme.toggle);
 by("help").addEventListener("click", () => by("keys").showModal());
 by("keys-close").addEventListener("click", () => by("keys").close());

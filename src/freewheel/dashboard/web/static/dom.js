@@ -26,6 +26,17 @@ export function empty(what, why) {
   return h("p", { class: "empty" }, h("b", {}, what), why || "");
 }
 
+/**
+ * A body, and words that stand in its place while there is nothing to show: `say(node)`, and `say(null)` for the body. It
+ * stays where it is, so that what comes later is drawn into it.
+ */
+export function orWords(...children) {
+  const body = h("div", {}, ...children);
+  const words = h("div", {});
+  const say = (node) => { body.hidden = node !== null; words.replaceChildren(...(node === null ? [] : [node])); };
+  return { body, words, say };
+}
+
 /** A row of figures: [name, value, unit or words below]. */
 export function tiles(rows) {
   return h("div", { class: "tiles span-12" }, rows.filter(Boolean).map(([name, value, small, sub]) =>

@@ -3,6 +3,7 @@
 import { ranked } from "../bars.js";
 import { LineChart } from "../chart.js";
 import { empty, h, panel, table, tiles } from "../dom.js";
+import { fetched } from "../fetched.js";
 import { count, duration, elapsed, number, share } from "../format.js";
 
 export const title = "Judge";
@@ -28,29 +29,13 @@ export function mount(root, app) {
       curves: [{ name: "scoring", label: "being scored", colour: "accent", fill: true }, { name: "waiting", label: "waiting", colour: "faint", thin: true }],
     }),
   };
-  const box = h("div", { class: "grid" });
-  root.append(box);
-  let gone = false;
-
-  async function fill() {
-    let found;
-    try {
-      found = await app.get("/judge");
-    } catch (error) {
-      if (!gone) box.replaceChildren(panel(null, {}, empty("This cannot be shown", error.message)));
-      return;
-    }
-    if (gone) return;
-    const focus = document.activeElement;
-    box.replaceChildren(...(found.rewards ? content(found, charts) : [panel(null, {}, empty("Nothing was scored yet", `Figures of scoring come every ${found.every_s ?? 10} s.`))]));
-    if (focus && box.contains(focus)) focus.focus({ preventScroll: true });
-    for (const chart of Object.values(charts)) chart.set(found.curves);
-  }
-
-  fill();
+  const { fill, leave } = fetched(root, app, "/judge", {
+    draw: (found) => (found.rewards ? content(found, charts) : [panel(null, {}, empty("Nothing was scored yet", `Figures of scoring come every ${found.every_s ?? 10} s.`))]),
+    drawn: (found) => Object.values(charts).forEach((one) => one.set(found.curves)),
+  });
   return {
     update: (change) => { if (change.all || change.statistics) fill(); },
-    destroy: () => { gone = true; Object.values(charts).forEach((one) => one.destroy()); },
+    destroy: () => { leave(); Object.values(charts).forEach((one) => one.destroy()); },
   };
 }
 

@@ -16,21 +16,28 @@ const HEALTH = [
 export function mount(root, app) {
   const charts = [];
   const chart = (options) => { const made = new LineChart(options); charts.push(made); return made; };
+  const ofSteps = (options) => {
+    const made = chart(options);
+    const names = options.curves.map((one) => one.name).filter((name) => !name.startsWith("eval/"));
+    made.zoomed = async (from, to) => {
+      if (from === null) { fill(); return; }
+      const found = await Promise.all(names.map((name) => get(runPath(app.run, "/series"), { name, kind: "step", from, to }).catch(() => null)));
+      if (made.range?.[0] !== from) return;
+      made.set({ ...made.data, ...Object.fromEntries(found.filter(Boolean).map((one) => [one.name, { x: one.x, y: one.y }])) });
+    };
+    return made;
+  };
   const says = h("p", { class: "says" });
   const learns = h("p", { class: "learns" });
   const how = h("code", {});
-  const hero = h("section", { class: "panel hero span-12", "aria-label": "Now" }, says, learns, how);
+  const unread = h("p", { class: "warn" });
+  const hero = h("section", { class: "panel hero span-12", "aria-label": "Now" }, says, learns, how, unread);
   const figures = h("div", { class: "span-12" });
   const ages = panel("Staleness", { span: 4, note: "lag in versions" });
   const waits = panel("What each part spends its time on", { span: 8, wide: true, note: "lately" });
   const logBox = panel("What happened", { span: 4 });
 
-  const zoom = (made, names) => async (from, to) => {
-    if (from === null) { fill(); return; }
-    const found = await Promise.all(names.map(([kind, name]) => get(runPath(app.run, "/series"), { name, kind, from, to }).catch(() => null)));
-    made.set({ ...made.data, ...Object.fromEntries(found.filter(Boolean).map((one) => [one.name, { x: one.x, y: one.y }])) });
-  };
-  const reward = chart({
+  const reward = ofSteps({
     title: "Reward", height: 268,
     curves: [
       { name: "rollout/reward_mean", label: "training reward", colour: "accent", smooth: true },
@@ -38,7 +45,6 @@ export function mount(root, app) {
       { name: "eval/reward", label: "held out", colour: "c2", points: true, band: "eval/reward_se" },
     ],
   });
-  reward.zoomed = zoom(reward, [["step", "rollout/reward_mean"], ["step", "rollout/raw_reward_mean"]]);
   const time = { format: elapsed, label: "time" };
   const speed = chart({ title: "Throughput", height: 190, x: time, y: { low: 0 }, curves: [{ name: "tokens_per_s", label: "tokens/s", colour: "accent", fill: true, smooth: true }] });
   const queue = chart({
@@ -49,11 +55,11 @@ export function mount(root, app) {
     title: "Waiting", height: 190, x: time, y: { low: 0, high: 1, format: (value) => share(value) },
     curves: [{ name: "wait_batch", label: "trainer for a batch", colour: "wait", smooth: true }, { name: "wait_reward", label: "generation for rewards", colour: "c5", smooth: true }, { name: "wait_room", label: "generation held back", colour: "c7", smooth: true }],
   });
-  const lag = chart({
+  const lag = ofSteps({
     title: "Age of samples", height: 190, y: { low: 0 },
     curves: [{ name: "avg_sample_age", label: "mean", colour: "accent", smooth: true }, { name: "max_sample_age", label: "oldest", colour: "faint", thin: true }],
   });
-  const health = HEALTH.map(([name, label]) => [name, label, chart({ title: label, height: 130, curves: [{ name, label, colour: "accent", smooth: true }] })]);
+  const health = HEALTH.map(([name, label]) => [name, label, ofSteps({ title: label, height: 130, curves: [{ name, label, colour: "accent", smooth: true }] })]);
 
   // any metric, by its name
   const picked = chart({ title: "Metric", height: 220, curves: [{ name: "picked", label: "value", colour: "accent", smooth: true }] });
@@ -88,6 +94,8 @@ export function mount(root, app) {
     write(learns, now.learning.words);
     learns.dataset.trend = now.learning.trend;
     how.hidden = now.state !== "ended";
+    unread.hidden = !now.unreadable_lines;
+    write(unread, `${plural(now.unreadable_lines, "line")} of metrics.jsonl could not be read`);
     write(how, `freewheel train resume=${data.folder}`);
     figures.replaceChildren(tiles([
       ["Reward", number(now.reward), null, "mean of the last step"],
@@ -97,9 +105,8 @@ export function mount(root, app) {
       ["Weights", now.version === null ? "–" : `v${count(now.version)}`, null, now.published_version === null ? null : `engines at v${count(now.published_version)}`],
       now.state === "live" ? ["Time left", duration(now.eta_s), null, `${duration(now.elapsed_s)} so far`] : ["Took", duration(now.elapsed_s), null, plural(now.step, "step")],
     ]));
-    if (!reward.range) reward.set({ ...data.steps, "eval/reward": data.evals["eval/reward"], "eval/reward_se": data.evals["eval/reward_se"] });
     for (const made of [speed, queue, waiting]) made.set(data.pulses);
-    for (const made of [lag, ...health.map(([, , one]) => one)]) made.set(data.steps);
+    for (const made of [reward, lag, ...health.map(([, , one]) => one)]) if (!made.range) made.set({ ...data.steps, ...data.evals });
     const counted = data.ages.counts.length > 0;
     swap(ages, counted ? histogram(data.ages, data.bounds) : empty("Not recorded", "Steps of this run have no ages of their groups."));
     if (counted) ages.querySelector(".note").textContent = `lag in versions, steps ${count(data.ages.from_step)}–${count(data.ages.to_step)}`;

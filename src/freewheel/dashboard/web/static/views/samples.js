@@ -1,6 +1,6 @@
 // Prompts and what was said to them, with what each response got.
 
-import { empty, h, panel } from "../dom.js";
+import { empty, h, orWords, panel } from "../dom.js";
 import { ago, count, moment, number, plural } from "../format.js";
 import { legend, palette, response } from "../said.js";
 
@@ -25,8 +25,8 @@ export function mount(root, app, rest) {
   const list = h("div", { class: "cards", role: "group", "aria-label": "Groups, newest first" });
   const more = h("button", { type: "button", class: "button", onclick: () => fill(false, cards[cards.length - 1]?.time) }, "Older");
   const shown = h("div", {});
-  const box = h("div", {}, h("div", { class: "toolbar" }, find, filters, total), h("div", { class: "samples" }, h("div", {}, list, more), shown));
-  root.append(box);
+  const { body, words, say } = orWords(h("div", { class: "toolbar" }, find, filters, total), h("div", { class: "samples" }, h("div", {}, list, more), shown));
+  root.append(body, words);
   let typing;
   find.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => fill(true), 180); });
 
@@ -36,15 +36,16 @@ export function mount(root, app, rest) {
     try {
       found = await app.get("/samples", { find: find.value, only, before });
     } catch (error) {
-      if (!gone) shown.replaceChildren(panel(null, {}, empty("This cannot be shown", error.message)));
+      if (!gone) say(panel(null, {}, empty("This cannot be shown", error.message)));
       return;
     }
     if (gone || mine !== asked) return;
     if (!found.total) {
-      box.replaceChildren(panel(null, {}, empty(found.recorded ? "No sample yet" : "Not recorded", found.recorded
+      say(panel(null, {}, empty(found.recorded ? "No sample yet" : "Not recorded", found.recorded
         ? "The first group is on its way." : "Samples come from the files in samples/, which a run writes unless observe.samples_per_s is 0.")));
       return;
     }
+    say(null);
     cards = before === null ? found.cards : [...cards, ...found.cards];
     more.hidden = cards.length >= found.found + (before === null ? 0 : cards.length - found.cards.length);
     total.textContent = find.value || only ? `${count(found.found)} of ${plural(found.total, "group")}` : plural(found.total, "group");
@@ -88,7 +89,7 @@ export function mount(root, app, rest) {
     list.querySelector(`[data-key="${CSS.escape(next.key)}"]`)?.scrollIntoView({ block: "nearest" });
   }
 
-  const timer = setInterval(() => { if (!document.hidden && app.data.now.state === "live" && list.scrollTop < 40) fill(false); }, FOLLOW_MS);
+  const timer = setInterval(() => { if (!document.hidden && (body.hidden || (app.data.now.state === "live" && list.scrollTop < 40))) fill(false); }, FOLLOW_MS);
   fill(true);
   return {
     key(event) {

@@ -2,6 +2,7 @@
 
 import { LineChart } from "../chart.js";
 import { empty, h, panel, table, tiles } from "../dom.js";
+import { fetched } from "../fetched.js";
 import { bytes, clock, count, duration, elapsed, plural } from "../format.js";
 
 export const title = "Weights";
@@ -17,32 +18,20 @@ export function mount(root, app) {
     title: "Versions", height: 200, x: { format: elapsed, label: "time" },
     curves: [{ name: "version", label: "trainer", colour: "accent" }, { name: "published_version", label: "all engines", colour: "c2" }],
   });
-  const box = h("div", { class: "grid" });
-  root.append(box);
-  let gone = false;
-
-  async function fill() {
-    let found;
-    try {
-      found = await app.get("/weights");
-    } catch (error) {
-      if (!gone) box.replaceChildren(panel(null, {}, empty("This cannot be shown", error.message)));
-      return;
-    }
-    if (gone) return;
-    box.replaceChildren(...content(found, took, lag));
-    const done = found.syncs.filter((one) => one.took_s !== null && !one.failed).reverse();
-    took.set(done.length ? { took: { x: done.map((one) => one.version), y: done.map((one) => one.took_s) } } : {});
-    lag.set(app.data.pulses);
-  }
-
-  fill();
+  const { fill, leave } = fetched(root, app, "/weights", {
+    draw: (found) => content(found, took, lag),
+    drawn: (found) => {
+      const done = found.syncs.filter((one) => one.took_s !== null && !one.failed).reverse();
+      took.set(done.length ? { took: { x: done.map((one) => one.version), y: done.map((one) => one.took_s) } } : {});
+      lag.set(app.data.pulses);
+    },
+  });
   return {
     update: (change) => {
       if (change.all || change.syncs || change.statistics) fill();
       else lag.set(app.data.pulses);
     },
-    destroy: () => { gone = true; took.destroy(); lag.destroy(); },
+    destroy: () => { leave(); took.destroy(); lag.destroy(); },
   };
 }
 
