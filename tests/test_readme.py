@@ -1,7 +1,7 @@
-"""Every command of the README is run by a test: here, or in the test that is named beside it.
+"""Every command of the README is looked after by a test: here, or in the test that is named beside it.
 
-A command that is added to the README and not to `RUN_BY` fails, and so does one that is gone. The same holds for the
-page that people start with, docs/index.md.
+`RUN_BY` says which are not run as they are typed. A command that is added to the README and not to `RUN_BY` fails, and
+so does one that is gone. The same holds for the page that people start with, docs/index.md.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ RUN_BY = {
         "tests/test_readme.py::test_a_model_of_the_hub_and_files_are_taken",
     ],
     "freewheel train mode=sync": [
+        "tests/test_readme.py::test_a_synchronous_run_trains_on_nothing_old",
         "tests/runtime/test_modes.py::test_a_mode_takes_every_prompt_in_order_and_changes_weights_between_batches",
     ],
     "freewheel train rollout.engine=vllm model.path=…": [
@@ -98,7 +99,17 @@ RUN_BY = {
     "freewheel score in.jsonl out.jsonl --endpoint http://127.0.0.1:8099/v1 --model my-judge": [JUDGING],
     "freewheel cache stats": [JUDGING],
 }
-"""A command, without what is beside it in a comment → the tests that run it."""
+"""A command, without what is beside it in a comment → the tests that run it. Not run as they are typed:
+
+    make …             `make -n` says what it would run (RECIPE); a test that is named beside that runs it
+    pip install …      what is installed here is held against pyproject.toml
+    train HUB, cluster, fully_async_main.py
+                       a dry run: models and machines are elsewhere, and the programs are one
+    reward.function=…  with functions of the test's, and without the run
+    rollout.engine=vllm, verl
+                       in environments of their own, with the tests' settings
+    serve, doctor      with a judge and a machine of the tests'
+"""
 
 ELSEWHERE = ("echo", "cat", "export", "cd")
 """The shell's own; `test_a_judge_scores_as_the_pages_say` runs those that matter."""
@@ -213,6 +224,13 @@ def test_the_demo_learns_and_its_run_can_be_looked_at_in_every_way_and_goes_on(t
     freewheel(tmp_path, "train", f"resume={run}", "trainer.total_steps=42")
     assert len(read_metrics(run, "step")) == 42
     assert "Every prompt is accounted for." in freewheel(tmp_path, "inspect", str(run)).stdout
+
+
+def test_a_synchronous_run_trains_on_nothing_old(tmp_path: Path):
+    (command,) = (one for one in said_in(README) if "mode=sync" in one)
+    freewheel(tmp_path, *shlex.split(command)[1:], "trainer.total_steps=3")
+    (run,) = (tmp_path / "runs").iterdir()
+    assert [row["max_sample_age"] for row in read_metrics(run, "step")] == [0, 0, 0]
 
 
 def test_a_model_of_the_hub_and_files_are_taken(tmp_path: Path):

@@ -331,7 +331,8 @@ def test_a_kill_leaves_files_that_can_be_read_and_processes_do_not_mix(tmp_path)
 
 def test_a_line_that_is_not_whole_is_passed_over(tmp_path):
     path = tmp_path / "main-1.jsonl"
-    path.write_bytes(b'{"a": 1}\nnot json\n\xff\xfe\n\n{"b": 2}\n{"c": ')
+    deep, no_text = b"[" * 100_000 + b"]" * 100_000, b'{"d": "\xff"}'
+    path.write_bytes(b'{"a": 1}\nnot json\n\xff\xfe\n\n' + no_text + b"\n" + deep + b'\n{"b": 2}\n{"c": ')
     assert list(read_lines(path)) == [{"a": 1}, {"b": 2}]
     assert list(read_lines(tmp_path / "missing")) == []
 

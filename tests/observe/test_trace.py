@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
 import re
@@ -11,8 +12,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from freewheel.observe import trace
+from freewheel.cli import app
+from freewheel.observe import trace, trace_files
 from freewheel.observe.spans import Spans
 from freewheel.observe.trace import EVENTS, Tracer, attach_trace, detach_trace
 from freewheel.observe.trace_files import components, merged, read_trace
@@ -259,15 +262,30 @@ def test_the_command_says_what_is_missing(run_dir, tmp_path):
     elsewhere = tmp_path / "untraced"
     elsewhere.mkdir()
     (elsewhere / "config.yaml").write_text("{}\n")
+    unreadable = tmp_path / "unreadable"
+    unreadable.mkdir()
+    (unreadable / "config.yaml").write_text("{}\n")
+    (unreadable / "trace").write_text("in its place")
     for arguments, said in (
         ([elsewhere], "nothing was traced in it: train with observe.trace_mb above 0"),
         ([tmp_path / "nowhere"], "there is no such folder"),
+        ([unreadable], f"{unreadable / 'trace'} cannot be read (Not a directory)"),
         ([run_dir, "--output", tmp_path], "it cannot be written (Is a directory)"),
         ([run_dir, "--output", tmp_path / "no" / "where"], "it cannot be written (No such file or directory)"),
     ):
         done = freewheel("trace", *arguments, cwd=tmp_path)
         assert (done.returncode, said in done.stderr) == (2, True), done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_trace_that_cannot_be_read_is_not_taken_for_a_file_that_cannot_be_written(run_dir, monkeypatch):
+    def refuses(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(trace_files, "read_lines", refuses)
+    done = CliRunner().invoke(app, ["trace", str(run_dir), "--output", str(run_dir / "out.json")])
+    assert done.exit_code == 2 and "--output" not in done.stderr
+    assert re.search(r"trainer-\d+\.jsonl cannot be read \(Permission denied\)", done.stderr), done.stderr
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,11 @@ def test_who_only_asks_a_judge_needs_no_torch() -> None:
     assert found.state is State.WARNING
 
 
+def test_from_its_source_what_is_needed_is_not_known() -> None:
+    (found,) = software.packages(have={"torch": "2.13"}.get)
+    assert said(found) == ("warning", "pip install -e '.[train]'") and "not installed" in found.detail
+
+
 def test_this_environment_is_complete() -> None:
     assert [one.state for one in software.packages()] == [State.OK]
 
@@ -196,10 +202,23 @@ def test_nvidia_smi_is_read() -> None:
 
 
 def test_a_run_that_wants_more_than_is_free_is_told() -> None:
-    (well,) = gpu.memory(DRIVER, {}, needed_bytes=100 * GIB)
-    (short,) = gpu.memory(DRIVER, {}, needed_bytes=200 * GIB)
+    little = Driver(gpus=(replace(H200, used_bytes=5 * GIB),))
+    (well,) = gpu.memory(little, {}, needed_bytes=100 * GIB)
+    (short,) = gpu.memory(little, {}, needed_bytes=138 * GIB)
     assert well.state is State.OK
-    assert said(short) == ("warning", gpu.LESS) and "the run wants about 200.0 GiB" in short.detail
+    assert said(short) == ("warning", gpu.LESS) and "the run wants about 138.0 GiB" in short.detail
+
+
+@pytest.mark.parametrize("used", [0, 100 * GIB])
+def test_a_run_that_fits_on_no_gpu_here_is_a_problem(used: int) -> None:
+    full, small = replace(H200, used_bytes=used), replace(H200, index="1", total_bytes=24 * GIB)
+    found = list(gpu.memory(Driver(gpus=(full, small)), {}, needed_bytes=200 * GIB))
+    assert [said(one) for one in found] == [("problem", gpu.LESS)] * 2
+    assert "the run wants about 200.0 GiB: more than any GPU here has" in found[0].detail
+    large, beside = gpu.memory(Driver(gpus=(H200, small)), {}, needed_bytes=100 * GIB)
+    assert large.state is State.OK and beside.state is State.WARNING, "it may get the large one"
+    (unknown,) = gpu.memory(Driver(gpus=(replace(H200, total_bytes=0),)), {}, needed_bytes=GIB)
+    assert unknown.state is State.WARNING, "the driver does not tell how large it is"
 
 
 def test_memory_that_somebody_unseen_holds_is_told() -> None:
@@ -217,7 +236,11 @@ def test_a_driver_that_does_not_answer_is_a_problem_and_no_gpu_is_none() -> None
 
 @pytest.mark.parametrize(
     ("script", "why"),
-    [("sleep 30", "gave no answer"), ("echo 'NVIDIA-SMI has failed'; exit 9", "NVIDIA-SMI has failed")],
+    [
+        ("sleep 30", "gave no answer"),
+        ("echo 'NVIDIA-SMI has failed'; exit 9", "NVIDIA-SMI has failed"),
+        (r"printf '\377 is no text\n'; exit 9", " is no text"),
+    ],
 )
 def test_nvidia_smi_itself_may_hang_or_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, why: str
@@ -344,6 +367,18 @@ def test_a_full_disk_stops_ray() -> None:
     assert storage.judged_ray_folder(Path("/tmp"), 100 * GIB, 40 * GIB).state is State.OK
 
 
+@pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
+def test_a_folder_in_which_ray_cannot_start_is_a_problem(variable: str) -> None:
+    (found,) = storage.ray_folder({variable: "/proc/nothing/here"})
+    assert said(found) == ("problem", "export RAY_TMPDIR=A_FOLDER_OF_YOURS") and "cannot be written" in found.detail
+    room = storage.SOCKET_BYTES - len("/" + storage.SOCKET.format(process=os.getpid()))
+    longest = "/tmp/é" + "x" * (room - len("/tmp/é".encode()))
+    (found,) = storage.ray_folder({variable: longest})
+    assert found.state is not State.PROBLEM
+    (found,) = storage.ray_folder({variable: longest + "x"})
+    assert said(found) == ("problem", "export RAY_TMPDIR=/tmp") and "paths of 108 bytes" in found.detail
+
+
 # -- the host ---------------------------------------------------------------------------------------------------------
 
 
@@ -373,6 +408,10 @@ def test_limits_of_processes_memory_and_cpus() -> None:
     assert host.processes(HOST, host.Needs()).state is State.OK
     assert host.memory(changed(memory_free=GIB), MACHINE, host.Needs()).state is State.WARNING
     assert host.memory(HOST, MACHINE, host.Needs(memory_bytes=40 * GIB)).state is State.OK
+    large = host.Needs(memory_bytes=130 * GIB)
+    found = host.memory(HOST, MACHINE, large)
+    assert said(found) == ("problem", host.LESS) and "more than this machine has" in found.detail
+    assert host.memory(HOST, replace(MACHINE, memory_bytes=0), large).state is State.WARNING, "its size is not known"
     assert host.cpus(MACHINE, host.Needs(threads=9)).state is State.WARNING
     assert host.cpus(MACHINE, host.Needs(threads=8)).state is State.OK
 

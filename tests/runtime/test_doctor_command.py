@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,44 @@ def test_elsewhere_than_on_a_terminal_it_is_lines() -> None:
     done = freewheel("doctor")
     lines = done.stdout.splitlines()
     assert done.exit_code == 0 and lines[0].startswith("ok       Python")
-    assert lines[-1] in ("Nothing stands in the way of a run.", "1 warning: a run works.")
+    assert lines[-1] in ("Nothing stands in the way of a run.", "1 warning: a run may work.")
     assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize(("total", "code", "says"), [(64, 0, "a run may work."), (1, 1, "a run would fail.")])
+def test_too_little_memory_free_may_do_and_too_little_of_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, total: int, code: int, says: str
+) -> None:
+    monkeypatch.setattr(placement, "_memory_bytes", lambda: total * GIB)
+    monkeypatch.setattr(host, "look", lambda: replace(WELL, memory_free=GIB // 2))
+    done = freewheel("doctor")
+    assert done.exit_code == code and done.stdout.splitlines()[-1].endswith(says), done.stdout
+
+
+def test_a_gpu_that_cannot_be_looked_at_is_a_problem_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks() -> gpu.Driver:
+        raise RuntimeError("odd")
+
+    monkeypatch.setattr(gpu, "look", breaks)
+    done = freewheel("doctor", "--json")
+    (told,) = [one for one in json.loads(done.stdout)["findings"] if "odd" in one["detail"]]
+    assert (done.exit_code, told["what"], told["state"]) == (1, "GPU", "problem")
+
+
+def test_from_its_source_it_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = importlib.metadata.Distribution.from_name
+
+    def from_name(name: str) -> importlib.metadata.Distribution:
+        if name == "freewheel":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return named(name)
+
+    monkeypatch.setattr(importlib.metadata.Distribution, "from_name", from_name)
+    done = freewheel("doctor", "--json")
+    findings = json.loads(done.stdout)["findings"]
+    assert done.exit_code == 0 and not any("PackageNotFoundError" in one["detail"] for one in findings)
+    (told,) = [one for one in findings if "not installed:" in one["detail"] and one["what"] == "freewheel"]
+    assert (told["state"], told["remedy"]) == ("warning", "pip install -e '.[train]'")
 
 
 def test_a_setting_that_cannot_work_is_a_problem_by_its_name() -> None:
@@ -207,6 +245,9 @@ def test_what_a_run_asks_of_its_machine_follows_from_its_plan() -> None:
     apart = plan_of(gpus=2, rollout={"engine": "vllm"})
     assert a_run.gpu_bytes(apart) == int(0.9 * 140 * GIB), "vLLM takes its share whole"
     assert a_run.needs(None) == host.Needs() and a_run.checkpoint_bytes(None) == 0
+    joined = plan_of(gpus=1, ray={"address": "10.0.0.5:6379"}, trainer={"device": "cpu"})
+    assert a_run.gpu_bytes(joined) == 0, "its actors are where the cluster has room"
+    assert (a_run.needs(joined).actors, a_run.needs(joined).memory_bytes) == (0, 0)
 
 
 def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

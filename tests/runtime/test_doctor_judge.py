@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from freewheel.judge.config import JudgeConfig
+from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge
 from freewheel.runtime.doctor import judge as judging
-from freewheel.runtime.doctor.finding import Finding, State
+from freewheel.runtime.doctor.a_run import Run
+from freewheel.runtime.doctor.command import _of_judges
+from freewheel.runtime.doctor.finding import Finding, State, examine, ok
 
 KEY = "sk-of-the-tests-0123456789"
 
@@ -20,7 +22,7 @@ def asked(profile: JudgeProfile, *, model: str = "any", **settings: Any) -> tupl
     """What is found, and how many calls it took."""
     with MockJudge(profile).in_thread() as server:
         config = JudgeConfig(endpoint=server.base_url, model=model, cache=False, **settings)
-        (found,) = judging.ask(config, model_key="--judge-model")
+        (found,) = judging.ask(config, *config.endpoints, model_key="--judge-model")
         return found, server.counts().received
 
 
@@ -82,7 +84,8 @@ def test_where_nobody_listens_nobody_answers() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
-        (found,) = judging.ask(JudgeConfig(endpoint=url, model="any", cache=False), model_key="--judge-model")
+        config = JudgeConfig(endpoint=url, model="any", cache=False)
+        (found,) = judging.ask(config, *config.endpoints, model_key="--judge-model")
     assert found.state is State.PROBLEM and "nobody answers there: " in found.detail
     assert found.remedy == f"curl -v {url}/chat/completions"
 
@@ -91,8 +94,22 @@ def test_each_endpoint_is_asked() -> None:
     with MockJudge(JudgeProfile()).in_thread() as well, MockJudge(JudgeProfile(api_key=KEY)).in_thread() as locked:
         endpoints = [{"url": well.base_url}, {"url": locked.base_url}]
         config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
-        found = list(judging.ask(config, model_key="--judge-model"))
+        found = examine(_of_judges(Run(), [config]))
     assert [one.state for one in found] == [State.OK, State.PROBLEM]
+
+
+def test_an_endpoint_that_cannot_be_looked_at_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def breaks(config: JudgeConfig, endpoint: Endpoint, model_key: str) -> Finding:
+        if "broken" in endpoint.url:
+            raise RuntimeError("odd")
+        return ok("judge", endpoint.url)
+
+    monkeypatch.setattr(judging, "_asked", breaks)
+    endpoints = [{"url": "http://broken.invalid/v1"}, {"url": "http://well.invalid/v1"}]
+    config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
+    broken, well = examine(_of_judges(Run(), [config]))
+    assert broken.state is State.PROBLEM and "http://broken.invalid/v1" in broken.what
+    assert well.state is State.OK
 
 
 # -- the run's own ----------------------------------------------------------------------------------------------------

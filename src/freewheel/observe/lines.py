@@ -306,7 +306,7 @@ def read_lines(path: Path) -> Iterator[Any]:
             for line in file:
                 try:
                     yield msgspec.json.decode(line)
-                except msgspec.DecodeError:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                     continue
     except FileNotFoundError:
         return

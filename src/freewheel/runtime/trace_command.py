@@ -5,7 +5,8 @@ Nothing heavy is imported before the command runs, and neither torch nor ray whi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,17 +45,37 @@ def trace_run(
 
     with plain_errors():
         from freewheel.judge.errors import ConfigError
-        from freewheel.observe.trace_files import components, merged
+        from freewheel.observe.trace_files import components
         from freewheel.runtime.inspecting import find_run
 
         folder = find_run(run).folder
-        if not components(folder):
+        with _reading(run):
+            traced = components(folder)
+        if not traced:
             raise ConfigError("RUN", run, "nothing was traced in it: train with observe.trace_mb above 0")
         try:
-            count = _write(output, merged(folder))
+            count = _write(output, _events(run, folder))
         except OSError as error:
             raise ConfigError("--output", str(output), f"it cannot be written ({error.strerror})") from error
         print_text(f"{output}: {count:,} events. Open it at https://ui.perfetto.dev or in chrome://tracing")
+
+
+def _events(run: str, folder: Path) -> Iterator[Event]:
+    from freewheel.observe.trace_files import merged
+
+    with _reading(run):
+        yield from merged(folder)
+
+
+@contextmanager
+def _reading(run: str) -> Iterator[None]:
+    from freewheel.judge.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        which = error.filename or "a file of its trace"
+        raise ConfigError("RUN", run, f"{which} cannot be read ({error.strerror})") from error
 
 
 def _write(output: Path, events: Iterable[Event]) -> int:

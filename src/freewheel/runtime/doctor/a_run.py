@@ -66,15 +66,18 @@ def read(overrides: Sequence[str], config_path: str | None, config_name: str | N
 
 
 def needs(plan: Plan | None) -> host.Needs:
-    """Of the machine. None: of the smallest run."""
+    """Of the machine. None: of the smallest run. In a cluster the actors are wherever that has room."""
     if plan is None:
         return host.Needs()
+    at_once = max(connections(plan), plan.slots if plan.config.rollout.urls else 0)
+    if plan.config.ray.address is not None:
+        return host.Needs(connections=at_once, actors=0, threads=0)
     on_cpu = plan.world_size * sum(plan.memory_trainer.values()) * (plan.device_trainer == "cpu")
     on_cpu += plan.replicas * sum(plan.memory_replica.values()) * (plan.device_rollout == "cpu")
     threads = plan.world_size * plan.threads_trainer * (plan.device_trainer == "cpu")
     threads += plan.replicas * plan.threads_rollout * (plan.device_rollout == "cpu")
     return host.Needs(
-        connections=max(connections(plan), plan.slots if plan.config.rollout.urls else 0),
+        connections=at_once,
         actors=sum(actor.count for actor in plan.actors),
         memory_bytes=on_cpu,
         threads=threads,
@@ -91,8 +94,8 @@ def connections(plan: Plan) -> int:
 
 
 def gpu_bytes(plan: Plan | None) -> int:
-    """What it wants of one GPU, by the plan's estimate; 0 where it wants none, or that is not known."""
-    if plan is None:
+    """What it wants of one GPU, by the plan's estimate; 0 where it wants none here, or that is not known."""
+    if plan is None or plan.config.ray.address is not None:
         return 0
     trainer = sum(plan.memory_trainer.values()) * (plan.device_trainer == "cuda")
     replica = sum(plan.memory_replica.values()) * (plan.device_rollout == "cuda")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
     from freewheel.runtime.doctor.a_run import Run
     from freewheel.runtime.doctor.finding import Check, Finding
+    from freewheel.runtime.doctor.gpu import Driver
 
 EPILOG = """
 Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag cannot work.
@@ -33,8 +34,8 @@ Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag can
 _JUDGE = "Judge"
 READ_S = 240.0
 """For a configuration: a child of it may look at vLLM."""
-JUDGE_S = 60.0
-"""For all endpoints of a judge: each has a limit of its own."""
+JUDGE_S = 40.0
+"""For an endpoint: its call and its list of models have limits of their own. A name's resolution has none."""
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
@@ -101,11 +102,11 @@ def _findings(
     judges: list[JudgeConfig],
     begun: Callable[[str], None],
 ) -> list[Finding]:
-    from freewheel.runtime.doctor import a_run, gpu
+    from freewheel.runtime.doctor import a_run
     from freewheel.runtime.doctor.finding import Check, examine
 
     only_judge = bool(judges) and not (overrides or config_path or config_name)
-    driver = gpu.look()
+    driver = _driver(begun)
     found = examine(_of_software(driver, trains=not only_judge), begun=begun)
     read: list[Run] = []
 
@@ -121,7 +122,22 @@ def _findings(
     return found + examine(_of_judges(run, judges), begun=begun)
 
 
-def _of_software(driver: Any, *, trains: bool) -> Iterator[Check]:
+def _driver(begun: Callable[[str], None]) -> Driver:
+    """What nvidia-smi tells; where it could not be asked, why."""
+    from freewheel.runtime.doctor import a_run, gpu
+    from freewheel.runtime.doctor.finding import Check, examine
+
+    told: list[Driver] = []
+
+    def look() -> list[Finding]:
+        told.append(gpu.look())
+        return []
+
+    failed = examine([Check(what="GPU", look=look, limit_s=a_run.GPU_S)], begun=begun)
+    return gpu.Driver(why=failed[0].detail) if failed else told[0]
+
+
+def _of_software(driver: Driver, *, trains: bool) -> Iterator[Check]:
     from freewheel.runtime.doctor import software
     from freewheel.runtime.doctor.finding import Check
 
@@ -130,7 +146,7 @@ def _of_software(driver: Any, *, trains: bool) -> Iterator[Check]:
     yield Check(what="torch", look=lambda: software.torch(driver), limit_s=software.TORCH_S + 10)
 
 
-def _of_machine(driver: Any, run: Run) -> Iterator[Check]:
+def _of_machine(driver: Driver, run: Run) -> Iterator[Check]:
     from freewheel.runtime.doctor import a_run, gpu, host, software, storage
     from freewheel.runtime.doctor.finding import Check
     from freewheel.runtime.placement import Machine
@@ -145,7 +161,8 @@ def _of_machine(driver: Any, run: Run) -> Iterator[Check]:
     yield Check(what="Ray", look=lambda: software.ray(address, os.environ), limit_s=20.0)
     yield Check(what="shared memory", look=lambda: storage.shared_memory(needed_bytes=weights))
     yield Check(what="run directory", look=lambda: storage.run_folder(a_run.folder(config), needed_bytes=checkpoints))
-    yield Check(what="Ray's folder", look=storage.ray_folder)
+    if address is None:  # a cluster's is said where it is started
+        yield Check(what="Ray's folder", look=storage.ray_folder)
     yield Check(what="limits", look=lambda: host.judged(host.look(), machine, a_run.needs(plan)))
     yield Check(what="threads", look=lambda: [host.threads(os.environ)])
     yield Check(what="clock", look=lambda: [host.clock()])
@@ -159,12 +176,13 @@ def _of_judges(run: Run, judges: list[JudgeConfig]) -> Iterator[Check]:
     named, said = a_run.named_judge(run.config)
     if said:
         yield Check(what=judging.WHAT, look=lambda: said)
+    wanted = [(config, "--judge-model") for config in judges]
     if named is not None:
-        asked = partial(judging.ask, named, model_key="reward.judge.model_name")
-        yield Check(what=judging.WHAT, look=asked, limit_s=JUDGE_S)
-    for config in judges:
-        asked = partial(judging.ask, config, model_key="--judge-model")
-        yield Check(what=judging.WHAT, look=asked, limit_s=JUDGE_S)
+        wanted.insert(0, (named, "reward.judge.model_name"))
+    for config, model_key in wanted:
+        for endpoint in config.endpoints:
+            asked = partial(judging.ask, config, endpoint, model_key=model_key)
+            yield Check(what=f"{judging.WHAT} {endpoint.url}", look=asked, limit_s=JUDGE_S)
 
 
 # -- told -------------------------------------------------------------------------------------------------------------
@@ -235,7 +253,7 @@ def _summary(findings: list[Finding]) -> str:
     if problems:
         return f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}: a run would fail."
     if warnings:
-        return f"{counted(warnings, 'warning')}: a run works."
+        return f"{counted(warnings, 'warning')}: a run may work."
     return "Nothing stands in the way of a run."
 
 

@@ -23,7 +23,7 @@ MIB = 1 << 20
 class State(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """A run works, but slower or with less room than it might; or something is left that others may trip over."""
+    """A run may work, slower or with less room than it might; or something is left that others may trip over."""
     PROBLEM = "problem"
     """A run would fail."""
 

@@ -76,7 +76,9 @@ def look() -> Driver:
 def _asked(program: str, *arguments: str) -> tuple[str, str]:
     """What it prints, or why it does not."""
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=SMI_S, check=False)
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, timeout=SMI_S, check=False, errors="replace"
+        )
     except subprocess.TimeoutExpired:
         return "", f"nvidia-smi gave no answer within {SMI_S:g} s: the driver is stuck"
     except OSError as error:
@@ -125,15 +127,19 @@ def memory(driver: Driver, environ: Mapping[str, str] = os.environ, *, needed_by
         here = f"{len(driver.gpus)} here"
         yield warning("GPU", f"{here}, and CUDA_VISIBLE_DEVICES hides them all", "unset CUDA_VISIBLE_DEVICES")
         return
+    too_large = all(0 < card.total_bytes < needed_bytes for card in driver.gpus)
     for card in driver.gpus:
-        yield _card(card, needed_bytes)
+        yield _card(card, needed_bytes, too_large=too_large)
 
 
-def _card(card: Card, needed: int) -> Finding:
+def _card(card: Card, needed: int, *, too_large: bool) -> Finding:
+    """`too_large`: the run fits on no GPU here, even where it is alone there."""
     what, left = f"GPU {card.index}", card.total_bytes - card.used_bytes
     said = f"{card.name}, {size(left)} of {size(card.total_bytes)} free"
     if needed > left:
         said += f", and the run wants about {size(needed)}"
+    if too_large:
+        return problem(what, f"{said}: more than any GPU here has", LESS)
     if card.used_bytes <= TAKEN * card.total_bytes:
         return warning(what, said, LESS) if needed > left else ok(what, said)
     if not card.holders:

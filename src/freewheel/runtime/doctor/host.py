@@ -34,6 +34,7 @@ ACTORS = 4
 FIRST_YEAR = 2026
 """Of freewheel's first release: a clock before it is wrong."""
 YEAR_S = 365.25 * 86400
+LESS = "model.path=A_SMALLER_MODEL rollout.replicas=1"
 VARIABLE = "OMP_NUM_THREADS"
 
 
@@ -136,6 +137,8 @@ def memory(host: Host, machine: Machine, needs: Needs) -> Finding:
     if host.memory_free >= wanted:
         return ok("memory", said)
     detail = f"{said}, and about {size(wanted)} are wanted ({counted(needs.actors, 'actor')}, Ray, models)"
+    if 0 < machine.memory_bytes < wanted:
+        return problem("memory", f"{detail}: more than this machine has", LESS)
     return warning("memory", detail, "ps -eo pid,user,rss,args --sort=-rss | head")
 
 

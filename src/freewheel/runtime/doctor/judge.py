@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freewheel.judge.body import BodyWriter
@@ -77,10 +77,9 @@ def at_url(url: str, model: str, key_variable: str | None) -> JudgeConfig:
         raise error.renamed("--judge" if error.key.startswith("endpoint") else "--judge-model") from None
 
 
-def ask(config: JudgeConfig, *, model_key: str) -> Iterator[Finding]:
-    """Each endpoint once. `model_key`: by which setting or flag the model is named."""
-    for endpoint in config.endpoints:
-        yield asyncio.run(_asked(config, endpoint, model_key))
+def ask(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Finding]:
+    """An endpoint of the judge's, once. `model_key`: by which setting or flag the model is named."""
+    return [asyncio.run(_asked(config, endpoint, model_key))]
 
 
 async def _asked(config: JudgeConfig, endpoint: Endpoint, model_key: str) -> Finding:

@@ -95,7 +95,8 @@ def numbers(release: str) -> tuple[int, ...]:
 def python_release(release: Sequence[int] = sys.version_info[:3], wanted: str | None = None) -> Finding:
     """`wanted`: as the metadata has it, `<3.14,>=3.11`."""
     if wanted is None:
-        (wanted,) = importlib.metadata.metadata(PACKAGE).get_all("Requires-Python") or [""]
+        told = importlib.metadata.metadata(PACKAGE).get_all("Requires-Python") if installed(PACKAGE) else None
+        (wanted,) = told or [""]  # from its source: `packages` says so
     have = ".".join(map(str, release))
     bounds = _BOUND.findall(wanted)
     if all(_holds(have, sign, bound) for sign, bound in bounds):
@@ -109,6 +110,10 @@ def packages(
     *, trains: bool = True, needs: Iterable[Requirement] | None = None, have: Installed = installed
 ) -> Iterator[Finding]:
     """freewheel and its extras. `trains`: whether a run is meant, for which `train` must be there."""
+    if needs is None and have(PACKAGE) is None:
+        detail = f"{freewheel.__version__}, run from its source and not installed: which packages it needs is not known"
+        yield warning(PACKAGE, detail, f"pip install -e '.[{TRAIN}]'")
+        return
     needs = requirements() if needs is None else list(needs)
     base = [trouble for one in needs if not one.extra and (trouble := _trouble(one, have))]
     by_extra = {name: [one for one in needs if one.extra == name] for name in EXTRAS}

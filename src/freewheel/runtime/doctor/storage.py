@@ -48,6 +48,10 @@ SKEW_S = 2.0
 """Between this machine's clock and that of the disk. Freshness is told in seconds."""
 FULL = 0.95
 """Of Ray's disk: from there on it stores nothing more."""
+SOCKET = "ray/session_2026-01-31_23-59-59_999999_{process}/sockets/plasma_store"
+"""The longest path that Ray makes in its folder, the date and the process's number in it."""
+SOCKET_BYTES = 107
+"""Of a socket's path, at most: Linux has room for that, and Ray does not start with a longer one."""
 OF_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "glusterfs", "ceph", "fuse.s3fs", "afs")
 """Kinds of file systems on which SQLite's log and its locks are not to be relied on."""
 
@@ -240,8 +244,20 @@ def kind_of(folder: Path, mounts: Iterable[str]) -> str:
 
 def ray_folder(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Where Ray puts its sockets, its logs, and objects that do not fit into memory."""
-    folder = nearest(Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp"))
-    usage = shutil.disk_usage(folder)
+    given = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp").expanduser()
+    length = len(os.fsencode(given / SOCKET.format(process=os.getpid())))
+    if length > SOCKET_BYTES:
+        detail = f"{given}: Ray's sockets in it would have paths of {length} bytes, and {SOCKET_BYTES} are possible"
+        yield problem("Ray's folder", detail, "export RAY_TMPDIR=/tmp")
+        return
+    folder = nearest(given / "ray")
+    try:
+        with _unnamed(folder):
+            usage = shutil.disk_usage(folder)
+    except OSError as error:
+        other = "export RAY_TMPDIR=A_FOLDER_OF_YOURS"
+        yield problem("Ray's folder", f"{folder} cannot be written: {error.strerror}", other)
+        return
     yield judged_ray_folder(folder, usage.total, usage.free)
 
 
