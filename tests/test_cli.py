@@ -20,9 +20,11 @@ from typing import Any
 
 import psutil
 import pytest
+import typer
 
 import freewheel
 from freewheel.judge.commands import mock_judge
+from freewheel.judge.commands.console import plain_errors
 from freewheel.judge.commands.settings import judge_config, parse_sampling, parse_temperature
 from freewheel.judge.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
@@ -719,3 +721,10 @@ def test_the_mock_judge_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         done = run("mock-judge", "--port", port)
     assert done.returncode == 2 and b"cannot listen" in done.stderr
     assert f"127.0.0.1:{port}".encode() in done.stderr
+
+
+def test_what_may_not_be_read_is_one_line_and_no_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(typer.Exit) as ended, plain_errors():
+        tmp_path.read_text()  # a folder where a file should be
+    told = capsys.readouterr().err
+    assert ended.value.exit_code == 2 and str(tmp_path) in told and told.count("\n") == 1

@@ -415,6 +415,21 @@ def test_a_folder_of_runs_gives_its_runs_the_newest_first_and_finds_those_that_c
     assert runs.find("../etc") is None
 
 
+def test_a_folder_of_another_user_takes_no_run_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    exists = Path.exists
+
+    def looked_at(path: Path) -> bool:
+        if path.parent.name == "theirs":
+            raise PermissionError(13, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", looked_at)
+    assert [view.id for view in Runs([str(tmp_path)], clock=lambda: 0.0).all()] == ["mine"]
+
+
 def test_runs_of_one_name_have_ids_of_their_own(tmp_path: Path):
     names = [str(make_run(tmp_path / parent / "same run", steps=1)) for parent in ("a", "b")]
     assert [view.id for view in Runs(names, clock=lambda: 0.0).all()] == ["same_run", "same_run-2"]

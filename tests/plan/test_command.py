@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli import app
+from freewheel.plan.planning import of_run
+from freewheel.plan.scene import Scores
+from freewheel.plan.sweep import best
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.typed import to_config
 
@@ -22,13 +25,20 @@ def plan(*flags):
     return CliRunner().invoke(app, ["plan", *flags])
 
 
-@pytest.fixture
-def run(tmp_path):
+def configured(folder, **sections):
+    """A run's folder with these settings in its config.yaml."""
     values = to_config({}).to_dict()
     values["trainer"]["groups_per_step"] = 8
     values["rollout"]["n"] = 4
-    (tmp_path / "config.yaml").write_text(to_yaml(to_config(values)))
-    return made_run(tmp_path)
+    for section, given in sections.items():
+        values[section] |= given
+    (folder / "config.yaml").write_text(to_yaml(to_config(values)))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    return made_run(configured(tmp_path))
 
 
 def test_a_model_and_a_table_give_the_best_split():
@@ -54,6 +64,50 @@ def test_a_run_is_planned_from_what_it_measured(run):
     assert plan(str(run), "--mode", "sync", "--scale-to", "0").exit_code == 0
 
 
+@pytest.mark.parametrize(
+    ("trainer", "split"),
+    [
+        ({"n_gpus_per_node": 4, "nnodes": 2}, "8 to train, 2 to generate"),
+        ({"world_size": 3}, "3 to train, 2 to generate"),
+        ({"device": "cpu"}, "1 to train, 2 to generate"),
+    ],
+)
+def test_those_that_trained_are_counted_by_the_rule_that_placed_them(run, trainer, split):
+    configured(run, trainer=trainer, rollout={"n_gpus_per_node": 2})
+    assert split in of_run(str(run)).about
+
+
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "is_measured"),
+    [
+        ({}, {"replicas": 2}, False),
+        ({"device": "cuda"}, {"device": "cuda", "replicas": 2}, False),
+        ({}, {"n_gpus_per_node": 2}, True),
+        ({"device": "cpu"}, {"device": "cpu", "replicas": 2}, True),
+        ({"n_gpus_per_node": 2}, {"n_gpus_per_node": 2}, True),
+    ],
+)
+def test_what_may_have_been_on_one_gpu_is_not_called_measured(run, trainer, rollout, is_measured):
+    configured(run, trainer=trainer, rollout=rollout)
+    planned = of_run(str(run))
+    assert planned.cluster.is_measured(planned.cluster.trainers, 2) is is_measured
+    assert ("share one GPU" in planned.about) is not is_measured
+
+
+def test_a_run_whose_judge_held_it_back_is_planned_with_that_rate(tmp_path):
+    judge = {"queued": 40, "sent": 500, "endpoints": [{"limit": 8, "in_flight": 8, "latency_p50_s": 0.2}]}
+    rewards = {"scored": 396, "failed": {"timeout": 4}, "busy_s": 160.0, "waiting": 0, "judge": judge}
+    folder = made_run(configured(tmp_path, reward={"judge": {"enable_openai_reward": True}}), rewards=rewards)
+    planned = of_run(str(folder))
+    scores = planned.cluster.run.scores
+    assert (scores.is_judge, scores.rate_per_s) == (True, 5.0), "400 in 80 s of each replica"
+    assert scores.latency_s.mean == pytest.approx(0.2), "and not the half second that waiting was a part of"
+    assert "scoring is bounded by the 5/s that were measured" in planned.about
+    assert best(planned.splits()).verdict.startswith("judge-bound")
+    freed = of_run(str(folder), scores=Scores(is_judge=True))
+    assert freed.cluster.run.scores.rate_per_s is None and "bounded" not in freed.about
+
+
 def test_a_judge_can_be_tried_on_a_run(run):
     found = plan(str(run), "--judge-rate", "2", "--scale-to", "0", "--json")
     assert found.exit_code == 0, found.output
@@ -76,6 +130,13 @@ def test_a_picture_is_drawn(tmp_path):
         (["--model", "9b", "--accelerators", "8"], "--model = '9b'"),
         (["--model", "72b", "--accelerators", "4"], "it takes"),
         (["--model", "7b", "--accelerators", "8", "--mode", "fast"], "mode"),
+        (["--model", "7b", "--accelerators", "1000000000"], "--accelerators"),
+        (["--model", "7b", "--accelerators", "8", "--groups-per-step", "100000000"], "--groups-per-step"),
+        (["--model", "7b", "--accelerators", "8", "--scale-to", "1000000000"], "--scale-to"),
+        (["--model", "7b", "--accelerators", "8", "--staleness-threshold", "1000000"], "--staleness-threshold"),
+        (["--model", "7b", "--accelerators", "8", "--judge-rate", "nan"], "--judge-rate"),
+        (["--model", "7b", "--accelerators", "8", "--judge-latency", "inf"], "--judge-latency"),
+        (["--model", "7b", "--accelerators", "8", "--price", "nan"], "--price"),
         (["/nowhere"], "RUN = '/nowhere': there is no such folder"),
     ],
 )

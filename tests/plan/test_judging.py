@@ -9,7 +9,11 @@ import pytest
 from freewheel.plan.draws import Constant
 from freewheel.plan.engine import Group
 from freewheel.plan.judging import LimitedJudge
-from freewheel.plan.scene import Scores
+from freewheel.plan.scene import Generation, Scores
+from freewheel.plan.simulation import simulate
+from freewheel.plan.verdict import Setting
+
+from .scenes import scene
 
 
 def scored(count, latencies=(1.0,), **limits):
@@ -49,3 +53,30 @@ def test_a_rate_is_kept_and_used():
     for at, _ in found:
         within = sum(many for then, many in found if at - 1 < then <= at)
         assert within <= 2 * 50 + 1, "a second's budget may be saved up, and no more"
+
+
+def test_a_judge_that_has_room_holds_nothing_back_while_nothing_comes():
+    judge = LimitedJudge(Scores(latency_s=Constant(0.1), knee=10**6), itertools.repeat(0.1), seed=1)
+    for now in (0.0, 10.0, 20.0):
+        judge.submit(Group(int(now), 1, 0))
+        judge.pump(now)
+        judge.pump(judge.next_at())
+    assert judge.held_back_s == 0.0
+
+
+def test_what_waits_to_be_sent_or_rests_after_a_refusal_is_held_back():
+    found, judge = scored(100, rate_per_s=50.0)
+    assert judge.held_back_s >= 0.8 * (found[-1][0] - 1.0), "all but the last second, in which the last are judged"
+    _, judge = scored(2, refuse_above=1)
+    assert judge.refused and judge.held_back_s > 0, "one was judged, and the other rested"
+
+
+def test_an_ample_judge_is_not_named_where_generation_is_slow():
+    slow = scene(
+        steps=30,
+        generation=Generation(slots=16, step_s=0.1),
+        scores=Scores(is_judge=True, latency_s=Constant(0.1), knee=10**6),
+    )
+    found = simulate(slow)
+    assert found.held_back is not None and found.held_back < 0.05
+    assert found.verdict(Setting(threshold=3), is_judge=True).bound == "generation"

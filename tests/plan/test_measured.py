@@ -32,7 +32,8 @@ def pair(name, ordinal, since_s, until_s, pid="rollouter-0", **args):
     ]
 
 
-def made_run(folder: Path, *, steps=10, traced=True) -> Path:
+def made_run(folder: Path, *, steps=10, traced=True, rewards=None, before=()) -> Path:
+    """`before`: rows that stand before its own."""
     rows = [
         {
             "kind": "step",
@@ -52,12 +53,12 @@ def made_run(folder: Path, *, steps=10, traced=True) -> Path:
         "engine_busy_s": 16.0,
         "slots": 32,
         "total_generated_samples": 400,
-        "rewards": {"mean_latency_s": 0.25},
+        "rewards": {"mean_latency_s": 0.25, **(rewards or {})},
     }
     rows.append(
         {"kind": "statistics", "step": steps, "time": 1020.0, "rollouter": rollouter, "sync": {"mean_sync_s": 0.3}}
     )
-    write(folder / "metrics.jsonl", rows)
+    write(folder / "metrics.jsonl", [*before, *rows])
     if traced:
         events = [
             {"ph": "X", "name": "pack", "cat": "span", "pid": "trainer", "tid": "main", "ts": 0, "dur": 2e5, "args": {}}
@@ -96,6 +97,62 @@ def test_a_run_that_has_hardly_begun_is_refused(tmp_path):
         read(made_run(tmp_path, steps=2), n=4, groups_per_step=8)
     with pytest.raises(ConfigError, match="0 steps"):
         read(tmp_path / "nothing", n=4, groups_per_step=8)
+
+
+def step_row(step, elapsed_s, **changes):
+    return {
+        "kind": "step",
+        "step": step,
+        "timing/train_s": 9.0,
+        "timing/wait_batch_s": 9.0,
+        "timing/elapsed_s": elapsed_s,
+        "rollout/response_length_mean": 99.0,
+        "avg_sample_age": 9.0,
+        "max_sample_age": 9,
+        **changes,
+    }
+
+
+def test_what_came_before_a_clock_began_anew_is_not_looked_at(tmp_path):
+    counted = {"generated_tokens": 3000, "engine_busy_s": 20.0, "slots": 32}
+    before = [step_row(step, 1000.0 + step) for step in range(1, 6)]
+    before += [{"kind": "statistics", "step": 5, "rollouter": counted}]
+    found = read(made_run(tmp_path, before=before), n=4, groups_per_step=8)
+    assert found == read(made_run(tmp_path), n=4, groups_per_step=8)
+    (tmp_path / "resumed").mkdir()
+    write(tmp_path / "resumed" / "metrics.jsonl", [*before, step_row(6, 1.0), step_row(7, 2.0)])
+    with pytest.raises(ConfigError, match="2 steps are recorded there since it last began"):
+        read(tmp_path / "resumed", n=4, groups_per_step=8)
+    with pytest.raises(ConfigError, match=r"window = \(0, 5\)"):
+        read(made_run(tmp_path, before=before), n=4, groups_per_step=8, window=(0, 5))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"of": "somebody else"},
+        {"kind": "step"},
+        step_row(3, 1e9, **{"timing/train_s": None}),
+        step_row(3, 1e9, avg_sample_age="3"),
+        step_row(3, 1e9, **{"timing/train_s": -1.0}),
+        step_row(3, 10**400),
+        {"kind": "statistics", "rollouter": None},
+        {"kind": "statistics", "rollouter": {"generated_tokens": 10**6}},
+        {"kind": "pulse", "waits": None},
+    ],
+)
+def test_a_row_that_is_not_whole_is_passed_over(tmp_path, row):
+    expected = read(made_run(tmp_path), n=4, groups_per_step=8)
+    assert read(made_run(tmp_path, before=[row]), n=4, groups_per_step=8) == expected
+    with pytest.raises(ConfigError, match="0 steps are recorded"):
+        write(tmp_path / "metrics.jsonl", [row])
+        read(tmp_path, n=4, groups_per_step=8)
+
+
+def test_steps_that_took_no_time_are_refused(tmp_path):
+    made_run(tmp_path, steps=0, before=[step_row(step, float(step), **{"timing/train_s": 0}) for step in range(1, 6)])
+    with pytest.raises(ConfigError, match="took no time"):
+        read(tmp_path, n=4, groups_per_step=8)
 
 
 def recorded_of(one, outcome) -> Recorded:
@@ -189,5 +246,8 @@ def test_a_measured_run_is_measured_at_its_own_split_alone():
     larger = cluster.scene(run.bounds, trainers=4, generators=6)
     assert larger.training.per_token_s == pytest.approx(0.0005 / 0.97)
     assert larger.generation.replicas == 6 and larger.weights.transfer_s == pytest.approx(0.3)
+    few = replace(run.bounds, groups_per_step=1, total_groups=12)
+    alike = [cluster.scene(few, trainers=trainers, generators=2).training.per_token_s for trainers in (4, 64)]
+    assert alike[0] == alike[1], "a step of four sequences keeps four at work"
     with pytest.raises(ConfigError, match="split"):
         cluster.scene(run.bounds, trainers=0, generators=2)

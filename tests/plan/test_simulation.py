@@ -53,6 +53,21 @@ def test_no_run_is_faster_than_any_of_its_parts(one):
         assert outcome.samples / outcome.whole_s <= one.scores.per_s * slack
 
 
+def test_a_pause_counts_as_far_as_it_lies_between_the_steps_that_are_looked_at():
+    one = scene(
+        "one_step_off",
+        groups=1,
+        steps=3,
+        extra=0,
+        n=1,
+        lengths=Constant(1),
+        generation=Generation(slots=1, step_s=0.0625),
+        training=Training(base_s=0.125),
+        weights=Weights(pause_s=0.25),
+    )
+    assert simulate(one).waits["rollouter"]["load_weights"] <= 1
+
+
 def test_in_turns_a_step_is_the_sum_of_its_phases():
     one = scene(
         "sync",

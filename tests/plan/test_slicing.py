@@ -48,7 +48,15 @@ def test_a_slice_gives_what_the_whole_gives(changes):
     assert found.samples_per_s == pytest.approx(expected.samples_per_s, rel=0.05)
     assert found.lag_mean == pytest.approx(expected.lag_mean, abs=0.3)
     assert found.engine_busy == pytest.approx(expected.engine_busy, abs=0.05)
-    assert found.groups == expected.groups
+    assert (found.groups, found.lives) == (expected.groups, expected.lives)
+
+
+def test_what_a_slice_of_a_judge_refused_and_allowed_is_told_of_the_whole():
+    whole = replace(LARGE, scores=Scores(latency_s=Constant(0.3), knee=90, refuse_above=120))
+    one, parts = sliced(whole)
+    part, found = simulate(one), simulate_slice(whole)
+    assert part.judge_refused > 0 and found.judge_refused == round(part.judge_refused * parts)
+    assert part.judge_limit is not None and found.judge_limit == round(part.judge_limit * parts)
 
 
 def test_what_is_small_is_simulated_whole():

@@ -80,10 +80,38 @@ def test_scaling_takes_the_best_of_each_and_never_gains_by_magic():
 
 
 def test_a_judge_that_is_too_slow_bounds_every_split():
-    slow = cluster(scores=Scores(latency_s=Constant(1.0), rate_per_s=5.0))
+    slow = cluster(scores=Scores(is_judge=True, latency_s=Constant(1.0), rate_per_s=5.0))
     found = sweep(slow, 4, unending, groups_per_step=8, processes=1)
     assert all(row.samples_per_s <= 5 * 1.3 for row in found)
     assert best(found).verdict.startswith("judge-bound")
+    function = cluster(scores=replace(slow.workload.scores, is_judge=False))
+    assert best(sweep(function, 4, unending, groups_per_step=8, processes=1)).verdict.startswith("reward-bound")
+
+
+def test_a_judge_that_is_nearly_in_use_is_where_a_faster_generation_ends():
+    free = sweep(cluster("0.5b"), 2, unending, groups_per_step=64, processes=1)[0]
+    assert free.verdict.startswith("generation-bound")
+    narrow = Scores(is_judge=True, latency_s=Constant(0.1), rate_per_s=1.1 * free.outcome.scores_per_s)
+    (row,) = sweep(cluster("0.5b", scores=narrow), 2, unending, groups_per_step=64, processes=1)
+    assert "the judge is" in row.verdict
+
+
+def test_more_that_train_than_there_are_sequences_have_nothing_to_do():
+    made, few = cluster("7b"), ending(unending(1), 12)
+    steps = [made.scene(few, trainers=trainers, generators=1).training.per_token_s for trainers in (4, 8, 64)]
+    assert steps[0] > steps[1] == steps[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "work", "said"),
+    [
+        ("l40s", {"max_new_tokens": 10_000_000}, "--max-new-tokens = 10000000: a replica .1 x l40s. has cache for"),
+        ("h200", {"response_tokens": 5000}, "--response-tokens = 5000: a response has 4,096 at most"),
+    ],
+)
+def test_work_that_no_engine_could_do_is_refused(name, work, said):
+    with pytest.raises(ConfigError, match=said):
+        cluster("7b", name, **work)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -32,9 +32,11 @@ def of(trainer, rollouter, setting=STREAMING, scoring=None):
         ({"train": 0.3, "wait_batch": 0.7}, {"generate": 0.7, "wait_room": 0.3}, "generation", 0.7),
         ({"train": 0.7, "wait_batch": 0.3}, {"generate": 0.3, "wait_room": 0.7}, "training", 0.7),
         # weights and checkpoints
-        ({"train": 0.9, "wait_batch": 0.1}, {"generate": 0.7, "load_weights": 0.3}, "sync", 0.3),
+        ({"train": 0.7, "wait_batch": 0.3}, {"generate": 0.7, "load_weights": 0.3}, "sync", 0.3),
         ({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "wait_room": 0.1}, "sync", 0.4),
         ({"train": 0.6, "save": 0.4}, {"generate": 0.7, "wait_room": 0.3}, "save", 0.4),
+        # engines that pause while the trainer never starves hold nobody up
+        ({"train": 1.0, "wait_batch": 0.0}, {"generate": 0.7, "load_weights": 0.3}, "balanced", 0.0),
         # a checkpoint that is written while training goes on costs nothing
         ({"train": 0.95, "save": 0.6, "wait_batch": 0.05}, {"generate": 0.98, "wait_room": 0.02}, "balanced", 0.05),
     ],
@@ -114,10 +116,20 @@ def test_weights_and_checkpoints_are_told_how_many_fewer():
 
 
 def test_a_remedy_ends_where_the_next_part_is_busy():
-    found = of({"train": 0.88, "wait_batch": 0.12}, {"generate": 0.97, "load_weights": 0.3})
-    assert found.bound == "sync" and found.lift == pytest.approx(1 / 0.88)
+    found = of({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "load_weights": 0.1})
+    assert found.bound == "sync" and found.lift == pytest.approx(1 / 0.9)
     hopeless = of({"train": 0.85, "wait_batch": 0.15}, {"generate": 0.97, "wait_reward": 0.15})
     assert "there is little to gain, as generation is busy 97% of the time" in str(hopeless)
+
+
+def test_a_judge_whose_limit_is_known_is_where_a_remedy_ends():
+    waits = {"train": 0.5, "wait_batch": 0.5}, {"generate": 1.0}
+    assert "1.2x, where the judge is the limit" in str(of(*waits, scoring=Scoring(is_judge=True, in_use=0.8)))
+    busy = str(of(*waits, scoring=Scoring(is_judge=True, in_use=0.99)))
+    assert "there is little to gain, as the judge is busy 99% of the time" in busy
+    assert "2.0x, where training is the limit" in str(of(*waits, scoring=Scoring(is_judge=True)))
+    bound = of(*JUDGED, scoring=Scoring(is_judge=True, per_s=47.4, held_back=1.0, in_use=1.0))
+    assert bound.lift == pytest.approx(1 / 0.526), "its own limit is what is raised"
 
 
 def test_rollouters_are_averaged():
@@ -147,6 +159,7 @@ SHARE = st.floats(0, 1)
         per_s=st.none() | st.floats(0.01, 1e5),
         latency_s=st.none() | st.floats(0.001, 100),
         held_back=st.none() | SHARE,
+        in_use=st.none() | SHARE,
         slots_in_use=st.none() | SHARE,
     ),
 )

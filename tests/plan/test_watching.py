@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freewheel.plan.verdict import Setting
-from freewheel.plan.watching import OVER_S, Watching, held_back
+from freewheel.plan.watching import OVER_S, Watching, held_back, in_use
 
 
 def component(elapsed, **seconds):
@@ -34,16 +34,28 @@ def test_the_last_minute_counts_and_not_the_start():
     assert len(watching._past) <= OVER_S + 2
 
 
-def test_the_rate_of_scores_and_the_number_of_replicas_are_counted():
-    watching = Watching(Setting(), is_judge=True)
+def judged(rewards, *, is_judge):
+    """The verdict on a run whose trainer waits for scores; `rewards`: as they grow in a second."""
+    watching = Watching(Setting(), is_judge=is_judge)
     for second in (1, 11):
         spans = {
             "trainer": component(second, train=0.3 * second, wait_batch=0.7 * second),
             "rollouter-0": component(second, generate=0.4 * second, wait_reward=0.6 * second),
             "rollouter-1": component(second, generate=0.4 * second, wait_reward=0.6 * second),
         }
-        watching.note(float(second), spans, {"scored": 20 * second, "failed": {"timeout": 5 * second}, "waiting": 3})
-    assert "raising its rate limit to 62/s would lift throughput 2.5x" in str(watching.verdict())
+        watching.note(float(second), spans, {**rewards(second), "waiting": 3})
+    return str(watching.verdict())
+
+
+def test_the_rate_of_scores_and_the_number_of_replicas_are_counted():
+    said = judged(lambda second: {"scored": 20 * second, "failed": {"timeout": 5 * second}}, is_judge=False)
+    assert "reward.workers for 62/s would lift throughput 2.5x" in said
+
+
+def test_a_judges_rate_is_that_of_its_requests_and_not_of_what_needed_none():
+    said = judged(lambda second: {"scored": 20 * second, "judge": {"sent": 8 * second}}, is_judge=True)
+    assert "raising its rate limit to 20/s would lift throughput 2.5x" in said
+    assert "(its rate was not measured)" in judged(lambda second: {"scored": 20 * second}, is_judge=True)
 
 
 def test_a_component_that_misses_a_look_keeps_what_was_known():
@@ -65,3 +77,10 @@ def test_a_limit_in_use_holds_back_and_one_that_is_not_does_not():
     assert held_back(judge(90), is_judge=True) is True
     assert held_back(judge(10, queued=7), is_judge=True) is True
     assert held_back(judge(10), is_judge=True) is False
+
+
+def test_a_limit_is_known_once_the_judge_has_refused_something():
+    endpoints = [{"limit": 30, "in_flight": 20}, {"limit": 10, "in_flight": 4}]
+    assert in_use({"judge": {"throttled": 3, "endpoints": endpoints}}) == 0.6
+    assert in_use({"judge": {"throttled": 0, "endpoints": endpoints}}) is None
+    assert in_use({"judge": {"throttled": 3}}) is None and in_use({}) is None

@@ -5,6 +5,7 @@ Nothing heavy is imported before the command runs, and neither torch nor ray whi
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,11 +26,25 @@ EIGHTFOLD = 8
 """...but not more than so many times those that were asked for."""
 USUAL_LATENCY_S = 1.0
 """Of a judge of which only the limits are given."""
+MOST_ACCELERATORS = 16_384
+"""Thousands are planned for: above this the table of links and shares says nothing any more."""
+MOST_GROUPS = 16 * MOST_ACCELERATORS
+"""A step: as many for each of those as where nothing is said."""
+MOST_AHEAD = 100
+"""Versions, and steps of one: a simulation must be some times as long as generation runs ahead."""
+MOST_N, MOST_TOKENS, MOST_KNEE, MOST_LATENCY_S, MOST_RATE, MOST_PRICE = 4096, 10_000_000, 10**9, 86_400.0, 1e9, 1e9
+"""Of the other flags: far above anything that there is."""
 _WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
 
 def register(app: typer.Typer) -> None:
     app.command("plan", epilog=EPILOG)(plan)
+
+
+def _finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no amount: give a finite number")
+    return value
 
 
 def plan(
@@ -50,7 +65,7 @@ def plan(
     accelerators: Annotated[
         int | None,
         typer.Option(help="How many, for training and generation together. With RUN: as it had.", metavar="N", min=2,
-                     rich_help_panel=_WHAT),
+                     max=MOST_ACCELERATORS, rich_help_panel=_WHAT),
     ] = None,
     mode: Annotated[
         str | None,
@@ -60,53 +75,58 @@ def plan(
     groups_per_step: Annotated[
         int | None,
         typer.Option(help="Groups a step. With --model: 16 for each accelerator.", metavar="P", min=1,
-                     rich_help_panel=_WORK),
+                     max=MOST_GROUPS, rich_help_panel=_WORK),
     ] = None,
     threshold: Annotated[
         int | None,
         typer.Option("--staleness-threshold", help="Versions that generation may run ahead.", metavar="T", min=0,
-                     rich_help_panel=_WORK),
+                     max=MOST_AHEAD, rich_help_panel=_WORK),
     ] = None,
     sync_every_steps: Annotated[
         int | None,
-        typer.Option(help="Steps between two weight versions.", metavar="N", min=1, rich_help_panel=_WORK),
+        typer.Option(help="Steps between two weight versions.", metavar="N", min=1, max=MOST_AHEAD,
+                     rich_help_panel=_WORK),
     ] = None,
     n: Annotated[
-        int, typer.Option("--n", help="With --model: responses to a prompt.", min=1, rich_help_panel=_WORK)
+        int,
+        typer.Option("--n", help="With --model: responses to a prompt.", min=1, max=MOST_N, rich_help_panel=_WORK),
     ] = 8,
     prompt_tokens: Annotated[
-        int, typer.Option(help="With --model: of a prompt, on average.", min=1, rich_help_panel=_WORK)
+        int,
+        typer.Option(help="With --model: of a prompt, on average.", min=1, max=MOST_TOKENS, rich_help_panel=_WORK),
     ] = 256,
     response_tokens: Annotated[
-        int, typer.Option(help="With --model: of a response, on average.", min=1, rich_help_panel=_WORK)
+        int,
+        typer.Option(help="With --model: of a response, on average.", min=1, max=MOST_TOKENS, rich_help_panel=_WORK),
     ] = 1024,
     max_new_tokens: Annotated[
-        int, typer.Option(help="With --model: of a response, at most.", min=1, rich_help_panel=_WORK)
+        int,
+        typer.Option(help="With --model: of a response, at most.", min=1, max=MOST_TOKENS, rich_help_panel=_WORK),
     ] = 4096,
     judge_latency: Annotated[
         float | None,
         typer.Option(help="Seconds that a score takes, alone. With RUN: as measured.", metavar="S", min=0.0,
-                     rich_help_panel=_WORK),
+                     max=MOST_LATENCY_S, callback=_finite, rich_help_panel=_WORK),
     ] = None,
     judge_rate: Annotated[
         float | None,
         typer.Option(help="Requests a second that the judge takes at most.", metavar="PER_S", min=0.001,
-                     rich_help_panel=_WORK),
+                     max=MOST_RATE, callback=_finite, rich_help_panel=_WORK),
     ] = None,
     judge_knee: Annotated[
         int | None,
         typer.Option(help="Requests at a time from which on the judge is slower for each.", metavar="N", min=1,
-                     rich_help_panel=_WORK),
+                     max=MOST_KNEE, rich_help_panel=_WORK),
     ] = None,
     price: Annotated[
         float | None,
         typer.Option(help="Of an accelerator for an hour: costs are then told too.", metavar="MONEY", min=0.0,
-                     rich_help_panel=_SHOW),
+                     max=MOST_PRICE, callback=_finite, rich_help_panel=_SHOW),
     ] = None,
     scale_to: Annotated[
         int | None,
         typer.Option(help="Show scaling up to so many accelerators; 0: none. Without it: eight times N.", metavar="N",
-                     min=0, rich_help_panel=_SHOW),
+                     min=0, max=MOST_ACCELERATORS, rich_help_panel=_SHOW),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw both into an SVG file.", metavar="FILE", rich_help_panel=_SHOW)
@@ -178,7 +198,7 @@ def _scores(latency_s: float | None, rate_per_s: float | None, knee: int | None)
     if latency_s is None and rate_per_s is None and knee is None:
         return None
     latency = Constant(USUAL_LATENCY_S if latency_s is None else latency_s)
-    return Scores(latency_s=latency, rate_per_s=rate_per_s, knee=knee)
+    return Scores(is_judge=True, latency_s=latency, rate_per_s=rate_per_s, knee=knee)
 
 
 def _title(planned: Planned) -> str:

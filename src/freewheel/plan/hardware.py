@@ -178,6 +178,16 @@ class Workload:
     max_new_tokens: float = 4096.0
     scores: Scores = field(default_factory=Scores)
 
+    def __post_init__(self) -> None:
+        if self.response_tokens > self.max_new_tokens:
+            remedy = f"a response has {self.max_new_tokens:,.0f} at most (--max-new-tokens): give less, or raise that"
+            raise ConfigError("--response-tokens", self.response_tokens, remedy)
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest sequence."""
+        return self.prompt_tokens + self.max_new_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
@@ -186,6 +196,14 @@ class Cluster:
     accelerator: Accelerator
     shape: Shape
     workload: Workload
+
+    def __post_init__(self) -> None:
+        if self._cached_tokens < self.workload.longest:
+            remedy = (
+                f"a replica ({self.per_replica} x {self.accelerator.name}) has cache for {self._cached_tokens:,} tokens"
+                f", and a prompt has {self.workload.prompt_tokens:,.0f}: give fewer"
+            )
+            raise ConfigError("--max-new-tokens", self.workload.max_new_tokens, remedy)
 
     @property
     def per_replica(self) -> int:
@@ -201,9 +219,13 @@ class Cluster:
     @property
     def slots(self) -> int:
         """Sequences that a replica has cache for, 256 at most."""
+        return min(MOST_SLOTS, int(self._cached_tokens / self.workload.longest))
+
+    @property
+    def _cached_tokens(self) -> int:
+        """Whose keys and values a replica has room for."""
         room = self.accelerator.memory_bytes * ENGINE_MEMORY * self.per_replica - self.shape.weight_bytes
-        longest = self.workload.prompt_tokens + self.workload.max_new_tokens
-        return max(1, min(MOST_SLOTS, int(room / (self.shape.cache_bytes * longest))))
+        return int(room / self.shape.cache_bytes)
 
     def is_measured(self, trainers: int, generators: int) -> bool:
         """Whether the parts were measured at this size; how they work together on GPUs of their own was not."""
@@ -218,13 +240,14 @@ class Cluster:
             )
             raise ConfigError("split", f"{trainers} + {generators}", remedy)
         work = self.workload
+        at_work = training_at_once(trainers, bounds, work.n)
         return Scene(
             bounds=bounds,
             n=work.n,
             lengths=Lognormal(work.response_tokens, work.spread, work.max_new_tokens),
             generation=self._generation(replicas),
             scores=work.scores,
-            training=Training(per_token_s=self._token_s(trainers), prompt_tokens=work.prompt_tokens / work.n),
+            training=Training(per_token_s=self._token_s(at_work), prompt_tokens=work.prompt_tokens / work.n),
             weights=Weights(pause_s=self._pause_s(replicas, trainers + generators)),
             hand_over=HandOver(
                 admit_s=MESSAGE_S,
@@ -262,6 +285,11 @@ class Cluster:
         """One accelerator sends to every replica, each in a group of its own: they share its link."""
         link = self.accelerator.node_link if accelerators <= NODE else self.accelerator.network
         return replicas * self.shape.weight_bytes / (link * LINK_SHARE)
+
+
+def training_at_once(trainers: int, bounds: Bounds, n: int) -> int:
+    """Of so many those that have something to do in a step: a sequence is trained on by one of them."""
+    return min(trainers, bounds.groups_per_step * n)
 
 
 def accelerator(name: str) -> Accelerator:

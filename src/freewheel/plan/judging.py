@@ -53,6 +53,7 @@ class LimitedJudge:
         self._numbers = 0
         self._wake_at = math.inf
         self._now = 0.0
+        self._holds_back = False
         self.held_back_s = 0.0
         """For which responses waited to be sent."""
 
@@ -68,7 +69,7 @@ class LimitedJudge:
 
     def pump(self, now: float) -> list[Group]:
         """What the time up to `now` has brought, and what may be sent is: the group of each score that came."""
-        if self._fresh:
+        if self._holds_back:
             self.held_back_s += now - self._now
         self._now = now
         done, _ = self._judge.advance(now)
@@ -81,6 +82,7 @@ class LimitedJudge:
             scored.append(group)
         self._hear_refusals(now)
         self._send(now)
+        self._holds_back = bool(self._fresh or self._resting)
         return scored
 
     def _hear_refusals(self, now: float) -> None:

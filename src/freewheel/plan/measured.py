@@ -39,6 +39,7 @@ class RunSettings:
     n: int
     is_native: bool
     interval_s: float
+    is_judge: bool = False
 
     @property
     def in_turns(self) -> bool:
@@ -63,7 +64,11 @@ def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured |
             step_s=recorded.decode_s or recorded.busy_per_token_s * recorded.slots,
             refill=max(1, recorded.slots // NATIVE_REFILL) if settings.is_native else 1,
         ),
-        scores=Scores(latency_s=Measured(_thinned(recorded.latencies_s))),
+        scores=Scores(
+            is_judge=settings.is_judge,
+            latency_s=Measured(_thinned(recorded.latencies_s)),
+            rate_per_s=recorded.scored_per_s,
+        ),
         training=Training(
             per_token_s=per_token_s * fmean(recorded.step_tokens) / _step_tokens(lengths, settings),
             varies=varies,

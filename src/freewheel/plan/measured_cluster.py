@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from freewheel.judge.errors import ConfigError
-from freewheel.plan.hardware import SCALING
+from freewheel.plan.hardware import SCALING, training_at_once
 from freewheel.plan.scene import Scene
 from freewheel.queue.staleness import Bounds
 
@@ -21,6 +21,8 @@ class MeasuredCluster:
     """Accelerators (or processes, on CPUs) that trained."""
     per_replica: int = 1
     least_trainers: int = 1
+    may_share: bool = False
+    """Training and generation may have had one accelerator between them: then no split of two was measured."""
 
     @property
     def generators(self) -> int:
@@ -31,14 +33,14 @@ class MeasuredCluster:
         return self.trainers + self.generators
 
     def is_measured(self, trainers: int, generators: int) -> bool:
-        return (trainers, generators) == (self.trainers, self.generators)
+        return not self.may_share and (trainers, generators) == (self.trainers, self.generators)
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
         replicas = generators // self.per_replica
         if replicas < 1 or trainers < 1:
             raise ConfigError("split", f"{trainers} + {generators}", f"a replica needs {self.per_replica} to generate")
         run = self.run
-        more = trainers / self.trainers
+        more = training_at_once(trainers, bounds, run.n) / training_at_once(self.trainers, run.bounds, run.n)
         speed = more * SCALING ** abs(math.log2(more)) if more > 1 else more
         return replace(
             run,

@@ -74,12 +74,13 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def generation_waits(self) -> float:
         return 1 - self.engine_busy
 
-    def verdict(self, setting: Setting, *, is_judge: bool = False) -> Verdict:
-        """As a run of this kind would be told."""
+    def verdict(self, setting: Setting, *, is_judge: bool = False, judge_in_use: float | None = None) -> Verdict:
+        """As a run of this kind would be told. `judge_in_use`: of what the judge can do, the share that it did."""
         scoring = Scoring(
             is_judge=is_judge,
             per_s=self.scores_per_s,
             held_back=self.held_back or 0.0,
+            in_use=judge_in_use,
             slots_in_use=self.slots_in_use,
         )
         return verdict(self.waits, setting, scoring)

@@ -22,12 +22,21 @@ from freewheel.plan.sweep import Plannable, Row, ending, scaling, sweep
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.inspecting import find_run
+from freewheel.runtime.placement import Gpu, Machine, place
 from freewheel.runtime.typed import to_config
 
 REPLAYED_STEPS = 40
 """Of a run's own settings, to find what no file says: as many as its default has."""
 GROUPS_PER_ACCELERATOR = 16
 """Groups a step for each accelerator, where nothing is said: then twice as many are alive as engines run at a time."""
+
+ONE_GPU = Machine(cpus=1, memory_bytes=0, gpus=(Gpu(name="any", memory_bytes=0),))
+"""The least that a run can have had where its settings leave it open: what they say themselves goes first."""
+SHARED = (
+    "its settings let training and generation share one GPU, and no file says whether they did: each is counted as an "
+    "accelerator of its own, as fast as it was beside the other, and no split is called measured"
+)
+HELD_UP = "responses waited for the judge's limit, or for a permit, most of the time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +112,20 @@ def of_run(
     scene = scene_of(recorded, settings_of(config))
     if scores is not None:
         scene = replace(scene, scores=scores)
+    placed = place(config, ONE_GPU)
     cluster = MeasuredCluster(
         run=scene,
-        trainers=1 if config.trainer.world_size == "auto" else config.trainer.world_size,
+        trainers=placed.world_size,
         per_replica=config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size,
+        may_share=placed.shared_gpu and placed.world_size == 1 and placed.replicas == recorded.replicas,
     )
     split = f"{cluster.trainers} to train, {cluster.generators} to generate"
-    notes = "".join(f"\nnote: {note}" for note in recorded.notes)
+    said = [*recorded.notes]
+    if cluster.may_share:
+        said.append(SHARED)
+    if scores is None and recorded.scored_per_s is not None:
+        said.append(f"{HELD_UP}: scoring is bounded by the {recorded.scored_per_s:.3g}/s that were measured")
+    notes = "".join(f"\nnote: {note}" for note in said)
     return Planned(
         about=f"{found.folder}, measured over {recorded.steps} steps ({split}){notes}",
         config=_asked(config, mode, threshold, sync_every_steps),
@@ -150,6 +166,7 @@ def settings_of(config: TrainConfig, *, steps: int = REPLAYED_STEPS) -> RunSetti
         n=config.rollout.n,
         is_native=config.rollout.engine == "native",
         interval_s=config.async_training.batch_generation_interval,
+        is_judge=config.reward.judge is not None,
     )
 
 

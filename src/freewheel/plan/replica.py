@@ -13,8 +13,8 @@ class Replica:
     """State only: `simulation` decides what happens."""
 
     __slots__ = (
-        "_doing", "_since", "_spent", "asking", "engine", "event", "generating", "loading_s", "lookahead", "mail",
-        "making", "place", "post", "rest", "resting",
+        "_doing", "_since", "_spent", "asking", "engine", "event", "generating", "loading_s", "loading_since",
+        "lookahead", "mail", "making", "place", "post", "rest", "resting",
     )  # fmt: skip
 
     def __init__(self, place: int, engine: Engine, *, slots: int, n: int) -> None:
@@ -29,6 +29,7 @@ class Replica:
         """It asks again when responses leave the engine, or after the interval."""
         self.mail: list[Group] = []
         self.loading_s = 0.0
+        self.loading_since: float | None = None
         self.event = self.rest = self.post = 0
         """Numbers of what is expected last: an event with another number is void."""
         self._doing = "wait_room"
@@ -44,6 +45,7 @@ class Replica:
 
     def spans(self, now: float) -> dict[str, float]:
         """Seconds by name until now."""
-        spent = {**self._spent, "load_weights": self.loading_s}
+        loading_s = 0.0 if self.loading_since is None else now - self.loading_since
+        spent = {**self._spent, "load_weights": self.loading_s + loading_s}
         spent[self._doing] += now - self._since
         return spent

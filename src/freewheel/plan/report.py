@@ -13,7 +13,8 @@ BAR = 16
 """Columns of the longest bar."""
 EXPLAINED = {
     "measured": "measured: every part was measured at this size, and simulation puts them together",
-    "extrapolated": "extrapolated: speeds follow from data sheets and assumed shares (docs/plan.md names each)",
+    "extrapolated": "extrapolated: speeds follow from data sheets or another split, and assumed shares "
+    "(docs/plan.md names each)",
 }
 
 

@@ -55,6 +55,8 @@ class Generation:
 class Scores:
     """How a response gets its score. Without `knee`, `refuse_above` and `rate_per_s` as many as there are at a time."""
 
+    is_judge: bool = False
+    """An LLM judge scores, and not a function alone."""
     latency_s: Draw = AT_ONCE
     """Of one that is alone."""
     knee: int | None = None

@@ -344,7 +344,7 @@ class Simulation:
             for replica in self._replicas:
                 replica.engine.advance(self.now)
                 replica.engine.paused = True
-                replica.loading_s += pause_s
+                replica.loading_since = self.now
                 self._expect(replica)
         self._at(self.now + pause_s, self._loaded, version)
 
@@ -354,6 +354,8 @@ class Simulation:
             replica.engine.version = version
             if replica.engine.paused:
                 replica.engine.paused = False
+                replica.loading_s += self.scene.weights.pause_s
+                replica.loading_since = None
                 self._expect(replica)
         self._loading = False
         self.policy.publish(version)

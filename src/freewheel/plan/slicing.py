@@ -35,6 +35,9 @@ def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
         lag_counts=[round(count * parts) for count in found.lag_counts],
         ready_mean=found.ready_mean * parts,
         scores_per_s=found.scores_per_s * parts,
+        judge_limit=None if found.judge_limit is None else round(found.judge_limit * parts),
+        judge_refused=round(found.judge_refused * parts),
+        lives=round(found.lives * parts),
     )
 
 

@@ -90,7 +90,6 @@ class _Job:
     generators: int
     basis: Basis
     setting: Setting
-    is_judge: bool
     seed: int
 
 
@@ -207,7 +206,6 @@ def _jobs(cluster: Plannable, chosen: Iterable[tuple[int, int]], bounds: Bounds,
                 generators=generators,
                 basis=basis,
                 setting=setting,
-                is_judge=scene.scores.is_limited,
                 seed=seed,
             )
         )
@@ -225,7 +223,8 @@ def _done(jobs: Sequence[_Job], processes: int | None) -> list[Row]:
 
 
 def _row(job: _Job) -> Row:
-    outcome = simulate_slice(job.scene, seed=job.seed)
+    outcome, scores = simulate_slice(job.scene, seed=job.seed), job.scene.scores
+    in_use = None if scores.per_s is None else outcome.scores_per_s / scores.per_s
     return Row(
         accelerators=job.trainers + job.generators,
         trainers=job.trainers,
@@ -234,5 +233,5 @@ def _row(job: _Job) -> Row:
         groups_per_step=job.scene.bounds.groups_per_step,
         basis=job.basis,
         outcome=outcome,
-        verdict=str(outcome.verdict(job.setting, is_judge=job.is_judge)),
+        verdict=str(outcome.verdict(job.setting, is_judge=scores.is_judge, judge_in_use=in_use)),
     )

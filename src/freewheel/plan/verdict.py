@@ -6,7 +6,7 @@
 
 Each part is charged with the time for which others stood still because of it, and the largest charge names it:
 
-    sync         the trainer's `pack`, or rollouters' `load_weights`, whichever is more
+    sync         the trainer's `pack`, or rollouters' `load_weights` as far as its `wait_batch` goes, whichever is more
     save         the trainer's `save`, as far as it did nothing else meanwhile
     judge        the trainer's `wait_batch`, as far as rollouters' `wait_reward` goes, or requests wait for the judge's
                  limit (`reward` where there is no judge)
@@ -51,10 +51,12 @@ class Scoring:
     is_judge: bool = False
     """An LLM judge scores, and not a function alone."""
     per_s: float | None = None
-    """Responses that got their score."""
+    """Responses that got their score; of a judge: requests that were sent to it."""
     latency_s: float | None = None
     held_back: float | None = None
     """Share of the time in which responses waited for a permit, or for the judge's limit. None: nobody says."""
+    in_use: float | None = None
+    """Share of the judge's limit, on average. None: nobody knows where that is."""
     slots_in_use: float | None = None
     """Share of the engines' slots, on average: a judge that is waited for leaves them empty."""
 
@@ -112,8 +114,10 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None) -> V
         "training": trainer.get("train", 0.0) + trainer.get("pack", 0.0),
         "generation": rollouter.get("generate", 0.0),
     }
+    if bound not in ("judge", "reward") and scoring.in_use is not None:
+        busy["the judge"] = scoring.in_use
     if bound in ("sync", "save"):
-        loads = rollouter.get("load_weights", 0.0) >= trainer.get("pack", 0.0)
+        loads = share > trainer.get("pack", 0.0)
         held_up = "generation" if bound == "sync" and loads else "training"
         why, remedy, lift = _overhead(bound, share, without(busy, held_up), setting)
     else:
@@ -138,7 +142,7 @@ def _charges(trainer: Mapping[str, float], rollouter: Mapping[str, float], scori
     loading = rollouter.get("load_weights", 0.0)
     idle = max(0.0, 1 - trainer.get("train", 0.0) - starved - pack)
     return {
-        "sync": max(pack, loading),
+        "sync": max(pack, min(loading, starved)),
         "save": min(trainer.get("save", 0.0), idle),
         scorer: scores,
         "generation": max(0.0, starved - scores - loading),

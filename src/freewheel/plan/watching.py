@@ -32,9 +32,10 @@ class Look:
     at: float
     spans: Mapping[str, Mapping[str, float]]
     """By component."""
-    settled: float
-    """Responses that have come to their end by then."""
+    scored: float
+    """By then: requests that were sent to the judge; without one, responses that have come to their end."""
     held_back: bool | None
+    in_use: float | None
     slots_in_use: float | None
 
 
@@ -56,8 +57,9 @@ class Watching:
         look = Look(
             at=now,
             spans=self._spans,
-            settled=settled(self._rewards),
+            scored=_judge(self._rewards).get("sent", 0) if self._is_judge else settled(self._rewards),
             held_back=held_back(self._rewards, is_judge=self._is_judge),
+            in_use=in_use(self._rewards),
             slots_in_use=slots_in_use(components.values()),
         )
         self._past.append(look)
@@ -86,36 +88,51 @@ class Watching:
         latency_s = self._rewards.get("mean_latency_s")
         return Scoring(
             is_judge=self._is_judge,
-            per_s=self._settled_per_s(),
+            per_s=self._per_s(),
             latency_s=float(latency_s) if latency_s else None,
             held_back=_mean(look.held_back for look in self._past),
+            in_use=_mean(look.in_use for look in self._past),
             slots_in_use=_mean(look.slots_in_use for look in self._past),
         )
 
-    def _settled_per_s(self) -> float | None:
+    def _per_s(self) -> float | None:
         if len(self._past) < 2:
             return None
         first, last = self._past[0], self._past[-1]
-        more, elapsed_s = last.settled - first.settled, last.at - first.at
+        more, elapsed_s = last.scored - first.scored, last.at - first.at
         return more / elapsed_s if more > 0 and elapsed_s > 0 else None
 
 
 def settled(rewards: Mapping[str, Any]) -> float:
     """Responses that have come to their end, scored or not."""
-    return float(sum(rewards.get(name, 0) for name in SETTLED) + sum(rewards.get("failed", {}).values()))
+    return float(sum(rewards.get(name, 0) for name in SETTLED) + sum((rewards.get("failed") or {}).values()))
 
 
 def held_back(rewards: Mapping[str, Any], *, is_judge: bool) -> bool | None:
     """Whether responses wait for a permit, or requests for the judge's limit; None where nobody says."""
     if rewards.get("waiting"):
         return True
-    judge = rewards.get("judge") or {}
-    endpoints: Sequence[Mapping[str, Any]] = judge.get("endpoints") or ()
-    limit = sum(one.get("limit", 0) for one in endpoints)
+    in_flight, limit = _limited(rewards)
     if limit:
-        in_flight = sum(one.get("in_flight", 0) for one in endpoints)
-        return bool(judge.get("queued")) or in_flight >= IN_USE * limit
+        return bool(_judge(rewards).get("queued")) or in_flight >= IN_USE * limit
     return None if is_judge or "waiting" not in rewards else False
+
+
+def in_use(rewards: Mapping[str, Any]) -> float | None:
+    """Share of the judge's limit; None before it has refused anything: until then the limit grows with what is sent."""
+    in_flight, limit = _limited(rewards)
+    return in_flight / limit if limit and _judge(rewards).get("throttled") else None
+
+
+def _judge(rewards: Mapping[str, Any]) -> Mapping[str, Any]:
+    found: Mapping[str, Any] = rewards.get("judge") or {}
+    return found
+
+
+def _limited(rewards: Mapping[str, Any]) -> tuple[int, int]:
+    """Requests in flight, and how many may be."""
+    endpoints: Sequence[Mapping[str, Any]] = _judge(rewards).get("endpoints") or ()
+    return sum(one.get("in_flight", 0) for one in endpoints), sum(one.get("limit", 0) for one in endpoints)
 
 
 def slots_in_use(components: Iterable[Mapping[str, Any]]) -> float | None:

@@ -157,7 +157,10 @@ class Runs:
 
 
 def is_run(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in RUN_MARKS)
+    try:
+        return any((folder / mark).exists() for mark in RUN_MARKS)
+    except PermissionError:  # another user's
+        return False
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -112,6 +112,9 @@ def plain_errors() -> Iterator[None]:
     except JudgeError as error:
         say(f"error: {error}")
         raise typer.Exit(ExitCode.STOPPED) from None
+    except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        say(f"error: {error.filename} cannot be read or written ({error.strerror}): change who may, or name another")
+        raise typer.Exit(ExitCode.USAGE) from None
 
 
 class LogLines(logging.Handler):

@@ -10,7 +10,7 @@ const TOP = 10;
 const BOTTOM = 24;
 const NEAREST_PX = 28;
 const SMOOTH_SHARE = 0.03;
-const MOST_DOTS = 120; // points of a curve that are marked one by one; more of them are a cloud, with a line through it
+const MOST_DOTS = 120; // points of a curve that are marked one by one; more of them are a line
 
 /** Round steps between ticks: 1, 2 or 5 times a power of ten. */
 export function ticks(low, high, wanted) {
@@ -47,16 +47,15 @@ function nearest(xs, x) {
   return x - xs[low] <= xs[high] - x ? low : high;
 }
 
-/** A running mean, weighted to what is near; forwards and backwards, so that it does not lag. */
+/** The mean of as many neighbours on either side: it does not lag, and begins and ends where the curve does. */
 function smoothed(ys) {
-  const weight = 1 / Math.max(3, ys.length * SMOOTH_SHARE);
-  const forward = [];
-  let mean = ys[0];
-  for (const y of ys) { mean += (y - mean) * weight; forward.push(mean); }
-  const found = new Array(ys.length);
-  mean = forward[forward.length - 1];
-  for (let at = ys.length - 1; at >= 0; at -= 1) { mean += (forward[at] - mean) * weight; found[at] = mean; }
-  return found;
+  const most = Math.max(1, Math.round(ys.length * SMOOTH_SHARE));
+  const sums = [0];
+  for (const y of ys) sums.push(sums[sums.length - 1] + y);
+  return ys.map((_, at) => {
+    const half = Math.min(most, at, ys.length - 1 - at);
+    return (sums[at + half + 1] - sums[at - half]) / (2 * half + 1);
+  });
 }
 
 export class LineChart {
@@ -249,7 +248,7 @@ export class LineChart {
     }
     pen.lineJoin = "round";
     pen.strokeStyle = ink;
-    const smooth = (one.smooth && x.length > 12) || (one.points && many);
+    const smooth = one.smooth && x.length > 12;
     if (one.fill && !smooth) {
       trace(y);
       pen.lineTo(this.toX(x[x.length - 1]), this.height - BOTTOM);
