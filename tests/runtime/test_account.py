@@ -125,6 +125,32 @@ def test_time_in_which_the_run_is_paused_does_not_count(scene: Scene) -> None:
     assert scene.account.progress.stalled_s(scene.now) == 0
 
 
+def test_of_a_run_that_is_paused_the_reason_is_told_and_no_time_to_its_end(scene: Scene) -> None:
+    scene.look(step_row(1), rollouter_0=replica(), trainer={"spans": {"elapsed": 1.0, "wait_batch": 0.1}})
+    scene.now += 5.0
+    scene.look(step_row(2), queue={"paused": "no space left on /runs"})
+    shown = scene.view.snapshots[-1]
+    assert shown.verdict == "paused until there is room: no space left on /runs" and shown.eta_s is None
+    scene.look(queue={"paused": ""})
+    assert "paused" not in scene.view.snapshots[-1].verdict and scene.view.snapshots[-1].eta_s
+
+
+def test_a_judge_that_does_not_answer_is_named_once_and_nothing_is_promised_of_a_higher_limit(scene: Scene) -> None:
+    def with_judge(*breakers: str) -> dict[str, Any]:
+        endpoints = [{"url": f"http://{at}/v1", "breaker": one} for at, one in enumerate(breakers)]
+        return replica(rewards={"judge": {"endpoints": endpoints}})
+
+    scene.look(rollouter_0=with_judge("open", "closed"))
+    assert not any("does not answer" in text for text in scene.view.said)
+    for _ in range(3):
+        scene.look(rollouter_0=with_judge("open", "probing"))
+    (told,) = [text for text in scene.view.said if "does not answer" in text]
+    assert "http://0/v1" in told and "http://1/v1" in told
+    assert scene.account.verdict.lift is None and scene.view.snapshots[-1].verdict in told
+    scene.look(rollouter_0=with_judge("closed", "closed"))
+    assert scene.view.said[-1] == "The judge answers again"
+
+
 def test_statistics_are_due_by_the_clock_and_at_the_last_look(scene: Scene) -> None:
     assert not scene.look(queue={"queue_size": 3})
     scene.now += 10

@@ -20,15 +20,15 @@ not measured is not claimed. Shown by the terminal, the log, the end of a run, t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from freewheel.plan.model import Lift, lessened, overlapped, without
 
 Waits = Mapping[str, Mapping[str, float]]
 """Component → span → its share of the time."""
-Bound = Literal["generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured"]
+Bound = Literal["generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured", "paused"]
 
 WAITING = 0.10
 """A part that waits less than a tenth of the time is busy: what is left is hand-over, which nothing would remove."""
@@ -94,6 +94,18 @@ class Verdict:
 
 
 NOTHING_KNOWN = Verdict(bound="unmeasured", sentence=UNMEASURED)
+
+
+def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict | None:
+    """Where nothing goes on whatever waited for whom before: why. `paused`: the queue's word; `endpoints`: the judge's,
+    as `EndpointStats` has them."""
+    if paused:
+        return Verdict(bound="paused", share=1.0, sentence=f"paused until there is room: {paused}")
+    if endpoints and all(one.get("halted") or one.get("breaker", "closed") != "closed" for one in endpoints):
+        urls = ", ".join(str(one.get("url")) for one in endpoints)
+        said = f"judge-bound: the judge does not answer ({urls}); nothing is scored until it does"
+        return Verdict(bound="judge", share=1.0, sentence=said)
+    return None
 
 
 def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None) -> Verdict:

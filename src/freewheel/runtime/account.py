@@ -20,7 +20,7 @@ from freewheel.observe.pulse import Pulse
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
-from freewheel.plan.verdict import Setting, Verdict
+from freewheel.plan.verdict import Setting, Verdict, stopped
 from freewheel.plan.watching import Watching
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
@@ -115,6 +115,7 @@ class RunAccount:
         self._pulse = Pulse()
         self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
         self._watching = Watching(_setting(config), is_judge=config.reward.judge is not None)
+        self._judge_is_down = False
 
     def begin(self, step: int) -> None:
         self.step = self._first_step = self._saved_step = step
@@ -160,6 +161,7 @@ class RunAccount:
         self._account_spans({"trainer": trainer, **replicas})
         self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
         self.statistics["run"] = {"verdict": self.verdict.sentence}
+        self._say_of_the_judge()
         self._given_up.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))
         before, count = self._tokens
@@ -235,7 +237,19 @@ class RunAccount:
     @property
     def verdict(self) -> Verdict:
         """What holds the run up, lately."""
-        return self._watching.verdict()
+        return self._stopped or self._watching.verdict()
+
+    @property
+    def _stopped(self) -> Verdict | None:
+        queue, rewards = (self.statistics.get(name, {}) for name in ("queue", "rollouter"))
+        judge = rewards.get("rewards", {}).get("judge") or {}
+        return stopped(paused=queue.get("paused", ""), endpoints=judge.get("endpoints") or ())
+
+    def _say_of_the_judge(self) -> None:
+        is_down = (found := self._stopped) is not None and found.bound == "judge"
+        if is_down != self._judge_is_down:
+            self._judge_is_down = is_down
+            self.say(f"Nothing goes on: {found}" if is_down else "The judge answers again")
 
     def snapshot(self, now: float) -> RunSnapshot:
         queue, sync = self.statistics.get("queue", {}), self.statistics.get("sync", {})
@@ -275,7 +289,7 @@ class RunAccount:
 
     def _eta_s(self, now: float) -> float | None:
         rate = self._rate(now)
-        return None if not rate else (self._config.trainer.total_steps - self.step) / rate
+        return None if not rate or self._stopped else (self._config.trainer.total_steps - self.step) / rate
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
