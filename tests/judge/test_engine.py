@@ -601,7 +601,8 @@ async def test_a_judge_with_a_rate_limit_is_not_stormed(mock: Mock, bench: Any) 
     judge = mock(requests_per_minute=3000.0, rate_window_s=0.5, latency_s=0.05)
     async with bench(judge.url) as engine:
         verdicts = await engine.score(texts(120))
-    assert reasons(verdicts) == {"scored"} and judge.counts().rejected <= 60
+    assert reasons(verdicts) == {"scored"}
+    assert judge.counts().rejected < 120, "25 in half a second: all at once, again and again, would be 230 refusals"
 
 
 # -- life ------------------------------------------------------------------------------------------------------------

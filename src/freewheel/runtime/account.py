@@ -336,7 +336,7 @@ class RunAccount:
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
         busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0
-        found = self._watching.verdict_on(self.waits)
+        found = self._stopped or self._watching.verdict_on(self.waits)
         return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {found}"
 
 
