@@ -216,9 +216,11 @@ def test_keys_that_the_mode_decides_are_named():
         ({"async_training": {"max_queue_size": 40}}, "max_queue_size = 40 holds generation back"),
         ({"ray": {"address": "auto"}}, "looks at this machine"),
         ({"algorithm": {"name": "rloo"}}, "rloo"),
+        ({"reward": {"judge": {"api_endpoint": "http://j:1/v1"}}}, "No API key: the judge at http://j:1/v1 is off"),
     ],
 )
-def test_what_is_worth_knowing_is_noted(sections: dict[str, Any], says: str):
+def test_what_is_worth_knowing_is_noted(sections: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert any(says in note for note in plan(LAPTOP, **sections).notes)
     assert not any(says in note for note in plan(LAPTOP).notes)
 

@@ -164,6 +164,16 @@ class LengthPenaltyConfig:
         return self.key is not None and self.enable_openai_reward is not False
 
     @property
+    def lacks_key(self) -> str:
+        """Where a judge is named that cannot be asked: what is off, and how to mend it; else empty."""
+        if self.judges or self.enable_openai_reward is False or not self.names_endpoint:
+            return ""
+        return (
+            f"No API key: the judge at {self.api_endpoint} is off, and rewards are rule score and length penalty only. "
+            f"Set {self.key_variable}"
+        )
+
+    @property
     def gate(self) -> Gate:
         return _GATES[self.judge_gate]
 

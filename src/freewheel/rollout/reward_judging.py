@@ -54,11 +54,8 @@ class Judging:
         self._asked: list[tuple[JudgeRequest, Then]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._judge = Judge(config.judge_config()) if config.judges else None
-        if self._judge is None and config.enable_openai_reward is not False and config.names_endpoint:
-            log.warning(
-                "No API key: the judge at %s is off, and rewards are rule score and length penalty only. Set %s",
-                *(config.api_endpoint, config.key_variable),
-            )
+        if config.lacks_key:
+            log.warning(config.lacks_key)
 
     @property
     def asks(self) -> bool:

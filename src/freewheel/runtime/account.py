@@ -22,6 +22,7 @@ from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.plan.verdict import Setting, Verdict, stopped
 from freewheel.plan.watching import Watching
+from freewheel.rewards.config import as_config
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
 from freewheel.runtime.queue_opening import JOURNAL
@@ -114,7 +115,8 @@ class RunAccount:
         """Counters of replicas that were replaced."""
         self._pulse = Pulse()
         self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
-        self._watching = Watching(_setting(config), is_judge=config.reward.judge is not None)
+        judge = config.reward.judge
+        self._watching = Watching(_setting(config), is_judge=judge is not None and as_config(judge).judges)
         self._judge_is_down = False
 
     def begin(self, step: int) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from freewheel.judge.errors import ConfigError
 from freewheel.queue.staleness import Bounds
+from freewheel.rewards.config import as_config
 from freewheel.runtime.checks import held_out_file
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
 from freewheel.runtime.model_size import BYTES, ModelSize, replica_memory, trainer_memory
@@ -266,6 +267,8 @@ def _notes(config: TrainConfig, machine: Machine, placed: Placement) -> list[str
     a, r, bounds = config.async_training, config.rollout, config.bounds
     if r.engine == "vllm" and r.urls is None:
         found.append("vLLM loads and compiles the model first, and is silent meanwhile: a minute or more.")
+    if config.reward.judge is not None and (lacks := as_config(config.reward.judge).lacks_key):
+        found.append(f"{lacks}.")
     if config.mode != "fully_async":
         usual = AsyncTrainingConfig()
         unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]
