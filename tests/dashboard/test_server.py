@@ -341,6 +341,7 @@ async def test_a_stop_ends_those_who_listen(opened: Any, folder: Path):
         await Listening(reply).next()
         async with asyncio.timeout(WAIT_S):
             await server.stop()
+            assert not (await reply.content.read()).strip(b":\n"), "no event comes after the stop"
 
 
 async def test_only_so_many_may_listen(opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch):

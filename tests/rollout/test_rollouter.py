@@ -414,6 +414,7 @@ async def test_one_long_response_does_not_keep_the_places_of_its_groups_others(s
     await one.until(lambda: one.rollouter.stats()["generating_groups"] > 2 * capacity)
     long.set()
     await one.until(lambda: one.rollouter.total_generated_samples == 40 * N)
+    assert one.engine.most_running > 2 * capacity
 
 
 async def test_spans_tell_generation_from_waiting_for_rewards_and_for_room(scene: Build) -> None:

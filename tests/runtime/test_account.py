@@ -131,7 +131,11 @@ def test_of_a_run_that_is_paused_the_reason_is_told_and_no_time_to_its_end(scene
     scene.look(step_row(2), queue={"paused": "no space left on /runs"})
     shown = scene.view.snapshots[-1]
     assert shown.verdict == "paused until there is room: no space left on /runs" and shown.eta_s is None
+    scene.look()  # nobody answers: that is no end of it
+    assert scene.view.snapshots[-1].verdict == shown.verdict
+    assert scene.view.said[-1] == "The run is paused, and goes on when there is room: no space left on /runs"
     scene.look(queue={"paused": ""})
+    assert scene.view.said[-1] == "There is room again: the run goes on"
     assert "paused" not in scene.view.snapshots[-1].verdict and scene.view.snapshots[-1].eta_s
 
 

@@ -288,7 +288,7 @@ def test_a_pause_is_said_once_and_so_is_its_end(scene: Build) -> None:
         queue = one.crew["queue"]
         for paused in ("0 MB free on /data", "1 MB free on /data", ""):
             queue.told = {**queue.told, "paused": paused}
-            await until(lambda: one._paused == paused)  # noqa: B023  # it holds before the next is told
+            await until(lambda: one._account._last_queue.get("paused") == paused)  # noqa: B023  # it holds before the next is told
         one.crew["trainer"].end.set_result("stopped")
 
     one = scene(happens)

@@ -22,13 +22,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from freewheel.observe.appending import WholeLines
 from freewheel.observe.private import private_folder
 from freewheel.observe.values import plain, without_nonfinite
+
+T = TypeVar("T")
 
 FLUSH_EVERY_S = 1.0
 """Who looks at a run looks about once a second, and a kill costs what was not written."""
@@ -298,15 +300,24 @@ def as_line(value: Any) -> bytes:
         return json.dumps(finite, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
+def decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
+    """None where it is no such thing: half a line, no text, or nested too deeply to be read."""
+    try:
+        return decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+_ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
+
+
 def read_lines(path: Path) -> Iterator[Any]:
     """The values in a file, while it is written or after. A line that is not whole is passed over, and so is the rest
     of a file that goes away."""
     try:
         with path.open("rb") as file:
             for line in file:
-                try:
-                    yield msgspec.json.decode(line)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                    continue
+                if (value := decoded(_ANY, line)) is not None:
+                    yield value
     except FileNotFoundError:
         return

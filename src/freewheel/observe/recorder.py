@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from freewheel.observe.alerts import Alerts
 from freewheel.observe.appending import WholeLines
+from freewheel.observe.lines import read_lines
 from freewheel.observe.sinks import Sink
 from freewheel.observe.values import plain, without_nonfinite
 
@@ -123,16 +124,9 @@ def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> l
 
 
 def _rows(path: Path, kind: Kind | None) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and (kind is None or row.get("kind") == kind):
-                yield row
+    for row in read_lines(path):
+        if isinstance(row, dict) and (kind is None or row.get("kind") == kind):
+            yield row
 
 
 def _name(sink: Sink) -> str:

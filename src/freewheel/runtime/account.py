@@ -20,7 +20,7 @@ from freewheel.observe.pulse import Pulse
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
-from freewheel.plan.verdict import Setting, Verdict, stopped
+from freewheel.plan.verdict import Bound, Setting, Verdict, stopped
 from freewheel.plan.watching import Watching
 from freewheel.rewards.config import as_config
 from freewheel.runtime.config import TrainConfig
@@ -117,7 +117,7 @@ class RunAccount:
         self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
         judge = config.reward.judge
         self._watching = Watching(_setting(config), is_judge=judge is not None and as_config(judge).judges)
-        self._judge_is_down = False
+        self._stopped_by: Bound | None = None
 
     def begin(self, step: int) -> None:
         self.step = self._first_step = self._saved_step = step
@@ -162,15 +162,15 @@ class RunAccount:
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
         self._account_spans({"trainer": trainer, **replicas})
         self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
+        self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
         self.statistics["run"] = {"verdict": self.verdict.sentence}
-        self._say_of_the_judge()
+        self._say_what_stopped_it()
         self._given_up.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))
         before, count = self._tokens
         if now > before and tokens >= count:
             self._tokens_per_s = (tokens - count) / (now - before)
         self._tokens = (now, tokens)
-        self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
         done = (self._last_queue.get("step"), self._last_queue.get("total_produced"))
         marks = (*done, tokens, str(_without(rollouter.get("rewards", {}), ("judge",))))
         self.progress.note(marks, trainer=trainer, paused=bool(queue.get("paused")), now=now)
@@ -243,15 +243,21 @@ class RunAccount:
 
     @property
     def _stopped(self) -> Verdict | None:
-        queue, rewards = (self.statistics.get(name, {}) for name in ("queue", "rollouter"))
-        judge = rewards.get("rewards", {}).get("judge") or {}
-        return stopped(paused=queue.get("paused", ""), endpoints=judge.get("endpoints") or ())
+        judge = self.statistics.get("rollouter", {}).get("rewards", {}).get("judge") or {}
+        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get("endpoints") or ())
 
-    def _say_of_the_judge(self) -> None:
-        is_down = (found := self._stopped) is not None and found.bound == "judge"
-        if is_down != self._judge_is_down:
-            self._judge_is_down = is_down
-            self.say(f"Nothing goes on: {found}" if is_down else "The judge answers again")
+    def _say_what_stopped_it(self) -> None:
+        """Once, and once that it goes on."""
+        found, before = self._stopped, self._stopped_by
+        self._stopped_by = found.bound if found is not None else None
+        if self._stopped_by == before:
+            return
+        if found is None:
+            self.say("There is room again: the run goes on" if before == "paused" else "The judge answers again")
+        elif found.bound == "paused":
+            self.say(f"The run is paused, and goes on when there is room: {self._last_queue['paused']}")
+        else:
+            self.say(f"Nothing goes on: {found}")
 
     def snapshot(self, now: float) -> RunSnapshot:
         queue, sync = self.statistics.get("queue", {}), self.statistics.get("sync", {})

@@ -99,7 +99,6 @@ class FullyAsyncMain:
         recovery = config.recovery
         self._restarts = Restarts(max_restarts=recovery.max_restarts, backoff_s=recovery.backoff_s)
         self._asking = Asking()
-        self._paused = ""
         self._ending: tuple[Outcome, BaseException | None] = ("stopped", None)
         self._stopping = 0
         self._hurry = asyncio.Event()
@@ -322,7 +321,6 @@ class FullyAsyncMain:
                 log.info("%s", line)
             self._call_monitor()
         if not last:
-            self._say_if_paused(stats.get("queue", {}))
             self._end_the_silent()
             self._judge(stats)
 
@@ -343,14 +341,6 @@ class FullyAsyncMain:
             return await call(self._crew.handles[name], method, deadline_s=deadline_s)
         except RayActorError:
             return None
-
-    def _say_if_paused(self, queue: Mapping[str, Any]) -> None:
-        paused = queue.get("paused", self._paused)
-        if paused and not self._paused:
-            self._account.say(f"The run is paused, and goes on when there is room: {paused}")
-        elif self._paused and not paused:
-            self._account.say("There is room again: the run goes on")
-        self._paused = paused
 
     def _end_the_silent(self) -> None:
         """A part that does not answer is as good as dead; its end makes it so, and it is replaced."""

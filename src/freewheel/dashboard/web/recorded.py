@@ -31,7 +31,8 @@ from freewheel.dashboard.web.rows import (
     by_kind,
     decoder_of,
 )
-from freewheel.dashboard.web.tail import Tail, decoded
+from freewheel.dashboard.web.tail import Tail
+from freewheel.observe.lines import decoded
 from freewheel.observe.recorder import FILE
 
 STEP_COLUMNS = ("step", "elapsed_s", *STEP_METRICS)

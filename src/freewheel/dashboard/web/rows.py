@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from freewheel.dashboard.web.tail import decoded
 from freewheel.judge.stats import EndpointStats
+from freewheel.observe.lines import decoded
 
 NAN = math.nan
 

@@ -23,9 +23,10 @@ from freewheel.dashboard.web.rows import Warned
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.settings import FILE as CONFIG
 from freewheel.dashboard.web.settings import Settings
-from freewheel.dashboard.web.tail import Tail, decoded
+from freewheel.dashboard.web.tail import Tail
 from freewheel.dashboard.web.timeline import Timeline
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.lines import decoded
 from freewheel.observe.recorder import FILE as METRICS
 
 LOG = "log.jsonl"

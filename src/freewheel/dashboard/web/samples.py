@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from freewheel.dashboard.web.tail import Folder, Identity, Tail, decoded, open_regular
+from freewheel.dashboard.web.tail import Folder, Identity, Tail, open_regular
+from freewheel.observe.lines import decoded
 from freewheel.observe.samples import FOLDER
 
 PAGE = 40

@@ -14,11 +14,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
-
-import msgspec
-
-T = TypeVar("T")
+from typing import NamedTuple
 
 BLOCK_BYTES = 8 << 20
 """Read at a time: large enough that a block's own cost is nothing, small beside what is kept of it."""
@@ -48,14 +44,6 @@ def open_regular(path: Path) -> int | None:
         return fd
     os.close(fd)
     return None
-
-
-def decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
-    """None where it is no such thing: half a line, no text, or nested too deeply to be read."""
-    try:
-        return decoder.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
 
 
 class Tail:

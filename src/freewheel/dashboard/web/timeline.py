@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.tail import Folder, Identity, decoded
+from freewheel.dashboard.web.tail import Folder, Identity
+from freewheel.observe.lines import decoded
 from freewheel.observe.trace import FOLDER, MAIN
 
 US = 1e6
