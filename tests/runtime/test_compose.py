@@ -12,7 +12,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freewheel.judge.errors import ConfigError
@@ -313,6 +313,8 @@ def possible(values: dict[str, Any]) -> TrainConfig:
 
 
 @settings(max_examples=60, deadline=None)
+@example({"model": {"path": "0\x85"}})
+@example({"data": {"system_prompt": " \u2028a\u2029\r\x85b\n"}})
 @given(changed())
 def test_a_run_reads_back_what_it_wrote_whatever_the_settings(tmp_path_factory: Any, values: dict[str, Any]):
     config = possible(values)

@@ -221,8 +221,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Its counterpart: quotes text that `_Loader` would take for a number."""
+    """Its counterpart: quotes text that `_Loader` would take for a number, and line breaks that YAML folds."""
 
+
+def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+    breaks = any(one in value for one in "\r\x85\u2028\u2029")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _text)
 
 for _kind in (_Loader, _Dumper):
     _kind.add_implicit_resolver(
