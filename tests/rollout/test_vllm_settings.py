@@ -13,28 +13,32 @@ from transformers import GPT2Config, LlamaConfig
 from freewheel.judge.errors import ConfigError
 from freewheel.rollout.vllm import api, settings
 from freewheel.runtime.engine_check import engine_problems
+from freewheel.runtime.model_size import ModelSize
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.preflight import preflight
 from freewheel.runtime.typed import to_config
 
 KNOWN = ("model", "max_num_batched_tokens", "enforce_eager", "kv_cache_memory_bytes", "max_model_len", "seed")
+GPU_BYTES = 80 << 30
 MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
 
 def arguments_of(*, gpus: int = 0, longest: int = 100, **sections: Any) -> dict[str, Any]:
     rollout = {"engine": "vllm", **sections.pop("rollout", {})}
     config = to_config({"model": {"path": "some/model"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections})
-    machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=80 << 30),) * gpus)
+    size = ModelSize(parameters=1 << 30, layers=2, hidden=64, vocabulary=9, kv_width=64)
+    machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=GPU_BYTES),) * gpus)
     return settings.engine_arguments(
         config=config,
-        plan=resolve(config, machine),
+        plan=resolve(config, machine, model=size),
         model_path="/models/one",
         model_config=MODEL,
         max_model_len=longest,
         backend="ours",
         worker_extension="a.b.C",
         known=KNOWN,
+        gpu_bytes=gpus and GPU_BYTES,
     )
 
 
@@ -65,6 +69,31 @@ def test_a_gpu_that_training_shares_is_shared_and_the_user_has_the_last_word() -
     assert arguments_of(gpus=1, rollout={"vllm": given}).items() >= given.items()
 
 
+def test_engines_that_share_a_gpu_are_told_the_size_of_their_cache() -> None:
+    """vLLM takes what others allocate while it measures for its own, and four that start together find no room."""
+    token = 2 * 2 * 2 * 32 * 2
+    crowded = arguments_of(gpus=1, rollout={"slots": 10, "replicas": 4}, longest=130)
+    assert 10 * 256 * token <= crowded["kv_cache_memory_bytes"] <= 2 * 10 * 256 * token
+    assert crowded["gpu_memory_utilization"] == pytest.approx(0.1)
+    assert "kv_cache_memory_bytes" in arguments_of(gpus=2, rollout={"replicas": 2, "n_gpus_per_node": 1})
+    assert "kv_cache_memory_bytes" not in arguments_of(gpus=1)
+    assert "kv_cache_memory_bytes" not in arguments_of(gpus=3, rollout={"replicas": 2})
+    longer = {"slots": 10, "replicas": 4, "vllm": {"max_model_len": 260}}
+    found = arguments_of(gpus=1, rollout=longer, longest=130)["kv_cache_memory_bytes"]
+    assert found >= 10 * 384 * token, "what the user says the longest is"
+
+
+def test_engines_that_share_a_gpu_keep_to_their_shares_and_what_does_not_fit_is_refused() -> None:
+    """Of 80 GiB: the share, less 2 GiB of weights and 2 of workspace."""
+    many = {"slots": 4_000_000, "replicas": 2, "gpu_memory_share": 0.1}
+    assert arguments_of(gpus=1, rollout=many)["kv_cache_memory_bytes"] == 4 << 30
+    with pytest.raises(ConfigError, match=r"2 engines .*, 4\.0 GiB for each, .* take 4\.0: give fewer") as refused:
+        arguments_of(gpus=1, rollout={**many, "gpu_memory_share": 0.05})
+    assert refused.value.key == "rollout.replicas"
+    given = {"kv_cache_memory_bytes": 1 << 20}
+    assert arguments_of(gpus=1, rollout={**many, "gpu_memory_share": 0.05, "vllm": given}).items() >= given.items()
+
+
 def test_an_engine_over_several_gpus_has_its_processes_on_one_machine_unless_the_user_says_otherwise() -> None:
     """Within a bundle of several GPUs vLLM's own choice is Ray, which refuses it."""
     rollout = {"tensor_parallel_size": 2, "n_gpus_per_node": 2}
@@ -78,7 +107,8 @@ def test_on_a_cpu_the_cache_has_room_for_every_slot_and_no_more_than_that_calls_
     found = arguments_of(rollout={"slots": 10}, longest=130)["kv_cache_memory_bytes"]
     assert 10 * 256 * token <= found <= 2 * 10 * 256 * token
     assert "gpu_memory_utilization" not in arguments_of()
-    assert settings.cpu_kv_bytes(GPT2Config(n_embd=48, n_head=3, n_layer=1), "bfloat16", 1, 128) > 128 * 2 * 48 * 2
+    gpt2 = GPT2Config(n_embd=48, n_head=3, n_layer=1)
+    assert settings.kv_bytes(gpt2, "bfloat16", 1, max_model_len=128) > 128 * 2 * 48 * 2
 
 
 @pytest.mark.parametrize(
@@ -87,6 +117,7 @@ def test_on_a_cpu_the_cache_has_room_for_every_slot_and_no_more_than_that_calls_
         ({"max_num_batch_tokens": 5}, "rollout.vllm.max_num_batch_tokens", "did you mean max_num_batched_tokens"),
         ({"zzz": 5}, "rollout.vllm.zzz", "see AsyncEngineArgs"),
         ({"dtype": "half"}, "rollout.vllm.dtype", "model.dtype says it"),
+        ({"gpu_memory_utilization": 0.5}, "rollout.vllm.gpu_memory_utilization", "rollout.gpu_memory_share says it"),
         ({"worker_extension_cls": "x.Y"}, "rollout.vllm.worker_extension_cls", "takes over new weights: leave it out"),
         ({"max_model_len": 99}, "rollout.vllm.max_model_len", "are 100 tokens"),
     ],

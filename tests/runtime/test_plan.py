@@ -160,6 +160,21 @@ def test_memory_of_a_process_is_its_share_and_vllm_takes_all_of_its_own():
     assert sum(vllm.memory_replica.values()) == int(0.4 * H200.memory_bytes)
 
 
+def test_several_engines_on_a_gpu_take_what_their_slots_need_within_their_share():
+    """vLLM cannot measure its own beside others that start: it is told."""
+    rollout = {"engine": "vllm", "replicas": 4, "slots": 10, "max_new_tokens": 100}
+    four = resolve(to_config({"rollout": rollout}), machine(H200), model=SMALL)
+    assert four.engines_on_a_gpu == 4
+    token = SMALL.layers * 2 * SMALL.kv_width * 2
+    assert four.memory_replica["KV cache"] == int(1.25 * 10 * four.tokens_per_sample * token)
+    assert four.memory_replica["workspace"] == 2 << 30, "which vLLM takes on top where it is told its cache"
+    crowded = to_config({"rollout": {**rollout, "slots": 1000, "gpu_memory_share": 0.04}})
+    tight = resolve(crowded, machine(H200), model=SMALL)
+    assert sum(tight.memory_replica.values()) == int(0.04 * H200.memory_bytes)
+    assert plan(machine(H200, H200), rollout={"replicas": 2}).engines_on_a_gpu == 2
+    assert plan(machine(H200, H200)).engines_on_a_gpu == 1 and plan(LAPTOP).engines_on_a_gpu == 0
+
+
 def test_a_client_of_servers_holds_no_keys_and_values():
     rollout = {"engine": "vllm", "urls": ["http://a:8000"]}
     found = resolve(to_config({"rollout": rollout}), LAPTOP, model=SMALL)

@@ -23,6 +23,9 @@ NO_ROWS = "rows"
 """The task that brings none."""
 KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token", "code", "sig", "signature")
 """Of a URL, by which services take a key that others take in a header."""
+RESPONSE_BYTES = 512
+"""Of memory, less than which no response takes with its arrays and its reward, however short it is."""
+GIB = 2**30
 TASK_NAME = re.compile(r"[\w.-]+(:\w+)?")
 WORDS_ELSEWHERE = ("gsm8k",)
 """Built-in tasks whose words the embedded model does not know."""
@@ -272,6 +275,19 @@ def _evaluation(config: TrainConfig) -> None:
             data.eval_split,
             "the held-out prompts would be those that are trained on: give another split or file, or eval.prompts=0",
         )
+
+
+def step_in_memory(config: TrainConfig, memory_bytes: int) -> list[ConfigError]:
+    """A step's responses are in memory at once, on the machine that trains. `memory_bytes`: of that; 0: not known."""
+    n, groups = config.rollout.n, config.trainer.groups_per_step
+    least = n * groups * RESPONSE_BYTES
+    if not memory_bytes or least <= memory_bytes or config.ray.address is not None:
+        return []
+    key, value, other = ("rollout.n", n, "trainer.groups_per_step") if n >= groups else (
+        "trainer.groups_per_step", groups, "rollout.n"
+    )  # fmt: skip
+    remedy = f"a step has {n * groups:,} responses, which take at least {least / GIB:,.1f} GiB, and this machine has "
+    return [ConfigError(key, value, f"{remedy}{memory_bytes / GIB:,.1f}: give less, or a smaller {other}")]
 
 
 def held_out_file(config: TrainConfig) -> list[ConfigError]:

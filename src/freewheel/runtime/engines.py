@@ -134,6 +134,7 @@ def _vllm_setup(config: TrainConfig, plan: Plan, model_path: str, longest_tokens
         backend=BACKENDS[plan.transport],
         worker_extension=WORKER_EXTENSION,
         known=api.argument_names(),
+        gpu_bytes=api.gpu_bytes() if plan.device_rollout == "cuda" else 0,
     )
     return _Setup(model_config=model_config, generation_config=generation_config, longest=longest, arguments=arguments)
 

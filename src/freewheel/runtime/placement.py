@@ -87,6 +87,13 @@ class Placement:
     """The way of the weights."""
     problems: tuple[ConfigError, ...]
 
+    @property
+    def engines_on_a_gpu(self) -> int:
+        """At most. 0: generation is on the CPU, or elsewhere."""
+        if self.shared_gpu:
+            return self.replicas
+        return round(1 / min(1.0, self.gpus_per_replica)) if self.gpus_per_replica else 0
+
 
 def place(config: TrainConfig, machine: Machine) -> Placement:
     """Resolves every `auto` of placement. With `ray.address` the GPUs are the cluster's, and Ray counts them."""

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from freewheel.judge.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
-from freewheel.runtime.checks import held_out_file
+from freewheel.rollout.vllm.settings import KV_SPARE, WORKSPACE_BYTES, kv_room
+from freewheel.runtime.checks import held_out_file, step_in_memory
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
 from freewheel.runtime.model_size import BYTES, ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Dtype, Machine, Placement, Transport, place
@@ -68,6 +69,8 @@ class Plan:
     gpus_trainer: float
     """Of each training process."""
     gpus_per_replica: float
+    engines_on_a_gpu: int
+    """At most."""
     shared_gpu: bool
     """Training and generation are on one GPU."""
     gpu_memory_share: float
@@ -132,7 +135,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
     placed = place(config, machine)
     max_new_tokens = _max_new_tokens(config)
     max_prompt_tokens = config.data.max_prompt_tokens
-    problems, notes = [*placed.problems, *held_out_file(config)], []
+    problems, notes = [*placed.problems, *held_out_file(config), *step_in_memory(config, machine.memory_bytes)], []
     memory_trainer: dict[str, int] = {}
     memory_replica: dict[str, int] = {}
     if model is not None:
@@ -160,6 +163,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
         compile=placed.device_trainer == "cuda" if config.trainer.compile == "auto" else config.trainer.compile,
         gpus_trainer=placed.gpus_trainer,
         gpus_per_replica=placed.gpus_per_replica,
+        engines_on_a_gpu=placed.engines_on_a_gpu,
         shared_gpu=placed.shared_gpu,
         gpu_memory_share=placed.gpu_memory_share,
         transport=placed.transport,
@@ -180,14 +184,18 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
 def _replica_memory(
     config: TrainConfig, machine: Machine, placed: Placement, model: ModelSize, tokens: int
 ) -> dict[str, int]:
-    """Of one GPU, or of the host. vLLM takes its share whole, whatever the slots would need."""
+    """Of one GPU, or of the host. A vLLM that is alone on its GPU takes its whole share, whatever slots would need."""
     found = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
     if config.rollout.urls is not None:
         return {"weights": found["weights"]}  # to begin with; keys and values are the server's
     gpu = min((one.memory_bytes for one in machine.gpus), default=0)
     if config.rollout.engine == "vllm" and placed.device_rollout == "cuda" and gpu:
         found["weights"] //= config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
-        found["KV cache"] = max(0, int(placed.gpu_memory_share * gpu) - found["weights"])
+        if placed.engines_on_a_gpu > 1:
+            room = max(0, kv_room(placed.gpu_memory_share, gpu, found["weights"]))
+            found |= {"KV cache": min(room, int(found["KV cache"] * KV_SPARE)), "workspace": WORKSPACE_BYTES}
+        else:
+            found["KV cache"] = max(0, int(placed.gpu_memory_share * gpu) - found["weights"])
     return found
 
 
@@ -245,12 +253,8 @@ def _memory_notes(machine: Machine, placed: Placement, trainer: int, replica: in
     """Estimates err, so a lack of memory is told and not refused."""
     gpu = min((one.memory_bytes for one in machine.gpus), default=0)
     on_cpu = trainer * (placed.device_trainer == "cpu") + replica * placed.replicas * (placed.device_rollout == "cpu")
-    on_gpu = max(
-        trainer * (placed.device_trainer == "cuda"),
-        (placed.device_rollout == "cuda") * replica * max(1, round(1 / max(placed.gpus_per_replica, 1e-9))),
-    )
-    if placed.shared_gpu:
-        on_gpu = trainer + replica * placed.replicas
+    engines = replica * placed.engines_on_a_gpu
+    on_gpu = trainer + engines if placed.shared_gpu else max(trainer * (placed.device_trainer == "cuda"), engines)
     remedy = "lower trainer.micro_batch_tokens, rollout.slots or data.max_prompt_tokens, or turn on "
     remedy += "model.gradient_checkpointing or model.lora"
     found = []

@@ -79,6 +79,13 @@ def check_device(device: str) -> None:
         raise ConfigError("rollout.device", device, f"this vLLM generates on {found or 'no device that is here'}")
 
 
+def gpu_bytes() -> int:
+    """The memory of the GPU that engines of this process are on. Asks the driver, and takes none of it."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
 def check_attention(device: str, model_path: str, model_config: Any) -> None:
     """Raises for a model that vLLM's kernels for a CPU cannot run: it would say so at the first token, by dying."""
     if device != "cpu":

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection, Mapping, MutableMapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from freewheel.judge.errors import ConfigError
@@ -25,6 +26,7 @@ SET_HERE: Mapping[str, str] = {
     "tokenizer": "prompts come as tokens, and it has none",
     "skip_tokenizer_init": "prompts come as tokens, and it has no tokenizer",
     "max_num_seqs": "rollout.slots says it",
+    "gpu_memory_utilization": "rollout.gpu_memory_share says it",
     "tensor_parallel_size": "rollout.tensor_parallel_size says it",
     "pipeline_parallel_size": "rollout.pipeline_parallel_size says it",
     "data_parallel_size": "rollout.replicas says it",
@@ -36,10 +38,13 @@ SET_HERE: Mapping[str, str] = {
 """Arguments that cannot be given in `rollout.vllm`, and why."""
 LOGPROBS = "processed_logprobs"
 """At the sampling temperature. Where top_p or top_k cut the distribution, those of what is left."""
-CPU_BLOCK_TOKENS = 128
-"""Of vLLM's KV cache on a CPU, where nobody says otherwise."""
-CPU_KV_SPARE = 1.25
-"""KV cache on a CPU, in units of what all slots take: the rest is for prefixes that are kept."""
+BLOCK_TOKENS = 128
+"""Of vLLM's KV cache on a CPU, where nobody says otherwise. A GPU's are smaller."""
+WORKSPACE_BYTES = 2 << 30
+"""Of a GPU, for an engine beside weights and KV cache: activations, CUDA graphs, CUDA's own."""
+GIB = 2**30
+KV_SPARE = 1.25
+"""KV cache whose size we say, in units of what all slots take: the rest is for prefixes that are kept."""
 LARGEST_SEED = 2**32
 """Of numpy's generators, which vLLM seeds too."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -85,8 +90,10 @@ def engine_arguments(
     backend: str,
     worker_extension: str,
     known: Collection[str],
+    gpu_bytes: int = 0,
 ) -> dict[str, Any]:
-    """`model_config`: the model's, as transformers reads it. `backend`, `worker_extension`: how weights arrive."""
+    """`model_config`: the model's, as transformers reads it. `backend`, `worker_extension`: how weights arrive.
+    `gpu_bytes`: the memory of the GPU that it is to be on."""
     given = config.rollout.vllm
     check_arguments(given, known)
     if given.get("max_model_len", max_model_len) < max_model_len:
@@ -114,19 +121,42 @@ def engine_arguments(
     if config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size > 1:
         # A replica has its GPUs in one bundle of Ray's. vLLM's own choice there would be a bundle for each.
         arguments["distributed_executor_backend"] = "mp"
+    needed = partial(kv_bytes, model_config, plan.dtype, max_model_len=given.get("max_model_len", max_model_len))
     if plan.device_rollout == "cuda":
         arguments["gpu_memory_utilization"] = plan.gpu_memory_share
-    else:
-        arguments["kv_cache_memory_bytes"] = cpu_kv_bytes(model_config, plan.dtype, plan.slots, max_model_len)
+        if plan.engines_on_a_gpu > 1 and "kv_cache_memory_bytes" not in given:
+            # vLLM measures what its share leaves it while it starts, and takes what the others take meanwhile for its
+            # own: it would find no room at all.
+            room = kv_room(plan.gpu_memory_share, gpu_bytes, plan.sync_bytes or 0)
+            if room < needed(1):
+                raise _crowded(config, plan, gpu_bytes)
+            arguments["kv_cache_memory_bytes"] = min(room, needed(plan.slots))
+    else:  # left to itself it takes nine tenths of the memory
+        arguments["kv_cache_memory_bytes"] = needed(plan.slots)
     return arguments | given
 
 
-def cpu_kv_bytes(model_config: Any, dtype: str, slots: int, max_model_len: int) -> int:
-    """For all slots at their longest, in whole blocks. Left to itself vLLM takes nine tenths of the memory."""
+def kv_room(share: float, gpu_bytes: int, weights: int) -> int:
+    """What an engine's share of a GPU leaves for keys and values; below 0 where not even the rest fits."""
+    return int(share * gpu_bytes) - weights - WORKSPACE_BYTES
+
+
+def _crowded(config: TrainConfig, plan: Plan, gpu_bytes: int) -> ConfigError:
+    has, beside = plan.gpu_memory_share * gpu_bytes / GIB, ((plan.sync_bytes or 0) + WORKSPACE_BYTES) / GIB
+    return ConfigError(
+        "rollout.replicas",
+        config.rollout.replicas,
+        f"{plan.engines_on_a_gpu} engines are on a GPU, {has:.1f} GiB for each, and weights and workspace take "
+        f"{beside:.1f}: give fewer, or raise rollout.gpu_memory_share",
+    )
+
+
+def kv_bytes(model_config: Any, dtype: str, slots: int, *, max_model_len: int) -> int:
+    """For all slots at their longest, in whole blocks."""
     text = model_config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     token = text.num_hidden_layers * 2 * kv_heads * head * NUMBER_BYTES[dtype]
-    blocks = slots * -(-max_model_len // CPU_BLOCK_TOKENS) + 1  # one is never given away
-    return int(token * CPU_BLOCK_TOKENS * blocks * CPU_KV_SPARE)
+    blocks = slots * -(-max_model_len // BLOCK_TOKENS) + 1  # one is never given away
+    return int(token * BLOCK_TOKENS * blocks * KV_SPARE)
