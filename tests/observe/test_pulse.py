@@ -63,4 +63,4 @@ def test_the_end_of_a_run_is_told_however_soon_it_comes():
     pulse = Pulse()
     assert pulse.beat(1.0, NOW) is not None
     assert pulse.beat(1.1, NOW) is None
-    assert pulse.beat(1.2, NOW, last=True) is not None
+    assert pulse.beat(1.2, NOW, last=True) == {**pulse_of(NOW), "last": True}

@@ -258,7 +258,7 @@ class Gateway:
         endpoints = self.stats().endpoints
         health: dict[str, Any] = {
             "status": "draining" if self._draining else "ok",
-            "judge": "up" if any(map(_is_up, endpoints)) else "down",
+            "judge": "up" if any(one.up for one in endpoints) else "down",
         }
         if self._door.knows(request.headers):  # where the judge is, and what it says, is not for strangers
             health["endpoints"] = [_health_of(endpoint) for endpoint in endpoints]
@@ -325,10 +325,6 @@ def _deadline_s(text: str) -> float:
     return seconds
 
 
-def _is_up(endpoint: EndpointStats) -> bool:
-    return endpoint.breaker == "closed" and not endpoint.halted
-
-
 def _health_of(endpoint: EndpointStats) -> dict[str, Any]:
     names = ("url", "model", "in_flight", "limit", "breaker", "halted")
-    return {"up": _is_up(endpoint), **{name: getattr(endpoint, name) for name in names}}
+    return {"up": endpoint.up, **{name: getattr(endpoint, name) for name in names}}

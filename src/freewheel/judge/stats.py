@@ -6,6 +6,13 @@ from collections.abc import Iterator
 
 import msgspec
 
+from freewheel.judge.breaker import State
+
+
+def is_up(*, breaker: str = State.CLOSED.value, halted: str = "", **_: object) -> bool:
+    """Of an endpoint that says this of itself: whether it is sent more than a try now and then."""
+    return breaker == State.CLOSED.value and not halted
+
 
 class EndpointStats(msgspec.Struct, kw_only=True):
     """One endpoint. Counters only grow; `in_flight`, `limit`, `breaker` and the latencies are of this moment."""
@@ -29,6 +36,10 @@ class EndpointStats(msgspec.Struct, kw_only=True):
     latency_p50_s: float = 0.0
     latency_p90_s: float = 0.0
     latency_p99_s: float = 0.0
+
+    @property
+    def up(self) -> bool:
+        return is_up(breaker=self.breaker, halted=self.halted)
 
 
 class JudgeStats(msgspec.Struct, kw_only=True):

@@ -29,12 +29,12 @@ class Pulse:
         self._last_s = -math.inf
 
     def beat(self, now: float, snapshot: RunSnapshot, *, last: bool = False) -> dict[str, Any] | None:
-        """`last`: however soon after the one before, for it says how the run ended."""
+        """`last`: however soon after the one before, for it says how the run ended, and says that it does."""
         pause_s = min(LATER_S, max(EVERY_S, snapshot.elapsed_s / OLD_AFTER))
         if not last and now - self._last_s < pause_s:
             return None
         self._last_s = now
-        return pulse_of(snapshot)
+        return {**pulse_of(snapshot), **({"last": True} if last else {})}
 
 
 def pulse_of(snapshot: RunSnapshot) -> dict[str, Any]:

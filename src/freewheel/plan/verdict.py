@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from freewheel.judge.stats import is_up
 from freewheel.plan.model import Lift, lessened, overlapped, without
 
 Waits = Mapping[str, Mapping[str, float]]
@@ -101,7 +102,7 @@ def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict
     as `EndpointStats` has them."""
     if paused:
         return Verdict(bound="paused", share=1.0, sentence=f"paused until there is room: {paused}")
-    if endpoints and all(one.get("halted") or one.get("breaker", "closed") != "closed" for one in endpoints):
+    if endpoints and not any(is_up(**one) for one in endpoints):
         urls = ", ".join(str(one.get("url")) for one in endpoints)
         said = f"judge-bound: the judge does not answer ({urls}); nothing is scored until it does"
         return Verdict(bound="judge", share=1.0, sentence=said)

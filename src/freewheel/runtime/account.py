@@ -26,6 +26,7 @@ from freewheel.rewards.config import as_config
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
 from freewheel.runtime.queue_opening import JOURNAL
+from freewheel.runtime.summing import ENDPOINTS, summed
 
 EVENTS_KEPT = 20
 """For the view; the log has all."""
@@ -40,10 +41,8 @@ REPLICA_COUNTERS = (
 """What a replica did stays done when it dies; its successor counts from 0."""
 REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
 """What among the rewards' numbers is over when a replica dies."""
-JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", "endpoints")
+JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", ENDPOINTS)
 """The same among its judge's."""
-OF_SEVERAL = {"version": min, "mean_latency_s": max, "loop_lag_s": max}
-"""Of several replicas the least or the largest is told, and not the sum."""
 FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
 REWARD = "rollout/reward_mean"
 HELD_OUT = "eval/reward"
@@ -118,6 +117,7 @@ class RunAccount:
         judge = config.reward.judge
         self._watching = Watching(_setting(config), is_judge=judge is not None and as_config(judge).judges)
         self._stopped_by: Bound | None = None
+        self._over = False
 
     def begin(self, step: int) -> None:
         self.step = self._first_step = self._saved_step = step
@@ -151,12 +151,13 @@ class RunAccount:
     ) -> bool:
         """Takes in what the components said. True: statistics are due, as they are at the last look, and `statistics`
         has them."""
+        self._over = last
         for row in rows:
             self._row(row, now)
         replicas = {name: found for name, found in stats.items() if name.startswith("rollouter")}
         trainer, queue, sync = (dict(stats.get(name, {})) for name in ("trainer", "queue", "sync"))
         self._note_replaced(replicas)
-        rollouter = _summed([*self._replicas.values(), *self._died])
+        rollouter = summed([*self._replicas.values(), *self._died])
         rollouter["dropped_stale_samples"] = trainer.get("dropped_stale_samples", 0)  # found by who consumes them
         self._saved_step = int(trainer.get("saved_step", self._saved_step))
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
@@ -238,13 +239,13 @@ class RunAccount:
 
     @property
     def verdict(self) -> Verdict:
-        """What holds the run up, lately."""
-        return self._stopped or self._watching.verdict()
+        """What holds the run up, lately; at its end: what held it up, over all of it."""
+        return self._stopped or (self._watching.verdict_on(self.waits) if self._over else self._watching.verdict())
 
     @property
     def _stopped(self) -> Verdict | None:
         judge = self.statistics.get("rollouter", {}).get("rewards", {}).get("judge") or {}
-        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get("endpoints") or ())
+        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get(ENDPOINTS) or ())
 
     def _say_what_stopped_it(self) -> None:
         """Once, and once that it goes on."""
@@ -303,6 +304,7 @@ class RunAccount:
 
     def finish(self, outcome: str, error: BaseException | None) -> list[str]:
         """What is said at the end."""
+        self._over = True
         now = self._clock()
         summary = [f"{outcome.capitalize()} at step {self.step} of {self._config.trainer.total_steps}"]
         if self._started is None:
@@ -344,8 +346,7 @@ class RunAccount:
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
         busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0
-        found = self._stopped or self._watching.verdict_on(self.waits)
-        return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {found}"
+        return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {self.verdict}"
 
 
 def _setting(config: TrainConfig) -> Setting:
@@ -369,22 +370,3 @@ def _counters(replica: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
-
-
-def _summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Numbers of all replicas together, nested ones too; what is no number is the first one's."""
-    total: dict[str, Any] = {}
-    for found in replicas:
-        for name, value in found.items():
-            known = total.get(name)
-            if isinstance(value, Mapping) and isinstance(known, Mapping):
-                total[name] = _summed([known, value])
-            elif _is_number(value) and _is_number(known):
-                total[name] = OF_SEVERAL.get(name, sum)((known, value))
-            else:
-                total.setdefault(name, value)
-    return total
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
