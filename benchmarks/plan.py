@@ -11,7 +11,7 @@ with what was calibrated on the same mode and scene; the rest see their mode and
 `sync` itself, whose distributions are used everywhere. The tail's long responses are cut before the pipeline sees them,
 so that their share and length, which async_scenes.py fixes, are given.
 
---runs: keep the runs there, and use those that are there, so that a noisy minute can be measured again.
+--runs: keep the runs there, and use those that are there, of async_vs_sync.py --runs or of an earlier time.
 --lives: only how many group lives a minute are simulated, in one process and on all cores; groups of 8 responses.
 """
 
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("RAY_worker_niceness", "0")  # as `freewheel train` has it
 
 from common import (
     Promise,
@@ -47,7 +45,7 @@ from freewheel.observe.recorder import read_metrics
 from freewheel.plan.draws import Lognormal, Measured, Uniform
 from freewheel.plan.measured import beside, scene_of
 from freewheel.plan.outcome import Outcome
-from freewheel.plan.planning import changed, settings_of
+from freewheel.plan.planning import settings_of
 from freewheel.plan.recorded import Recorded, read
 from freewheel.plan.scene import Beside, Generation, Scene, Scores, Training
 from freewheel.plan.simulation import simulate
@@ -56,7 +54,7 @@ from freewheel.queue.staleness import Bounds
 
 MOST_ERROR = 0.10
 LIVES_PER_MINUTE = 2_000_000
-LIVES = 96 * 400
+LIVES = 128 * 300
 """Groups of one simulation that is timed."""
 PREDICTED_SEEDS = 5
 """Simulations that a prediction is the median of."""
@@ -66,8 +64,8 @@ PREDICTED_SEEDS = 5
 
 
 def timed_scene() -> Scene:
-    """The plain scene's shape: 96 groups of 8 a step, 256 slots, lengths and latencies that differ."""
-    bounds = Bounds(groups_per_step=96, threshold=3, window=193, max_alive=1000, max_lag_allowed=5, total_groups=LIVES)
+    """The plain scene's shape: 128 groups of 8 a step, 256 slots, lengths and latencies that differ."""
+    bounds = Bounds(groups_per_step=128, threshold=3, window=257, max_alive=1000, max_lag_allowed=5, total_groups=LIVES)
     return Scene(
         bounds=bounds,
         n=8,
@@ -139,8 +137,7 @@ class Measurements:
     def config(self, scene: str, mode: str, seed: int) -> Any:
         import async_vs_sync
 
-        config = async_vs_sync.settings(scene, mode, seed, self._folder / f"{scene}-{mode}-{seed}", self._steps)
-        return changed(config, {"observe": {"dashboard": False}})  # a page nobody looks at takes a share of two cores
+        return async_vs_sync.settings(scene, mode, seed, self._folder, self._steps)
 
     def recorded(self, scene: str, mode: str, seed: int) -> Recorded:
         config = self.config(scene, mode, seed)
@@ -175,19 +172,14 @@ class Measurements:
 
 
 def validate(scenes: list[str], seeds: int, folder: Path, *, quick: bool) -> dict[str, Any]:
-    import ray
-
     import async_vs_sync
 
     steps, first, last = (8, 2, 7) if quick else (async_vs_sync.STEPS, async_vs_sync.FIRST, async_vs_sync.LAST)
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment})
     runs = Measurements(folder, steps=steps, window=(first, last))
     for seed in range(seeds):
         for scene in dict.fromkeys(["plain", *scenes]):
             for mode in async_vs_sync.MODES:
                 runs.run(scene, mode, seed)
-    ray.shutdown()
     sharing = runs.sharing()
     figures: dict[str, Any] = {"beside": {"generation": sharing.generation, "training": sharing.training}, "scenes": {}}
     for scene in scenes:

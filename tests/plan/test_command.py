@@ -78,7 +78,7 @@ def test_those_that_trained_are_counted_by_the_rule_that_placed_them(run, traine
 
 
 @pytest.mark.parametrize(
-    ("trainer", "rollout", "is_measured"),
+    ("trainer", "rollout", "is_measured"),  # where the run did not say it itself
     [
         ({}, {"replicas": 2}, False),
         ({"device": "cuda"}, {"device": "cuda", "replicas": 2}, False),
@@ -92,6 +92,67 @@ def test_what_may_have_been_on_one_gpu_is_not_called_measured(run, trainer, roll
     planned = of_run(str(run))
     assert planned.cluster.is_measured(planned.cluster.trainers, 2) is is_measured
     assert ("share one GPU" in planned.about) is not is_measured
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_whether_a_gpu_was_shared_is_what_the_run_recorded_and_not_what_its_settings_allow(tmp_path, shared):
+    said = [{"kind": "event", "step": 0, "text": "…", "shared_gpu": not shared}]
+    said += [{"kind": "event", "step": 0, "text": "…", "shared_gpu": shared}]
+    rollout = {"replicas": 2} if not shared else {"n_gpus_per_node": 2}
+    planned = of_run(str(made_run(configured(tmp_path, rollout=rollout), before=said)))
+    assert planned.cluster.is_measured(planned.cluster.trainers, 2) is not shared
+    assert ("training and generation shared one GPU: each is counted" in planned.about) is shared
+    assert "did not record" not in planned.about
+
+
+def test_what_the_run_did_not_have_is_not_called_measured(run):
+    configured(run, rollout={"n_gpus_per_node": 2})
+    for scores, is_measured in ((None, True), (Scores(is_judge=True), False)):
+        assert of_run(str(run), scores=scores).cluster.is_measured(1, 2) is is_measured
+    found = json.loads(plan("--model", "0.5b", "--accelerators", "2", "--scale-to", "0", "--json").stdout)
+    assert [one["basis"] for one in found["splits"]] == ["extrapolated"]
+
+
+@pytest.mark.parametrize("tokens", [900, 1000])
+def test_responses_are_as_long_as_was_asked_however_near_the_longest(tokens):
+    lengths = ("--response-tokens", str(tokens), "--max-new-tokens", "1000")
+    found = json.loads(plan(*SMALL, *lengths, "--json").stdout)["best"]["outcome"]
+    assert found["tokens"] / found["samples"] == pytest.approx(tokens, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--n", "8"),
+        ("--accelerator", "h100"),
+        ("--prompt-tokens", "9"),
+        ("--response-tokens", "9"),
+        ("--max-new-tokens", "9"),
+    ],
+)
+def test_a_flag_that_a_run_has_no_use_for_is_refused(run, flag, value):
+    found = plan(str(run), flag, value)
+    assert found.exit_code == 2 and f"{flag} = " in found.output and "a run has its own: leave it out" in found.output
+
+
+def test_what_is_given_beside_a_run_and_cannot_be_is_said(run):
+    for flags, said in (
+        (["--model", "7b"], f"--model = '7b': the run {run} is given too"),
+        (["--scale-to", "3"], "--scale-to = 3: the 3 that are planned are doubled again and again: give 6 or more"),
+        (["--plot", "plan.png"], "--plot = 'plan.png': it is drawn as SVG: give a name that ends with .svg"),
+    ):
+        found = plan(str(run), *flags)
+        assert found.exit_code == 2 and said in found.output, found.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("trainer:\n  total_st", "config.yaml: trainer = 'total_st'"), ("seed: [1", "config.yaml:1'")],
+)
+def test_settings_that_cannot_be_read_are_told_by_their_file(run, text, said):
+    (run / "config.yaml").write_text(text)
+    found = plan(str(run))
+    assert found.exit_code == 2 and f"{run}/{said}" in found.output and "lags" not in found.output, found.output
 
 
 def test_a_run_whose_judge_held_it_back_is_planned_with_that_rate(tmp_path):
@@ -125,8 +186,8 @@ def test_a_picture_is_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "give a run's folder, or in its place a model"),
-        (["--model", "7b"], "--accelerators = None: give how many"),
+        ([], "Invalid value for RUN: give a run's folder, or in its place a model"),
+        (["--model", "7b"], "Invalid value for --accelerators: give how many"),
         (["--model", "9b", "--accelerators", "8"], "--model = '9b'"),
         (["--model", "72b", "--accelerators", "4"], "it takes"),
         (["--model", "7b", "--accelerators", "8", "--mode", "fast"], "mode"),

@@ -45,5 +45,12 @@ def test_tokens_are_whole_and_at_least_one(value):
     assert next(whole_stream(Constant(value), np.random.default_rng(0))) == max(1, round(value))
 
 
+@pytest.mark.parametrize("mean", [1.0, 60.0, 100.0, 149.0, 150.0])
+def test_a_mean_is_kept_whatever_is_cut_off(mean):
+    draw = Lognormal.of_mean(mean, 0.6, 150.0)
+    assert draw.mean == pytest.approx(mean) and draw.most == 150.0
+    assert np.mean(list(islice(stream(draw, np.random.default_rng(1)), 40_000))) == pytest.approx(mean, rel=0.02)
+
+
 def test_a_length_is_cut_off_where_it_is_longest():
     assert max(islice(stream(Lognormal(100, 1.0, 150), np.random.default_rng(1)), 1000)) == 150

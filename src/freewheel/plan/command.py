@@ -6,6 +6,7 @@ Nothing heavy is imported before the command runs, and neither torch nor ray whi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,6 +35,15 @@ MOST_AHEAD = 100
 """Versions, and steps of one: a simulation must be some times as long as generation runs ahead."""
 MOST_N, MOST_TOKENS, MOST_KNEE, MOST_LATENCY_S, MOST_RATE, MOST_PRICE = 4096, 10_000_000, 10**9, 86_400.0, 1e9, 1e9
 """Of the other flags: far above anything that there is."""
+OF_A_MODEL = {
+    "accelerator": "--accelerator",
+    "n": "--n",
+    "prompt_tokens": "--prompt-tokens",
+    "response_tokens": "--response-tokens",
+    "max_new_tokens": "--max-new-tokens",
+}
+"""Flags that only --model has a use for, by their parameter."""
+DRAWN = ".svg"
 _WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
 
@@ -48,6 +58,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def plan(
+    context: typer.Context,
     run: Annotated[
         str | None,
         typer.Argument(metavar="[RUN]", help="A run's folder: its own lengths, latencies and step times are used.",
@@ -129,7 +140,7 @@ def plan(
                      min=0, max=MOST_ACCELERATORS, rich_help_panel=_SHOW),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw both into an SVG file.", metavar="FILE", rich_help_panel=_SHOW)
+        Path | None, typer.Option(help="Draw both into an SVG file.", metavar="FILE.svg", rich_help_panel=_SHOW)
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="All figures as one JSON object.", rich_help_panel=_SHOW)
@@ -147,8 +158,13 @@ def plan(
         from freewheel.plan.planning import GROUPS_PER_ACCELERATOR, of_model, of_run
         from freewheel.plan.scene import Scores
 
+        if run is not None and model is not None:
+            raise ConfigError("--model", model, f"the run {run} is given too, and has a model: leave one of them out")
+        if plot is not None and plot.suffix.lower() != DRAWN:
+            raise ConfigError("--plot", str(plot), f"it is drawn as SVG: give a name that ends with {DRAWN}")
         scores = _scores(judge_latency, judge_rate, judge_knee)
-        if run is not None and model is None:
+        if run is not None:
+            _refuse_given(context, OF_A_MODEL)
             planned = of_run(
                 run,
                 mode=mode,
@@ -159,7 +175,7 @@ def plan(
                 scores=scores,
                 seed=seed,
             )
-        elif run is None and model is not None and accelerators is not None:
+        elif model is not None and accelerators is not None:
             work = Workload(
                 n=n,
                 groups_per_step=groups_per_step or GROUPS_PER_ACCELERATOR * accelerators,
@@ -178,16 +194,31 @@ def plan(
                 sync_every_steps=sync_every_steps,
                 seed=seed,
             )
-        elif run is None and model is not None:
-            raise ConfigError("--accelerators", None, "give how many there are, for training and generation together")
+        elif model is not None:
+            said = "give how many there are, for training and generation together"
+            raise typer.BadParameter(said, param_hint="--accelerators")
         else:
-            raise ConfigError("RUN", run, "give a run's folder, or in its place a model with --model")
+            raise typer.BadParameter("give a run's folder, or in its place a model with --model", param_hint="RUN")
+        if scale_to and scale_to < 2 * planned.accelerators:
+            remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
+            raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")
         rows = planned.splits()
         last = min(EIGHTFOLD * planned.accelerators, LARGEST) if scale_to is None else scale_to
         scaled = planned.scaling(last, rows)
         if plot is not None:
             _draw(plot, planned, rows, scaled)
         _show(planned, rows, scaled, price=price, as_json=as_json)
+
+
+def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
+    """What a run has of its own is not taken from the command line in silence."""
+    from freewheel.judge.errors import ConfigError
+
+    for parameter, flag in flags.items():
+        source = context.get_parameter_source(parameter)
+        if source is not None and source.name == "COMMANDLINE":
+            remedy = "it is for a model that is planned (--model), and a run has its own: leave it out"
+            raise ConfigError(flag, context.params[parameter], remedy)
 
 
 def _scores(latency_s: float | None, rate_per_s: float | None, knee: int | None) -> Scores | None:

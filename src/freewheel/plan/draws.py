@@ -15,6 +15,8 @@ import numpy as np
 
 BLOCK = 4096
 """Numbers drawn at a time: then a draw costs what an iterator does."""
+HALVINGS = 60
+"""Of an interval, until it is as narrow as a float tells numbers apart."""
 
 
 class Draw(Protocol):
@@ -69,6 +71,17 @@ class Lognormal:
             return min(self.middle, self.most)
         z = (math.log(self.most) - self._mu) / self.sigma
         return self.middle * _phi(z - self.sigma) + self.most * (1 - _phi(z))
+
+    @classmethod
+    def of_mean(cls, mean: float, sigma: float, most: float) -> Lognormal:
+        """The one that has this mean with the cut, which is not above `most`."""
+        low = high = mean
+        while cls(high, sigma, most).mean < mean:
+            high *= 2
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if cls(middle, sigma, most).mean < mean else (low, middle)
+        return cls(high, sigma, most)
 
     @property
     def _mu(self) -> float:

@@ -21,8 +21,8 @@ class MeasuredCluster:
     """Accelerators (or processes, on CPUs) that trained."""
     per_replica: int = 1
     least_trainers: int = 1
-    may_share: bool = False
-    """Training and generation may have had one accelerator between them: then no split of two was measured."""
+    as_measured: bool = True
+    """False where a part is not as it was in the run, or may not have had an accelerator of its own there."""
 
     @property
     def generators(self) -> int:
@@ -33,7 +33,7 @@ class MeasuredCluster:
         return self.trainers + self.generators
 
     def is_measured(self, trainers: int, generators: int) -> bool:
-        return not self.may_share and (trainers, generators) == (self.trainers, self.generators)
+        return self.as_measured and (trainers, generators) == (self.trainers, self.generators)
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
         replicas = generators // self.per_replica

@@ -20,9 +20,11 @@ from freewheel.plan.recorded import read
 from freewheel.plan.scene import Scores
 from freewheel.plan.sweep import Plannable, Row, ending, scaling, sweep
 from freewheel.queue.staleness import Bounds
+from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.inspecting import find_run
 from freewheel.runtime.placement import Gpu, Machine, place
+from freewheel.runtime.run_dir import CONFIG
 from freewheel.runtime.typed import to_config
 
 REPLAYED_STEPS = 40
@@ -32,9 +34,10 @@ GROUPS_PER_ACCELERATOR = 16
 
 ONE_GPU = Machine(cpus=1, memory_bytes=0, gpus=(Gpu(name="any", memory_bytes=0),))
 """The least that a run can have had where its settings leave it open: what they say themselves goes first."""
-SHARED = (
-    "its settings let training and generation share one GPU, and no file says whether they did: each is counted as an "
-    "accelerator of its own, as fast as it was beside the other, and no split is called measured"
+SHARED = "training and generation shared one GPU"
+MAY_SHARE = "its settings let training and generation share one GPU, and it did not record whether they did"
+COUNTED = (
+    "each is counted as an accelerator of its own, as fast as it was beside the other, and no split is called measured"
 )
 HELD_UP = "responses waited for the judge's limit, or for a permit, most of the time"
 
@@ -105,24 +108,24 @@ def of_run(
 ) -> Planned:
     """What is None is as the run had it."""
     found = find_run(run)
-    if found.config is None:
-        raise ConfigError("RUN", run, found.notes[0])
-    config = found.config
+    config = found.config or load(found.folder / CONFIG)  # which says what is wrong with it
     recorded = read(found.folder, n=config.rollout.n, groups_per_step=config.trainer.groups_per_step)
     scene = scene_of(recorded, settings_of(config))
     if scores is not None:
         scene = replace(scene, scores=scores)
     placed = place(config, ONE_GPU)
+    may_share = placed.shared_gpu and placed.world_size == 1 and placed.replicas == recorded.replicas
+    shared = SHARED if recorded.shared_gpu else MAY_SHARE if recorded.shared_gpu is None and may_share else ""
     cluster = MeasuredCluster(
         run=scene,
         trainers=placed.world_size,
         per_replica=config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size,
-        may_share=placed.shared_gpu and placed.world_size == 1 and placed.replicas == recorded.replicas,
+        as_measured=not shared and scores is None,
     )
     split = f"{cluster.trainers} to train, {cluster.generators} to generate"
     said = [*recorded.notes]
-    if cluster.may_share:
-        said.append(SHARED)
+    if shared:
+        said.append(f"{shared}: {COUNTED}")
     if scores is None and recorded.scored_per_s is not None:
         said.append(f"{HELD_UP}: scoring is bounded by the {recorded.scored_per_s:.3g}/s that were measured")
     notes = "".join(f"\nnote: {note}" for note in said)

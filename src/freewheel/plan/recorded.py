@@ -1,6 +1,7 @@
 """`Recorded`: what a run directory says of a run, in numbers. Read beside a live run or on a dead one; never written.
 
     RUN/metrics.jsonl ─┬─ step: train_s, response lengths, wall time ─┐
+                       ├─ event: whether a GPU was shared             │
                        └─ statistics: engine time, tokens, slots      ├─▶ Recorded ─▶ `freewheel.plan.measured`
     RUN/trace/*.jsonl ─── lengths, scores, packing, loading, storing ─┘
 
@@ -76,6 +77,8 @@ class Recorded:
     sync_s: float = 0.0
     """Of a version, from the first transfer to the last confirmation."""
     put_s: float = 0.0
+    shared_gpu: bool | None = None
+    """Training and generation had one GPU between them. None: the run did not say."""
     notes: tuple[str, ...] = ()
 
 
@@ -133,6 +136,7 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
         load_s=_mean(traced.spans.get("load_weights", ())),
         sync_s=_number(_part(statistics[-1], "sync").get("mean_sync_s")) or 0.0,
         put_s=_unshared(traced.stores_s),
+        shared_gpu=_shared_gpu(everything),
         notes=tuple(notes),
     )
 
@@ -252,6 +256,12 @@ def _rollouters(rows: Iterable[Mapping[str, Any]]) -> set[str]:
         for name in _part(row, "waits")
         if name.startswith("rollouter")
     }
+
+
+def _shared_gpu(rows: Iterable[Mapping[str, Any]]) -> bool | None:
+    """As it was said when the run last began."""
+    said = [row["shared_gpu"] for row in rows if row.get("kind") == "event" and isinstance(row.get("shared_gpu"), bool)]
+    return said[-1] if said else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -3,8 +3,8 @@
     N ─▶ candidates, by the closed form ─▶ simulate, on all cores ─▶ others beside the best ─▶ rows
     N, 2N, 4N, … ─▶ the best of a few splits each ─▶ scaling, with as many groups a step an accelerator or with the same
 
-A row says whether its parts were measured at that size (`measured`) or follow from data sheets and a model of scaling
-(`extrapolated`).
+A row says whether its parts were measured in a run at that size (`measured`) or follow from data sheets and a model of
+scaling (`extrapolated`).
 """
 
 from __future__ import annotations
