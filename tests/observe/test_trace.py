@@ -278,8 +278,35 @@ def test_the_command_says_what_is_missing(run_dir, tmp_path):
         assert "Traceback" not in done.stderr
 
 
+def test_lines_that_are_no_events_are_counted_and_told_by_their_file(run_dir, tmp_path):
+    garbage = tmp_path / "trace" / "main-1.jsonl"
+    garbage.write_text(f'{{"ph": \nnull\n7\n{GOOD}\n{{"ph": "X", "being": "writ')
+    done = freewheel("trace", run_dir, cwd=tmp_path)
+    assert done.returncode == 0 and "trace.json: " in done.stdout
+    assert f"warning: 3 lines are no events and are left out, in {garbage}" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "said"), [("", ""), ("{\nno event\n", " (2 lines are none)")])
+def test_a_trace_in_which_nothing_happens_is_refused_and_no_file_touched(tmp_path, text, said):
+    (tmp_path / "config.yaml").write_text("{}\n")
+    (tmp_path / "trace").mkdir()
+    file, output = tmp_path / "trace" / "main-1.jsonl", tmp_path / "out.json"
+    file.write_text(text)
+    output.write_text("before")
+    done = CliRunner().invoke(app, ["trace", str(tmp_path), "--output", str(output)])
+    assert done.exit_code == 2 and f"no event is in {file}{said}: copy the run's folder anew" in done.stderr
+    assert output.read_text() == "before"
+
+
+def test_a_minus_is_standard_output_and_no_file(run_dir, tmp_path):
+    done = freewheel("trace", run_dir, "-o", "-", cwd=tmp_path)
+    assert [event["ph"] for event in json.loads(done.stdout)["traceEvents"]] == ["M", "M", "M", "X"]
+    assert done.returncode == 0 and "standard output: 4 events" in done.stderr
+    assert not (tmp_path / "-").exists()
+
+
 def test_a_trace_that_cannot_be_read_is_not_taken_for_a_file_that_cannot_be_written(run_dir, monkeypatch):
-    def refuses(path):
+    def refuses(path, **_):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(trace_files, "read_lines", refuses)

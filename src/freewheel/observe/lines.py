@@ -311,13 +311,15 @@ def decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
 _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
-def read_lines(path: Path) -> Iterator[Any]:
+def read_lines(path: Path, *, refused: Callable[[], object] = lambda: None) -> Iterator[Any]:
     """The values in a file, while it is written or after. A line that is not whole is passed over, and so is the rest
-    of a file that goes away."""
+    of a file that goes away. `refused`: told of each line that is no value, but not of one that may become whole."""
     try:
         with path.open("rb") as file:
             for line in file:
                 if (value := decoded(_ANY, line)) is not None:
                     yield value
+                elif line.endswith(b"\n"):
+                    refused()
     except FileNotFoundError:
         return

@@ -2,14 +2,15 @@
 
     RUN/trace/NAME-PID[.1].jsonl ─▶ events ─▶ merged: numbers for names, a track for what overlaps ─▶ trace.json
 
-Beside a live run, or on a dead one. A line that is not whole is passed over, and so is half of a pair. Called by
-`freewheel trace`.
+Beside a live run, or on a dead one. A line that is no event is passed over and counted; half of a pair is passed over.
+Called by `freewheel trace`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +25,16 @@ FIRST = ("main", "trainer", "sync")
 """The order in which a viewer shows components; rollouters come behind."""
 ASIDE = ("save", "load_weights")
 """Spans that go on beside others of their component. On one track a viewer takes them for each other's parts."""
+EXPLAINS = "M"
+"""The kind of an event that only names something."""
+
+
+Refused = Callable[[Path], object]
+"""Told of each line of a file that is no event."""
+
+
+def _passed_over(path: Path) -> None:
+    pass
 
 
 class Writes(Protocol):
@@ -32,12 +43,15 @@ class Writes(Protocol):
     def write(self, data: bytes, /) -> int: ...
 
 
-def read_trace(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
+def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
     """All events as they were written, a file after the other; those of a pair follow each other."""
     for file in files_of(Path(run_dir) / FOLDER):
-        for event in read_lines(file.path):
+        none = partial(refused, file.path)
+        for event in read_lines(file.path, refused=none):
             if _is_event(event):
                 yield event
+            else:
+                none()
 
 
 def components(run_dir: str | os.PathLike[str]) -> list[str]:
@@ -46,14 +60,14 @@ def components(run_dir: str | os.PathLike[str]) -> list[str]:
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), len(name), name))
 
 
-def merged(run_dir: str | os.PathLike[str]) -> Iterator[Event]:
+def merged(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
     """One trace: names are numbered, and explained by events of their own; pairs are whole."""
     numbers = {name: number for number, name in enumerate(components(run_dir), start=1)}
     for name, number in numbers.items():
         yield _says("process_name", number, 0, {"name": name})
         yield _says("process_sort_index", number, 0, {"sort_index": number})
     tracks: dict[tuple[int, str], int] = {}
-    for event in _whole(read_trace(run_dir)):
+    for event in _whole(read_trace(run_dir, refused=refused)):
         process = numbers.get(event["pid"])
         if process is None:  # a file that came meanwhile
             continue
@@ -113,7 +127,7 @@ def _track(event: Event) -> str:
 
 
 def _says(name: str, process: int, thread: int, args: Mapping[str, Any]) -> Event:
-    return {"ph": "M", "name": name, "pid": process, "tid": thread, "args": dict(args)}
+    return {"ph": EXPLAINS, "name": name, "pid": process, "tid": thread, "args": dict(args)}
 
 
 _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
