@@ -105,6 +105,14 @@ def test_what_was_appended_is_read_by_the_next_process(path: Path):
         assert journal.reserved() == 1024
 
 
+def test_the_last_step_is_the_last_that_was_committed(path: Path):
+    with opened(path) as journal:
+        assert journal.last_step() == 0
+        journal.append([*trained(1, [1]), *trained(2, [2]), group(3), Took(3, (group(3).ticket,))])
+    with contextlib.closing(Journal(path, readonly=True, checked=False)) as read:
+        assert read.last_step() == 2
+
+
 def test_every_event_may_be_said_twice(path: Path):
     events: list[Event] = [
         *trained(1, [0, 1]),

@@ -12,6 +12,7 @@ from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.runtime.account import RunAccount
 from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES
+from freewheel.runtime.summing import summed
 from freewheel.trainer.trainer import Row
 
 from .pipeline import small_config
@@ -172,6 +173,17 @@ def test_replicas_are_added_up_and_the_oldest_version_is_told(scene: Scene) -> N
     )
     found = scene.account.statistics["rollouter"]
     assert (found["total_generated_samples"], found["version"], found["engine_busy_s"]) == (12, 2, 2.0)
+
+
+def test_a_judge_is_up_where_one_replica_reaches_it() -> None:
+    """Its endpoints are those of all replicas together."""
+    down = {"url": "http://a", "model": "m", "breaker": "open", "halted": "", "faults": {"broken": 3}, "sent": 5}
+    up = {**down, "breaker": "closed", "faults": {"broken": 1, "timeout": 2}, "latency_p50_s": 0.5}
+    other = {**down, "url": "http://b", "sent": 1}
+    of = [{"judge": {"endpoints": [one, other]}} for one in (down, up)]
+    first, second = summed(of)["judge"]["endpoints"]
+    assert first == {**up, "sent": 10, "faults": {"broken": 4, "timeout": 2}}
+    assert second == {**other, "sent": 2, "faults": {"broken": 6}}, "none reaches it"
 
 
 def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: Scene) -> None:
@@ -338,6 +350,23 @@ def test_generation_waited_while_its_engines_did_not_compute_whatever_they_had_i
         rollouter_1=replica(elapsed=10.0, generate=1.0, engine_busy_s=6.0),
     )
     assert "generation 25.0%" in end("finished")
+
+
+def test_the_closing_verdict_is_of_the_whole_run_and_the_same_in_the_record_and_at_the_end(
+    scene: Scene, end: End
+) -> None:
+    waited, trained = {"elapsed": 900.0, "wait_batch": 700.0}, {"elapsed": 1000.0, "wait_batch": 701.0, "train": 99.0}
+    scene.look(trainer={"spans": waited}, rollouter_0=replica(elapsed=900.0, generate=1.0))
+    scene.now += 100
+    rollouter = replica(elapsed=1000.0, generate=0.95)
+    scene.look(trainer={"spans": trained}, rollouter_0=rollouter)
+    lately = scene.view.snapshots[-1].verdict
+    scene.look(trainer={"spans": trained}, rollouter_0=rollouter, last=True)
+    *before, closing = read_metrics(scene.folder, "pulse")
+    assert lately.startswith("training-bound") and closing["verdict"].startswith("generation-bound: 70%")
+    assert closing["last"] and not any("last" in row for row in before)
+    assert read_metrics(scene.folder, "statistics")[-1]["run"] == {"verdict": closing["verdict"]}
+    assert f"; {closing['verdict']}\n" in end("finished")
 
 
 def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene, end: End) -> None:

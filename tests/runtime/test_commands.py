@@ -18,13 +18,16 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.judge.errors import ConfigError
+from freewheel.queue.journal import Journal
 from freewheel.runtime import commands, placement
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.evaluation import eval_config, find_target
+from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.run_dir import new_run, resumption, split_resume, write_config
 from freewheel.runtime.starting import planned
-from freewheel.trainer.checkpoint import RunLock
+from freewheel.trainer.checkpoint import STATE, RunLock
+from freewheel.trainer.checkpoint_files import write_state
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 60.0
@@ -427,7 +430,9 @@ def test_what_a_run_has_not_promised_may_change_and_is_told(run_dir: Path, overr
 
 
 def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):
-    (run_dir / "checkpoints" / "step_000040").mkdir(parents=True)
+    saved = run_dir / "checkpoints" / "step_000040"
+    saved.mkdir(parents=True)
+    write_state(saved, STATE, {})
     resumption(str(run_dir), ["trainer.total_steps=40"])  # killed before its final weights were written
     (run_dir / "final").mkdir()
     for steps in (3, 40):
@@ -435,6 +440,16 @@ def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):
             resumption(str(run_dir), [f"trainer.total_steps={steps}"])
         assert caught.value.key == "trainer.total_steps"
     assert resumption(str(run_dir), ["trainer.total_steps=41"]).changed
+
+
+def test_a_run_whose_checkpoints_are_damaged_goes_on_where_its_journal_has_every_step(run_dir: Path):
+    resumption(str(run_dir), [])  # before its first checkpoint
+    (run_dir / "checkpoints" / "step_000020").mkdir(parents=True)
+    for dry in ([], ["--dry-run"]):
+        said = refused("train", *dry, f"resume={run_dir}")
+        assert f"resume = '{run_dir}': there is no checkpoint in it that can be loaded" in said
+    Journal(run_dir / JOURNAL).close()
+    resumption(str(run_dir), [])
 
 
 def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):

@@ -23,7 +23,10 @@ from freewheel.runtime.doctor.child import Answer
 from freewheel.runtime.doctor.finding import GIB, Finding, State
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.run_dir import write_config
 from freewheel.runtime.typed import to_config
+from freewheel.trainer.checkpoint import STATE, RunLock
+from freewheel.trainer.checkpoint_files import write_state
 
 WAIT_S = 120.0
 """Longer than anything here takes on a busy machine."""
@@ -127,10 +130,47 @@ def test_a_setting_that_cannot_work_is_a_problem_by_its_name() -> None:
     assert code == 1 and "there is no such folder" in by_name["configuration"]["detail"]
 
 
-def test_everything_against_a_run_is_told_and_not_the_first_alone() -> None:
-    done = freewheel("doctor", "--json", "trainer.device=cuda", "rollout.device=cuda")
-    told = [one["detail"] for one in json.loads(done.stdout)["findings"] if one["what"] == "configuration"]
-    assert len(told) == 2 and "trainer.device" in told[0] and "rollout.device" in told[1]
+def told(*arguments: object) -> list[str]:
+    """What is said of the configuration, a line each, by the key that it begins with."""
+    done = freewheel("doctor", "--json", *arguments)
+    return [one["detail"] for one in json.loads(done.stdout)["findings"] if one["what"] == "configuration"]
+
+
+def keys(*arguments: object) -> list[str]:
+    return [line.partition(" = ")[0] for line in told(*arguments)]
+
+
+def test_everything_against_a_run_is_told_and_not_the_first_alone(elsewhere: Path) -> None:
+    assert keys("trainer.device=cuda", "rollout.device=cuda") == ["trainer.device", "rollout.device"]
+    wrong = ("trainer.total_step=3", "rollout.n=0", "rollout.device=cuda", "seed=-1", "model.path=/no/where")
+    assert sorted(keys(*wrong, "reward.function=no:where")) == [
+        "model.path",
+        "reward.function",
+        "rollout.device",
+        "rollout.n",
+        "seed",
+        "trainer.total_step",
+    ]
+    assert keys("a,b", "{", "rollout.n=0") == ["override", "override", "rollout.n"]
+    many = ("seed=3", "trainer.groups_per_step=5000", "model.path=/no/where")
+    assert keys(*many) == ["async_training.max_queue_size", "model.path"], "what another key contradicts"
+    (elsewhere / "mine.yaml").write_text("seed: -1\ntrainer: {total_steps: 0, of: them}\nrollout: {n: many}\n")
+    file = ("--config-path", elsewhere, "--config-name", "mine")
+    assert sorted(keys(*file, "eval.prompts=-1")) == [
+        "eval.prompts",
+        "rollout.n",
+        "seed",
+        "trainer.of",
+        "trainer.total_steps",
+    ]
+    both = [*file, "rollout.n=0", "rollout.n=0", "eval.prompts=-1", "~trainer.of"]
+    assert sorted(keys(*both)) == ["eval.prompts", "rollout.n", "seed", "trainer.total_steps"], "wrong in both places"
+    (elsewhere / "mine.yaml").write_text("seed: [\n")
+    assert keys(*file, "eval.prompts=-1") == ["config"]
+
+
+def test_what_only_follows_from_another_setting_is_not_told() -> None:
+    assert keys("model.path=", "data.task=gsm8k") == ["model.path"], "the embedded model is not what was meant"
 
 
 def test_a_cluster_that_is_gone_is_named(dead: str) -> None:
@@ -302,6 +342,47 @@ def test_a_dry_run_lists_a_cluster_that_is_gone_and_a_run_refuses(dead: str, els
     done = freewheel("train", f"ray.address={dead}")
     assert done.exit_code == 2 and f"ray.address = '{dead}'" in done.stderr
     assert not list(elsewhere.iterdir())
+
+
+def test_a_dry_run_and_the_doctor_list_ports_that_are_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = (f"observe.dashboard_port={port}", f"observe.prometheus_port={port}")
+        against = dry_run(*settings).partition("Against this run here")[2]
+        by_name, code = found(*settings)
+        assert found(settings[0], "observe.dashboard=false")[1] == 0
+    by_twice, _ = found(*settings)
+    assert by_twice["port"]["remedy"] == "observe.dashboard_port=0", "free, and given twice"
+    said = f"port: observe.dashboard_port = {port}: it cannot be listened on (Address already in use)"
+    assert f"{said}: the run would have no page → observe.dashboard_port=0" in against
+    assert f"port: observe.prometheus_port = {port}: it cannot be listened on" in against
+    assert code == 1 and by_name["port"]["remedy"] == "observe.dashboard_port=0", "the last of the two"
+
+
+def test_a_dry_run_says_what_is_against_a_run_that_goes_on(elsewhere: Path) -> None:
+    write_config(to_config({"run_dir": "runs/one"}))
+    with RunLock("runs/one"):
+        against = dry_run("resume=runs/one").partition("Against this run here")[2]
+    assert "run directory: runs/one is in use by process" in against
+    assert "runs/one has no checkpoint: the run begins anew, with what its journal has" in against
+    saved = elsewhere / "runs/one/checkpoints/step_000020"
+    saved.mkdir(parents=True)
+    write_state(saved, STATE, {"step": 20, "version": 20})
+    assert "Against this run here" not in dry_run("resume=runs/one")
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("rollout.n=100000000", "rollout.n"),
+        ("trainer.groups_per_step=1000000000 async_training.max_queue_size=1000000000", "trainer.groups_per_step"),
+    ],
+)
+def test_a_step_that_no_memory_holds_is_refused_and_listed_by_a_dry_run(setting: str, key: str) -> None:
+    against = dry_run(*setting.split()).partition("Against this run here")[2]
+    assert f"{key} = " in against and "GiB, and this machine has" in against
+    done = freewheel("train", *setting.split())
+    assert done.exit_code == 2 and f"{key} = " in done.stderr and "give less, or a smaller" in done.stderr
 
 
 def test_findings_keep_their_order_by_weight() -> None:

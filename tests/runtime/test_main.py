@@ -161,6 +161,7 @@ def check_that_the_metrics_have_every_name_that_was_promised(run: Run) -> None:
     for row in read_metrics(run.folder, "step"):
         assert {*SPEC["trainer"], *FRESHNESS} <= row.keys()
         assert row["max_sample_age"] <= 5
+    assert [row["shared_gpu"] for row in read_metrics(run.folder, "event") if "shared_gpu" in row] == [False]
     last = read_metrics(run.folder, "statistics")[-1]
     for component, names in SPEC.items():
         assert set(names) <= last[component].keys(), component

@@ -152,18 +152,19 @@ T = TypeVar("T")
 class Journal:
     """What `append` returned for is there after a kill of the process; rows are whole, and in the order of appends."""
 
-    def __init__(self, path: Path, *, readonly: bool = False) -> None:
-        """Makes the file where there is none. Raises a `JournalError`, whichever fits."""
+    def __init__(self, path: Path, *, readonly: bool = False, checked: bool = True) -> None:
+        """Makes the file where there is none. Raises a `JournalError`, whichever fits. `checked`: all of it is looked
+        through for damage, which takes a while in a long one."""
         self.path = path
         self._file = JournalFile(path, readonly=readonly)
         try:
             with self._file.errors():
-                self._open(readonly)
+                self._open(readonly, checked)
         except BaseException:
             self._file.close()
             raise
 
-    def _open(self, readonly: bool) -> None:
+    def _open(self, readonly: bool, checked: bool) -> None:
         db = self._file.db
         tables, ours = db.execute("SELECT count(*), sum(name = 'meta') FROM sqlite_master").fetchone()
         if not tables and not readonly:
@@ -176,7 +177,7 @@ class Journal:
                 f"{self.path} has format {found}, written by freewheel {self._meta('freewheel', str, '?')}; freewheel "
                 f"{freewheel.__version__} reads format {FORMAT}: resume with the freewheel that wrote it"
             )
-        for table in CHECKED_AT_OPENING:
+        for table in CHECKED_AT_OPENING if checked else ():
             (verdict,) = db.execute(f"PRAGMA quick_check({table})").fetchone()
             if verdict != b"ok":
                 raise JournalDamaged(f"{self.path} is damaged, table {table}: {verdict.decode()}")
@@ -310,6 +311,17 @@ class Journal:
         """Those after `after`, in order. One that is damaged is left out: a gap in the numbers."""
         yield from self._steps("history", after)
         yield from self._steps("steps", after)
+
+    def last_step(self) -> int:
+        """The last that was committed; that of the checkpoint where none was since."""
+        base = self.base().step
+        query = "SELECT step, crc, body FROM steps WHERE step > ? ORDER BY step DESC"
+        with self._file.errors():
+            for row in self._file.db.execute(query, (base,)):
+                body = self._unsealed(*row, kind=_StepBody)
+                if body is not None and body.version is not None:
+                    return int(row[0])
+        return base
 
     def stored(self) -> Iterator[Stored]:
         """Groups of no step, by sequence."""

@@ -64,7 +64,11 @@ def to_yaml(config: TrainConfig) -> str:
 
 def load(path: str | os.PathLike[str]) -> TrainConfig:
     """What `to_yaml` wrote, checked as if it were new. Nothing in it is interpolated."""
-    return to_config(_read(Path(path)))
+    values = _read(Path(path))
+    try:
+        return to_config(values)
+    except ConfigError as error:
+        raise error.renamed(f"{path}: {error.key}") from None
 
 
 def configs(folder: Path = PACKAGED) -> list[str]:

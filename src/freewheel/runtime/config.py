@@ -9,6 +9,7 @@ and the remedy. Needs no torch and no ray.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +29,8 @@ from freewheel.runtime.checks import (
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
+THRESHOLDS: Mapping[str, int] = {"sync": 0, "one_step_off": 1}
+"""The staleness threshold that a mode fixes."""
 Auto = Literal["auto"]
 
 EMBEDDED = "embedded"
@@ -439,7 +442,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def staleness_threshold(self) -> int:
         """What holds: `mode` fixes it for the two synchronous modes."""
-        return {"sync": 0, "one_step_off": 1}.get(self.mode, self.async_training.staleness_threshold)
+        return THRESHOLDS.get(self.mode, self.async_training.staleness_threshold)
 
     @property
     def in_flight_updates(self) -> bool:

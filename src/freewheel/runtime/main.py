@@ -40,10 +40,9 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.crew import Crew, newest_checkpoint
 from freewheel.runtime.peers import START_S, PeerSilent, call, cause, died
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
-from freewheel.runtime.queue_opening import reaches_the_start
 from freewheel.runtime.recording import end_recording, start_recording
 from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts
-from freewheel.runtime.run_dir import new_run, write_config
+from freewheel.runtime.run_dir import check_journal, new_run, write_config
 from freewheel.trainer.checkpoint import FINAL, FOLDER, RunLock, RunLocked
 from freewheel.trainer.saving import Resumed
 
@@ -240,6 +239,8 @@ class FullyAsyncMain:
     async def _start(self) -> None:
         resumed = self._resumed() if self._resume else None
         self._account.begin(resumed.step if resumed else 0)
+        shared = self.plan.shared_gpu
+        self._account.note(f"Training and generation share {'a' if shared else 'no'} GPU", shared_gpu=shared)
         for note in (*self.plan.notes, *(f"Changed: {line}" for line in self._changed)):
             self._account.say(note)
         for note in await self._crew.start(resumed):
@@ -255,8 +256,8 @@ class FullyAsyncMain:
             log.info("Resuming from %s (step %d, version %d)", found.path, found.step, found.version)
             return found
         damaged = any((self.run_dir / FOLDER).glob("step_*"))
-        if damaged and not reaches_the_start(self.run_dir):
-            raise ConfigError("resume", str(self.run_dir), "there is no checkpoint in it that can be loaded")
+        if damaged:
+            check_journal(self.run_dir)
         why = "No checkpoint can be loaded" if damaged else "There is no checkpoint yet"
         self._account.say(f"{why}: beginning anew, with what the journal has")
         return None

@@ -15,6 +15,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
+from freewheel.data.errors import DataError
 from freewheel.data.tasks import get_task
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.building import check_weights, named, named_function
@@ -27,39 +28,66 @@ MODEL_CONFIG = "config.json"
 
 def preflight(config: TrainConfig) -> int | None:
     """The number of rows to train on; None where they are not on this machine."""
-    _code(config)
-    _model(config)
+    for check in CHECKS:
+        check(config)
     return _rows(config)
 
 
-def _code(config: TrainConfig) -> None:
+def refused(config: TrainConfig) -> list[ConfigError | DataError]:
+    """The same, with everything that it would raise and not the first alone."""
+    found: list[ConfigError | DataError] = []
+    for check in (*CHECKS, _rows):
+        try:
+            check(config)
+        except (ConfigError, DataError) as error:
+            found.append(error)
+    return found
+
+
+def _vllm(config: TrainConfig) -> None:
     if config.rollout.engine == "vllm" and config.rollout.urls is None:
         from freewheel.rollout.vllm.settings import check_arguments
 
         check_arguments(config.rollout.vllm, None)  # the others are for vLLM to say
+
+
+def _reward(config: TrainConfig) -> None:
     if config.reward.function is not None:
         from freewheel.rollout.reward_functions import check_reward
 
         check_reward(config.reward.function)
+
+
+def _rollouter(config: TrainConfig) -> None:
     if config.rollout.rollouter_class is not None:
         from freewheel.rollout.rollouter import Rollouter
 
         named("rollout.rollouter_class", config.rollout.rollouter_class, Rollouter)
+
+
+def _trainer(config: TrainConfig) -> None:
     if config.trainer.trainer_class is not None:
         from freewheel.trainer.trainer import FullyAsyncTrainer
 
         named("trainer.trainer_class", config.trainer.trainer_class, FullyAsyncTrainer)
+
+
+def _monitor(config: TrainConfig) -> None:
     named_function("observe.custom_monitor", config.observe.custom_monitor)
 
 
 def _model(config: TrainConfig) -> None:
-    if not config.uses_embedded_model:
-        folder = _folder("model.path", config.model.path)
-        if folder is not None and not (folder / MODEL_CONFIG).is_file():
-            remedy = f"it has no {MODEL_CONFIG} of a model: give a HF folder, a hub id or embedded"
-            raise ConfigError("model.path", config.model.path, remedy)
-        if folder is not None and find_spec("safetensors") is not None:  # without it there is only a plan
-            check_weights(folder)
+    if config.uses_embedded_model:
+        return
+    folder = _folder("model.path", config.model.path)
+    if folder is not None and not (folder / MODEL_CONFIG).is_file():
+        remedy = f"it has no {MODEL_CONFIG} of a model: give a HF folder, a hub id or embedded"
+        raise ConfigError("model.path", config.model.path, remedy)
+    if folder is not None and find_spec("safetensors") is not None:  # without it there is only a plan
+        check_weights(folder)
+
+
+def _tokenizer(config: TrainConfig) -> None:
     if config.model.tokenizer is not None:
         _folder("model.tokenizer", config.model.tokenizer)
 
@@ -75,8 +103,15 @@ def _folder(key: str, path: str) -> Path | None:
     return None
 
 
+def _held_out(config: TrainConfig) -> None:
+    if is_measured(config) and is_here(config.data.task, config.data.eval):
+        read_rows(config, get_task(config.data.task), "eval")
+
+
 def _rows(config: TrainConfig) -> int | None:
     data, task = config.data, get_task(config.data.task)
-    if is_measured(config) and is_here(data.task, data.eval):
-        read_rows(config, task, "eval")
     return len(read_rows(config, task, "train")) if is_here(data.task, data.train) else None
+
+
+CHECKS = (_vllm, _reward, _rollouter, _trainer, _monitor, _model, _tokenizer, _held_out)
+"""Each for itself; the rows to train on come last."""

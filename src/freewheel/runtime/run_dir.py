@@ -23,7 +23,9 @@ from freewheel.judge.errors import ConfigError
 from freewheel.observe.private import open_private, private_folder
 from freewheel.runtime.compose import compose, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
-from freewheel.trainer.checkpoint import FINAL, FOLDER
+from freewheel.runtime.queue_opening import reaches_the_start
+from freewheel.trainer.checkpoint import FINAL, FOLDER, STATE
+from freewheel.trainer.checkpoint_files import looks_whole
 
 CONFIG = "config.yaml"
 RUNS = "runs"
@@ -134,6 +136,15 @@ def _check_goes_on(folder: Path, config: TrainConfig) -> None:
     reached, wanted = max((int(step) for step in saved if step.isdigit()), default=0), config.trainer.total_steps
     if reached > wanted or (reached == wanted and (folder / FINAL).is_dir()):
         raise ConfigError("trainer.total_steps", wanted, f"the run is at step {reached} already: give more to go on")
+    checkpoints = [path for path in (folder / FOLDER).glob("step_*") if path.is_dir()]
+    if checkpoints and not any(looks_whole(path, STATE) for path in checkpoints):
+        check_journal(folder)
+
+
+def check_journal(folder: Path) -> None:
+    """Where no checkpoint can be loaded the journal must have every step."""
+    if not reaches_the_start(folder):
+        raise ConfigError(RESUME, str(folder), "there is no checkpoint in it that can be loaded: start a new run")
 
 
 def _nearest(table: Mapping[str, str], key: str) -> str | None:

@@ -5,7 +5,7 @@
     storage   shared memory, disks                              ├─▶ Finding: ok | warning | problem, detail, remedy
     host      open files, processes, memory, CPUs, clock        │
     judge     one call to each endpoint                         │
-    a_run     the configuration, what stands against it here   ┘
+    a_run     the configuration, what stands against it here   ┘     (`settings` reads it to its end)
 
 Each module looks (thin, bounded in time) and judges what it saw (pure). Works without torch and Ray, and says so. The
 findings that concern one run are also part of `freewheel train --dry-run`.

@@ -2,6 +2,7 @@
 
     overrides ─▶ read: TrainConfig, Plan ─▶ Finding, …      what a run would refuse at its start
     Plan ─▶ needs, weights_bytes, checkpoint_bytes ─▶ host and storage judge by them
+    TrainConfig ─▶ ports, begun: what is in the way of its ports, and of a run that goes on
     Plan ─▶ concerns: what `freewheel train --dry-run` lists
 
 Needs no torch and no Ray; hydra merges the configuration.
@@ -9,17 +10,20 @@ Needs no torch and no Ray; hydra merges the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from freewheel.data.errors import DataError
 from freewheel.judge.config import parse_concurrency
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.doctor import gpu, host, judge, storage
 from freewheel.runtime.doctor.finding import Check, Finding, State, examine, ok, problem, warning
 from freewheel.runtime.reaching import KEY as RAY
-from freewheel.runtime.run_dir import RUNS
+from freewheel.runtime.run_dir import CONFIG, RUNS
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
@@ -45,24 +49,42 @@ class Run:
 
 def read(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
     """As `freewheel train` would, and further: everything that it would refuse is found, not the first alone."""
-    from freewheel.data.errors import DataError
-    from freewheel.runtime.starting import planned, read_config
-
     if find_spec(MERGES) is None:
         said = "it cannot be read without hydra-core, which merges settings"
         return Run(findings=[warning(WHAT, said, "pip install 'freewheel[train]'")])
-    config: TrainConfig | None = None
-    try:
-        config = read_config(overrides, config_path, config_name).config
-        plan = planned(config)
-    except (ConfigError, DataError) as error:
-        return Run(config=config, findings=[problem(WHAT, str(error))])
-    against = [error for error in plan.problems if error.key != RAY]  # which has a check of its own
-    if against:
-        return Run(config=config, plan=plan, findings=[problem(WHAT, str(error)) for error in against])
+    from freewheel.runtime.doctor.settings import read_all
+
+    config, refused = read_all(overrides, config_path, config_name)
+    if config is None:
+        return Run(findings=[problem(WHAT, str(error)) for error in refused])
+    plan, against = _planned(config)
+    told = {error.key for error in refused}
+    against = [*refused, *(error for error in against if getattr(error, "key", None) not in told)]
+    if refused:
+        plan = None  # of another run than the one that is meant
+    if against or plan is None:
+        texts = dict.fromkeys(map(str, against))
+        meant = config if not refused else None
+        return Run(config=meant, plan=plan, findings=[problem(WHAT, text) for text in texts])
     steps = f"{plan.total_steps:,} step{'s' * (plan.total_steps != 1)}"
     said = f"{config.mode}, {steps} of {config.model.path} on {config.data.task}, nothing against it here"
     return Run(config=config, plan=plan, findings=[ok(WHAT, said)])
+
+
+def _planned(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
+    """With everything against it; None where what it names is not there."""
+    from freewheel.runtime.checks import held_out_file, step_in_memory
+    from freewheel.runtime.placement import Machine, place
+    from freewheel.runtime.preflight import refused
+    from freewheel.runtime.starting import planned
+
+    try:
+        plan = planned(config)
+    except (ConfigError, DataError) as error:
+        here = Machine.here()
+        more = [*place(config, here).problems, *held_out_file(config), *step_in_memory(config, here.memory_bytes)]
+        return None, [error, *refused(config), *more]
+    return plan, [error for error in plan.problems if error.key != RAY]  # which has a check of its own
 
 
 def needs(plan: Plan | None) -> host.Needs:
@@ -98,11 +120,8 @@ def gpu_bytes(plan: Plan | None) -> int:
     if plan is None or plan.config.ray.address is not None:
         return 0
     trainer = sum(plan.memory_trainer.values()) * (plan.device_trainer == "cuda")
-    replica = sum(plan.memory_replica.values()) * (plan.device_rollout == "cuda")
-    if plan.shared_gpu:
-        return trainer + replica * plan.replicas
-    together = max(1, round(1 / plan.gpus_per_replica)) if plan.gpus_per_replica else 1
-    return max(trainer, replica * together)
+    engines = sum(plan.memory_replica.values()) * plan.engines_on_a_gpu
+    return trainer + engines if plan.shared_gpu else max(trainer, engines)
 
 
 def weights_bytes(plan: Plan | None) -> int:
@@ -130,6 +149,40 @@ def named_judge(config: TrainConfig | None) -> tuple[JudgeConfig | None, list[Fi
     return (None, []) if config is None else judge.of_run(config.reward.judge)
 
 
+def ports(config: TrainConfig | None) -> Iterator[Finding]:
+    """Those that a run is told to listen on, and cannot."""
+    from freewheel.dashboard.web.listening import HOST, listen
+
+    if config is None:
+        return
+    observe = config.observe
+    page, metrics = observe.dashboard_port if observe.dashboard else 0, observe.prometheus_port or 0
+    with ExitStack() as held:  # both at once, as the run would
+        for key, port, judged, so in (
+            ("observe.prometheus_port", metrics, problem, ""),
+            ("observe.dashboard_port", page, warning, ": the run would have no page"),
+        ):
+            try:
+                if port:  # else any that is free
+                    held.enter_context(listen(HOST, port))
+            except OSError as error:
+                yield judged("port", f"{key} = {port}: it cannot be listened on ({error.strerror}){so}", f"{key}=0")
+
+
+def begun(config: TrainConfig | None) -> Iterator[Finding]:
+    """What is against a run that goes on, in its folder."""
+    if config is None or config.run_dir is None or not (Path(config.run_dir) / CONFIG).exists():
+        return
+    from freewheel.runtime.inspecting import live_holder, read_checkpoints
+
+    folder = Path(config.run_dir)
+    if holder := live_holder(folder):
+        yield problem("run directory", f"{folder} is in use by {holder}: wait for it, or end it")
+    if not read_checkpoints(folder)[1]:
+        detail = f"{folder} has no checkpoint: the run begins anew, with what its journal has"
+        yield warning("run directory", detail)
+
+
 def concerns(plan: Plan) -> list[Finding]:
     """What is not as it should be for this run here, and can be seen without a call, a measurement or a wait."""
     wanted = needs(plan)
@@ -138,6 +191,8 @@ def concerns(plan: Plan) -> list[Finding]:
         Check(what="GPU", look=lambda: _gpus(gpu_bytes(plan)), limit_s=GPU_S),
         Check(what="shared memory", look=lambda: _shared(weights_bytes(plan))),
         Check(what="run directory", look=lambda: _disk(plan)),
+        Check(what="run directory", look=lambda: begun(plan.config)),
+        Check(what="port", look=lambda: ports(plan.config)),
         Check(what="limits", look=lambda: _limits(wanted)),
     )
     return [finding for finding in examine(checks) if finding.state is not State.OK]

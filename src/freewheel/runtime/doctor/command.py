@@ -161,6 +161,8 @@ def _of_machine(driver: Driver, run: Run) -> Iterator[Check]:
     yield Check(what="Ray", look=lambda: software.ray(address, os.environ), limit_s=20.0)
     yield Check(what="shared memory", look=lambda: storage.shared_memory(needed_bytes=weights))
     yield Check(what="run directory", look=lambda: storage.run_folder(a_run.folder(config), needed_bytes=checkpoints))
+    yield Check(what="run directory", look=lambda: a_run.begun(config))
+    yield Check(what="port", look=lambda: a_run.ports(config))
     if address is None:  # a cluster's is said where it is started
         yield Check(what="Ray's folder", look=storage.ray_folder)
     yield Check(what="limits", look=lambda: host.judged(host.look(), machine, a_run.needs(plan)))
