@@ -51,7 +51,7 @@ def _missing(why: str) -> None:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """Starts `freewheel dashboard` and gives its address."""
+    """Starts `freewheel dashboard` and gives its address; `serve.stop()` ends them all."""
     begun: list[subprocess.Popen[str]] = []
 
     def start(*names: Path) -> str:
@@ -60,10 +60,15 @@ def serve() -> Iterator[Callable[..., str]]:
         assert begun[-1].stdout is not None
         return begun[-1].stdout.readline().split()[-1]
 
+    def stop() -> None:
+        for one in begun:
+            one.terminate()
+            one.communicate(timeout=30)
+        begun.clear()
+
+    start.stop = stop
     yield start
-    for one in begun:
-        one.terminate()
-        one.communicate(timeout=30)
+    stop()
 
 
 @pytest.fixture

@@ -11,38 +11,27 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
-from freewheel.queue.journal import Committed, Journal, Stored, Took
+from freewheel.trainer.checkpoint import RunLock
 
-from ..dashboard.made_run import BEGAN_S, Writer, line, make_run, sample_row, trace_lines, write_lines
+from ..dashboard.made_run import (
+    BEGAN_S,
+    Writer,
+    line,
+    make_run,
+    pulse_row,
+    sample_row,
+    statistics_row,
+    trace_lines,
+    write_journal,
+    write_lines,
+)
 from .conftest import PHONE
 
 pytestmark = [pytest.mark.pages, pytest.mark.timeout(300)]
 
 VIEWS = ["overview", "judge", "weights", "timeline", "samples", "ledger", "compare"]
-
-
-def write_journal(folder: Path, *, steps: int = 2) -> None:
-    """Two prompts a step, of words that the embedded model knows."""
-    said = np.array([7, 12, 13, 14, 8], np.int32)
-    journal = Journal(folder / "journal.sqlite")
-    for number in range(1, steps + 1):
-        stored = []
-        for ordinal in (2 * number - 2, 2 * number - 1):
-            response = Response(
-                tokens=said, logprobs=np.zeros(5, np.float32), versions=np.array([0, 0, 0, 1, 1], np.int32),
-                mask=np.ones(5, np.uint8), finish="stop", reward=Reward(value=0.5, raw=0.5),
-            )  # fmt: skip
-            prompt = Prompt(tokens=np.array([5, 9, 11], np.int32), row={"data_source": "made"})
-            ticket = Ticket(ordinal, ordinal)
-            group = PromptGroup.of(ticket, prompt, [response, response], created_s=BEGAN_S)
-            stored.append(Stored(ticket, 0, group.encode(), BEGAN_S + 5))
-        journal.append([*stored, Took(number, tuple(one.ticket for one in stored))])
-        journal.append([Committed(number, number, BEGAN_S + 20)])
-    journal.close()
 
 
 @pytest.fixture
@@ -85,7 +74,7 @@ def painted(page: Any, selector: str = "canvas") -> int:
 
 def test_the_first_view_says_what_it_does_whether_it_learns_and_draws_it(page: Any):
     page.wait_for_selector(".hero .says")
-    assert "can be resumed" in page.inner_text(".hero .says")
+    assert "can be resumed. Until then it was judge-bound: 62%" in page.inner_text(".hero .says")
     assert "freewheel train resume=" in page.inner_text(".hero code")
     assert page.inner_text(".hero .learns").startswith("It learns: held-out reward")
     assert page.inner_text("#progress-words").startswith("60 / 60 steps")
@@ -256,6 +245,54 @@ def test_of_runs_that_are_switched_quickly_the_last_is_shown(tmp_path: Path, ser
     assert "run-20" in page.title() and not any("run-10" in one for one in followed)
 
 
+def test_an_address_that_names_no_run_says_so_and_lists_those_that_are_there(page: Any):
+    page.evaluate("location.hash = 'judge/doesnotexist'")
+    page.wait_for_selector("#content :text('There is no run doesnotexist here')")
+    assert page.locator("#state").is_hidden() and page.locator("#progress-words").is_hidden()
+    assert sorted(page.locator("#content a").all_inner_texts()) == ["run-1", "run-2"]
+    page.click("#content a:text('run-1')")
+    page.wait_for_selector("nav [data-view=judge][aria-current=page]")
+    until(page, "document.querySelector('#runs').value === 'run-1'")
+    assert page.locator("#state").is_visible()
+
+
+def test_the_choice_of_runs_looks_like_one_and_long_names_keep_their_ends(tmp_path: Path, serve: Any, open_page: Any):
+    names = [f"word_problems-fully_async-with-a-long-name-2026111{day}-151515" for day in (6, 7)]
+    for name in names:
+        make_run(tmp_path / name, steps=2)
+    page = open_page(serve(tmp_path))
+    shown = page.locator("#runs option").all_inner_texts()
+    assert [one[:1] for one in shown] == ["…", "…"] and {one[-15:] for one in shown} == {one[-15:] for one in names}
+    assert page.get_attribute("#runs", "title") == str(tmp_path / names[1])
+    assert page.evaluate("getComputedStyle(document.querySelector('#runs')).borderTopColor") != "rgba(0, 0, 0, 0)"
+    assert page.evaluate("getComputedStyle(document.querySelector('.choice'), '::after').display") != "none"
+
+
+def test_a_run_keeps_its_colour_whichever_others_are_chosen(tmp_path: Path, serve: Any, open_page: Any):
+    for seed in range(5):
+        make_run(tmp_path / f"run-{seed}", steps=5, seed=seed)
+    page = open_page(serve(tmp_path))
+    dots = """Object.fromEntries([...document.querySelectorAll('.pick:has(:checked)')]
+        .map(one => [one.innerText.trim(), one.querySelector('.dot').style.background]))"""
+
+    def compared() -> dict[str, str]:
+        view(page, "compare")
+        page.wait_for_selector(".pick")
+        return page.evaluate(dots)
+
+    first = compared()
+    assert len(first) == len(set(first.values())) == 4
+    boxes = page.locator(".pick input")
+    boxes.nth(0).uncheck()
+    for at in range(5):
+        boxes.nth(at).check()
+    after = page.evaluate(dots)
+    assert len(after) == len(set(after.values())) == 5 and first.items() <= after.items()
+    page.select_option("#runs", "run-0")
+    until(page, "location.hash.includes('run-0')")
+    assert compared().items() <= after.items()
+
+
 # -- hands, eyes and screens ------------------------------------------------------------------------------------------
 
 
@@ -371,6 +408,48 @@ def test_what_was_not_recorded_is_said(tmp_path: Path, serve: Any, open_page: An
         page.wait_for_selector(f"#content :text({json.dumps(words)})")
 
 
+def test_a_run_without_its_metrics_says_so_and_what_is_known_all_the_same(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=12, total=20)
+    write_journal(folder, steps=12)
+    (folder / "final").mkdir()
+    (folder / "metrics.jsonl").unlink()
+    page = open_page(serve(folder))
+    page.wait_for_selector(".hero :text('metrics.jsonl is missing')")
+    assert page.inner_text(".hero .says") == "Finished at step 12 of 20"
+    assert "cannot be said" in page.inner_text(".hero .learns")
+
+
+def test_while_the_judge_is_down_no_request_is_said_to_have_ended_well(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=10)
+    row = statistics_row(40, 10)
+    judge = row["rollouter"]["rewards"]["judge"]
+    judge |= {"failed": {}, "endpoints": [{**judge["endpoints"][0], "breaker": "open"}]}
+    Writer(folder, steps=10).add(row)
+    lock = RunLock(folder)
+    lock.acquire()
+    try:
+        page = open_page(serve(folder))
+        view(page, "judge")
+        page.wait_for_selector(".notice:text('unreachable, next try within 1 s. 72 requests wait')")
+        assert page.inner_text("td .chip.bad") == "unreachable, next try within 1 s"
+        assert page.locator("#content :text('Every request ended with a verdict')").count() == 0
+        page.wait_for_selector("#content :text('72 requests had no verdict yet')")
+        assert "failed calls" in page.get_attribute("canvas[aria-label^='429s']", "aria-label")
+    finally:
+        lock.release()
+
+
+def test_an_engine_whose_figures_are_a_little_old_is_not_called_behind(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=10)
+    row = statistics_row(40, 10)
+    row["sync"]["versions"] = {"rollouter-0": 9, "rollouter-1": 2}
+    Writer(folder, steps=10).add(row, pulse_row(45, 16))
+    page = open_page(serve(folder))
+    view(page, "weights")
+    page.wait_for_selector(".chip.good:text('rollouter-0 v9')")
+    page.wait_for_selector(".chip.warn:text('rollouter-1 v2, 8 versions behind')")
+
+
 # -- while a run goes on ----------------------------------------------------------------------------------------------
 
 
@@ -434,6 +513,21 @@ def test_what_failed_once_is_tried_again(tmp_path: Path, serve: Any, open_page: 
     Writer(folder, steps=3).go_on(5)
     until(page, "document.querySelector('#progress-words').textContent.startsWith('8 / 100')")
     assert len(refused) == 2
+
+
+def test_a_page_whose_server_is_gone_says_so_and_its_time_goes_on(tmp_path: Path, serve: Any, open_page: Any):
+    folder = make_run(tmp_path / "run", steps=10, total=100)
+    page = open_page(
+        serve(folder), allowed=("Failed to load resource", "ERR_CONNECTION", "ERR_INCOMPLETE", "ERR_EMPTY")
+    )
+    assert page.locator("#lost").is_hidden()
+    serve.stop()
+    page.wait_for_selector("#lost:text('has not heard from its server')")
+    assert page.inner_text("#state") == "no connection"
+    said = page.inner_text("#lost")
+    assert f"freewheel dashboard {folder}" in said
+    until(page, "said => document.querySelector('#lost').textContent !== said", said)
+    assert page.inner_text(".hero .says").startswith("Not running")
 
 
 @pytest.fixture

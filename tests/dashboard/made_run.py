@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.observe.pulse import EVERY_S, LATER_S, OLD_AFTER
+from freewheel.queue.journal import Committed, Journal, Stored, Took
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.run_dir import write_config
 
@@ -122,6 +125,15 @@ def pulse_row(at_s: float, step: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def spans(elapsed_s: float, **shares: float) -> dict[str, float]:
+    return {**{name: share * elapsed_s for name, share in shares.items()}, "elapsed": elapsed_s}
+
+
+def closing_row(steps: int) -> dict[str, Any]:
+    """The last pulse of a run that ended by itself or was stopped."""
+    return {**pulse_row(12 + STEP_S * steps, steps), "last": True}
+
+
 def statistics_row(at_s: float, step: int, *, judge: bool = True) -> dict[str, Any]:
     done = int(at_s * 40)
     rewards: dict[str, Any] = {
@@ -182,8 +194,15 @@ def statistics_row(at_s: float, step: int, *, judge: bool = True) -> dict[str, A
         "kind": "statistics",
         "step": step,
         "time": BEGAN_S + at_s,
-        "trainer": {"global_steps": step, "training": True, "spans": {"train": at_s / 2, "elapsed": at_s}},
-        "rollouter": {"total_generated_samples": done, "generated_tokens": done * 15, "slots": 32, "rewards": rewards},
+        "trainer": {"global_steps": step, "training": True, "spans": spans(at_s, train=0.5, wait_batch=0.4, pack=0.02)},
+        "rollouter": {
+            "total_generated_samples": done,
+            "generated_tokens": done * 15,
+            "slots": 32,
+            "running": 20,
+            "rewards": rewards,
+            "spans": spans(at_s, generate=0.6, wait_reward=0.3, wait_room=0.05),
+        },
         "queue": {
             "queue_size": 9,
             "in_progress": 27,
@@ -338,11 +357,20 @@ def write_lines(path: Path, rows: Sequence[Any] | Iterator[Any], mode: str = "wb
 
 
 def make_run(
-    folder: Path, *, steps: int = 40, total: int | None = None, seed: int = 0, judge: bool = True, **changes: Any
+    folder: Path,
+    *,
+    steps: int = 40,
+    total: int | None = None,
+    seed: int = 0,
+    judge: bool = True,
+    killed: bool = False,
+    **changes: Any,
 ) -> Path:
-    """A run that has ended, with all of its files but the journal."""
+    """A run that was stopped, or `killed`, with all of its files but the journal."""
     write_config(config_of(folder, steps=total or steps, seed=seed, **changes))
     write_lines(folder / "metrics.jsonl", rows(steps, seed=seed, judge=judge))
+    if not killed:
+        write_lines(folder / "metrics.jsonl", [closing_row(steps)], "ab")
     trainer, rollouter = trace_lines(min(steps, 40))
     write_lines(folder / "trace/trainer-11.jsonl", trainer)
     write_lines(folder / "trace/rollouter-0-12.jsonl", rollouter)
@@ -356,6 +384,26 @@ def make_run(
     }
     write_lines(folder / "log.jsonl", [{**said, "level": "INFO", "message": "fine"}, said])
     return folder
+
+
+def write_journal(folder: Path, *, steps: int = 2) -> None:
+    """Two prompts a step, of words that the embedded model knows."""
+    said = np.array([7, 12, 13, 14, 8], np.int32)
+    journal = Journal(folder / "journal.sqlite")
+    for number in range(1, steps + 1):
+        stored = []
+        for ordinal in (2 * number - 2, 2 * number - 1):
+            response = Response(
+                tokens=said, logprobs=np.zeros(5, np.float32), versions=np.array([0, 0, 0, 1, 1], np.int32),
+                mask=np.ones(5, np.uint8), finish="stop", reward=Reward(value=0.5, raw=0.5),
+            )  # fmt: skip
+            prompt = Prompt(tokens=np.array([5, 9, 11], np.int32), row={"data_source": "made"})
+            ticket = Ticket(ordinal, ordinal)
+            group = PromptGroup.of(ticket, prompt, [response, response], created_s=BEGAN_S)
+            stored.append(Stored(ticket, 0, group.encode(), BEGAN_S + 5))
+        journal.append([*stored, Took(number, tuple(one.ticket for one in stored))])
+        journal.append([Committed(number, number, BEGAN_S + 20)])
+    journal.close()
 
 
 class Writer:

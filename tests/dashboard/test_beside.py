@@ -107,7 +107,16 @@ def test_a_port_that_is_taken_is_said(tmp_path: Path, begin: Any):
     with listen("127.0.0.1", 0) as taken:
         program = begin("-m", "freewheel", "dashboard", tmp_path, "--port", taken.getsockname()[1])
         errors = program.communicate(timeout=WAIT_S)[1]
-    assert program.returncode == 2 and "--port" in errors
+    assert program.returncode == 2 and "--port" in errors and "--host" not in errors
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine_is_said_and_not_its_port(tmp_path: Path, begin: Any, host: str):
+    make_run(tmp_path, steps=1)
+    program = begin("-m", "freewheel", "dashboard", tmp_path, "--host", host)
+    errors = program.communicate(timeout=WAIT_S)[1]
+    assert program.returncode == 2 and f"--host = '{host}'" in errors and "--port" not in errors
+    assert "give an address of this machine" in errors
 
 
 def test_an_address_for_other_machines_is_warned_of(tmp_path: Path, begin: Any):
@@ -216,7 +225,7 @@ def test_the_address_is_said_and_stays_in_the_terminal(tmp_path: Path):
     console = Console(file=io.StringIO(), width=200)
     with page_of(config, shown):
         assert shown.page in file.getvalue() and "Dashboard: http://127.0.0.1:" in file.getvalue()
-        console.print(panel(RunSnapshot(mode="sync", step=1, total_steps=2), page=shown.page))
+        console.print(panel(RunSnapshot(mode="sync", step=1, total_steps=2), width=200, page=shown.page))
         assert shown.page in console.file.getvalue()
     assert shown.page == "" and LiveView(console).page == ""
     observe.dashboard = False

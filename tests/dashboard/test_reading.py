@@ -211,9 +211,10 @@ def test_settings_are_read_again_when_they_change_and_garbage_is_empty(tmp_path:
     settings = Settings(tmp_path)
     settings.look()
     assert settings.values == {}
-    (tmp_path / "config.yaml").write_text("trainer:\n  total_steps: 7\n")
+    (tmp_path / "config.yaml").write_text("trainer:\n  total_steps: 7\n  odd: .nan\n")
     settings.look()
     assert settings.number("trainer.total_steps") == 7 and settings.get("no.such", "x") == "x"
+    assert settings.number("trainer.odd") is None
     (tmp_path / "config.yaml").write_bytes(b"\xff\xfe: [")
     os.utime(tmp_path / "config.yaml", ns=(1, 1))
     settings.look()

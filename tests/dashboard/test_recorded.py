@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from freewheel.dashboard.web.runs import Runs, RunView
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import Timeline, merge
 from freewheel.judge.errors import ConfigError
+from freewheel.runtime.compose import load
 from freewheel.trainer.checkpoint import RunLock
 
 from .made_run import (
@@ -27,13 +29,18 @@ from .made_run import (
     GROUPS,
     VERDICT,
     Writer,
+    closing_row,
     line,
     make_run,
+    pulse_row,
     rows,
     sample_row,
+    spans,
+    statistics_row,
     step_row,
     sync_row,
     trace_lines,
+    write_journal,
     write_lines,
 )
 
@@ -57,7 +64,7 @@ def view(tmp_path: Path) -> RunView:
 
 def test_all_kinds_of_rows_are_taken_up(tmp_path: Path):
     found = recorded(make_run(tmp_path / "run", steps=40))
-    assert found.marks == (40, 9, 80, 8, 40, 2)
+    assert found.marks == (40, 9, 81, 8, 40, 2)
     assert found.steps["step"].tolist() == list(range(1, 41))
     assert found.steps["elapsed_s"][0] == pytest.approx(12)
     assert found.last_pulse is not None and found.last_pulse.verdict == VERDICT
@@ -233,6 +240,103 @@ def test_a_run_is_live_while_somebody_holds_it(view: RunView):
     assert RunView("z", view.folder, clock=lambda: 0.0).state == "finished"
 
 
+# -- what held it up, and what is not there ---------------------------------------------------------------------------
+
+GENERATION = spans(80, train=0.2, wait_batch=0.7), spans(80, generate=0.9, wait_reward=0.05)
+
+
+def looked_at(folder: Path) -> dict[str, Any]:
+    view = RunView("x", folder, clock=lambda: 0.0)
+    with view.reading():
+        return pages.now(view)
+
+
+def held_up_by_generation(folder: Path, steps: int) -> None:
+    """Adds statistics by which the whole run waited for generation, whatever its pulses say."""
+    row = statistics_row(10 + 2.0 * steps, steps)
+    trainer, rollouter = GENERATION
+    rewards = {**row["rollouter"]["rewards"], "waiting": 0}
+    rewards["judge"] = {**rewards["judge"], "queued": 0, "endpoints": []}
+    row = {**row, "trainer": {"spans": trainer}, "rollouter": {"spans": rollouter, "rewards": rewards}}
+    Writer(folder, steps=steps).add(row, pulse_row(11 + 2.0 * steps, steps))
+
+
+def test_a_run_that_is_over_has_the_closing_verdict_that_it_recorded(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=4, total=100, killed=True)
+    held_up_by_generation(folder, 4)
+    closing = "generation-bound: 31% of trainer time waits for responses"
+    Writer(folder, steps=4).add({**closing_row(4), "verdict": closing})
+    assert looked_at(folder)["verdict"] == closing
+    (folder / "final").mkdir()
+    assert looked_at(folder)["verdict"] == closing
+
+
+def test_a_run_that_was_killed_has_the_verdict_of_what_was_seen_until_then(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=4, total=100, killed=True)
+    held_up_by_generation(folder, 4)
+    found = looked_at(folder)
+    assert found["state"] == "ended" and found["verdict"].startswith("generation-bound: 65% of trainer time waits")
+    lock = RunLock(folder)
+    lock.acquire()
+    try:
+        assert looked_at(folder)["verdict"] == VERDICT, "one that goes on is held up by what its pulse says"
+    finally:
+        lock.release()
+
+
+def test_a_run_that_was_killed_before_anything_was_measured_has_no_verdict(tmp_path: Path):
+    write_lines(tmp_path / "metrics.jsonl", [{"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}])
+    assert looked_at(tmp_path)["verdict"] == ""
+    Writer(tmp_path, steps=0).add(
+        {"kind": "statistics", "step": 0, "time": BEGAN_S + 1, "trainer": {}, "rollouter": {}}
+    )
+    assert looked_at(tmp_path)["verdict"] == ""
+
+
+def test_without_its_metrics_a_run_says_so_and_how_far_it_came(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=12)
+    (folder / "final").mkdir()
+    assert looked_at(folder)["missing"] == []
+    write_journal(folder, steps=12)
+    (folder / "metrics.jsonl").unlink()
+    found = looked_at(folder)
+    assert (found["state"], found["step"], found["recorded_step"]) == ("finished", 12, 0)
+    assert found["missing"] == [
+        "metrics.jsonl is missing or cannot be opened: there are no curves. That it came to step 12 is known by its "
+        "journal and its checkpoints, which the ledger shows"
+    ]
+    assert found["learning"]["words"].startswith("Whether it learns cannot be said")
+    (folder / "final").rmdir()
+    assert looked_at(folder)["state"] == "ended"
+    (folder / "journal.sqlite").unlink()
+    (folder / "checkpoints/step_4").mkdir(parents=True)
+    found = looked_at(folder)
+    assert found["step"] == 4 and found["learning"]["words"].startswith("Too early"), "all its rows would not tell"
+
+
+def test_rows_that_a_full_disk_cost_are_counted(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=20)
+    kept = [one for one in rows(20) if one["kind"] != "step" or one["step"] in (1, 2, 20)]
+    write_lines(folder / "metrics.jsonl", kept)
+    (said,) = looked_at(folder)["missing"]
+    assert said.startswith("metrics.jsonl has rows of 3 of 20 steps: the disk was full") and "journal" not in said
+    (folder / "checkpoints/step_30").mkdir(parents=True)
+    found = looked_at(folder)
+    assert (found["step"], found["recorded_step"]) == (30, 20), "times are of the latter"
+    (said,) = found["missing"]
+    assert "rows of 3 of 30 steps" in said and said.endswith(
+        "That it came to step 30 is known by its journal and its checkpoints, which the ledger shows"
+    )
+
+
+def test_a_metrics_file_of_garbage_is_said_to_be_that(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=3)
+    (folder / "metrics.jsonl").write_bytes(b"\x00\x00\x00\n" * 9)
+    found = looked_at(folder)
+    assert found["missing"] == ["9 lines of metrics.jsonl could not be read"]
+    assert found["learning"]["words"].startswith("Whether it learns cannot be said")
+
+
 # -- the other views --------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +347,48 @@ def test_the_judges_numbers_add_up(view: RunView):
     assert judge["limit"] > 0 and judge["throttled"] > 0 and judge["faults"]["overloaded"] > 0
     assert judge["saved_share"] == pytest.approx(1 / 4, abs=0.02)
     assert found["rewards"]["scored"] > 0 and "judge" not in found["rewards"]
-    assert set(found["curves"]) >= {"limit", "in_flight", "scored_per_s", "throttled_per_s"}
+    assert set(found["curves"]) >= {"limit", "in_flight", "scored_per_s", "throttled_per_s", "faults_per_s"}
+    assert judge["down"] == "" and [end["state"] for end in judge["endpoints"]] == [""]
+
+
+def endpoints_of(folder: Path, *, live: bool, **changes: Any) -> dict[str, Any]:
+    """The judge's panel after statistics by which its one endpoint changed, and nothing but failed calls came."""
+    row = statistics_row(95, 40)
+    judge = row["rollouter"]["rewards"]["judge"]
+    (end,) = judge["endpoints"]
+    judge |= {"failed": {}, "endpoints": [{**end, "faults": {"broken": end["faults"]["overloaded"] + 500}, **changes}]}
+    Writer(folder, steps=40).add(row)
+    lock = RunLock(folder)
+    if live:
+        lock.acquire()
+    try:
+        view = RunView("x", folder, clock=lambda: 0.0)
+        with view.reading():
+            return panels.judge(view)
+    finally:
+        lock.release()
+
+
+@pytest.mark.parametrize(
+    ("changes", "live", "state"),
+    [
+        ({"breaker": "open"}, True, "unreachable, next try within 1 s"),
+        ({"breaker": "probing"}, True, "unreachable, tried just now"),
+        ({"breaker": "open"}, False, "unreachable at the end"),
+        ({"halted": "401: no such key"}, True, "401: no such key"),
+    ],
+)
+def test_a_judge_that_is_down_is_said_to_be_in_words(view: RunView, changes: dict[str, str], live: bool, state: str):
+    found = endpoints_of(view.folder, live=live, **changes)
+    assert [end["state"] for end in found["judge"]["endpoints"]] == [state]
+    wanted = f"The judge gives no verdicts: {state}. 72 requests wait"
+    assert found["judge"]["down"] == (wanted if live else wanted.replace("gives", "gave") + "ed")
+    assert found["judge"]["waiting"] == 72
+
+
+def test_calls_that_fail_have_a_curve_before_any_verdict_does(view: RunView):
+    curves = endpoints_of(view.folder, live=True, breaker="open")["curves"]
+    assert curves["faults_per_s"]["y"][-1] > 50 > 1 > curves["failed_per_s"]["y"][-1]
 
 
 def test_syncs_are_told_the_newest_first(view: RunView):
@@ -251,6 +396,23 @@ def test_syncs_are_told_the_newest_first(view: RunView):
         found = panels.weights(view)
     assert [one["version"] for one in found["syncs"]][:2] == [40, 39]
     assert found["syncs"][40 - 17]["engines"]["rollouter-0"]["attempts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "at", "behind"), [("fully_async", 37, 0), ("fully_async", 36, 4), ("sync", 39, 0), ("sync", 38, 2)]
+)
+def test_an_engine_is_behind_when_it_lags_more_than_staleness_allows(tmp_path: Path, mode: str, at: int, behind: int):
+    folder = make_run(tmp_path / "run", steps=40, mode=mode)
+    row = statistics_row(90, 40)
+    row["sync"] |= {"versions": {"rollouter-0": at, "rollouter-1": 0}, "fenced": ["rollouter-1"]}
+    Writer(folder, steps=40).add(row, pulse_row(95, 60))
+    view = RunView("x", folder, clock=lambda: 0.0)
+    with view.reading():
+        first, fenced = panels.weights(view)["engines"]
+        of_the_run = load(folder / "config.yaml").staleness_threshold
+        assert view.settings.staleness_threshold == of_the_run, "a remedy for a run that is over depends on it"
+    assert first == {"name": "rollouter-0", "version": at, "fenced": False, "behind": behind}
+    assert fenced["fenced"]
 
 
 def test_compared_runs_are_told_apart_by_what_differs(tmp_path: Path):
@@ -405,11 +567,12 @@ def test_of_too_many_samples_the_oldest_are_left_out_whatever_their_files_are_ca
 
 
 def test_a_folder_of_runs_gives_its_runs_the_newest_first_and_finds_those_that_come(tmp_path: Path):
-    for name in ("a-1", "a-2"):
+    for name, began in (("a-1", 30), ("a-2", 10), ("b-1", 20), ("b-2", 20)):
         make_run(tmp_path / name, steps=1)
+        os.utime(tmp_path / name / "config.yaml", (began, began))
     (tmp_path / "no-run").mkdir()
     runs = Runs([str(tmp_path)], clock=lambda: 0.0)
-    assert [view.id for view in runs.all()] == ["a-2", "a-1"]
+    assert [view.id for view in runs.all()] == ["a-1", "b-2", "b-1", "a-2"]
     make_run(tmp_path / "a-3", steps=1)
     assert runs.find("a-3") is not None
     assert runs.find("../etc") is None

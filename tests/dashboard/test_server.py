@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
+import os
+import re
 import shutil
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +23,7 @@ from freewheel.dashboard.web.door import Door, make_token
 from freewheel.dashboard.web.listening import address, listen
 from freewheel.dashboard.web.runs import Runs
 from freewheel.dashboard.web.server import STATIC, Server
+from freewheel.trainer.checkpoint import RunLock
 
 from .made_run import DEEP, Writer, make_run
 
@@ -142,6 +147,18 @@ async def test_the_page_is_served_whole_and_asks_nobody_else(opened: Any, folder
         assert page_text.startswith(' type="module" src="/static/')
 
 
+def test_what_is_timed_has_a_colour_of_its_own_in_either_theme():
+    names = set(
+        re.findall(r"(\w+): ", (STATIC / "format.js").read_text().partition("const SPANS = {")[2].partition("}")[0])
+    )
+    light, _, dark = (STATIC / "base.css").read_text().partition('[data-theme="dark"]')
+    for theme in (light, dark):
+        colours = dict(re.findall(r"--span-(\w+): #(\w{6});", theme))
+        assert set(colours) == names >= {"train", "generate", "wait_batch", "wait_reward", "score"}
+        for one, other in itertools.combinations(map(bytes.fromhex, colours.values()), 2):
+            assert math.dist(one, other) > 40, "they look the same"
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -177,6 +194,19 @@ async def test_every_view_has_its_answer(opened: Any, folder: Path):
     assert "journal" in (await page.json("/api/runs/run/prompts/3"))["error"]
     assert (await page.json("/api/runs/run/series?name=mine/of_a_hook&from=5&to=9"))["x"] == [4, 5, 6, 7, 8, 9, 10]
     assert len((await page.json("/api/compare?runs=run&metric=eval/reward&kind=eval"))["runs"]) == 1
+
+
+async def test_the_run_that_is_live_is_the_first(opened: Any, tmp_path: Path):
+    for name, began in (("a", 10), ("b", 20), ("c", 30)):
+        make_run(tmp_path / name, steps=1)
+        os.utime(tmp_path / name / "config.yaml", (began, began))
+    lock = RunLock(tmp_path / "b")
+    lock.acquire()
+    try:
+        page = await opened(tmp_path)
+        assert [run["id"] for run in (await page.json("/api/runs"))["runs"]] == ["b", "c", "a"]
+    finally:
+        lock.release()
 
 
 @pytest.mark.parametrize(
@@ -221,7 +251,8 @@ async def test_garbage_in_every_file_shows_what_can_be_shown(opened: Any, folder
     page = await opened(folder)
     for path in ("", "/judge", "/weights", "/timeline", "/samples", "/ledger", "/prompts/1"):
         await page.json(f"/api/runs/run{path}")
-    assert (await page.json("/api/runs/run"))["now"]["unreadable_lines"] > 0
+    (said,) = (await page.json("/api/runs/run"))["now"]["missing"]
+    assert said.endswith("lines of metrics.jsonl could not be read")
 
 
 async def test_an_audit_that_takes_its_time_holds_up_nothing_else(
@@ -312,6 +343,18 @@ async def test_half_a_line_is_not_sent_before_it_is_whole(opened: Any, folder: P
         await asyncio.sleep(0.2)
         writer.tear(b'me": 1790000100, "actor/loss": 1.5}\n')
         assert json.loads((await listening.next())["data"])["steps"]["actor/loss"] == [1.5]
+
+
+async def test_who_listens_to_a_run_that_is_silent_hears_that_the_server_is_there(
+    opened: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(live, "ALIVE_S", 0.05)
+    page = await opened(folder)
+    cursor = (await page.json("/api/runs/run"))["cursor"]
+    async with await page.get(f"/api/runs/run/events?cursor={cursor}") as reply:
+        listening = Listening(reply)
+        assert (await listening.next())["event"] == "change"
+        assert await listening.next() == {"event": "alive", "data": "{}"}
 
 
 async def test_who_cannot_go_on_is_told_to_begin_anew(opened: Any, folder: Path):

@@ -42,9 +42,9 @@ RUN = RunSnapshot(
 EMPTY = RunSnapshot(mode="sync", step=0, total_steps=0)
 
 
-def drawn(snapshot, width=100):
+def drawn(snapshot, width=100, **options):
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
-    console.print(panel(snapshot))
+    console.print(panel(snapshot, width=width, **options))
     return console.export_text()
 
 
@@ -74,6 +74,44 @@ def test_the_panel_answers_what_one_asks_about_a_run():
 @pytest.mark.parametrize("width", [20, 80])
 def test_a_run_that_has_just_begun_can_be_shown_on_any_terminal(width):
     assert "0/0" in drawn(EMPTY, width)
+
+
+ADDRESS = f"http://127.0.0.1:40113/?token={'a' * 43}"
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, True), (73, True), (72, False), (40, False)])
+def test_the_address_of_the_page_is_on_a_line_of_its_own_or_not_in_the_panel(width, shown):
+    lines = [line.rstrip() for line in drawn(RUN, width, page=ADDRESS).splitlines()]
+    assert (ADDRESS in lines) == shown
+    assert sum("?token" in line for line in lines) == shown
+
+
+@pytest.mark.parametrize("width", [20, 40, 80, 100])
+def test_an_address_that_is_said_is_never_broken(width):
+    file = io.StringIO()
+    LiveView(Console(file=file, force_terminal=True, width=width)).say(f"Dashboard: {ADDRESS}, and this is more of it")
+    (whole,) = [line for line in file.getvalue().splitlines() if f"{ADDRESS}," in line]
+    assert whole.startswith("http") == (width <= 80), "on a line of its own where there is no room beside it"
+    assert max(len(line) for line in file.getvalue().splitlines()) <= max(width, len(whole))
+
+
+def test_on_a_narrow_terminal_no_number_is_broken_and_nothing_is_wider():
+    run = replace(RUN, run_dir="runs/word_problems-fully_async-20261116-151515")
+    text = drawn(run, 40)
+    assert max(map(len, text.splitlines())) <= 40
+    for whole in ("20261116-151515", "12/40   12 s, 1 min 28 s", "18,503 tokens/s", "wait_batch 30%", "0.534  ▅▅"):
+        assert whole in text
+    assert "━" not in drawn(run, 45) and "━" in drawn(run, 60), "a bar, where there is room for one that can be read"
+
+
+def test_the_curve_at_the_end_is_as_wide_as_the_terminal():
+    file = io.StringIO()
+    shown = LiveView(Console(file=file, force_terminal=True, width=40, height=40, color_system=None))
+    shown.finish(RUN, "Done.")
+    chart = file.getvalue().partition("└")[0].splitlines()[-12:-1]
+    for line, label in ((chart[0], "1.00"), (chart[5], "0.50"), (chart[10], "0.00")):
+        assert f"{label} ┤" in line
+    assert "─" * 33 in file.getvalue() and "─" * 34 not in file.getvalue()
 
 
 def test_a_plain_line_has_the_same_in_one_line():

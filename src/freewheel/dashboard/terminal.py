@@ -14,6 +14,7 @@ import atexit
 import logging
 import math
 import re
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from freewheel.dashboard.charts import curve, sparkline
+from freewheel.dashboard.charts import LABEL, WIDTH, curve, sparkline
 from freewheel.observe.snapshot import RunSnapshot
 
 __all__ = ["LiveView", "PlainView", "View", "curve", "says_warnings", "view"]
@@ -39,6 +40,10 @@ DRAW_EVERY_S = 0.1
 """Faster than this nobody reads, and each drawing takes a few milliseconds from the run."""
 EVENTS_SHOWN = 3
 NAME_COLUMNS = 10
+GAP_COLUMNS = 2
+BAR_COLUMNS, LEAST_BAR_COLUMNS = 30, 8
+"""Of the bar; where there is no room for the least, the numbers say it alone."""
+LEAST_CURVE_COLUMNS = 10
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Escape sequences and control characters, newline and tab excepted: a message may come from a judge or a model."""
 
@@ -183,12 +188,13 @@ class LiveView(_Showing):
             self._quietly(lambda: self._draw(snapshot))
 
     def say(self, text: str) -> None:
-        self._quietly(lambda: self._console.print(Text(clean(text))))
+        self._quietly(lambda: self._console.print(Text(wrapped(clean(text), self._console.width)), soft_wrap=True))
 
     def finish(self, snapshot: RunSnapshot, summary: str) -> None:
         self._quietly(lambda: self._draw(snapshot))
         self.close()
-        for text in (curve(snapshot.eval_curve, unicode=self._unicode), summary):
+        width = max(LEAST_CURVE_COLUMNS, min(WIDTH, self._console.width - LABEL - 1))
+        for text in (curve(snapshot.eval_curve, width=width, unicode=self._unicode), summary):
             if text:
                 self.say(text)
 
@@ -201,7 +207,7 @@ class LiveView(_Showing):
             self.silent = self.silent or silent
 
     def _draw(self, snapshot: RunSnapshot) -> None:
-        picture = panel(snapshot, unicode=self._unicode, page=self.page)
+        picture = panel(snapshot, width=self._console.width, unicode=self._unicode, page=self.page)
         if self._live is None:
             # Drawn when there is something new: a thread that redraws would go on after the run has died.
             self._live = Live(picture, console=self._console, auto_refresh=False)
@@ -212,27 +218,39 @@ class LiveView(_Showing):
         self._drawn_at = self._clock()
 
 
-def panel(snapshot: RunSnapshot, *, unicode: bool = True, page: str = "") -> RenderableType:
-    """The picture: a bar, and a row for each thing one asks about."""
-    table = Table.grid(padding=(0, 2))
+def panel(snapshot: RunSnapshot, *, width: int, unicode: bool = True, page: str = "") -> RenderableType:
+    """The picture: a bar, and a row for each thing one asks about. `page`: an address, which is left out where it does
+    not fit on a line; it was said before."""
+    table = Table.grid(padding=(0, GAP_COLUMNS))
     table.add_column(style="bold", min_width=NAME_COLUMNS, no_wrap=True)
     table.add_column(overflow="fold")
-    bar = Table.grid(padding=(0, 2))
-    bar.add_row(
-        ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=30),
-        Text(f"{snapshot.step}/{snapshot.total_steps}   {_times(snapshot)}"),
-    )
-    table.add_row("steps", bar)
+    table.add_row("steps", _bar(snapshot, width - NAME_COLUMNS - GAP_COLUMNS))
     for name, text in _facts(snapshot, unicode=unicode):
         table.add_row(name, Text(text))
-    if page:
-        table.add_row("page", Text(page, style="cyan"))
     for text in snapshot.alerts:
         table.add_row("alert", Text(clean(text), style="yellow"))
     for text in snapshot.events[-EVENTS_SHOWN:]:
         table.add_row("event", Text(clean(text), style="dim"))
-    title = Text.assemble(("freewheel", "bold"), f"  {snapshot.mode}  ", (clean(snapshot.run_dir), "dim"))
-    return Group(title, table)
+    run_dir = _ending(clean(snapshot.run_dir), width)
+    title = Text.assemble(("freewheel", "bold"), f"  {snapshot.mode}  ", (run_dir, "dim"))
+    address = [Text(page, style="cyan")] if page and len(page) <= width else []
+    return Group(title, *address, table)
+
+
+def _bar(snapshot: RunSnapshot, width: int) -> RenderableType:
+    """As long as there is room for, beside the numbers."""
+    words = Text(f"{snapshot.step}/{snapshot.total_steps}   {_times(snapshot)}")
+    length = min(BAR_COLUMNS, width - len(words) - GAP_COLUMNS)
+    if length < LEAST_BAR_COLUMNS:
+        return words
+    bar = Table.grid(padding=(0, GAP_COLUMNS))
+    bar.add_row(ProgressBar(total=max(snapshot.total_steps, 1), completed=snapshot.step, width=length), words)
+    return bar
+
+
+def _ending(text: str, width: int) -> str:
+    """Of what is too long for a line, the end, in which names of runs differ."""
+    return text if len(text) <= width else f"…{text[1 - width :]}"
 
 
 def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]:
@@ -326,6 +344,14 @@ def duration(seconds: float) -> str:
 def clean(text: str) -> str:
     """Without what would move a cursor, ring a bell or colour what follows."""
     return CONTROL.sub("", text)
+
+
+def wrapped(text: str, width: int) -> str:
+    """Between words only: an address that is longer than a line stays whole, and can be copied."""
+    return "\n".join(
+        textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line
+        for line in text.split("\n")
+    )
 
 
 def _speaks_unicode(encoding: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from freewheel.judge.errors import ConfigError
@@ -9,6 +10,8 @@ from freewheel.judge.errors import ConfigError
 HOST = "127.0.0.1"
 BACKLOG = 64
 ANYWHERE = ("0.0.0.0", "::")
+OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
+"""Of a socket that cannot be had: what another port would mend. The rest is of the host."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,8 +33,11 @@ def listen_or_say(host: str, port: int) -> socket.socket:
     try:
         return listen(host, port)
     except (OSError, OverflowError) as error:
-        remedy = f"it cannot listen there: {error}; choose another --port, or leave it out for any that is free"
-        raise ConfigError("--host and --port", f"{host}:{port}", remedy) from None
+        if isinstance(error, OverflowError) or error.errno in OF_THE_PORT:
+            remedy = f"it cannot listen there: {error}; choose another, or leave it out for any that is free"
+            raise ConfigError("--port", port, remedy) from None
+        remedy = f"it cannot listen there: {error}; give an address of this machine, or leave it out for {HOST}"
+        raise ConfigError("--host", host, remedy) from None
 
 
 def address(listening: socket.socket, token: str) -> str:

@@ -1,6 +1,7 @@
 """Server-sent events: what came to a run since a cursor, about once a second, while somebody listens.
 
     client (cursor, or Last-Event-ID after a break) ─▶ changes ─▶ `event: change`, id: the next cursor
+                                                          ├─ nothing new for long ─▶ `event: alive`
                                                           └─ None ─▶ `event: reload`: fetch the whole, then come again
 
 Nothing is kept for a client but its cursor, so one that comes back goes on where it was, on another server too. Waits
@@ -23,7 +24,7 @@ from freewheel.dashboard.web.runs import RunView
 EVERY_S = 1.0
 """Between two looks: as often as a run writes a pulse."""
 ALIVE_S = 15.0
-"""Silence after which a comment is sent, by which either side learns that the other has gone."""
+"""Silence after which a word is sent, by which either side learns that the other has gone."""
 RETRY_MS = 1000
 MOST_STREAMS = 64
 
@@ -72,7 +73,7 @@ class Streams:
                 told, sent_at = cursor, loop.time()
                 before = msgspec.json.encode(_without_rows(found))
             elif loop.time() - sent_at >= ALIVE_S:
-                await response.write(b": alive\n\n")
+                await response.write(b"event: alive\ndata: {}\n\n")
                 sent_at = loop.time()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), EVERY_S)

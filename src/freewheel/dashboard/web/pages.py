@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from freewheel.dashboard.web.closing import closing
 from freewheel.dashboard.web.columns import Columns, Numbers, mean_over_time, means, plain, rates
-from freewheel.dashboard.web.learning import learning
+from freewheel.dashboard.web.learning import FEWEST_STEPS, Learning, learning
+from freewheel.dashboard.web.missing import missing
 from freewheel.dashboard.web.recorded import Recorded
 from freewheel.dashboard.web.runs import RunView
 from freewheel.dashboard.web.thinning import MOST_POINTS, curve, thin
@@ -44,7 +46,7 @@ def headline(view: RunView) -> dict[str, Any]:
         "mode": settings.get("mode", ""),
         "task": settings.get("data.task", ""),
         "model": settings.get("model.path", ""),
-        "step": recorded.steps.last("step") or 0,
+        "step": view.step,
         "total_steps": settings.number("trainer.total_steps"),
         "began": recorded.first_time,
         "last_row": recorded.last_time,
@@ -120,7 +122,10 @@ def now(view: RunView) -> dict[str, Any]:
         held_out=recorded.evals["eval/reward"],
         errors=recorded.evals["eval/reward_se"],
     )
-    state = view.state
+    state, step = view.state, view.step
+    gone = missing(recorded, step) if state in ("live", "finished", "ended") else []
+    if gone and not 0 < step < FEWEST_STEPS and found.trend == "unknown":
+        found = Learning("unknown", "Whether it learns cannot be said: the rows that would tell are not there")
     newest = pulse is not None and (statistics is None or pulse.time >= statistics.time)
     source = recorded.pulses if newest else recorded.statistics
     of_now = _last if state == "live" else mean_over_time
@@ -132,7 +137,7 @@ def now(view: RunView) -> dict[str, Any]:
     return {
         "state": state,
         "state_words": STATE_WORDS[state],
-        "step": recorded.steps.last("step") or 0,
+        "step": step,
         "total_steps": view.settings.number("trainer.total_steps"),
         "elapsed_s": _elapsed_s(recorded),
         "eta_s": _eta_s(view),
@@ -140,21 +145,30 @@ def now(view: RunView) -> dict[str, Any]:
         "held_out": recorded.evals.last("eval/reward"),
         "held_out_se": recorded.evals.last("eval/reward_se"),
         "held_out_step": recorded.evals.last("step"),
+        "recorded_step": int(recorded.steps.last("step") or 0),
         "version": source.last("version"),
         "published_version": source.last("published_version"),
         "queue_size": source.last("queue_size"),
         "in_progress": source.last("in_progress"),
         "tokens_per_s": of_now(tokens_per_s, at_s),
         "samples_per_s": samples_per_s,
-        "verdict": (pulse.verdict if pulse is not None else "") or "",
+        "verdict": _verdict(view),
         "doing": queue.waiting_for if queue is not None else "",
         "paused": queue.paused if queue is not None else "",
         "learning": found._asdict(),
         "waits": _waits(recorded),
         "last_row": recorded.last_time,
         "warnings": msgspec.to_builtins(list(view.warnings)[-8:]),
-        "unreadable_lines": recorded.bad_lines,
+        "missing": gone,
     }
+
+
+def _verdict(view: RunView) -> str:
+    """Of a run that goes on what holds it up lately, of one that is over what held it up."""
+    if view.state != "live":
+        return closing(view.recorded, view.settings)
+    pulse = view.recorded.last_pulse
+    return pulse.verdict if pulse is not None else ""
 
 
 def ages(view: RunView) -> dict[str, Any]:

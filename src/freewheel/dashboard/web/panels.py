@@ -14,16 +14,20 @@ import msgspec
 
 from freewheel.dashboard.web.columns import mean_over_time, rates
 from freewheel.dashboard.web.pages import headline, series
-from freewheel.dashboard.web.rows import JudgeNumbers, Rewards
+from freewheel.dashboard.web.rows import JudgeNumbers, Rewards, Statistics
 from freewheel.dashboard.web.runs import RunView
-from freewheel.dashboard.web.settings import flat
+from freewheel.dashboard.web.settings import Settings, flat
 from freewheel.dashboard.web.thinning import curve
+from freewheel.judge.breaker import Breaker, State
 from freewheel.judge.errors import ConfigError
+from freewheel.judge.stats import EndpointStats
 
 MOST_DIFFERENCES = 60
 """Settings in which compared runs differ that are told."""
 OWN_SETTINGS = ("run_dir",)
 """Settings in which any two runs differ."""
+ON_ITS_WAY = 1
+"""Versions that an engine may lag in any mode: the newest is being brought to it."""
 
 
 def judge(view: RunView) -> dict[str, Any]:
@@ -36,6 +40,7 @@ def judge(view: RunView) -> dict[str, Any]:
         "sent_per_s": "sent",
         "throttled_per_s": "throttled",
         "failed_per_s": "failed",
+        "faults_per_s": "faults",
         "cost_per_s": "cost",
     }
     curves = {name: curve(elapsed, statistics[name]) for name in ("limit", "in_flight", "queued", "scoring", "waiting")}
@@ -43,7 +48,7 @@ def judge(view: RunView) -> dict[str, Any]:
     return {
         "asked_for": view.settings.get("reward.judge") is not None,
         "rewards": _rewards(rewards) if rewards is not None else None,
-        "judge": _judge(rewards.judge) if rewards is not None and rewards.judge is not None else None,
+        "judge": _judge(rewards.judge, live=view.state == "live") if rewards and rewards.judge else None,
         "curves": {name: found for name, found in curves.items() if found["x"]},
         "every_s": view.settings.number("observe.statistics_every_s"),
     }
@@ -55,18 +60,43 @@ def _rewards(rewards: Rewards) -> dict[str, Any]:
     return found
 
 
-def _judge(numbers: JudgeNumbers) -> dict[str, Any]:
+def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
     saved = numbers.cache_hits + numbers.shared
     faults: dict[str, int] = {}
     for end in numbers.endpoints:
         for kind, count in end.faults.items():
             faults[kind] = faults.get(kind, 0) + count
+    states = [_state(end, live=live) for end in numbers.endpoints]
+    waiting = numbers.queued + numbers.in_flight
     return {
         **msgspec.to_builtins(numbers),
+        "endpoints": [
+            {**msgspec.to_builtins(end), "state": state} for end, state in zip(numbers.endpoints, states, strict=True)
+        ],
+        "down": _down(states, waiting, live=live),
+        "waiting": waiting,
         "tokens": sum(end.prompt_tokens + end.completion_tokens for end in numbers.endpoints),
         "saved_share": saved / (saved + numbers.sent) if saved + numbers.sent else None,
         "faults": faults,
     }
+
+
+def _state(end: EndpointStats, *, live: bool) -> str:
+    """Why nothing but a try is sent to an endpoint; empty while it is up."""
+    if end.halted or end.up:
+        return end.halted
+    if not live:
+        return "unreachable at the end"
+    tried = end.breaker == State.PROBING.value
+    return f"unreachable, {'tried just now' if tried else f'next try within {Breaker.LONGEST_PAUSE_S:g} s'}"
+
+
+def _down(states: Sequence[str], waiting: int, *, live: bool) -> str:
+    """Where no endpoint is up: why, and how many requests wait for that."""
+    if not states or not all(states):
+        return ""
+    gives, wait = ("gives", "wait") if live else ("gave", "waited")
+    return f"The judge {gives} no verdicts: {'; '.join(dict.fromkeys(states))}. {waiting:,} requests {wait}"
 
 
 def weights(view: RunView) -> dict[str, Any]:
@@ -77,9 +107,29 @@ def weights(view: RunView) -> dict[str, Any]:
         "seen": recorded.syncs_seen,
         "syncs": msgspec.to_builtins(list(reversed(recorded.syncs))),
         "sync": msgspec.to_builtins(last.sync) if last is not None else None,
+        "engines": _engines(last, _allowed(view.settings)) if last is not None else [],
         "version": recorded.pulses.last("version"),
         "published_version": recorded.pulses.last("published_version"),
     }
+
+
+def _allowed(settings: Settings) -> int:
+    """Versions that an engine may be behind the trainer: as far as samples may, one that is on its way included."""
+    return max(ON_ITS_WAY, settings.staleness_threshold)
+
+
+def _engines(last: Statistics, allowed: int) -> list[dict[str, Any]]:
+    """Each with its version, held against the trainer's of the same moment."""
+    now = last.queue.version
+    return [
+        {
+            "name": name,
+            "version": version,
+            "fenced": name in last.sync.fenced,
+            "behind": int(now - version) if now - version > allowed else 0,
+        }
+        for name, version in last.sync.versions.items()
+    ]
 
 
 def ledger(folder: Path) -> dict[str, Any]:
@@ -118,6 +168,7 @@ def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
                     "held_out": recorded.evals.last("eval/reward"),
                     "best_held_out": _best(recorded.evals["eval/reward"]),
                     "elapsed_s": recorded.steps.last("elapsed_s"),
+                    "recorded_step": int(recorded.steps.last("step") or 0),
                     "tokens_per_s": mean_over_time(recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]),
                 }
             )

@@ -43,6 +43,7 @@ STATISTICS_COLUMNS = (
     *("elapsed_s", "step", "queue_size", "in_progress", "version", "published_version"),
     *("generated_tokens", "generated_samples", "scored", "failed", "scoring", "waiting"),
     *("limit", "in_flight", "queued", "sent", "judged", "throttled", "cache_hits", "shared", "judge_failed", "cost"),
+    "faults",
 )
 
 RECENT_STEPS = 100
@@ -51,6 +52,8 @@ RECENT_PULSES = 30
 """Seconds, about, over which shares of waiting are averaged: one second is a throw of dice."""
 MOST_SYNCS = 500
 MOST_EVENTS = 300
+LATEST_STATISTICS = 8
+"""As many as a verdict looks back on, where they come every ten seconds."""
 MOST_OF = {"sync": MOST_SYNCS, "event": MOST_EVENTS}
 """Kinds of which only the last are kept, and so only the last are decoded."""
 
@@ -75,7 +78,7 @@ class Recorded:
         self.events: deque[Event] = deque(maxlen=MOST_EVENTS)
         self.syncs_seen = self.events_seen = 0
         self.last_pulse: Pulse | None = None
-        self.last_statistics: Statistics | None = None
+        self.latest_statistics: deque[Statistics] = deque(maxlen=LATEST_STATISTICS)
         self.first_time: float | None = None
         self.last_time: float | None = None
         self.bad_lines = 0
@@ -87,6 +90,10 @@ class Recorded:
     @property
     def exists(self) -> bool:
         return self._tail.exists
+
+    @property
+    def last_statistics(self) -> Statistics | None:
+        return self.latest_statistics[-1] if self.latest_statistics else None
 
     @property
     def generation(self) -> int:
@@ -173,7 +180,7 @@ class Recorded:
                 )
             )
         self.statistics.extend(numbers)
-        self.last_statistics = decoded(_STATISTICS, lines[-1]) or self.last_statistics
+        self.latest_statistics.extend(_all(_STATISTICS, lines[-LATEST_STATISTICS:]))
 
     def _take_sync(self, rows: list[Sync], lines: list[bytes]) -> None:
         self.syncs.extend(rows)
@@ -231,10 +238,11 @@ def _ends(known: Sequence[bytes], lines: list[bytes]) -> list[bytes]:
 def _judge_numbers(judge: JudgeHistory | None) -> tuple[float, ...]:
     """As the last of `STATISTICS_COLUMNS` name them; NaN where there is no judge."""
     if judge is None:
-        return (np.nan,) * 10
+        return (np.nan,) * 11
     return (
         *(judge.limit, judge.in_flight, judge.queued, judge.sent, judge.scored, judge.throttled),
         *(judge.cache_hits, judge.shared, sum(judge.failed.values()), judge.cost),
+        sum(sum(end.faults.values()) for end in judge.endpoints),
     )
 
 

@@ -6,7 +6,7 @@ A row that is no such thing (half a line, another's) is passed over. `recorded` 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -67,6 +67,8 @@ class Pulse(msgspec.Struct, gc=False):
     samples_per_s: float | None = NAN
     waits: dict[str, dict[str, float]] = {}
     verdict: str = ""
+    last: bool = False
+    """The run was over, and the verdict is of all of it."""
 
 
 class EngineSync(msgspec.Struct):
@@ -103,6 +105,10 @@ class Warned(msgspec.Struct, gc=False):
     step: int | None = None
 
 
+class EndpointHistory(msgspec.Struct, gc=False):
+    faults: dict[str, int] = {}
+
+
 class JudgeHistory(msgspec.Struct, gc=False):
     """Of a judge, what has a curve."""
 
@@ -116,6 +122,7 @@ class JudgeHistory(msgspec.Struct, gc=False):
     limit: int = 0
     cache_hits: int = 0
     cost: float = 0.0
+    endpoints: Sequence[EndpointHistory] = ()
 
 
 class RewardsHistory(msgspec.Struct, gc=False):
@@ -149,14 +156,14 @@ class StatisticsHistory(msgspec.Struct, gc=False):
 
 
 class JudgeNumbers(JudgeHistory):
-    """As `Judging.stats` has it: of all endpoints together, and of each (of one replica, where there are several)."""
+    """As `Judging.stats` has it: of all endpoints together, and of each."""
 
     submitted: int = 0
     skipped: int = 0
     retries: int = 0
     reasks: int = 0
     restarts: int = 0
-    endpoints: list[EndpointStats] = []
+    endpoints: Sequence[EndpointStats] = ()  # type: ignore[assignment]  # has all that the history has, and more
 
 
 class Rewards(RewardsHistory):
@@ -171,6 +178,13 @@ class Rewards(RewardsHistory):
 
 class RollouterNumbers(RollouterHistory):
     rewards: Rewards = msgspec.field(default_factory=Rewards)
+    running: float | None = None
+    slots: float | None = None
+    spans: dict[str, float] = {}
+
+
+class TrainerNumbers(msgspec.Struct):
+    spans: dict[str, float] = {}
 
 
 class QueueNumbers(QueueHistory):
@@ -194,6 +208,7 @@ class SyncNumbers(msgspec.Struct):
 class Statistics(StatisticsHistory):
     """What the components said of themselves, every `observe.statistics_every_s`."""
 
+    trainer: TrainerNumbers = msgspec.field(default_factory=TrainerNumbers)
     rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
     queue: QueueNumbers = msgspec.field(default_factory=QueueNumbers)
     sync: SyncNumbers = msgspec.field(default_factory=SyncNumbers)

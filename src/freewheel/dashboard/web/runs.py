@@ -11,13 +11,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
 
 from freewheel.dashboard.web.columns import Columns
+from freewheel.dashboard.web.missing import CHECKPOINTS, JOURNAL, Reached
 from freewheel.dashboard.web.recorded import Recorded
 from freewheel.dashboard.web.rows import Warned
 from freewheel.dashboard.web.samples import Samples
@@ -31,13 +32,15 @@ from freewheel.observe.recorder import FILE as METRICS
 
 LOG = "log.jsonl"
 FINAL = "final"
-RUN_MARKS = (CONFIG, METRICS, "journal.sqlite", "checkpoints")
+BEGUN_MARKS = (METRICS, JOURNAL, CHECKPOINTS)
+"""A run's folder that has one of these is past its start."""
+RUN_MARKS = (CONFIG, *BEGUN_MARKS)
 """A folder that has one of these is a run's."""
 MOST_WARNINGS = 50
 STILL_S = 5.0
 """Between two looks at who holds the lock of a run that nobody held: each look takes it for a moment itself."""
 MOST_RUNS = 200
-"""Of a folder: those whose names come last, which are the newest as `freewheel train` names them."""
+"""Of a folder: the newest."""
 LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
 
 State = Literal["live", "finished", "ended", "removed", "waiting"]
@@ -59,6 +62,7 @@ class RunView:
         self.samples = Samples(folder)
         self.warnings: deque[Warned] = deque(maxlen=MOST_WARNINGS)
         self._log = Tail(folder / LOG)
+        self._reached = Reached(folder)
         self._clock = clock
         self._lock = threading.Lock()
         self._asked_at = -STILL_S
@@ -96,7 +100,13 @@ class RunView:
             return "live"
         if (self.folder / FINAL).is_dir():
             return "finished"
-        return "ended" if (self.folder / METRICS).exists() else "waiting"
+        return "ended" if any((self.folder / mark).exists() for mark in BEGUN_MARKS) else "waiting"
+
+    @property
+    def step(self) -> int:
+        """The last that is known; of a run that is over also by its journal and its checkpoints."""
+        told = int(self.recorded.steps.last("step") or 0)
+        return max(told, self._reached.look()) if self.state in ("finished", "ended") else told
 
     def _is_held(self) -> bool:
         """Whether a process writes to it."""
@@ -133,7 +143,7 @@ class Runs:
             raise ConfigError("RUN", said, f"no run is in it: a run's folder has a {CONFIG} or a {METRICS}")
 
     def all(self) -> list[RunView]:
-        """In the order in which they were named, and in a folder the newest first."""
+        """In the order in which they were named, and in a folder the one that began last first."""
         with self._lock:
             found = list(self._folders())
             for folder in found:
@@ -166,10 +176,18 @@ def is_run(folder: Path) -> bool:
 
 def _runs_in(folder: Path) -> list[Path]:
     try:
-        inside = sorted((path for path in folder.iterdir() if path.is_dir()), reverse=True)
+        inside = [path for path in folder.iterdir() if path.is_dir()]
     except OSError:
         return []
-    return [path for path in inside if is_run(path)][:MOST_RUNS]
+    return sorted((path for path in inside if is_run(path)), key=_began, reverse=True)[:MOST_RUNS]
+
+
+def _began(folder: Path) -> tuple[int, str]:
+    """When a run was started, or resumed, which writes its settings anew; by name where they are as old."""
+    for mark in RUN_MARKS:
+        with suppress(OSError):
+            return (folder / mark).stat().st_mtime_ns, folder.name
+    return 0, folder.name
 
 
 def _free_id(name: str, taken: Callable[[str], bool]) -> str:

@@ -135,10 +135,12 @@ class Server:
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     async def _all_runs(self, request: web.Request) -> web.StreamResponse:
+        """Those that are live first: the page opens the first one."""
+
         def found() -> list[dict[str, Any]]:
             views = self._runs.all()
             if len(views) > 1:  # their metrics are read when somebody opens them
-                return [_named(view) for view in views]
+                return sorted(map(_named, views), key=lambda one: one["state"] != "live")
             return [_within(pages.headline, view) for view in views]
 
         return _json({"runs": await asyncio.to_thread(found)})

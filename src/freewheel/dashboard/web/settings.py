@@ -1,7 +1,8 @@
-"""What a run was told to do: its `config.yaml` as plain values. What cannot be read is empty; nothing is imported."""
+"""What a run was told to do: its `config.yaml` as plain values. What cannot be read is empty."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import yaml
 
 from freewheel.dashboard.web.tail import open_regular
+from freewheel.runtime.config import THRESHOLDS
 
 FILE = "config.yaml"
 MOST_BYTES = 1 << 20
@@ -49,9 +51,16 @@ class Settings:
             found = found[part]
         return found
 
+    @property
+    def staleness_threshold(self) -> int:
+        """What holds, in the run's mode."""
+        told = self.number("async_training.staleness_threshold") or 0
+        return THRESHOLDS.get(self.get("mode", ""), int(told))
+
     def number(self, key: str) -> float | None:
         found = self.get(key)
-        return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        return found if is_number and math.isfinite(found) else None
 
 
 def _parsed(data: bytes) -> dict[str, Any]:

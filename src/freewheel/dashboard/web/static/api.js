@@ -31,7 +31,7 @@ export function follow(id, cursor, { change, reload, connected }) {
   let again;
   const open = () => {
     source = new EventSource(`/api${runPath(id, "/events")}?cursor=${encodeURIComponent(at)}`);
-    source.addEventListener("open", () => connected(true));
+    for (const word of ["open", "alive"]) source.addEventListener(word, () => connected(true));
     source.addEventListener("error", () => {
       connected(false);
       if (source?.readyState !== EventSource.CLOSED) return;

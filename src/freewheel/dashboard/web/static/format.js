@@ -80,21 +80,24 @@ export function ago(seconds, now = Date.now() / 1000) {
   return passed < 5 ? "just now" : `${duration(passed).replace(/ \d\d s$/, "")} ago`;
 }
 
+/** A name that is too long for its place keeps its end, in which names of runs differ. */
+export const ending = (name, most) => (name.length <= most ? name : `…${name.slice(1 - most)}`);
+
 export const plural = (count_, word) => `${count(count_)} ${word}${count_ === 1 ? "" : "s"}`;
 
 /** wait_batch → wait for a batch: what spans are called on the page. */
 const SPANS = {
   train: "train", wait_batch: "wait for a batch", pack: "pack weights", save: "save", generate: "generate",
   wait_reward: "wait for rewards", wait_room: "held back", load_weights: "load weights", evaluate: "evaluate",
-  sync: "sync", load: "load", drain: "let all end first", response: "response", score: "score", store: "store", ready: "ready", idle: "other",
+  sync: "sync", load: "load", drain: "let all end first", response: "response", score: "score", store: "store", ready: "ready",
 };
 export function spanName(name) {
   const [first, ...rest] = name.split(" "); // a track of its own has its name behind: load rollouter-0
   return [SPANS[first] || first.replaceAll("_", " "), ...rest].join(" ");
 }
 
-const SPAN_COLOURS = {
-  train: "work", generate: "work", response: "work-2", score: "c5", store: "save", ready: "wait-2",
-  wait_batch: "wait", wait_reward: "wait", wait_room: "wait-2", pack: "weights", load_weights: "weights", save: "save", evaluate: "c7", sync: "weights", load: "weights", drain: "wait",
-};
-export const spanColour = (name) => SPAN_COLOURS[name.split(" ")[0]] || (name.startsWith("wait") ? "wait" : "c6");
+/** Each has a colour of its own in the theme; those that it does not know share one. */
+export function spanColour(name) {
+  const [first] = name.split(" ");
+  return Object.hasOwn(SPANS, first) ? `span-${first}` : "c6";
+}

@@ -10,6 +10,19 @@ export const title = "Compare";
 const FIRST = 4; // runs that are chosen at first
 const MOST = 8; // as many as there are colours
 const EVERY_MS = 5000;
+const inks = new Map(); // run → its colour, for as long as the page is open
+
+/** Who has a colour keeps it; a new one gets that of its place by name, or the next that none of the chosen has. */
+function dye(chosen, runs) {
+  const names = runs.map((one) => one.id).sort();
+  const taken = new Set();
+  for (const id of [...chosen.filter((one) => inks.has(one)), ...chosen.filter((one) => !inks.has(one))]) {
+    let at = inks.get(id) ?? names.indexOf(id) % MOST;
+    while (taken.has(at)) at = (at + 1) % MOST;
+    taken.add(at);
+    inks.set(id, at);
+  }
+}
 
 export function mount(root, app) {
   let chosen = [app.run, ...app.runs.map((one) => one.id).filter((id) => id !== app.run)].slice(0, FIRST);
@@ -31,9 +44,10 @@ export function mount(root, app) {
     return {};
   }
 
-  const ink = (id) => `c${(chosen.indexOf(id) % MOST) + 1}`;
+  const ink = (id) => `c${inks.get(id) + 1}`;
 
   function drawPicks() {
+    dye(chosen, app.runs);
     picks.replaceChildren(...app.runs.map((run) => h("label", { class: "pick" },
       h("input", { type: "checkbox", checked: chosen.includes(run.id), disabled: !chosen.includes(run.id) && chosen.length >= MOST, onchange: (event) => {
         chosen = event.target.checked ? [...chosen, run.id] : chosen.filter((id) => id !== run.id);
@@ -74,7 +88,7 @@ export function mount(root, app) {
       panel("How each did", {}, table(["Run", "State", { right: "Steps" }, { right: "Reward" }, { right: "Held out" }, { right: "Best held out" }, { right: "Time" }, { right: "Steps/min" }, { right: "Tokens/s" }],
         found.runs.map((run) => [
           h("a", { href: `#overview/${encodeURIComponent(run.id)}` }, run.name), run.state_words, { right: count(run.step) }, { right: number(run.reward) }, { right: number(run.held_out) }, { right: number(run.best_held_out) },
-          { right: duration(run.elapsed_s) }, { right: run.elapsed_s ? number((run.step / run.elapsed_s) * 60, 1) : "–" }, { right: run.tokens_per_s === null ? "–" : short(Math.round(run.tokens_per_s)) },
+          { right: duration(run.elapsed_s) }, { right: run.elapsed_s ? number((run.recorded_step / run.elapsed_s) * 60, 1) : "–" }, { right: run.tokens_per_s === null ? "–" : short(Math.round(run.tokens_per_s)) },
         ]), { label: "Runs" })),
       panel("Settings that differ", {}, found.differing.length ? table(["Setting", ...found.runs.map((run) => run.name)],
         found.differing.map((row) => [h("code", {}, row.key), ...row.values.map((value) => h("code", {}, value))]), { label: "Settings that differ" })

@@ -4,7 +4,7 @@ import { ranked } from "../bars.js";
 import { LineChart } from "../chart.js";
 import { empty, h, panel, table, tiles } from "../dom.js";
 import { fetched } from "../fetched.js";
-import { count, duration, elapsed, number, share } from "../format.js";
+import { count, duration, elapsed, number, plural, share } from "../format.js";
 
 export const title = "Judge";
 
@@ -21,8 +21,8 @@ export function mount(root, app) {
       curves: [{ name: "scored_per_s", label: "scored", colour: "accent", fill: true }, { name: "sent_per_s", label: "calls sent", colour: "faint", thin: true }],
     }),
     trouble: new LineChart({
-      title: "429s and failures a second", height: 180, x: TIME, y: { low: 0 },
-      curves: [{ name: "throttled_per_s", label: "429s", colour: "wait" }, { name: "failed_per_s", label: "failed", colour: "bad" }],
+      title: "429s and failed calls a second", height: 180, x: TIME, y: { low: 0 },
+      curves: [{ name: "throttled_per_s", label: "429s", colour: "wait" }, { name: "faults_per_s", label: "failed calls", colour: "c2" }, { name: "failed_per_s", label: "given up", colour: "bad" }],
     }),
     stage: new LineChart({
       title: "Responses being scored", height: 230, x: TIME, y: { low: 0 },
@@ -56,6 +56,7 @@ function content({ rewards, judge, asked_for: askedFor }, charts) {
     ];
   }
   return [
+    judge.down ? h("p", { class: "notice span-12", role: "status" }, judge.down) : null,
     tiles([
       ["Limit", count(judge.limit), null, `${count(judge.in_flight)} in flight`],
       ["Waiting", count(judge.queued), null, "for a slot or a back-off"],
@@ -66,16 +67,16 @@ function content({ rewards, judge, asked_for: askedFor }, charts) {
       ["Failed", count(failed), null, "masked, never a zero"],
     ]),
     panel("Requests in flight", { span: 7, wide: true, note: "the limit adapts to what the judge takes" }, charts.flight.element),
-    panel("Failures by reason", { span: 5 }, failed ? ranked(judge.failed) : empty("No failures", "Every request ended with a verdict."),
+    panel("Failures by reason", { span: 5 }, failed ? ranked(judge.failed) : judge.waiting ? empty("None so far", `${plural(judge.waiting, "request")} had no verdict yet.`) : empty("No failures", "Every request ended with a verdict."),
       Object.keys(judge.faults).length ? [h("h2", { style: { margin: "20px 0 8px" } }, "Failed calls by kind"), ranked(judge.faults, "wait")] : null),
     panel("Verdicts a second", { span: 7, wide: true }, charts.rate.element),
-    panel("429s and failures a second", { span: 5 }, charts.trouble.element),
+    panel("429s and failed calls a second", { span: 5 }, charts.trouble.element),
     panel("Endpoints", { span: 12, note: `${count(judge.retries)} retries, ${count(judge.reasks)} asked again for an unreadable reply, ${count(judge.restarts)} restarts` }, table(
       ["Endpoint", "Model", { right: "Limit" }, { right: "In flight" }, { right: "Sent" }, { right: "429s" }, { right: "p50" }, { right: "p90" }, { right: "p99" }, { right: "Cost" }, "State"],
       judge.endpoints.map((one) => [
         h("span", { class: "mono" }, one.url), one.model, { right: count(one.limit) }, { right: count(one.in_flight) }, { right: count(one.sent) }, { right: count(one.throttled) },
         { right: duration(one.latency_p50_s) }, { right: duration(one.latency_p90_s) }, { right: duration(one.latency_p99_s) }, { right: number(one.cost, 4) },
-        one.halted ? h("span", { class: "chip bad" }, one.halted) : h("span", { class: `chip ${one.breaker === "closed" ? "good" : "warn"}` }, one.breaker === "closed" ? "up" : one.breaker || "unknown"),
+        h("span", { class: `chip ${one.state ? "bad" : "good"}` }, one.state || "up"),
       ]), { label: "Judge endpoints" })),
-  ];
+  ].filter(Boolean);
 }

@@ -4,7 +4,7 @@ import { get, runPath } from "../api.js";
 import { histogram, shares } from "../bars.js";
 import { LineChart } from "../chart.js";
 import { empty, h, panel, tiles } from "../dom.js";
-import { clock, count, duration, elapsed, number, plural, share, short } from "../format.js";
+import { clock, count, duration, elapsed, number, plural, share, short, spanColour } from "../format.js";
 
 export const title = "Overview";
 
@@ -30,8 +30,8 @@ export function mount(root, app) {
   const says = h("p", { class: "says" });
   const learns = h("p", { class: "learns" });
   const how = h("code", {});
-  const unread = h("p", { class: "warn" });
-  const hero = h("section", { class: "panel hero span-12", "aria-label": "Now" }, says, learns, how, unread);
+  const missing = h("div", { class: "warn" });
+  const hero = h("section", { class: "panel hero span-12", "aria-label": "Now" }, says, learns, how, missing);
   const figures = h("div", { class: "span-12" });
   const ages = panel("Staleness", { span: 4, note: "lag in versions" });
   const waits = panel("What each part spends its time on", { span: 8, wide: true, note: "lately" });
@@ -53,7 +53,7 @@ export function mount(root, app) {
   });
   const waiting = chart({
     title: "Waiting", height: 190, x: time, y: { low: 0, high: 1, format: (value) => share(value) },
-    curves: [{ name: "wait_batch", label: "trainer for a batch", colour: "wait", smooth: true }, { name: "wait_reward", label: "generation for rewards", colour: "c5", smooth: true }, { name: "wait_room", label: "generation held back", colour: "c7", smooth: true }],
+    curves: [{ name: "wait_batch", label: "trainer for a batch", colour: spanColour("wait_batch"), smooth: true }, { name: "wait_reward", label: "generation for rewards", colour: spanColour("wait_reward"), smooth: true }, { name: "wait_room", label: "generation held back", colour: spanColour("wait_room"), smooth: true }],
   });
   const lag = ofSteps({
     title: "Age of samples", height: 190, y: { low: 0 },
@@ -94,16 +94,15 @@ export function mount(root, app) {
     write(learns, now.learning.words);
     learns.dataset.trend = now.learning.trend;
     how.hidden = now.state !== "ended";
-    unread.hidden = !now.unreadable_lines;
-    write(unread, `${plural(now.unreadable_lines, "line")} of metrics.jsonl could not be read`);
+    if (missing.textContent !== now.missing.join("")) missing.replaceChildren(...now.missing.map((one) => h("p", {}, one)));
     write(how, `freewheel train resume=${data.folder}`);
     figures.replaceChildren(tiles([
-      ["Reward", number(now.reward), null, "mean of the last step"],
-      ["Held out", number(now.held_out), now.held_out_se ? `± ${number(now.held_out_se)}` : null, now.held_out_step !== null ? `at step ${count(now.held_out_step)}` : "not measured yet"],
+      ["Reward", number(now.reward), null, now.recorded_step < now.step ? `at step ${count(now.recorded_step)}` : "mean of the last step"],
+      ["Held out", number(now.held_out), now.held_out_se ? `± ${number(now.held_out_se)}` : null, now.held_out_step !== null ? `at step ${count(now.held_out_step)}` : now.recorded_step < now.step ? "not recorded" : "not measured yet"],
       [now.state === "live" ? "Throughput" : "Mean throughput", now.tokens_per_s === null ? "–" : short(Math.round(now.tokens_per_s)), null, `tokens/s${now.samples_per_s === null ? "" : `, ${number(now.samples_per_s, 1)} responses/s`}`],
       ["Queue", count(now.queue_size), null, now.in_progress === null ? "groups ready" : `groups ready,  ${count(now.in_progress)} in progress`],
       ["Weights", now.version === null ? "–" : `v${count(now.version)}`, null, now.published_version === null ? null : `engines at v${count(now.published_version)}`],
-      now.state === "live" ? ["Time left", duration(now.eta_s), null, `${duration(now.elapsed_s)} so far`] : ["Took", duration(now.elapsed_s), null, plural(now.step, "step")],
+      now.state === "live" ? ["Time left", duration(now.eta_s), null, `${duration(now.elapsed_s)} so far`] : ["Took", duration(now.elapsed_s), null, now.recorded_step < now.step ? `until the last row, of step ${count(now.recorded_step)}` : plural(now.step, "step")],
     ]));
     for (const made of [speed, queue, waiting]) made.set(data.pulses);
     for (const made of [reward, lag, ...health.map(([, , one]) => one)]) if (!made.range) made.set({ ...data.steps, ...data.evals });
@@ -141,13 +140,13 @@ function swap(box, node) {
 
 /** The run in one sentence. */
 function sentence({ now }) {
-  const at = `${count(now.step)}${now.total_steps ? ` of ${count(now.total_steps)}` : ""}`;
-  if (now.paused) return `Paused: ${now.paused}`;
+  const at = now.step || !now.missing.length ? `step ${count(now.step)}${now.total_steps ? ` of ${count(now.total_steps)}` : ""}` : "a step that is not recorded";
   if (now.state === "waiting") return "Starting: nothing is recorded yet";
   if (now.state === "removed") return "The run's folder is gone; this is what was read of it";
-  if (now.state === "finished") return `Finished at step ${at}${now.verdict ? `. It was ${lower(now.verdict)}` : ""}`;
-  if (now.state === "ended") return `Not running: it came to step ${at}, and can be resumed`;
-  return upper(now.verdict || now.doing || `at step ${at}`);
+  if (now.state === "finished") return `Finished at ${at}${now.verdict ? `. It was ${lower(now.verdict)}` : ""}`;
+  if (now.state === "ended") return `Not running: it came to ${at}, and can be resumed${now.verdict ? `. Until then it was ${lower(now.verdict)}` : ""}`;
+  if (now.paused) return `Paused: ${now.paused}`;
+  return upper(now.verdict || now.doing || `at ${at}`);
 }
 
 const lower = (text) => text.charAt(0).toLowerCase() + text.slice(1);

@@ -35,9 +35,8 @@ export function mount(root, app) {
   };
 }
 
-function content({ recorded, syncs, seen, sync, version, published_version: published }, took, lag) {
+function content({ recorded, syncs, seen, sync, engines, version, published_version: published }, took, lag) {
   if (!recorded && !sync) return [panel(null, {}, empty("No weights were sent yet", "The first version goes out after the first step."))];
-  const engines = Object.entries(sync?.versions ?? {});
   const made = [
     tiles([
       ["Trainer", version === null ? "–" : `v${count(version)}`],
@@ -51,10 +50,8 @@ function content({ recorded, syncs, seen, sync, version, published_version: publ
     panel("Versions", { span: 6 }, lag.element),
   ];
   if (engines.length) {
-    made.push(panel("Engines", { span: 12 }, h("div", { class: "picks" }, engines.map(([name, at]) => {
-      const fenced = sync.fenced.includes(name);
-      return h("span", { class: `chip ${fenced ? "bad" : at < (published ?? at) ? "warn" : "good"}` }, `${name} v${count(at)}${fenced ? ", fenced" : ""}`);
-    }))));
+    made.push(panel("Engines", { span: 12 }, h("div", { class: "picks" }, engines.map((one) => h("span", { class: `chip ${one.fenced ? "bad" : one.behind ? "warn" : "good"}` },
+      `${one.name} v${count(one.version)}${one.fenced ? ", fenced off: its update failed" : one.behind ? `, ${plural(one.behind, "version")} behind` : ""}`)))));
   }
   if (recorded) {
     made.push(panel("Sync log", { span: 12, note: seen > SHOWN ? `the last ${SHOWN} of ${count(seen)}` : plural(seen, "sync") }, table(

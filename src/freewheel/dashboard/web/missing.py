@@ -1,0 +1,81 @@
+"""What a run's metrics do not tell, said as such; and how far it came by what outlives them.
+
+    metrics.jsonl that is gone, torn or has gaps ─ missing ─▶ words       journal, checkpoints ─ Reached ─▶ a step
+
+A disk that is full costs rows and not the run: its journal and its checkpoints then know more than its curves.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from freewheel.dashboard.web.recorded import Recorded
+from freewheel.observe.recorder import FILE
+
+JOURNAL = "journal.sqlite"
+CHECKPOINTS = "checkpoints"
+
+
+class Reached:
+    """The last step of a run that is over, looked up again when one of its files changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: list[tuple[int, int]] = []
+        self._step = 0
+
+    def look(self) -> int:
+        """0 where neither journal nor checkpoint says."""
+        seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
+        if seen != self._seen:
+            self._seen = seen
+            self._step = max(_saved(self._folder / CHECKPOINTS), _committed(self._folder / JOURNAL))
+        return self._step
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except OSError:
+        return (0, 0)
+    return (about.st_mtime_ns, about.st_size)
+
+
+def _saved(folder: Path) -> int:
+    names = (path.name.removeprefix("step_") for path in folder.glob("step_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0)
+
+
+def _committed(path: Path) -> int:
+    from freewheel.queue.journal import Journal, JournalError
+
+    if not path.is_file():
+        return 0
+    try:
+        with closing(Journal(path, readonly=True, checked=False)) as journal:
+            return journal.last_step()
+    except (JournalError, sqlite3.Error, OSError):
+        return 0
+
+
+def missing(recorded: Recorded, step: int) -> list[str]:
+    """Of a run that came to `step`; empty where nothing is."""
+    if not recorded.exists:
+        return [f"{FILE} is missing or cannot be opened: there are no curves. {_known(step)}"]
+    found = []
+    if recorded.bad_lines:
+        found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {FILE} could not be read")
+    told, last = recorded.steps.rows, int(recorded.steps.last("step") or 0)
+    if told < step:
+        why = "the disk was full, the run was killed, or lines are gone"
+        rows = f"{FILE} has rows of {told:,} of {step:,} steps: {why}"
+        found.append(rows if last == step else f"{rows}. {_known(step)}")
+    return found
+
+
+def _known(step: int) -> str:
+    if not step:
+        return "How far it came is not known"
+    return f"That it came to step {step:,} is known by its journal and its checkpoints, which the ledger shows"
