@@ -1,15 +1,17 @@
 """What asynchrony is worth: the same training in three modes, side by side.
 
-    python benchmarks/async_vs_sync.py [--json FILE] [--quick] [--seeds N] [--scenes plain tail judge]
+    python benchmarks/async_vs_sync.py [--json FILE] [--quick] [--seeds N] [--scenes plain tail judge] [--runs DIR]
     python benchmarks/async_vs_sync.py --engine vllm      on one GPU that both share: see async_gpu.py
 
     plain   word problems, 128 prompts x 8 a step, 40 steps
     tail    one response in twenty is six times as long as the others
     judge   a score takes 0.5 to 1.5 s; responses are scored as they finish in every mode, sync included
 
-Real Ray, one thread an actor, no checkpoints and no evaluation. Seeds and modes take turns, so that a noisy minute hits
-all. Steps 5 to 35 count: the first fill the pipeline, the last empty it. A step is 128 groups and not the 32 of the
-default: a step of the tiny model is else so short that a judge of a second cannot be hidden within 3 versions.
+Each run has a Ray of its own, as `freewheel train` has it: one that many have used watches over the log files of all
+(measured: 4% of the wall time). One thread an actor; no checkpoints, no evaluation, and no page, which nobody looks at.
+Seeds and modes take turns, so that a noisy minute hits all. Steps 5 to 35 count: the first fill the pipeline, the last
+empty it. A step is 128 groups and not the 32 of the default: a step of the tiny model is else so short that a judge of
+a second cannot be hidden within 3 versions. --runs: keep the runs there, as plan.py reads them.
 
 Generation has one core and training another, in a run as alone: a rollouter's threads take turns anyway, and on two
 cores the scheduler moves them onto the trainer's (measured: 7% of the wall time).
@@ -28,17 +30,14 @@ the judge's own benchmarks.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.setdefault("RAY_worker_niceness", "0")  # as `freewheel train` has it
-
-import ray
 
 import async_scenes
 from common import (
@@ -74,6 +73,7 @@ COMMON = [
     f"trainer.total_steps={STEPS}",
     "trainer.save_every_steps=null",
     "eval.prompts=0",
+    "observe.dashboard=false",
     "reward.concurrency=8192",
     "rollout.rollouter_class=async_scenes:BoundRollouter",
     "trainer.trainer_class=async_scenes:BoundTrainer",
@@ -90,7 +90,9 @@ GENERATED_ALONE = 10
 """Batches that the speed of generation alone is measured on."""
 
 
-def settings(scene: str, mode: str, seed: int, run_dir: Path, steps: int) -> TrainConfig:
+def settings(scene: str, mode: str, seed: int, runs: Path, steps: int) -> TrainConfig:
+    """Of the run that is kept in `runs`."""
+    run_dir = runs / f"{scene}-{mode}-{seed}"
     own = [f"mode={mode}", f"seed={seed}", f"run_dir={run_dir}", f"trainer.total_steps={steps}"]
     return compose([*COMMON, *SCENES[scene], *own])
 
@@ -115,6 +117,7 @@ def generates_alone(scene: str, config: TrainConfig, model: Path) -> Alone:
     try:
         return asyncio.run(_generate_alone(scene, config, model))
     finally:
+        gc.unfreeze()
         async_scenes.bind(set(async_scenes.CORES))
 
 
@@ -127,6 +130,8 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> Alone
     if scene == "judge":  # what is asked for is generation
         side.reward = load_reward(None, side.task)
     rollouter = side.rollouter(queue)
+    gc.collect()
+    gc.freeze()  # as a rollouter's actor does
     running = asyncio.create_task(rollouter.run())
     since, tokens, responses = 0.0, 0, 0
     for step in range(1, GENERATED_ALONE + 2):
@@ -183,19 +188,19 @@ def reward_at(rows: list[dict[str, Any]], elapsed_s: float) -> float:
     return sum(done[-SMOOTH:]) / len(done[-SMOOTH:])
 
 
-def one_seed(scene: str, seed: int, steps: int, first: int, last: int, turn: int) -> dict[str, dict[str, float]]:
+def one_seed(scene: str, seed: int, runs: Path, steps: int, first: int, last: int) -> dict[str, dict[str, float]]:
     """All modes once, in an order that changes from seed to seed."""
-    order = [MODES[(turn + place) % len(MODES)] for place in range(len(MODES))]
+    order = [MODES[(seed + place) % len(MODES)] for place in range(len(MODES))]
     found: dict[str, dict[str, Any]] = {}
     rows: dict[str, list[dict[str, Any]]] = {}
     ends: list[Alone] = []
-    with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as folder:
-        for mode in order:
-            rows[mode] = run(settings(scene, mode, seed, Path(folder) / mode, steps))
-            found[mode] = counted(rows[mode], first, last)
-            config = settings(scene, "sync", seed, Path(folder) / "sync", steps)
-            ends.append(generates_alone(scene, config, Path(folder) / mode / "final"))
-        start = generates_alone(scene, config, model_path())
+    config = settings(scene, "sync", seed, runs, steps)
+    for mode in order:
+        trained = settings(scene, mode, seed, runs, steps)
+        rows[mode] = run(trained)
+        found[mode] = counted(rows[mode], first, last)
+        ends.append(generates_alone(scene, config, Path(trained.run_dir) / "final"))
+    start = generates_alone(scene, config, model_path())
     earliest = min(one["whole_s"] for one in found.values())
     for mode, one in found.items():
         generation = generation_alone_s(scene, config, one.pop("rows"), start, ends)
@@ -257,22 +262,21 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--scenes", nargs="+", choices=[*SCENES], default=[*SCENES])
+    options.add_argument("--runs", type=Path)
     options.add_argument("--engine", choices=["native", "vllm"], default="native")
     given = options.parse_args()
+    if given.runs is not None and (given.engine == "vllm" or (given.runs.is_dir() and any(given.runs.iterdir()))):
+        options.error("--runs: an empty folder, for runs of the native engine")
     if given.engine == "vllm":
         return on_a_gpu(given)
     seeds, steps, first, last = (1, 8, 2, 7) if given.quick else (given.seeds, STEPS, FIRST, LAST)
     facts = machine_facts()
     print(machine_line(facts), flush=True)
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": environment}
-    )
     by_scene: dict[str, list[dict[str, dict[str, float]]]] = {scene: [] for scene in given.scenes}
     for seed in range(seeds):
         for scene in given.scenes:
-            by_scene[scene].append(one_seed(scene, seed, steps, first, last, seed))
-    ray.shutdown()
+            with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as folder:
+                by_scene[scene].append(one_seed(scene, seed, given.runs or Path(folder), steps, first, last))
     figures: dict[str, Any] = {scene: summarised(found) for scene, found in by_scene.items()}
     for scene, modes in figures.items():
         head = (scene, "wall, s", "speedup", "efficiency", "trainer waits", "lag", "final reward", "at equal wall")

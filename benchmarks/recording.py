@@ -14,6 +14,7 @@ are the defaults of `observe`. A trainer has one event a group, and this has nin
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import tempfile
@@ -97,6 +98,8 @@ async def measure(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
     with_it, without = [], []
     async with Rolling(side) as rolling:
         await rolling.steps(steps)  # warm
+        gc.collect()
+        gc.freeze()  # as a rollouter's actor does
         for pair in range(pairs):
             for recorded in (True, False) if pair % 2 else (False, True):
                 if recorded:
