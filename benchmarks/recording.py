@@ -37,7 +37,8 @@ from common import (
 )
 from freewheel.observe import trace
 from freewheel.observe.lines import MOST_WAITING, files_of
-from freewheel.observe.trace import FOLDER, Tracer
+from freewheel.observe.run_folder import TRACE
+from freewheel.observe.trace import Tracer
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime.building import RolloutSide, model_folder
@@ -109,7 +110,7 @@ async def measure(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
                 end_recording()  # what is still to be written belongs to it
                 spent += time.process_time() - since
                 (with_it if recorded else without).append(spent / (steps * GROUPS))
-    traced = sum(file.size for file in files_of(folder / FOLDER)) / (pairs * steps * GROUPS)
+    traced = sum(file.size for file in files_of(folder / TRACE)) / (pairs * steps * GROUPS)
     return {
         "cost": median([on / off for on, off in zip(with_it, without, strict=True)]) - 1,
         "with_us_per_group": median(with_it) * 1e6,

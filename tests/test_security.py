@@ -26,12 +26,12 @@ from freewheel.judge.errors import ConfigError
 from freewheel.observe.logs import attach_log, detach_log
 from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.recorder import Recorder
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.observe.sinks import PrometheusSink, TensorBoardSink, _kept_id
 from freewheel.queue.journal import Journal
 from freewheel.runtime import checks, cluster
 from freewheel.runtime.compose import compose, to_yaml
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.run_dir import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 from freewheel.trainer.checkpoint_files import CheckpointDamaged

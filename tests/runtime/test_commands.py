@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
 from freewheel.runtime import commands, placement
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.evaluation import eval_config, find_target
-from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.run_dir import new_run, resumption, split_resume, write_config
 from freewheel.runtime.starting import planned
 from freewheel.trainer.checkpoint import STATE, RunLock

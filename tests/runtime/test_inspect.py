@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import JournalConfig, TrainConfig
 from freewheel.runtime.inspecting import shown
-from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.run_dir import write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 

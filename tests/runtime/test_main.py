@@ -21,6 +21,7 @@ import ray
 
 from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.observe.samples import read_samples
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.queue.audit import audit
@@ -30,7 +31,6 @@ from freewheel.runtime import main as main_module
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.runtime.progress import NothingToTrainOn
-from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
 from .mortal import journal_of

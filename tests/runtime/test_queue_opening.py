@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import Ticket
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Committed, Event, Journal, JournalDamaged, JournalFormat, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.restoring import CheckpointMark
-from freewheel.runtime.queue_opening import JOURNAL, OpenedQueue, open_queue
+from freewheel.runtime.queue_opening import OpenedQueue, open_queue
 
 from .pipeline import small_config
 

@@ -21,10 +21,9 @@ from typing import Any
 
 from freewheel.observe.names import COMPONENTS, METRICS
 from freewheel.observe.private import open_private
+from freewheel.observe.run_folder import LOG, TEXT_LOG
 from freewheel.observe.values import plain
 
-FILE = "fully_async_training.log"
-JSON_FILE = "log.jsonl"
 LOGGER = "freewheel"
 STATISTICS = "Component Statistics"
 """What users grep for; each line of statistics starts with it."""
@@ -48,7 +47,7 @@ def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str
     for handler in handlers:
         handler.speak_for(component)
     logger.setLevel(level)
-    return folder / FILE
+    return folder / TEXT_LOG
 
 
 def detach_log() -> None:
@@ -59,9 +58,9 @@ def detach_log() -> None:
 
 
 def _opened(folder: Path, component: str) -> list[LogFile]:
-    text = AppendHandler(folder / FILE, component)
+    text = AppendHandler(folder / TEXT_LOG, component)
     try:
-        return [text, JsonHandler(folder / JSON_FILE, component)]
+        return [text, JsonHandler(folder / LOG, component)]
     except OSError:
         text.close()
         raise

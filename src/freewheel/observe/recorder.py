@@ -22,13 +22,13 @@ from typing import Any, Literal
 from freewheel.observe.alerts import Alerts
 from freewheel.observe.appending import WholeLines
 from freewheel.observe.lines import read_lines
+from freewheel.observe.run_folder import METRICS
 from freewheel.observe.sinks import Sink
 from freewheel.observe.values import plain, without_nonfinite
 
 log = logging.getLogger("freewheel.observe")
 
 Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
-FILE = "metrics.jsonl"
 RESERVED = ("kind", "step", "time", "nonfinite")
 """Names that every row has for itself; a value of such a name gets an underscore behind it."""
 WATCHED = ("step", "eval", "statistics")
@@ -48,7 +48,7 @@ class Recorder:
         alerts: Alerts | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.path = Path(run_dir) / FILE
+        self.path = Path(run_dir) / METRICS
         self._sinks = list(sinks)
         self._alerts = alerts or Alerts({})
         self._clock = clock
@@ -120,7 +120,7 @@ class Recorder:
 
 def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
     """The rows of a run, all or of one kind, while it runs or after. A line that is not whole is passed over."""
-    return list(_rows(Path(run_dir) / FILE, kind))
+    return list(_rows(Path(run_dir) / METRICS, kind))
 
 
 def _rows(path: Path, kind: Kind | None) -> Iterator[dict[str, Any]]:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.observe.lines import Lines, files_of, read_lines
+from freewheel.observe.run_folder import SAMPLES
 
 log = logging.getLogger("freewheel.observe")
 
-FOLDER = "samples"
 HALF = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer says for a character of which it has not seen all tokens."""
 
@@ -37,7 +37,7 @@ class Samples:
         most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lines = Lines(Path(run_dir) / FOLDER, component, most_bytes=most_bytes, keeps_head=True)
+        self.lines = Lines(Path(run_dir) / SAMPLES, component, most_bytes=most_bytes, keeps_head=True)
         self._gap_s = 1 / per_s
         self._clock = clock
         self._next_s = clock()
@@ -87,7 +87,7 @@ def _common(one: str, other: str) -> int:
 
 def read_samples(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The samples of a run, a file after the other, while it runs or after."""
-    for file in files_of(Path(run_dir) / FOLDER):
+    for file in files_of(Path(run_dir) / SAMPLES):
         for sample in read_lines(file.path):
             if isinstance(sample, dict):
                 yield sample

@@ -22,8 +22,8 @@ from typing import Any, Literal
 import msgspec
 
 from freewheel.observe.lines import Lines
+from freewheel.observe.run_folder import TRACE
 
-FOLDER = "trace"
 Category = Literal["span", "group", "counter"]
 SPAN: Category = "span"
 """What a component does."""
@@ -105,7 +105,7 @@ class Tracer:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """`every`: groups are traced whose ordinal it divides; 0: none."""
-        self.lines = Lines(Path(run_dir) / FOLDER, component, most_bytes=most_bytes, render=_render)
+        self.lines = Lines(Path(run_dir) / TRACE, component, most_bytes=most_bytes, render=_render)
         self._every = every
         self._clock = clock
         # Once: a wall clock that is set meanwhile must not make a span end before it began.

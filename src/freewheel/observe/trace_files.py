@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import msgspec
 
 from freewheel.observe.lines import files_of, read_lines
-from freewheel.observe.trace import FOLDER, GROUP, MAIN
+from freewheel.observe.run_folder import TRACE
+from freewheel.observe.trace import GROUP, MAIN
 
 Event = dict[str, Any]
 
@@ -45,7 +46,7 @@ class Writes(Protocol):
 
 def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
     """All events as they were written, a file after the other; those of a pair follow each other."""
-    for file in files_of(Path(run_dir) / FOLDER):
+    for file in files_of(Path(run_dir) / TRACE):
         none = partial(refused, file.path)
         for event in read_lines(file.path, refused=none):
             if _is_event(event):
@@ -56,7 +57,7 @@ def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_ov
 
 def components(run_dir: str | os.PathLike[str]) -> list[str]:
     """Who has left a trace, in the order in which they are shown."""
-    names = {file.name for file in files_of(Path(run_dir) / FOLDER)}
+    names = {file.name for file in files_of(Path(run_dir) / TRACE)}
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), len(name), name))
 
 

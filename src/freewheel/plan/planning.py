@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.run_folder import CONFIG
 from freewheel.plan.hardware import Cluster, Workload, accelerator, shape
 from freewheel.plan.measured import RunSettings, scene_of
 from freewheel.plan.measured_cluster import MeasuredCluster
@@ -24,7 +25,6 @@ from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.inspecting import find_run
 from freewheel.runtime.placement import Gpu, Machine, place
-from freewheel.runtime.run_dir import CONFIG
 from freewheel.runtime.typed import to_config
 
 REPLAYED_STEPS = 40

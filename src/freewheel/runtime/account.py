@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from freewheel.observe import trace
-from freewheel.observe.logs import FILE as LOG_FILE
 from freewheel.observe.pulse import Pulse
 from freewheel.observe.recorder import Recorder, read_metrics
+from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.plan.verdict import Bound, Setting, Verdict, stopped
@@ -25,7 +25,6 @@ from freewheel.plan.watching import Watching
 from freewheel.rewards.config import as_config
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
-from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.summing import ENDPOINTS, summed
 
 EVENTS_KEPT = 20
@@ -338,7 +337,7 @@ class RunAccount:
             for found, what in ((abandoned, "prompts were abandoned"), (failed, "responses got no score"))
             if found
         ]
-        return f"{' and '.join(parts)}: see {self._run_dir / LOG_FILE}" if parts else ""
+        return f"{' and '.join(parts)}: see {self._run_dir / TEXT_LOG}" if parts else ""
 
     def _waited(self) -> str:
         """An engine waits while it does not compute, whatever its rollouter has in hand."""

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluating import EvalResult, evaluate
 from freewheel.runtime.compose import load
 from freewheel.runtime.config import EMBEDDED, TrainConfig
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.run_dir import CONFIG
 from freewheel.runtime.typed import to_config
-from freewheel.trainer.checkpoint import BEST, CheckpointStore
 from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
+from freewheel.trainer.checkpoint import CheckpointStore
 
 LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""

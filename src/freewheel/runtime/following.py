@@ -19,11 +19,10 @@ import msgspec
 
 from freewheel.data.group import Array, PromptGroup
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.run_folder import BEST, FINAL, JOURNAL, saved_steps
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Failed, Step, Stored
 from freewheel.runtime.inspecting import Run, open_journal, read_checkpoints
-from freewheel.runtime.queue_opening import JOURNAL
-from freewheel.trainer.checkpoint import BEST, FINAL, FOLDER
 
 TOKENIZER = "tokenizer.json"
 """Of fast tokenizers: tables, and no code."""
@@ -203,7 +202,7 @@ def _text(tokenizer: Any, tokens: Array) -> str:
 
 def _tokenizer_files(run: Run) -> Iterator[Path]:
     """The run's own first: it was trained with them."""
-    folders = [*sorted((run.folder / FOLDER).glob("step_*"), reverse=True), run.folder / FINAL, run.folder / BEST]
+    folders = [*reversed(saved_steps(run.folder).values()), run.folder / FINAL, run.folder / BEST]
     if run.config is not None and run.config.model.tokenizer is not None:
         folders.append(Path(run.config.model.tokenizer).expanduser())
     elif run.config is not None:

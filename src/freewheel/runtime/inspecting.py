@@ -22,13 +22,12 @@ from typing import Any
 import msgspec
 
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, JOURNAL, LOCK, saved_steps
 from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalError, JournalFormat
 from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.queue_opening import JOURNAL
-from freewheel.runtime.run_dir import CONFIG
-from freewheel.trainer.checkpoint import FOLDER, LOCK, STATE, step_of
+from freewheel.trainer.checkpoint import STATE
 from freewheel.trainer.checkpoint_files import CheckpointDamaged, read_state, visible_damage
 
 ASIDE = f"{JOURNAL}.damaged-*"
@@ -95,8 +94,9 @@ def find_run(name: str) -> Run:
     folder, notes = Path(name).expanduser(), []
     if not folder.is_dir():
         raise ConfigError("RUN", name, "there is no such folder: give the one that the run said at its start")
-    if not any((folder / one).exists() for one in (CONFIG, JOURNAL, FOLDER)):
-        raise ConfigError("RUN", name, f"it has no {CONFIG}, no {JOURNAL} and no {FOLDER}: it is not a run's folder")
+    if not any((folder / one).exists() for one in (CONFIG, JOURNAL, CHECKPOINTS)):
+        remedy = f"it has no {CONFIG}, no {JOURNAL} and no {CHECKPOINTS}: it is not a run's folder"
+        raise ConfigError("RUN", name, remedy)
     config = None
     try:
         config = load(folder / CONFIG)
@@ -219,12 +219,12 @@ def live_holder(folder: Path) -> str:
 def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
     """All of them for the report, in the order of steps, and those that look whole as marks."""
     saved, marks = [], []
-    for path in sorted(path for path in (folder / FOLDER).glob("step_*") if path.name.partition("_")[2].isdecimal()):
+    for step, path in saved_steps(folder).items():
         try:
             mark = msgspec.convert(read_state(path, STATE), CheckpointMark)
         except (CheckpointDamaged, msgspec.ValidationError) as error:
             if path.exists():  # else pruned meanwhile
-                saved.append(Saved(path=str(path), step=step_of(path), version=None, damaged=str(error)))
+                saved.append(Saved(path=str(path), step=step, version=None, damaged=str(error)))
             continue
         damaged = visible_damage(path, STATE)
         saved.append(Saved(path=str(path), step=mark.step, version=mark.version, damaged=damaged))

@@ -30,6 +30,7 @@ from freewheel.judge.errors import ConfigError
 from freewheel.observe.alerts import Alerts
 from freewheel.observe.logs import attach_log, component_statistics, detach_log
 from freewheel.observe.recorder import Recorder
+from freewheel.observe.run_folder import FINAL, saved_steps
 from freewheel.observe.sinks import Sink, SinkError, open_sinks
 from freewheel.rollout.hook import HOOK_TIMEOUTS
 from freewheel.runtime.account import Outcome, RunAccount, RunResult
@@ -43,7 +44,7 @@ from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.runtime.recording import end_recording, start_recording
 from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts
 from freewheel.runtime.run_dir import check_journal, new_run, write_config
-from freewheel.trainer.checkpoint import FINAL, FOLDER, RunLock, RunLocked
+from freewheel.trainer.checkpoint import RunLock, RunLocked
 from freewheel.trainer.saving import Resumed
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ class FullyAsyncMain:
         if found is not None:
             log.info("Resuming from %s (step %d, version %d)", found.path, found.step, found.version)
             return found
-        damaged = any((self.run_dir / FOLDER).glob("step_*"))
+        damaged = bool(saved_steps(self.run_dir))
         if damaged:
             check_journal(self.run_dir)
         why = "No checkpoint can be loaded" if damaged else "There is no checkpoint yet"

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from freewheel.data.group import Ticket
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat, set_aside
 from freewheel.queue.journal_writer import JournalWriter, passing
 from freewheel.queue.message_queue import MessageQueue
@@ -25,7 +26,6 @@ from freewheel.runtime.config import TrainConfig
 
 log = logging.getLogger("freewheel.queue")
 
-JOURNAL = "journal.sqlite"
 BUSY_S = 60.0
 """For another process that writes it: a killed run whose last process is slow to go. Longer, and it is a run."""
 TRY_AGAIN_S = 1.0

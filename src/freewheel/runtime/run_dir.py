@@ -21,13 +21,13 @@ import msgspec
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.private import open_private, private_folder
+from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.compose import compose, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.queue_opening import reaches_the_start
-from freewheel.trainer.checkpoint import FINAL, FOLDER, STATE
+from freewheel.trainer.checkpoint import STATE
 from freewheel.trainer.checkpoint_files import looks_whole
 
-CONFIG = "config.yaml"
 RUNS = "runs"
 RESUME = "resume"
 """Among the overrides, where a setting's name stands: the run that goes on."""
@@ -132,12 +132,11 @@ def resumption(run_dir: str, overrides: Sequence[str]) -> Resumption:
 
 def _check_goes_on(folder: Path, config: TrainConfig) -> None:
     """There is something left to do. Without final weights there is: a run may have been killed before they were."""
-    saved = (path.name.removeprefix("step_") for path in (folder / FOLDER).glob("step_*"))
-    reached, wanted = max((int(step) for step in saved if step.isdigit()), default=0), config.trainer.total_steps
+    saved, wanted = saved_steps(folder), config.trainer.total_steps
+    reached = max(saved, default=0)
     if reached > wanted or (reached == wanted and (folder / FINAL).is_dir()):
         raise ConfigError("trainer.total_steps", wanted, f"the run is at step {reached} already: give more to go on")
-    checkpoints = [path for path in (folder / FOLDER).glob("step_*") if path.is_dir()]
-    if checkpoints and not any(looks_whole(path, STATE) for path in checkpoints):
+    if saved and not any(looks_whole(path, STATE) for path in saved.values()):
         check_journal(folder)
 
 

@@ -69,11 +69,11 @@ def _some(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
     """The trace, in which something happens: else it is refused before a file is touched."""
     from freewheel.judge.errors import ConfigError
     from freewheel.observe.lines import files_of
-    from freewheel.observe.trace import FOLDER
+    from freewheel.observe.run_folder import TRACE
     from freewheel.observe.trace_files import EXPLAINS
 
     with _reading(run):
-        found = [file.path for file in files_of(folder / FOLDER)]
+        found = [file.path for file in files_of(folder / TRACE)]
     if not found:
         raise ConfigError("RUN", run, "nothing was traced in it: train with observe.trace_mb above 0")
     events = _events(run, folder, no_events)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from freewheel.observe.private import FOLDER_MODE, open_private, private_folder
+from freewheel.observe.run_folder import BEST, CHECKPOINTS, FINAL, LOCK, STEP
 from freewheel.trainer.checkpoint_files import (
     CheckpointDamaged,
     described,
@@ -49,9 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.trainer")
 
-FOLDER = "checkpoints"
-BEST = "best"
-FINAL = "final"
 STATE = "state.json"
 BEST_STATE = "best.json"
 FINAL_STATE = "final.json"
@@ -59,7 +57,6 @@ HF_CONFIG = "config.json"
 WHOLE = "whole.safetensors"
 """Tensors that one process wrote. In a folder of their own: engines take every such file beside a model's for its
 weights."""
-LOCK = "run.lock"
 RESERVED = ("format", "step", "saved_at", "files", "checksum")
 """Keys of `state.json` that are the store's own."""
 
@@ -67,7 +64,7 @@ FALLBACKS = 2
 """Checkpoints that a resume has at its choice, where so many are kept."""
 MB = 1e6
 
-_STEP = re.compile(r"step_(\d+)(\.replaced)?")
+_STEP = re.compile(rf"{STEP}(\d+)(\.replaced)?")
 _LEFTOVER = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-.+")
 
 WriteHf = Callable[[Path], None]
@@ -130,7 +127,7 @@ class CheckpointStore:
     def __init__(self, run_dir: Path | str, *, keep_last: int) -> None:
         assert keep_last >= 1
         self.run_dir = Path(run_dir)
-        self.folder = self.run_dir / FOLDER
+        self.folder = self.run_dir / CHECKPOINTS
         self._keep_last = keep_last
         self._clean(only_dead=True)
 
@@ -156,7 +153,7 @@ class CheckpointStore:
                 hf(folder)
             write_state(folder, STATE, {**state, "step": step})
 
-        target = self.folder / f"step_{step:06d}"
+        target = self.folder / f"{STEP}{step:06d}"
         self._write(target, fill, f"the checkpoint of step {step}", size(tensors))
         self._prune(step)
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # of a run that is resumed: it is the end no longer
@@ -291,7 +288,7 @@ class CheckpointStore:
 
     def _paths(self) -> list[Path]:
         """Newest first. A `.replaced` one is there only while its successor of the same step is put in place."""
-        found = [path for path in self.folder.glob("step_*") if _STEP.fullmatch(path.name)]
+        found = [path for path in self.folder.glob(f"{STEP}*") if _STEP.fullmatch(path.name)]
         return sorted(found, key=lambda path: (step_of(path), path.suffix == ""), reverse=True)
 
 

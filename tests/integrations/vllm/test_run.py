@@ -17,12 +17,12 @@ import pytest
 import ray
 
 from freewheel.observe.recorder import read_metrics
+from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
 from freewheel.runtime import main as main_module
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
-from freewheel.runtime.queue_opening import JOURNAL
 from freewheel.runtime.typed import to_config
 
 from .asking import EAGER, plan_of

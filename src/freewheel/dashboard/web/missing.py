@@ -12,10 +12,7 @@ from contextlib import closing
 from pathlib import Path
 
 from freewheel.dashboard.web.recorded import Recorded
-from freewheel.observe.recorder import FILE
-
-JOURNAL = "journal.sqlite"
-CHECKPOINTS = "checkpoints"
+from freewheel.observe.run_folder import CHECKPOINTS, JOURNAL, METRICS, saved_steps
 
 
 class Reached:
@@ -31,7 +28,7 @@ class Reached:
         seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
         if seen != self._seen:
             self._seen = seen
-            self._step = max(_saved(self._folder / CHECKPOINTS), _committed(self._folder / JOURNAL))
+            self._step = max([_committed(self._folder / JOURNAL), *saved_steps(self._folder)])
         return self._step
 
 
@@ -41,11 +38,6 @@ def _mark(path: Path) -> tuple[int, int]:
     except OSError:
         return (0, 0)
     return (about.st_mtime_ns, about.st_size)
-
-
-def _saved(folder: Path) -> int:
-    names = (path.name.removeprefix("step_") for path in folder.glob("step_*"))
-    return max((int(name) for name in names if name.isdecimal()), default=0)
 
 
 def _committed(path: Path) -> int:
@@ -63,14 +55,14 @@ def _committed(path: Path) -> int:
 def missing(recorded: Recorded, step: int) -> list[str]:
     """Of a run that came to `step`; empty where nothing is."""
     if not recorded.exists:
-        return [f"{FILE} is missing or cannot be opened: there are no curves. {_known(step)}"]
+        return [f"{METRICS} is missing or cannot be opened: there are no curves. {_known(step)}"]
     found = []
     if recorded.bad_lines:
-        found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {FILE} could not be read")
+        found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {METRICS} could not be read")
     told, last = recorded.steps.rows, int(recorded.steps.last("step") or 0)
     if told < step:
         why = "the disk was full, the run was killed, or lines are gone"
-        rows = f"{FILE} has rows of {told:,} of {step:,} steps: {why}"
+        rows = f"{METRICS} has rows of {told:,} of {step:,} steps: {why}"
         found.append(rows if last == step else f"{rows}. {_known(step)}")
     return found
 

@@ -33,7 +33,7 @@ from freewheel.dashboard.web.rows import (
 )
 from freewheel.dashboard.web.tail import Tail
 from freewheel.observe.lines import decoded
-from freewheel.observe.recorder import FILE
+from freewheel.observe.run_folder import METRICS
 
 STEP_COLUMNS = ("step", "elapsed_s", *STEP_METRICS)
 EVAL_COLUMNS = ("step", "elapsed_s", *EVAL_METRICS)
@@ -62,7 +62,7 @@ class Recorded:
     """What is known of a run by its metrics. Call `look` before reading."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
+        self.path = folder / METRICS
         self._tail = Tail(self.path)
         self._resets = 0
         self._begin()

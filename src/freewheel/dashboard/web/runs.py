@@ -18,20 +18,17 @@ from typing import Literal, Protocol
 import msgspec
 
 from freewheel.dashboard.web.columns import Columns
-from freewheel.dashboard.web.missing import CHECKPOINTS, JOURNAL, Reached
+from freewheel.dashboard.web.missing import Reached
 from freewheel.dashboard.web.recorded import Recorded
 from freewheel.dashboard.web.rows import Warned
 from freewheel.dashboard.web.samples import Samples
-from freewheel.dashboard.web.settings import FILE as CONFIG
 from freewheel.dashboard.web.settings import Settings
 from freewheel.dashboard.web.tail import Tail
 from freewheel.dashboard.web.timeline import Timeline
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.lines import decoded
-from freewheel.observe.recorder import FILE as METRICS
+from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS
 
-LOG = "log.jsonl"
-FINAL = "final"
 BEGUN_MARKS = (METRICS, JOURNAL, CHECKPOINTS)
 """A run's folder that has one of these is past its start."""
 RUN_MARKS = (CONFIG, *BEGUN_MARKS)

@@ -14,7 +14,7 @@ import msgspec
 
 from freewheel.dashboard.web.tail import Folder, Identity, Tail, open_regular
 from freewheel.observe.lines import decoded
-from freewheel.observe.samples import FOLDER
+from freewheel.observe.run_folder import SAMPLES
 
 PAGE = 40
 """Cards that are sent at a time."""
@@ -69,7 +69,7 @@ class Samples:
     """All recorded groups of a run, kept up with its files."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = Folder(folder / FOLDER)
+        self._folder = Folder(folder / SAMPLES)
         self._tails: dict[Identity, Tail] = {}
         self._generations: dict[Identity, int] = {}
         self._cards: dict[str, Card] = {}

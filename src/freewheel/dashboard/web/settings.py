@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 
 from freewheel.dashboard.web.tail import open_regular
+from freewheel.observe.run_folder import CONFIG
 from freewheel.runtime.config import THRESHOLDS
 
-FILE = "config.yaml"
 MOST_BYTES = 1 << 20
 """A longer one is no configuration of ours."""
 
@@ -22,7 +22,7 @@ class Settings:
     """The file, read again when it changed."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+        self._path = folder / CONFIG
         self._read: tuple[int, int] | None = None
         self.values: dict[str, Any] = {}
         self.changes = 0

@@ -18,7 +18,8 @@ import numpy as np
 
 from freewheel.dashboard.web.tail import Folder, Identity
 from freewheel.observe.lines import decoded
-from freewheel.observe.trace import FOLDER, MAIN
+from freewheel.observe.run_folder import TRACE
+from freewheel.observe.trace import MAIN
 
 US = 1e6
 """Times in a trace are in microseconds."""
@@ -134,7 +135,7 @@ class Timeline:
     """All that was traced of a run, kept up with its files."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = Folder(folder / FOLDER)
+        self._folder = Folder(folder / TRACE)
         self._files: dict[Identity, _File] = {}
         self._generations: dict[Identity, int] = {}
         self._kept_from_us = 0.0

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING
 from freewheel.data.errors import DataError
 from freewheel.judge.config import parse_concurrency
 from freewheel.judge.errors import ConfigError
+from freewheel.observe.run_folder import CONFIG
 from freewheel.runtime.doctor import gpu, host, judge, storage
 from freewheel.runtime.doctor.finding import Check, Finding, State, examine, ok, problem, warning
 from freewheel.runtime.reaching import KEY as RAY
-from freewheel.runtime.run_dir import CONFIG, RUNS
+from freewheel.runtime.run_dir import RUNS
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
