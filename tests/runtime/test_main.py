@@ -21,7 +21,7 @@ import ray
 
 from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
-from freewheel.observe.run_folder import JOURNAL
+from freewheel.observe.run_folder import JOURNAL, TRACE
 from freewheel.observe.samples import read_samples
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.queue.audit import audit
@@ -276,9 +276,15 @@ def test_a_whole_run_does_records_and_leaves_what_was_promised(cluster: None, tm
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-STEPS = 24
-"""Of a run that is struck: enough for the stroke to come before its end."""
+STEPS = 32
+"""Of a run that is struck: enough for every stroke to come before its end."""
 PROMPTS = list(range(4 * STEPS))
+STROKES = (
+    ("queue", signal.SIGKILL),
+    ("trainer", signal.SIGKILL),
+    ("rollouter-0", signal.SIGKILL),
+    ("rollouter-0", signal.SIGSTOP),
+)
 
 
 @pytest.fixture
@@ -289,34 +295,60 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Struck:
-    """A run, one part of which gets a signal after some steps."""
+    """A run whose parts get signals, one after the other, some steps apart."""
 
-    def __init__(self, folder: Path, name: str, number: signal.Signals, **sections: Any) -> None:
-        trainer = {"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1} | sections.pop("trainer", {})
-        main = main_of(folder, trainer=trainer, reward={"function": "user_code:slow_score"}, **sections)
+    def __init__(self, folder: Path, **sections: Any) -> None:
+        self.folder = folder
+        main = main_of(folder, reward={"function": "user_code:slow_score"}, **sections)
         found: list[RunResult] = []
         running = threading.Thread(target=lambda: found.append(main.run()))
         running.start()
         try:
-            wait_until(lambda: len(read_metrics(folder, "step")) >= 4 or bool(found))
-            self.processes = self._numbers(folder, name)
-            os.kill(self.processes[0], number)
+            self._strike(lambda: bool(found))
         finally:
             running.join(WAIT_S)
-        self.processes = self._numbers(folder, name)
         (self.result,) = found
         self.events = [row["text"] for row in read_metrics(folder, "event")]
         self.log = (folder / "fully_async_training.log").read_text()
 
-    def _numbers(self, folder: Path, name: str) -> list[int]:
-        return [row["process"] for row in read_metrics(folder, "event") if row.get("role") == name]
+    def _strike(self, is_over: Callable[[], bool]) -> None:
+        step = 0
+        for name, number in STROKES:
+            step += 3
+            wait_until(lambda: len(read_metrics(self.folder, "step")) >= step or is_over())  # noqa: B023
+            assert not is_over(), "the run was over before it was struck"
+            before = self.processes(name)
+            os.kill(before[-1], number)
+            wait_until(lambda: len(self.processes(name)) > len(before) or is_over())  # noqa: B023
+            step = len(read_metrics(self.folder, "step"))
+
+    def processes(self, name: str) -> list[int]:
+        return [row["process"] for row in read_metrics(self.folder, "event") if row.get("role") == name]
 
 
-def check_that_all_was_trained_once(run: Struck, folder: Path, name: str) -> None:
+def test_what_died_or_hangs_is_replaced_and_every_prompt_is_trained_once(
+    cluster: None, looks_often: None, tmp_path: Path
+) -> None:
+    """One test of one run: a start takes longer than everything else in it. There is one rollouter, and no sync is
+    tried twice: the run waits for its successor."""
+    run = Struck(
+        tmp_path,
+        trainer={"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1, "save_every_steps": 3},
+        async_training={"max_sync_retries": 0, "staleness_threshold": 1},
+        recovery={"silent_s": 6.0},
+    )
     assert run.result.error is None
     assert (run.result.outcome, run.result.steps) == ("finished", STEPS)
-    assert any(f"{name} died and is started anew" in text for text in run.events)
-    assert len(run.processes) == 2  # the one that died, and its successor
+    check_that_every_prompt_was_trained_once(tmp_path)
+    check_that_each_that_died_was_replaced_and_nobody_else(run)
+    told = [row["step"] for row in read_metrics(tmp_path, "step")]
+    assert told == sorted(set(told)), "none is told twice"
+    assert "A trainer begins anew from " in run.log
+    assert CheckpointStore(tmp_path, keep_last=2).latest() == tmp_path / "checkpoints" / f"step_{STEPS:06d}"
+    check_that_the_trace_is_whole(run)
+
+
+def check_that_every_prompt_was_trained_once(folder: Path) -> None:
     steps = journal_of(folder)
     assert list(steps) == list(range(1, STEPS + 1))
     assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == PROMPTS
@@ -325,42 +357,26 @@ def check_that_all_was_trained_once(run: Struck, folder: Path, name: str) -> Non
     assert (found.violations, found.lost, found.repeated, found.stale_trained) == ([], 0, 0, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rollouter_that_died_or_hangs_is_replaced_and_every_prompt_is_trained_once(
-    cluster: None, looks_often: None, tmp_path: Path, number: signal.Signals
-) -> None:
-    """The only one, and no sync is tried twice: the run waits for its successor."""
-    sync = {"max_sync_retries": 0, "staleness_threshold": 1}
-    run = Struck(tmp_path, "rollouter-0", number, async_training=sync, recovery={"silent_s": 6.0})
-    check_that_all_was_trained_once(run, tmp_path, "rollouter-0")
-    assert sorted(trained_ordinals(tmp_path)) == PROMPTS
-    silent = any("rollouter-0 is ended: it was silent for 6 s" in text for text in run.events)
-    assert silent == (number == signal.SIGSTOP)
+def check_that_each_that_died_was_replaced_and_nobody_else(run: Struck) -> None:
+    struck = [name for name, _ in STROKES]
+    for name in struck:
+        died = struck.count(name)
+        assert len([text for text in run.events if f"{name} died and is started anew" in text]) == died, name
+        assert len(run.processes(name)) == died + 1, name
+    silent = [text for text in run.events if "rollouter-0 is ended: it was silent for 6 s" in text]
+    assert len(silent) == 1, "the one that was stopped, and not the one that was killed"
     assert "rollouter-0 died; " in run.log
-    trace = Trace.of(tmp_path)  # whole, whatever was being written when it died
-    assert run.processes[1] in {file.process for file in files_of(tmp_path / "trace", "rollouter-0")}
-    assert sorted(phase.ordinal for phase in trace.phases if phase.name == "train") == PROMPTS
-    assert {phase.ordinal for phase in trace.phases if phase.name == "generate"} <= set(PROMPTS)
-    wait_until(lambda: not psutil.pid_exists(run.processes[0]), RAY_GOES_S)
+    ended = [process for name in struck for process in run.processes(name)[:-1]]
+    wait_until(lambda: not any(map(psutil.pid_exists, ended)), RAY_GOES_S)
 
 
-def test_a_queue_that_died_is_restored_and_every_prompt_is_trained_once(
-    cluster: None, looks_often: None, tmp_path: Path
-) -> None:
-    run = Struck(tmp_path, "queue", signal.SIGKILL)
-    check_that_all_was_trained_once(run, tmp_path, "queue")
-    assert sorted(trained_ordinals(tmp_path)) == PROMPTS  # nobody else was disturbed
-
-
-def test_a_trainer_that_died_takes_its_steps_again_and_every_prompt_is_trained_once(
-    cluster: None, looks_often: None, tmp_path: Path
-) -> None:
-    run = Struck(tmp_path, "trainer", signal.SIGKILL, trainer={"save_every_steps": 3})
-    check_that_all_was_trained_once(run, tmp_path, "trainer")
-    told = [row["step"] for row in read_metrics(tmp_path, "step")]
-    assert told == sorted(set(told))  # none is told twice
-    assert "A trainer begins anew from " in run.log
-    assert CheckpointStore(tmp_path, keep_last=2).latest() == tmp_path / "checkpoints" / f"step_{STEPS:06d}"
+def check_that_the_trace_is_whole(run: Struck) -> None:
+    """Whatever was being written when its writer died; what he had not written yet is not in it."""
+    trace = Trace.of(run.folder)
+    assert run.processes("rollouter-0")[-1] in {file.process for file in files_of(run.folder / TRACE, "rollouter-0")}
+    for name in ("generate", "train"):
+        told = {phase.ordinal for phase in trace.phases if phase.name == name}
+        assert set(PROMPTS[-4:]) <= told <= set(PROMPTS), name
 
 
 def test_a_reward_function_that_always_raises_ends_the_run_with_a_word_on_why(cluster: None, tmp_path: Path) -> None:
