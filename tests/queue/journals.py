@@ -143,8 +143,8 @@ class MemoryJournal:
         return iter([one for at, one in sorted(self.rows["groups"].items()) if at not in mine])
 
     def groups(self, step: int) -> list[Stored] | None:
-        tickets = self.rows["steps"][step].tickets
-        found = [self.rows["groups"].get(ticket.sequence) for ticket in tickets]
+        known = self.rows["steps"].get(step)
+        found = [self.rows["groups"].get(ticket.sequence) for ticket in known.tickets] if known else [None]
         return None if None in found else found
 
     def failures(self, ordinal: int | None = None) -> Iterator[Failed]:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from freewheel.data.group import Block, Ticket
 from freewheel.queue.failures import data, infra
-from freewheel.queue.journal import Journal
+from freewheel.queue.journal import Journal, JournalDamaged
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue, Taken
 from freewheel.queue.restoring import CheckpointMark, restore
@@ -196,12 +196,20 @@ class World:
         return self.loop.run_until_complete(call)
 
     def hear(self) -> None:
-        """All answers that have come."""
+        """All answers that have come. A step that is to be trained again and is gone from the journal ends the run,
+        which says that it is to be resumed."""
         self.run_loop()
         for key, task in list(self.calls.items()):
-            if task.done():
-                del self.calls[key]
-                getattr(self, f"heard_{key[0]}")(task.result(), *key[1:])
+            if not task.done():
+                continue
+            del self.calls[key]
+            try:
+                answer = task.result()
+            except JournalDamaged:
+                assert key[0] == "take" and self.history_was_lost
+                self.kill_everything(max(step for step in self.checkpoints if step <= self.trainer.step))
+                return
+            getattr(self, f"heard_{key[0]}")(answer, *key[1:])
 
     def disk(self, jobs: int = 1_000_000) -> bool:
         worked = self.writer.work(jobs)
