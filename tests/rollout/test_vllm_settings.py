@@ -13,7 +13,6 @@ from transformers import GPT2Config, LlamaConfig
 from freewheel.judge.errors import ConfigError
 from freewheel.rollout.vllm import api, settings
 from freewheel.runtime.engine_check import engine_problems
-from freewheel.runtime.model_size import ModelSize
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.preflight import preflight
@@ -25,19 +24,20 @@ MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, 
 
 
 def arguments_of(*, gpus: int = 0, longest: int = 100, **sections: Any) -> dict[str, Any]:
+    """With 2 GiB of weights, of which the plan does not know: they are not fetched yet."""
     rollout = {"engine": "vllm", **sections.pop("rollout", {})}
     config = to_config({"model": {"path": "some/model"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections})
-    size = ModelSize(parameters=1 << 30, layers=2, hidden=64, vocabulary=9, kv_width=64)
     machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=GPU_BYTES),) * gpus)
     return settings.engine_arguments(
         config=config,
-        plan=resolve(config, machine, model=size),
+        plan=resolve(config, machine),
         model_path="/models/one",
         model_config=MODEL,
         max_model_len=longest,
         backend="ours",
         worker_extension="a.b.C",
         known=KNOWN,
+        parameters=1 << 30,
         gpu_bytes=gpus and GPU_BYTES,
     )
 
@@ -87,9 +87,13 @@ def test_engines_that_share_a_gpu_keep_to_their_shares_and_what_does_not_fit_is_
     """Of 80 GiB: the share, less 2 GiB of weights and 2 of workspace."""
     many = {"slots": 4_000_000, "replicas": 2, "gpu_memory_share": 0.1}
     assert arguments_of(gpus=1, rollout=many)["kv_cache_memory_bytes"] == 4 << 30
-    with pytest.raises(ConfigError, match=r"2 engines .*, 4\.0 GiB for each, .* take 4\.0: give fewer") as refused:
+    with pytest.raises(
+        ConfigError, match=r"2 engines .*, 4\.0 GiB for each; .* take 4\.0, one .* 0\.0: give fewer"
+    ) as refused:
         arguments_of(gpus=1, rollout={**many, "gpu_memory_share": 0.05})
     assert refused.value.key == "rollout.replicas"
+    with pytest.raises(ConfigError, match=r"take 4\.0, one sequence at its longest 6\.0: give fewer"):
+        arguments_of(gpus=1, rollout=many, longest=9_999_999)
     given = {"kv_cache_memory_bytes": 1 << 20}
     assert arguments_of(gpus=1, rollout={**many, "gpu_memory_share": 0.05, "vllm": given}).items() >= given.items()
 

@@ -25,8 +25,10 @@ from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
     RolloutSide,
     TrainSide,
+    count_parameters,
     evaluation_metrics,
     load_causal_lm,
+    load_model_config,
     load_tokenizer,
     model_folder,
     named,
@@ -48,6 +50,14 @@ def user_modules() -> Iterator[None]:
     sys.path.append(str(Path(__file__).parent))
     yield
     sys.path.remove(str(Path(__file__).parent))
+
+
+def test_parameters_are_counted_without_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model_path() / "config.json").read_text())
+    config = TrainConfig()
+    shape, _ = load_model_config(str(tmp_path), config)
+    model = load_causal_lm(str(model_path()), config, "float32")
+    assert count_parameters(str(tmp_path), shape, config) == sum(one.numel() for one in model.parameters())
 
 
 def test_a_named_class_is_found_and_without_a_name_it_is_our_own() -> None:

@@ -24,8 +24,10 @@ from freewheel.runtime import commands, placement
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.evaluation import eval_config, find_target
+from freewheel.runtime.plan import resolve
 from freewheel.runtime.run_dir import new_run, resumption, split_resume, write_config
 from freewheel.runtime.starting import planned
+from freewheel.runtime.typed import to_config
 from freewheel.trainer.checkpoint import STATE, RunLock
 from freewheel.trainer.checkpoint_files import write_state
 
@@ -548,6 +550,15 @@ def test_another_engine_than_the_runs_own_begins_with_its_defaults(run_dir: Path
     native = eval_config(target, engine="native").rollout
     assert (native.engine, native.vllm, native.gpu_memory_share, native.n) == ("native", {}, "auto", 4)
     assert eval_config(find_target("embedded"), engine="vllm").rollout.engine == "vllm"
+
+
+def test_an_evaluation_has_a_gpu_to_itself_however_many_engines_the_run_had(run_dir: Path):
+    run = to_config({"rollout": {"engine": "vllm", "replicas": 4}})
+    gpu = placement.Machine(cpus=2, memory_bytes=8 << 30, gpus=(placement.Gpu(name="one", memory_bytes=16 << 30),))
+    assert resolve(run, gpu).engines_on_a_gpu == 4
+    (run_dir / "config.yaml").write_text(to_yaml(run))
+    model_in(run_dir / "final")
+    assert resolve(eval_config(find_target(str(run_dir))), gpu).engines_on_a_gpu == 1
 
 
 def test_weights_that_are_cut_short_are_named_with_their_file(elsewhere: Path, runs: type[Runs]):

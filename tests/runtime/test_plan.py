@@ -141,6 +141,16 @@ def test_a_shared_gpu_leaves_training_the_larger_part_of_its_memory():
     assert plan(machine(H200), rollout={"engine": "vllm", "gpu_memory_share": 0.25}).gpu_memory_share == 0.25
 
 
+def test_engines_are_given_no_more_of_a_gpu_than_there_is():
+    given = {"engine": "vllm", "replicas": 6, "gpu_memory_share": 0.5}
+    (problem,) = plan(machine(H200), rollout=given).problems
+    assert str(problem).startswith("rollout.gpu_memory_share = 0.5: 6 engines are on a GPU: give 0.16 at most")
+    assert not plan(machine(H200), rollout=given | {"gpu_memory_share": 0.16}).problems
+    apart = {"engine": "vllm", "replicas": 2, "n_gpus_per_node": 1, "gpu_memory_share": 0.6}
+    assert plan(machine(H200, H200), rollout=apart).problems, "on a GPU without the trainer too"
+    assert not plan(machine(H200, H200, H200), rollout=apart | {"n_gpus_per_node": 2}).problems, "each has one"
+
+
 def test_servers_take_the_place_of_engines_and_of_their_gpus():
     found = plan(machine(H200), rollout={"engine": "vllm", "urls": ["http://a:8000", "http://b:8000"]})
     assert (found.replicas, found.gpus_per_replica, found.gpus_trainer) == (2, 0.0, 1.0)

@@ -113,6 +113,17 @@ def load_model_config(path: str, config: TrainConfig) -> tuple[Any, Any]:
         return found, GenerationConfig.from_model_config(found)
 
 
+def count_parameters(path: str, model_config: Any, config: TrainConfig) -> int:
+    """Of such a model. Its weights need not be here yet."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _said_by("model.path", path), torch.device("meta"):
+        trust = config.model.trust_remote_code
+        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)  # type: ignore[no-untyped-call]
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 @contextmanager
 def _said_by(key: str, path: str) -> Iterator[None]:
     """What transformers says of a model that it cannot load, in one line."""

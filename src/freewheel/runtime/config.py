@@ -131,7 +131,8 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     pipeline_parallel_size: int = 1
     """Groups of such GPUs that share a replica's layers (vllm)."""
     gpu_memory_share: float | Auto = "auto"
-    """Of a GPU, for weights and KV cache of a replica (vllm). `auto`: 0.9, or 0.4 of a GPU that training shares."""
+    """Of a GPU, for weights and KV cache of a replica (vllm). `auto`: 0.9, or 0.4 where training is on it too, over the
+    replicas that share it."""
     vllm: dict[str, Any] = {}
     """Any argument of vLLM's engine, by its own name, such as `{enforce_eager: true}`. Given whole it replaces what a
     file or a run that is resumed has; `rollout.vllm.enforce_eager=true` adds to it."""

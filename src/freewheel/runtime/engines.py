@@ -114,7 +114,7 @@ class _Setup:
 def _vllm_setup(config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int) -> _Setup:
     from freewheel.rollout.vllm import api, settings
     from freewheel.rollout.vllm.transfer import BACKENDS, WORKER_EXTENSION
-    from freewheel.runtime.building import load_model_config
+    from freewheel.runtime.building import count_parameters, load_model_config
 
     api.require()
     settings.set_environment(plan.device_rollout)
@@ -134,6 +134,7 @@ def _vllm_setup(config: TrainConfig, plan: Plan, model_path: str, longest_tokens
         backend=BACKENDS[plan.transport],
         worker_extension=WORKER_EXTENSION,
         known=api.argument_names(),
+        parameters=count_parameters(model_path, model_config, config),
         gpu_bytes=api.gpu_bytes() if plan.device_rollout == "cuda" else 0,
     )
     return _Setup(model_config=model_config, generation_config=generation_config, longest=longest, arguments=arguments)

@@ -26,7 +26,7 @@ from freewheel.trainer.checkpoint import CheckpointStore
 
 LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""
-OF_AN_ENGINE = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls", "replicas")
+OF_AN_ENGINE = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
 """Keys of `rollout` that belong to the engine that the run had: another begins with their defaults."""
 
 
@@ -79,6 +79,7 @@ def eval_config(
     if (values["eval"]["prompts"] if prompts is None else prompts) == 0:
         raise ConfigError("--prompts", 0, "nothing would be measured: give 1 or more")
     values["model"] |= {"path": target.path, "lora": None}  # adapters are merged in what a run saves
+    values["rollout"]["replicas"] = "auto"  # one engine measures, and shares a GPU with no other
     asked: dict[str, dict[str, Any]] = {
         "data": {"task": task, "eval": data},
         "eval": {"prompts": prompts, "samples": samples, "temperature": temperature},

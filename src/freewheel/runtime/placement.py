@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -114,7 +114,7 @@ def place(config: TrainConfig, machine: Machine) -> Placement:
     groups = config.trainer.groups_per_step * config.rollout.n
     slots, memory = config.rollout.slots, config.rollout.gpu_memory_share
     transport, against = _transport(config, trainer, rollout, shared)
-    return Placement(
+    placed = Placement(
         device_trainer=trainer,
         device_rollout=rollout,
         replicas=count,
@@ -128,11 +128,23 @@ def place(config: TrainConfig, machine: Machine) -> Placement:
         transport=transport,
         problems=(*problems, *against),
     )
+    return replace(placed, problems=(*placed.problems, *_over_committed(placed)))
 
 
 def _memory_share(replicas: int, gpus_each: float, shared: bool) -> float:
     """Those that share a GPU share what one of them would have."""
     return MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
+
+
+def _over_committed(placed: Placement) -> list[ConfigError]:
+    """Engines that were given more of a GPU than there is."""
+    engines, share = placed.engines_on_a_gpu, placed.gpu_memory_share
+    if engines * share <= 1:
+        return []
+    remedy = (
+        f"{engines} engines are on a GPU: give {100 // engines / 100} at most, less what training takes there, or auto"
+    )
+    return [ConfigError("rollout.gpu_memory_share", share, remedy)]
 
 
 def _world_size(config: TrainConfig, trainer: Device, gpus: int) -> int:

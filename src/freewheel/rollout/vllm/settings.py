@@ -90,10 +90,11 @@ def engine_arguments(
     backend: str,
     worker_extension: str,
     known: Collection[str],
+    parameters: int,
     gpu_bytes: int = 0,
 ) -> dict[str, Any]:
     """`model_config`: the model's, as transformers reads it. `backend`, `worker_extension`: how weights arrive.
-    `gpu_bytes`: the memory of the GPU that it is to be on."""
+    `parameters`: of the model. `gpu_bytes`: the memory of the GPU that it is to be on."""
     given = config.rollout.vllm
     check_arguments(given, known)
     if given.get("max_model_len", max_model_len) < max_model_len:
@@ -127,9 +128,10 @@ def engine_arguments(
         if plan.engines_on_a_gpu > 1 and "kv_cache_memory_bytes" not in given:
             # vLLM measures what its share leaves it while it starts, and takes what the others take meanwhile for its
             # own: it would find no room at all.
-            room = kv_room(plan.gpu_memory_share, gpu_bytes, plan.sync_bytes or 0)
+            weights = parameters * NUMBER_BYTES[plan.dtype]
+            room = kv_room(plan.gpu_memory_share, gpu_bytes, weights)
             if room < needed(1):
-                raise _crowded(config, plan, gpu_bytes)
+                raise _crowded(config, plan, gpu_bytes, weights + WORKSPACE_BYTES, needed(1))
             arguments["kv_cache_memory_bytes"] = min(room, needed(plan.slots))
     else:  # left to itself it takes nine tenths of the memory
         arguments["kv_cache_memory_bytes"] = needed(plan.slots)
@@ -141,13 +143,13 @@ def kv_room(share: float, gpu_bytes: int, weights: int) -> int:
     return int(share * gpu_bytes) - weights - WORKSPACE_BYTES
 
 
-def _crowded(config: TrainConfig, plan: Plan, gpu_bytes: int) -> ConfigError:
-    has, beside = plan.gpu_memory_share * gpu_bytes / GIB, ((plan.sync_bytes or 0) + WORKSPACE_BYTES) / GIB
+def _crowded(config: TrainConfig, plan: Plan, gpu_bytes: int, beside: int, sequence: int) -> ConfigError:
     return ConfigError(
         "rollout.replicas",
         config.rollout.replicas,
-        f"{plan.engines_on_a_gpu} engines are on a GPU, {has:.1f} GiB for each, and weights and workspace take "
-        f"{beside:.1f}: give fewer, or raise rollout.gpu_memory_share",
+        f"{plan.engines_on_a_gpu} engines are on a GPU, {plan.gpu_memory_share * gpu_bytes / GIB:.1f} GiB for each; "
+        f"weights and workspace take {beside / GIB:.1f}, one sequence at its longest {sequence / GIB:.1f}: give fewer, "
+        "raise rollout.gpu_memory_share, or lower rollout.max_new_tokens or data.max_prompt_tokens",
     )
 
 
