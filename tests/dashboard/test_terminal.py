@@ -181,6 +181,19 @@ def test_an_ascii_only_output_gets_ascii():
     assert text.startswith("M?ller ? ok\n") and "o" in text and "|" in text
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_unicode_is_drawn_on_whatever_the_run_is_called(encoding):
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding=encoding), force_terminal=True, width=60, height=40)
+    with LiveView(console) as shown:
+        shown.update(replace(RUN, run_dir="/runs/" + "long/" * 30 + "я", alerts=["the judge says “no”"]))
+        shown.say("lr 1e-6 → 2e-6")
+        shown.finish(RUN, "done")
+        assert not shown.silent
+    text = raw.getvalue().decode(encoding)
+    assert "~" in text and "long/?" in text and "lr 1e-6 ? 2e-6" in text
+
+
 def test_no_terminal_or_the_wish_for_plain_lines_gives_plain_lines():
     assert isinstance(view(Console(file=io.StringIO())), PlainView)
     terminal = Console(file=io.StringIO(), force_terminal=True)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
+from freewheel.rollout.reward_judging import TOTALS
 from freewheel.runtime.account import RunAccount
 from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES
 from freewheel.runtime.summing import summed
@@ -184,6 +186,8 @@ def test_a_judge_is_up_where_one_replica_reaches_it() -> None:
     first, second = summed(of)["judge"]["endpoints"]
     assert first == {**up, "sent": 10, "faults": {"broken": 4, "timeout": 2}}
     assert second == {**other, "sent": 2, "faults": {"broken": 6}}, "none reaches it"
+    begun: dict[str, Any] = {"judge": {"endpoints": []}}
+    assert summed([begun, of[0]]) == summed([of[0], begun]) == of[0], "one that has asked nobody yet"
 
 
 def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: Scene) -> None:
@@ -199,6 +203,17 @@ def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: 
     scene.look(rollouter_1=replica(elapsed=1, rewards=scoring(1)))
     expected = {"scored": 13, "failed": {"raised": 3, "timeout": 4}, "in_flight": 4, "mean_latency_s": 0.5}
     assert scene.account.statistics["rollouter"]["rewards"] == expected
+
+
+def test_calls_to_a_judge_that_failed_stay_counted_when_a_replica_is_replaced(scene: Scene) -> None:
+    def with_faults(elapsed: float, **faults: int) -> dict[str, Any]:
+        found = JudgeStats(endpoints=[EndpointStats(url="http://a", model="m", faults=faults)])
+        judge = {**found.to_dict(), **{name: getattr(found, name) for name in TOTALS}}
+        return replica(elapsed=elapsed, rewards={"judge": judge})
+
+    scene.look(rollouter_0=with_faults(50, broken=7), rollouter_1=with_faults(50, broken=5, timeout=2))
+    scene.look(rollouter_0=with_faults(1), rollouter_1=with_faults(51, broken=6, timeout=2))
+    assert scene.account.statistics["rollouter"]["rewards"]["judge"]["faults"] == {"broken": 13, "timeout": 2}
 
 
 def test_what_a_replica_did_before_it_died_stays_counted(scene: Scene) -> None:

@@ -11,6 +11,7 @@ Showing a run never ends it: a terminal that was closed, or a pipe whose reader 
 from __future__ import annotations
 
 import atexit
+import io
 import logging
 import math
 import re
@@ -140,7 +141,7 @@ class PlainView(_Showing):
         self._file = file
         self._every_s = every_s
         self._clock = clock
-        self._unicode = _speaks_unicode(getattr(file, "encoding", None))
+        self._unicode = _speaks_unicode(file)
         self._shown_at = -math.inf
         self._part = -1
         self._evaluations = 0
@@ -165,10 +166,7 @@ class PlainView(_Showing):
         self._quietly(self._file.flush)
 
     def _write(self, text: str) -> None:
-        text = clean(text)
-        if not self._unicode:
-            text = text.encode("ascii", "replace").decode()
-        self._file.write(text + "\n")
+        self._file.write(clean(text) + "\n")
         self._file.flush()
 
 
@@ -179,7 +177,7 @@ class LiveView(_Showing):
         super().__init__()
         self._console = console
         self._clock = clock
-        self._unicode = _speaks_unicode(console.encoding)
+        self._unicode = _speaks_unicode(console.file)
         self._live: Live | None = None
         self._drawn_at = -math.inf
 
@@ -231,7 +229,7 @@ def panel(snapshot: RunSnapshot, *, width: int, unicode: bool = True, page: str 
         table.add_row("alert", Text(clean(text), style="yellow"))
     for text in snapshot.events[-EVENTS_SHOWN:]:
         table.add_row("event", Text(clean(text), style="dim"))
-    run_dir = _ending(clean(snapshot.run_dir), width)
+    run_dir = _ending(clean(snapshot.run_dir), width, "…" if unicode else "~")
     title = Text.assemble(("freewheel", "bold"), f"  {snapshot.mode}  ", (run_dir, "dim"))
     address = [Text(page, style="cyan")] if page and len(page) <= width else []
     return Group(title, *address, table)
@@ -248,9 +246,9 @@ def _bar(snapshot: RunSnapshot, width: int) -> RenderableType:
     return bar
 
 
-def _ending(text: str, width: int) -> str:
+def _ending(text: str, width: int, cut: str) -> str:
     """Of what is too long for a line, the end, in which names of runs differ."""
-    return text if len(text) <= width else f"…{text[1 - width :]}"
+    return text if len(text) <= width else f"{cut}{text[1 - width :]}"
 
 
 def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]:
@@ -354,6 +352,11 @@ def wrapped(text: str, width: int) -> str:
     )
 
 
-def _speaks_unicode(encoding: str | None) -> bool:
-    """None is the encoding of what never becomes bytes, such as `StringIO`."""
-    return encoding is None or encoding.lower().replace("-", "").startswith("utf")
+def _speaks_unicode(file: IO[str]) -> bool:
+    """Of one that does not, what it cannot write becomes `?` from now on: the name of a run may be in any script."""
+    encoding: str | None = getattr(file, "encoding", None)
+    if encoding is None or encoding.lower().replace("-", "").startswith("utf"):
+        return True  # without an encoding it never becomes bytes, such as `StringIO`
+    if isinstance(file, io.TextIOWrapper):
+        file.reconfigure(errors="replace")
+    return False

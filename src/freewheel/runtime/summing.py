@@ -20,8 +20,8 @@ def summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for found in replicas:
         for name, value in found.items():
             known = total.get(name)
-            if name == ENDPOINTS and known:
-                total[name] = _endpoints([*known, *value])
+            if name == ENDPOINTS:  # a replica that has just begun knows none
+                total[name] = _endpoints([*(known or ()), *(value or ())])
             elif isinstance(value, Mapping) and isinstance(known, Mapping):
                 total[name] = summed([known, value])
             elif _is_number(value) and _is_number(known):
