@@ -185,6 +185,7 @@ def statistics_row(at_s: float, step: int, *, judge: bool = True) -> dict[str, A
             "endpoints": [end],
             "sent": done,
             "throttled": end["throttled"],
+            "faults": end["faults"],
             "in_flight": 58,
             "limit": end["limit"],
             "cache_hits": done // 5 + done // 10,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,14 @@ def test_a_run_that_was_killed_has_the_verdict_of_what_was_seen_until_then(tmp_p
         lock.release()
 
 
+@pytest.mark.parametrize("absent", ["trainer", "rollouter"])
+def test_a_part_that_missed_the_last_statistics_of_a_killed_run_leaves_its_verdict(tmp_path: Path, absent: str):
+    folder = make_run(tmp_path / "run", steps=4, total=100, killed=True)
+    held_up_by_generation(folder, 4)
+    Writer(folder, steps=4).add({**statistics_row(21, 4), absent: {}, "time": BEGAN_S + 21})
+    assert "-bound: " in looked_at(folder)["verdict"]
+
+
 def test_a_run_that_was_killed_before_anything_was_measured_has_no_verdict(tmp_path: Path):
     write_lines(tmp_path / "metrics.jsonl", [{"kind": "event", "step": 0, "time": BEGAN_S, "text": "begun"}])
     assert looked_at(tmp_path)["verdict"] == ""
@@ -312,6 +321,40 @@ def test_without_its_metrics_a_run_says_so_and_how_far_it_came(tmp_path: Path):
     (folder / "checkpoints/step_4").mkdir(parents=True)
     found = looked_at(folder)
     assert found["step"] == 4 and found["learning"]["words"].startswith("Too early"), "all its rows would not tell"
+
+
+def test_looking_at_a_run_changes_nothing_in_its_folder(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=3)
+    write_journal(folder, steps=12)
+    seen = lambda: {one: one.stat().st_mtime_ns for one in folder.rglob("*")}  # noqa: E731
+    before = seen()
+    assert looked_at(folder)["step"] == 12
+    assert panels.ledger(folder)["report"]["steps"] == 12
+    assert seen() == before
+
+
+def test_a_journal_that_cannot_be_read_is_said_to_be_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = make_run(tmp_path / "run", steps=3)
+    write_journal(folder, steps=12)
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", _refuse)
+    view = RunView("x", folder, clock=lambda: 0.0)
+    with view.reading():
+        found = pages.now(view)
+    assert found["step"] == 3, "by its rows"
+    assert found["missing"] == [
+        "journal.sqlite cannot be read (unable to open database file): the run may have come further than is shown"
+    ]
+    (folder / "metrics.jsonl").unlink()
+    (folder / "checkpoints/step_4").mkdir(parents=True)
+    assert "That it came to step 4 is known by its checkpoints" in looked_at(folder)["missing"][0]
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    with view.reading():
+        assert pages.now(view)["step"] == 12, "it is tried again"
+
+
+def _refuse(*_: Any, **__: Any) -> Any:
+    raise sqlite3.OperationalError("unable to open database file")
 
 
 def test_rows_that_a_full_disk_cost_are_counted(tmp_path: Path):
@@ -356,7 +399,8 @@ def endpoints_of(folder: Path, *, live: bool, **changes: Any) -> dict[str, Any]:
     row = statistics_row(95, 40)
     judge = row["rollouter"]["rewards"]["judge"]
     (end,) = judge["endpoints"]
-    judge |= {"failed": {}, "endpoints": [{**end, "faults": {"broken": end["faults"]["overloaded"] + 500}, **changes}]}
+    faults = {"broken": end["faults"]["overloaded"] + 500}
+    judge |= {"failed": {}, "faults": faults, "endpoints": [{**end, "faults": faults, **changes}]}
     Writer(folder, steps=40).add(row)
     lock = RunLock(folder)
     if live:
@@ -391,6 +435,30 @@ def test_calls_that_fail_have_a_curve_before_any_verdict_does(view: RunView):
     assert curves["faults_per_s"]["y"][-1] > 50 > 1 > curves["failed_per_s"]["y"][-1]
 
 
+def test_the_curve_of_failed_calls_does_not_jump_where_a_replica_takes_its_endpoints_count_with_it(view: RunView):
+    row = statistics_row(95, 40)
+    judge = row["rollouter"]["rewards"]["judge"]
+    judge["endpoints"][0]["faults"] = {"overloaded": 1}
+    Writer(view.folder, steps=40).add(row)
+    with view.reading():
+        found = panels.judge(view)
+    assert found["judge"]["faults"] == judge["faults"]
+    assert max(found["curves"]["faults_per_s"]["y"]) < 0.3, "3 in 5 s at most"
+
+
+def test_a_run_of_before_that_has_failed_calls_by_endpoint_alone_has_no_curve_of_them(tmp_path: Path):
+    told = list(rows(40))
+    for row in told:
+        if row["kind"] == "statistics":
+            del row["rollouter"]["rewards"]["judge"]["faults"]
+    write_lines(tmp_path / "metrics.jsonl", told)
+    view = RunView("x", tmp_path, clock=lambda: 0.0)
+    with view.reading():
+        found = panels.judge(view)
+    assert found["judge"]["faults"] == {} and found["judge"]["sent"] > 0
+    assert "faults_per_s" not in found["curves"] and "sent_per_s" in found["curves"]
+
+
 def test_syncs_are_told_the_newest_first(view: RunView):
     with view.reading():
         found = panels.weights(view)
@@ -411,8 +479,34 @@ def test_an_engine_is_behind_when_it_lags_more_than_staleness_allows(tmp_path: P
         first, fenced = panels.weights(view)["engines"]
         of_the_run = load(folder / "config.yaml").staleness_threshold
         assert view.settings.staleness_threshold == of_the_run, "a remedy for a run that is over depends on it"
+        assert pages.overview(view)["bounds"]["staleness_threshold"] == of_the_run, "samples are held against it too"
     assert first == {"name": "rollouter-0", "version": at, "fenced": False, "behind": behind}
     assert fenced["fenced"]
+
+
+GARBAGE = (
+    *("\x00", "[a]", "mode: [a]", "mode: {}", "mode:", "mode: 3", "? [a, b]\n: 3", "seed: 0x" + "f" * 9000),
+    *("{a: " * 2000 + "1" + "}" * 2000, "mode: fully_async", "async_training: {staleness_threshold: many}"),
+    "async_training: {staleness_threshold: .nan}",
+    "{trainer: {total_steps: %s}, async_training: {staleness_threshold: %s}, data: {task: %s}}" % (("9" * 400,) * 3),
+)
+
+
+@pytest.mark.parametrize("config", GARBAGE, ids=lambda text: text[:30])
+def test_settings_that_mean_nothing_are_as_good_as_none(tmp_path: Path, config: str):
+    folder = make_run(tmp_path / "run", steps=40, killed=True)
+    row = statistics_row(90, 40)
+    row["sync"]["versions"] = {"rollouter-0": 1}
+    Writer(folder, steps=40).add(row)
+    (folder / "config.yaml").write_text(config)
+    view = RunView("x", folder, clock=lambda: 0.0)
+    with view.reading():
+        found = pages.overview(view)
+        json.dumps([found, panels.judge(view), panels.weights(view)], allow_nan=False)
+        assert panels.weights(view)["engines"][0]["behind"] is None, "how far it may be is not known"
+    panels.compare([view, view], "eval/reward", "eval")
+    assert found["bounds"]["staleness_threshold"] is None and found["now"]["total_steps"] is None
+    assert isinstance(found["mode"], str) and isinstance(found["task"], str)
 
 
 def test_compared_runs_are_told_apart_by_what_differs(tmp_path: Path):

@@ -251,8 +251,9 @@ async def test_garbage_in_every_file_shows_what_can_be_shown(opened: Any, folder
     page = await opened(folder)
     for path in ("", "/judge", "/weights", "/timeline", "/samples", "/ledger", "/prompts/1"):
         await page.json(f"/api/runs/run{path}")
-    (said,) = (await page.json("/api/runs/run"))["now"]["missing"]
-    assert said.endswith("lines of metrics.jsonl could not be read")
+    journal, metrics = (await page.json("/api/runs/run"))["now"]["missing"]
+    assert journal.startswith("journal.sqlite cannot be read") and "damaged" in journal
+    assert metrics.endswith("lines of metrics.jsonl could not be read")
 
 
 async def test_an_audit_that_takes_its_time_holds_up_nothing_else(

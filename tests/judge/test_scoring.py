@@ -173,12 +173,14 @@ def test_failures_without_any_score_stop_it_and_later_ones_do_not() -> None:
     assert {once.judge(Failed("rejected")) for _ in range(FIRST_FAILURES * 2)} == {Ruling.WRITE}
 
 
-def test_a_judge_is_down_when_no_endpoint_works() -> None:
+def test_a_judge_is_down_when_no_endpoint_works(monkeypatch: pytest.MonkeyPatch) -> None:
     up, halted = EndpointStats(url="a", model="m"), EndpointStats(url="b", model="m", halted="401")
     opened = EndpointStats(url="c", model="m", breaker="open")
     assert not is_down(JudgeStats())
     assert not is_down(JudgeStats(endpoints=[up, halted]))
     assert is_down(JudgeStats(endpoints=[halted, opened]))
+    monkeypatch.setattr("freewheel.judge.stats.is_up", lambda **_: True)
+    assert not is_down(JudgeStats(endpoints=[halted, opened])), "by the same rule as everywhere"
 
 
 # -- accounts ----------------------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import msgspec
+import pytest
 
 from freewheel.judge import EndpointStats, JudgeStats
+from freewheel.judge import stats as stats_module
 
 SAMPLE = re.compile(
     r'^freewheel_judge_[a-z_]+(\{[a-z_]+="(?:[^"\\\n]|\\.)*"(,[a-z_]+="(?:[^"\\\n]|\\.)*")*\})? [0-9.e+-]+$'
@@ -28,6 +30,8 @@ def stats() -> JudgeStats:
 def test_totals_are_over_all_endpoints() -> None:
     got = stats()
     assert (got.sent, got.throttled, got.in_flight, got.limit, got.cost, got.cache_hits) == (13, 2, 3, 40, 0.5, 7)
+    got.endpoints[1].faults = {"timeout": 2, "broken": 4}
+    assert got.faults == {"timeout": 3, "broken": 4}
 
 
 def test_the_line_says_what_matters() -> None:
@@ -56,6 +60,13 @@ def test_prometheus_text_holds_the_figures_unrounded() -> None:
     assert 'cache_hits_total{tier="disk"} 4' in text
     assert 'prompt_tokens_total{endpoint="http://a/\\"q\\"\\\\",model="m\\n2"} 1234567890' in text
     assert 'endpoint_up{endpoint="http://b",model="m"} 0' in text
+
+
+def test_prometheus_has_the_same_rule_as_all_others_for_what_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stats_module, "is_up", lambda **end: end["halted"] == "401")
+    text = stats().prometheus()
+    assert 'endpoint_up{endpoint="http://b",model="m"} 1' in text and text.count("endpoint_up{") == 2
+    assert re.search(r'endpoint_up\{endpoint="http://a.* 0', text)
 
 
 def test_the_values_are_plain_and_whole() -> None:

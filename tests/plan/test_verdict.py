@@ -66,6 +66,12 @@ def test_a_judge_that_holds_nothing_back_is_slow_and_a_higher_limit_is_not_advis
     )
 
 
+def test_of_a_threshold_that_nobody_knows_no_number_is_told():
+    scoring = Scoring(is_judge=True, per_s=47.4, latency_s=1.25, held_back=0.1)
+    said = str(of(*JUDGED, Setting(threshold=None), scoring))
+    assert "async_training.staleness_threshold raised, which hides its latency of 1.2 s, or a faster judge" in said
+
+
 def test_what_is_not_measured_is_not_claimed():
     assert "(its rate was not measured) could" in str(of(*JUDGED, scoring=Scoring(is_judge=True)))
     unsure = str(of(*JUDGED, scoring=Scoring(is_judge=True, per_s=47.4)))

@@ -465,6 +465,40 @@ def test_a_journal_that_is_not_there_is_not_made_by_reading(path: Path):
     assert not list(path.parent.iterdir())
 
 
+def test_nothing_is_made_beside_a_journal_that_is_read_and_that_nobody_writes(path: Path):
+    with opened(path) as journal:
+        journal.append(trained(1, [0, 1]))
+    before = {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()}
+    with opened(path, readonly=True) as reader:
+        assert reader.last_step() == 1 and reader.groups(1) == [group(0), group(1)]
+        assert {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()} == before
+    assert {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()} == before
+
+
+def test_what_a_killed_writer_left_in_its_log_is_read(path: Path):
+    with opened(path) as journal:
+        journal.append(trained(1, [0, 1]))
+        killed = path.parent / "killed"
+        killed.mkdir()
+        for suffix in ("", *journal_file.COMPANIONS):
+            shutil.copy(f"{path}{suffix}", killed)
+    with opened(killed / path.name, readonly=True) as reader:
+        assert reader.last_step() == 1
+
+
+def test_who_reads_a_journal_that_begins_to_be_written_is_told_to_look_again(path: Path):
+    with opened(path) as journal:
+        journal.append(trained(1, [0, 1]))
+    with opened(path, readonly=True) as reader:
+        with opened(path) as journal:
+            journal.append(trained(2, [2, 3]))
+            assert reader.last_step() == 1, "what is in the log leaves the file as it was"
+        with pytest.raises(JournalBusy, match="look again"):
+            reader.last_step()
+    with opened(path, readonly=True) as reader:
+        assert reader.last_step() == 2
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 

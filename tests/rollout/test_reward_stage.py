@@ -574,7 +574,7 @@ async def test_the_judges_own_numbers_are_told_and_nobody_waits_for_them(make_st
             while stage.stats()["judge"]["scored"] < 3:  # what is asked for now is told the next time
                 await asyncio.sleep(0.01)
     told = stage.stats()["judge"]
-    assert (told["sent"], told["throttled"], told["failed"]) == (2, 0, {})
+    assert (told["sent"], told["throttled"], told["failed"], told["faults"]) == (2, 0, {}, {})
     assert told["shared"] + told["cache_hits"] == 1
     assert [(one["url"], one["answered"]) for one in told["endpoints"]] == [(mock.url, 2)]
     assert told["limit"] > 0

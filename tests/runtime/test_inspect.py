@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +19,10 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.observe.run_folder import JOURNAL
+from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
+from freewheel.runtime import inspecting
 from freewheel.runtime.config import JournalConfig, TrainConfig
 from freewheel.runtime.inspecting import shown
 from freewheel.runtime.run_dir import write_config
@@ -163,14 +167,24 @@ def test_a_killed_run_left_its_name_in_the_lock_and_is_not_live(run_dir: Path):
         pass
 
 
+def test_a_run_that_is_resumed_while_it_is_looked_at_is_looked_at_again_and_not_called_damaged(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def resumed(journal: Journal, **settings: Any) -> Audit:
+        with contextlib.closing(Journal(run_dir / JOURNAL)) as writer:
+            writer.append([stored(12)])
+        return audit(journal, **settings)
+
+    monkeypatch.setattr(inspecting, "audit", resumed)
+    assert "began to be written while it was read: look again" in refused(run_dir)
+
+
 def test_nothing_in_the_folder_is_changed(run_dir: Path):
     leftover = run_dir / "checkpoints" / ".tmp-elsewhere-1-step_000009"
     leftover.mkdir()
 
     def seen() -> dict[str, tuple[int, bytes]]:
-        files = sorted(
-            path for path in run_dir.rglob("*") if path.is_file() and not path.name.endswith(("-shm", "-wal"))
-        )
+        files = sorted(path for path in run_dir.rglob("*") if path.is_file())
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = seen()
@@ -229,6 +243,19 @@ def test_a_damaged_checkpoint_is_said_and_not_believed(run_dir: Path):
     assert [(one["step"], bool(one["damaged"])) for one in found["checkpoints"]] == [(1, False), (2, True), (3, True)]
     assert not found["violations"] and sum("passed over by a resume" in note for note in found["notes"]) == 2
     assert found["checkpoints"][1]["damaged"] == "weights: cut off: 1 of 4 bytes"
+
+
+def test_a_checkpoint_that_stepped_aside_speaks_where_its_successor_cannot(run_dir: Path):
+    first = run_dir / "checkpoints/step_000001"
+    shutil.copytree(first, first.with_suffix(".replaced"))
+    assert [Path(one["path"]).name for one in told(run_dir)["checkpoints"]] == ["step_000001"]
+    (first / "state.json").write_text("{")
+    found = told(run_dir)
+    assert [(Path(one["path"]).name, one["version"]) for one in found["checkpoints"]] == [
+        ("step_000001", None),
+        ("step_000001.replaced", 1),
+    ]
+    assert not found["violations"]
 
 
 def test_settings_that_cannot_be_read_cost_the_check_of_lags_only(run_dir: Path):

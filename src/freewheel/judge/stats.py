@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -77,6 +78,11 @@ class JudgeStats(msgspec.Struct, kw_only=True):
         return sum(e.throttled for e in self.endpoints)
 
     @property
+    def faults(self) -> dict[str, int]:
+        """Failed calls by kind."""
+        return dict(sum((Counter(e.faults) for e in self.endpoints), Counter()))
+
+    @property
     def in_flight(self) -> int:
         return sum(e.in_flight for e in self.endpoints)
 
@@ -132,8 +138,7 @@ class JudgeStats(msgspec.Struct, kw_only=True):
             yield from family(f"{name}_total", "counter", [(labels, getattr(e, name)) for labels, e in each])
         for name in ("in_flight", "limit"):
             yield from family(name, "gauge", [(labels, getattr(e, name)) for labels, e in each])
-        up = [(labels, float(e.breaker == "closed" and not e.halted)) for labels, e in each]
-        yield from family("endpoint_up", "gauge", up)
+        yield from family("endpoint_up", "gauge", [(labels, float(e.up)) for labels, e in each])
         faults = [({**labels, "kind": kind}, float(n)) for labels, e in each for kind, n in sorted(e.faults.items())]
         yield from family("faults_total", "counter", faults)
         quantiles = [

@@ -68,8 +68,8 @@ class Setting:
 
     mode: str = "fully_async"
     replicas: int = 1
-    threshold: int = 0
-    """Versions that generation may run ahead."""
+    threshold: int | None = 0
+    """Versions that generation may run ahead; None where that is not known."""
     sync_every_steps: int = 1
     save_every_steps: int | None = None
 
@@ -205,7 +205,8 @@ def _faster_scores(lift: Lift, setting: Setting, scoring: Scoring) -> str:
     if scoring.held_back is not None and scoring.held_back < HELD_BACK:
         took = "" if scoring.latency_s is None else f" of {_seconds(scoring.latency_s)}"
         whose = "judge" if scoring.is_judge else "function"
-        hiding = f"async_training.staleness_threshold above {setting.threshold}, which hides its latency{took}"
+        above = "raised" if setting.threshold is None else f"above {setting.threshold}"
+        hiding = f"async_training.staleness_threshold {above}, which hides its latency{took}"
         return f"{hiding}, or a faster {whose} could"
     if scoring.per_s is None:
         return f"a faster {'judge' if scoring.is_judge else 'function'} (its rate was not measured) could"

@@ -70,19 +70,25 @@ class JournalFile:
     """A connection. SQLite's errors go through `errors`: no room and damage have names, all else stays what it is."""
 
     def __init__(self, path: Path, *, readonly: bool) -> None:
-        """Makes the file where there is none, unless `readonly`."""
+        """Makes the file where there is none, unless `readonly`: then nothing is made beside one that nobody writes."""
         self.path = path
         self._lock: int | None = None
+        self._still: tuple[int, ...] | None = None
+        """How the file was that is read as one that nobody writes."""
         if readonly and not path.exists():
             raise FileNotFoundError(f"{path}: there is no journal")
         try:
             with self.errors():
-                if not readonly:
+                mode = "rw"
+                if readonly:
+                    self._still = self._unwritten()
+                    mode = "ro" if self._still is None else "ro&immutable=1"
+                else:
                     self._lock = _locked(path)
                     self._make()
                 # Not tied to a thread: whoever restores from it hands it to its writer's thread afterwards.
                 self.db = sqlite3.connect(
-                    f"file:{quote(str(path))}?mode={'ro' if readonly else 'rw'}",
+                    f"file:{quote(str(path))}?mode={mode}",
                     uri=True,
                     timeout=BUSY_TIMEOUT_S,
                     isolation_level=None,
@@ -99,8 +105,22 @@ class JournalFile:
             self.close()
             raise
 
+    @property
+    def _log(self) -> Path:
+        return self.path.with_name(self.path.name + "-wal")
+
+    def _unwritten(self) -> tuple[int, ...] | None:
+        """How the file is, where there is no log: nobody writes it and all is in it, so that SQLite need not make a log
+        and an index to read it, which it cannot in a folder of somebody else's."""
+        about = _mark(self.path)  # before the log is looked for: who begins to write in between changes it
+        return None if self._log.exists() else about
+
+    def _check_still(self) -> None:
+        if self._still is not None and _mark(self.path) != self._still:
+            raise JournalBusy(f"{self.path} began to be written while it was read: look again")
+
     def _make(self) -> None:
-        log = self.path.with_name(self.path.name + "-wal")
+        log = self._log
         if not self.path.exists() and log.exists() and log.stat().st_size:  # it would be replayed into the new file
             raise JournalDamaged(f"{self.path} is gone, and {log.name} is left of it")
         os.close(open_private(self.path, os.O_RDWR))  # SQLite gives its log the same mode
@@ -162,8 +182,12 @@ class JournalFile:
     def errors(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
-            self._raise(error)
+        except Exception as error:
+            self._check_still()  # what was read at two moments looks like damage
+            if isinstance(error, sqlite3.Error | OSError):
+                self._raise(error)
+            raise
+        self._check_still()
 
     def _raise(self, error: sqlite3.Error | OSError) -> NoReturn:
         trouble = diagnose(error)
@@ -201,6 +225,15 @@ def _locked(path: Path) -> int:
                 os.close(lock)
                 raise JournalBusy(f"{path} is written by another process: end that run first") from None
         time.sleep(LOCK_POLL_S)
+
+
+def _mark(path: Path) -> tuple[int, ...] | None:
+    """Another one after each checkpoint, which alone writes into the file."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return (about.st_ino, about.st_size, about.st_mtime_ns)
 
 
 def _free_bytes(path: Path) -> int:

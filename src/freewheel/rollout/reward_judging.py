@@ -31,7 +31,7 @@ log = logging.getLogger("freewheel.rollout")
 
 Then = Callable[[Verdict], None]
 
-TOTALS = ("sent", "throttled", "in_flight", "limit", "cache_hits", "cost")
+TOTALS = ("sent", "throttled", "faults", "in_flight", "limit", "cache_hits", "cost")
 """What is told of all endpoints together, beside each one's own."""
 
 

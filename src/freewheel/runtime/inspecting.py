@@ -24,7 +24,7 @@ import msgspec
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, JOURNAL, LOCK, saved_steps
 from freewheel.queue.audit import Audit, audit
-from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalError, JournalFormat
+from freewheel.queue.journal import CheckpointMark, Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat
 from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.checkpoint import STATE
@@ -179,6 +179,8 @@ def open_journal(run: Run) -> Iterator[Journal | None]:
         raise ConfigError("RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): may you read it?") from error
     try:
         yield journal
+    except JournalBusy as error:  # a run began to write it
+        raise ConfigError("RUN", str(run.folder), str(error)) from error
     finally:
         journal.close()
 
@@ -217,19 +219,22 @@ def live_holder(folder: Path) -> str:
 
 
 def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
-    """All of them for the report, in the order of steps, and those that look whole as marks."""
+    """All of them for the report, in the order of steps, and those that look whole as marks. One that stepped aside for
+    a whole one is nobody's any more."""
     saved, marks = [], []
-    for step, path in saved_steps(folder).items():
-        try:
-            mark = msgspec.convert(read_state(path, STATE), CheckpointMark)
-        except (CheckpointDamaged, msgspec.ValidationError) as error:
-            if path.exists():  # else pruned meanwhile
-                saved.append(Saved(path=str(path), step=step, version=None, damaged=str(error)))
-            continue
-        damaged = visible_damage(path, STATE)
-        saved.append(Saved(path=str(path), step=mark.step, version=mark.version, damaged=damaged))
-        if not damaged:
-            marks.append(mark)
+    for step, paths in saved_steps(folder).items():
+        for path in paths:
+            try:
+                mark = msgspec.convert(read_state(path, STATE), CheckpointMark)
+            except (CheckpointDamaged, msgspec.ValidationError) as error:
+                if path.exists():  # else pruned meanwhile
+                    saved.append(Saved(path=str(path), step=step, version=None, damaged=str(error)))
+                continue
+            damaged = visible_damage(path, STATE)
+            saved.append(Saved(path=str(path), step=mark.step, version=mark.version, damaged=damaged))
+            if not damaged:
+                marks.append(mark)
+                break
     return saved, marks
 
 

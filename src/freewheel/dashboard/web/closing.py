@@ -27,12 +27,13 @@ def closing(recorded: Recorded, settings: Settings) -> str:
     watching = Watching(_setting(settings), is_judge=judge is not None)
     said: dict[str, dict[str, Any]] = {}
     for row in rows:
-        said = _components(row, replicas or ["rollouter"])
-        watching.note(row.time, said, msgspec.to_builtins(row.rollouter.rewards))
+        found = _components(row, replicas or ["rollouter"])
+        said |= {name: part for name, part in found.items() if part["spans"]}  # one that missed a look keeps its last
+        watching.note(row.time, found, msgspec.to_builtins(row.rollouter.rewards))
     endpoints = msgspec.to_builtins(judge.endpoints) if judge is not None else ()
     whole = {name: shares({}, part["spans"]) for name, part in said.items()}
-    found = stopped(paused=last.queue.paused, endpoints=endpoints) or watching.verdict_on(whole)
-    return "" if found.bound == "unmeasured" else found.sentence
+    verdict = stopped(paused=last.queue.paused, endpoints=endpoints) or watching.verdict_on(whole)
+    return "" if verdict.bound == "unmeasured" else verdict.sentence
 
 
 def _components(row: Statistics, replicas: list[str]) -> dict[str, dict[str, Any]]:
@@ -47,7 +48,7 @@ def _components(row: Statistics, replicas: list[str]) -> dict[str, dict[str, Any
 def _setting(settings: Settings) -> Setting:
     save_every = settings.number("trainer.save_every_steps")
     return Setting(
-        mode=str(settings.get("mode", "fully_async")),
+        mode=settings.text("mode") or "fully_async",
         threshold=settings.staleness_threshold,
         sync_every_steps=int(settings.number("async_training.sync_every_steps") or 1),
         save_every_steps=None if save_every is None else int(save_every),

@@ -22,13 +22,16 @@ class Reached:
         self._folder = folder
         self._seen: list[tuple[int, int]] = []
         self._step = 0
+        self.unread = ""
+        """Why the journal, which is there, could not say: then the run may have come further."""
 
     def look(self) -> int:
         """0 where neither journal nor checkpoint says."""
         seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
-        if seen != self._seen:
+        if seen != self._seen or self.unread:  # that it may be read now changes no file
             self._seen = seen
-            self._step = max([_committed(self._folder / JOURNAL), *saved_steps(self._folder)])
+            committed, self.unread = _committed(self._folder / JOURNAL)
+            self._step = max([committed, *saved_steps(self._folder)])
         return self._step
 
 
@@ -40,34 +43,36 @@ def _mark(path: Path) -> tuple[int, int]:
     return (about.st_mtime_ns, about.st_size)
 
 
-def _committed(path: Path) -> int:
+def _committed(path: Path) -> tuple[int, str]:
+    """The last step that the journal has, and why it could not be read."""
     from freewheel.queue.journal import Journal, JournalError
 
     if not path.is_file():
-        return 0
+        return 0, ""
     try:
         with closing(Journal(path, readonly=True, checked=False)) as journal:
-            return journal.last_step()
-    except (JournalError, sqlite3.Error, OSError):
-        return 0
+            return journal.last_step(), ""
+    except (JournalError, sqlite3.Error, OSError) as error:
+        return 0, str(error) or type(error).__name__
 
 
-def missing(recorded: Recorded, step: int) -> list[str]:
-    """Of a run that came to `step`; empty where nothing is."""
+def missing(recorded: Recorded, step: int, unread: str = "") -> list[str]:
+    """Of a run that came to `step`; empty where nothing is. `unread`: why its journal could not be read."""
+    found = [f"{JOURNAL} cannot be read ({unread}): the run may have come further than is shown"] if unread else []
+    known = _known(step, by="its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows")
     if not recorded.exists:
-        return [f"{METRICS} is missing or cannot be opened: there are no curves. {_known(step)}"]
-    found = []
+        return [f"{METRICS} is missing or cannot be opened: there are no curves. {known}", *found]
     if recorded.bad_lines:
         found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {METRICS} could not be read")
     told, last = recorded.steps.rows, int(recorded.steps.last("step") or 0)
     if told < step:
         why = "the disk was full, the run was killed, or lines are gone"
         rows = f"{METRICS} has rows of {told:,} of {step:,} steps: {why}"
-        found.append(rows if last == step else f"{rows}. {_known(step)}")
+        found.append(rows if last == step else f"{rows}. {known}")
     return found
 
 
-def _known(step: int) -> str:
+def _known(step: int, *, by: str) -> str:
     if not step:
         return "How far it came is not known"
-    return f"That it came to step {step:,} is known by its journal and its checkpoints, which the ledger shows"
+    return f"That it came to step {step:,} is known by {by}"

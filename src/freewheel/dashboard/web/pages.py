@@ -43,9 +43,9 @@ def headline(view: RunView) -> dict[str, Any]:
         "folder": str(view.folder),
         "state": state,
         "state_words": STATE_WORDS[state],
-        "mode": settings.get("mode", ""),
-        "task": settings.get("data.task", ""),
-        "model": settings.get("model.path", ""),
+        "mode": settings.text("mode"),
+        "task": settings.text("data.task"),
+        "model": settings.text("model.path"),
         "step": view.step,
         "total_steps": settings.number("trainer.total_steps"),
         "began": recorded.first_time,
@@ -66,7 +66,7 @@ def overview(view: RunView) -> dict[str, Any]:
         "events": msgspec.to_builtins(list(recorded.events)),
         "metrics": _metrics(recorded),
         "bounds": {
-            "staleness_threshold": settings.number("async_training.staleness_threshold"),
+            "staleness_threshold": settings.staleness_threshold,
             "max_staleness_allowed": settings.number("async_training.max_staleness_allowed"),
             "max_queue_size": settings.number("async_training.max_queue_size"),
         },
@@ -123,7 +123,7 @@ def now(view: RunView) -> dict[str, Any]:
         errors=recorded.evals["eval/reward_se"],
     )
     state, step = view.state, view.step
-    gone = missing(recorded, step) if state in ("live", "finished", "ended") else []
+    gone = missing(recorded, step, view.unread) if state in ("live", "finished", "ended") else []
     if gone and not 0 < step < FEWEST_STEPS and found.trend == "unknown":
         found = Learning("unknown", "Whether it learns cannot be said: the rows that would tell are not there")
     newest = pulse is not None and (statistics is None or pulse.time >= statistics.time)

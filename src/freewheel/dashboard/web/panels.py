@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,6 @@ def _rewards(rewards: Rewards) -> dict[str, Any]:
 
 def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
     saved = numbers.cache_hits + numbers.shared
-    faults: dict[str, int] = {}
-    for end in numbers.endpoints:
-        for kind, count in end.faults.items():
-            faults[kind] = faults.get(kind, 0) + count
     states = [_state(end, live=live) for end in numbers.endpoints]
     waiting = numbers.queued + numbers.in_flight
     return {
@@ -77,7 +74,7 @@ def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
         "waiting": waiting,
         "tokens": sum(end.prompt_tokens + end.completion_tokens for end in numbers.endpoints),
         "saved_share": saved / (saved + numbers.sent) if saved + numbers.sent else None,
-        "faults": faults,
+        "faults": numbers.faults or {},
     }
 
 
@@ -113,12 +110,14 @@ def weights(view: RunView) -> dict[str, Any]:
     }
 
 
-def _allowed(settings: Settings) -> int:
-    """Versions that an engine may be behind the trainer: as far as samples may, one that is on its way included."""
-    return max(ON_ITS_WAY, settings.staleness_threshold)
+def _allowed(settings: Settings) -> int | None:
+    """Versions that an engine may be behind the trainer: as far as samples may, one that is on its way included. None
+    where the settings do not say."""
+    threshold = settings.staleness_threshold
+    return None if threshold is None else max(ON_ITS_WAY, threshold)
 
 
-def _engines(last: Statistics, allowed: int) -> list[dict[str, Any]]:
+def _engines(last: Statistics, allowed: int | None) -> list[dict[str, Any]]:
     """Each with its version, held against the trainer's of the same moment."""
     now = last.queue.version
     return [
@@ -126,10 +125,17 @@ def _engines(last: Statistics, allowed: int) -> list[dict[str, Any]]:
             "name": name,
             "version": version,
             "fenced": name in last.sync.fenced,
-            "behind": int(now - version) if now - version > allowed else 0,
+            "behind": _behind(now - version, allowed),
         }
         for name, version in last.sync.versions.items()
     ]
+
+
+def _behind(lag: float, allowed: int | None) -> int | None:
+    """Versions, where they are too many; None where that cannot be said."""
+    if allowed is None or math.isnan(lag):
+        return None
+    return int(lag) if lag > allowed else 0
 
 
 def ledger(folder: Path) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def _judge_numbers(judge: JudgeHistory | None) -> tuple[float, ...]:
     return (
         *(judge.limit, judge.in_flight, judge.queued, judge.sent, judge.scored, judge.throttled),
         *(judge.cache_hits, judge.shared, sum(judge.failed.values()), judge.cost),
-        sum(sum(end.faults.values()) for end in judge.endpoints),
+        np.nan if judge.faults is None else sum(judge.faults.values()),
     )
 
 

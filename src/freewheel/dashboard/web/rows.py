@@ -105,10 +105,6 @@ class Warned(msgspec.Struct, gc=False):
     step: int | None = None
 
 
-class EndpointHistory(msgspec.Struct, gc=False):
-    faults: dict[str, int] = {}
-
-
 class JudgeHistory(msgspec.Struct, gc=False):
     """Of a judge, what has a curve."""
 
@@ -118,11 +114,12 @@ class JudgeHistory(msgspec.Struct, gc=False):
     queued: int = 0
     sent: int = 0
     throttled: int = 0
+    faults: dict[str, int] | None = None
+    """Failed calls by kind; None in runs of before, which have them by endpoint alone."""
     in_flight: int = 0
     limit: int = 0
     cache_hits: int = 0
     cost: float = 0.0
-    endpoints: Sequence[EndpointHistory] = ()
 
 
 class RewardsHistory(msgspec.Struct, gc=False):
@@ -163,7 +160,7 @@ class JudgeNumbers(JudgeHistory):
     retries: int = 0
     reasks: int = 0
     restarts: int = 0
-    endpoints: Sequence[EndpointStats] = ()  # type: ignore[assignment]  # has all that the history has, and more
+    endpoints: Sequence[EndpointStats] = ()
 
 
 class Rewards(RewardsHistory):

@@ -105,6 +105,11 @@ class RunView:
         told = int(self.recorded.steps.last("step") or 0)
         return max(told, self._reached.look()) if self.state in ("finished", "ended") else told
 
+    @property
+    def unread(self) -> str:
+        """Why the journal of a run that is over could not say how far it came, when `step` was asked for."""
+        return self._reached.unread if self.state in ("finished", "ended") else ""
+
     def _is_held(self) -> bool:
         """Whether a process writes to it."""
         from freewheel.runtime.inspecting import live_holder

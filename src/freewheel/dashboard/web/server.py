@@ -192,9 +192,9 @@ def _named(view: RunView) -> dict[str, Any]:
         "folder": str(view.folder),
         "state": view.state,
         "state_words": pages.STATE_WORDS[view.state],
-        "mode": view.settings.get("mode", ""),
-        "task": view.settings.get("data.task", ""),
-        "model": view.settings.get("model.path", ""),
+        "mode": view.settings.text("mode"),
+        "task": view.settings.text("data.task"),
+        "model": view.settings.text("model.path"),
         "total_steps": view.settings.number("trainer.total_steps"),
     }
 

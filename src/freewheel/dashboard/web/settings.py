@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,15 +52,19 @@ class Settings:
         return found
 
     @property
-    def staleness_threshold(self) -> int:
-        """What holds, in the run's mode."""
-        told = self.number("async_training.staleness_threshold") or 0
-        return THRESHOLDS.get(self.get("mode", ""), int(told))
+    def staleness_threshold(self) -> int | None:
+        """What holds, in the run's mode; None where neither that nor the key says."""
+        told = self.number("async_training.staleness_threshold")
+        return THRESHOLDS.get(self.text("mode"), None if told is None else int(told))
+
+    def text(self, key: str) -> str:
+        found = self.get(key)
+        return found if isinstance(found, str) else ""
 
     def number(self, key: str) -> float | None:
         found = self.get(key)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        return found if is_number and math.isfinite(found) else None
+        return found if is_number and abs(found) <= sys.float_info.max else None  # NaN is not, nor what no float holds
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -72,9 +76,12 @@ def _parsed(data: bytes) -> dict[str, Any]:
             found = loader.get_single_data()
         finally:
             loader.dispose()
+        if not isinstance(found, dict):
+            return {}
+        flat(found)  # as it is told: raises where it is nested too deeply, or has a number too long to be written
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -72,4 +72,4 @@ class StopRule:
 
 def is_down(stats: JudgeStats) -> bool:
     """No endpoint works at this moment."""
-    return bool(stats.endpoints) and all(e.halted or e.breaker != "closed" for e in stats.endpoints)
+    return bool(stats.endpoints) and not any(e.up for e in stats.endpoints)

@@ -50,7 +50,7 @@ function content({ recorded, syncs, seen, sync, engines, version, published_vers
     panel("Versions", { span: 6 }, lag.element),
   ];
   if (engines.length) {
-    made.push(panel("Engines", { span: 12 }, h("div", { class: "picks" }, engines.map((one) => h("span", { class: `chip ${one.fenced ? "bad" : one.behind ? "warn" : "good"}` },
+    made.push(panel("Engines", { span: 12 }, h("div", { class: "picks" }, engines.map((one) => h("span", { class: `chip ${one.fenced ? "bad" : one.behind ? "warn" : one.behind === 0 ? "good" : ""}` },
       `${one.name} v${count(one.version)}${one.fenced ? ", fenced off: its update failed" : one.behind ? `, ${plural(one.behind, "version")} behind` : ""}`)))));
   }
   if (recorded) {
