@@ -288,6 +288,18 @@ def test_a_dry_run_names_what_stands_against_it_and_a_run_refuses(runs: type[Run
     assert not runs.given
 
 
+def test_a_dry_run_without_a_plan_tells_everything_that_is_refused(runs: type[Runs], elsewhere: Path):
+    wrong = ("rollout.n=0", "seed=-1", "model.path=/no/where")
+    done = freewheel("train", "--dry-run", *wrong)
+    assert done.exit_code == 2 and not done.stdout, done.output
+    lines = done.stderr.splitlines()
+    assert [line.partition(" = ")[0] for line in lines] == [
+        f"freewheel: error: {setting.partition('=')[0]}" for setting in wrong
+    ]
+    assert lines[0] == refused("train", *wrong), "which a run is refused for"
+    assert not runs.given and not list(elsewhere.iterdir())
+
+
 def test_a_cluster_is_planned_from_anywhere():
     done = freewheel("train", "--dry-run", "--config-name", "cluster")
     assert done.exit_code == 0 and "FullyAsyncTrainer × 8" in done.stdout and "FSDP2" in done.stdout
@@ -452,6 +464,19 @@ def test_a_run_whose_checkpoints_are_damaged_goes_on_where_its_journal_has_every
         assert f"resume = '{run_dir}': there is no checkpoint in it that can be loaded" in said
     Journal(run_dir / JOURNAL).close()
     resumption(str(run_dir), [])
+
+
+def test_a_checkpoint_that_stepped_aside_is_one_of_the_runs(run_dir: Path):
+    """A kill while one was replaced left it."""
+    aside = run_dir / "checkpoints" / "step_000020.replaced"
+    aside.mkdir(parents=True)
+    assert "there is no checkpoint in it that can be loaded" in refused("train", f"resume={run_dir}"), "damaged, alone"
+    write_state(aside, STATE, {})
+    resumption(str(run_dir), [])
+    aside.with_suffix("").mkdir()
+    resumption(str(run_dir), [])  # beside a damaged one
+    with pytest.raises(ConfigError, match="the run is at step 20 already"):
+        resumption(str(run_dir), ["trainer.total_steps=3"])
 
 
 def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):

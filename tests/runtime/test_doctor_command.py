@@ -17,8 +17,10 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.judge.testing import JudgeProfile, MockJudge
+from freewheel.observe.run_folder import JOURNAL
+from freewheel.queue.journal import Journal
 from freewheel.runtime import placement, reaching
-from freewheel.runtime.doctor import a_run, gpu, host, software, storage
+from freewheel.runtime.doctor import a_run, gpu, host, settings, software, storage
 from freewheel.runtime.doctor.child import Answer
 from freewheel.runtime.doctor.finding import GIB, Finding, State
 from freewheel.runtime.placement import Gpu, Machine
@@ -171,6 +173,27 @@ def test_everything_against_a_run_is_told_and_not_the_first_alone(elsewhere: Pat
 
 def test_what_only_follows_from_another_setting_is_not_told() -> None:
     assert keys("model.path=", "data.task=gsm8k") == ["model.path"], "the embedded model is not what was meant"
+
+
+def test_a_run_that_goes_on_is_never_left_out() -> None:
+    """What remained would be told of a new run, which nobody meant."""
+    assert keys("resume=/no/run", "rollout.urls=[http://x]", "seed=-1") == ["resume"]
+    write_config(to_config({"run_dir": "runs/one"}))
+    assert keys("resume=runs/one", "seed=9", "rollout.n=3") == ["seed", "rollout.n"]
+    assert keys("resume=runs/one", "rollout.urls=[http://x]", "--config-name", "sync") == ["--config-name"]
+
+
+def test_no_command_line_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, read = list[tuple[str, ...]](), settings.read_config
+
+    def counting(overrides: list[str], *file: str | None) -> Any:
+        asked.append(tuple(overrides))
+        return read(overrides, *file)
+
+    monkeypatch.setattr(settings, "read_config", counting)
+    config, refused = settings.read_all(["rollout.n=0", "seed=-1", "mode=sync"], None, None)
+    assert config is not None and [error.key for error in refused] == ["rollout.n", "seed"]
+    assert asked == [("rollout.n=0", "seed=-1", "mode=sync"), ("seed=-1", "mode=sync"), ("mode=sync",)]
 
 
 def test_a_cluster_that_is_gone_is_named(dead: str) -> None:
@@ -368,6 +391,16 @@ def test_a_dry_run_says_what_is_against_a_run_that_goes_on(elsewhere: Path) -> N
     saved = elsewhere / "runs/one/checkpoints/step_000020"
     saved.mkdir(parents=True)
     write_state(saved, STATE, {"step": 20, "version": 20})
+    assert "Against this run here" not in dry_run("resume=runs/one")
+
+
+def test_a_checkpoint_that_is_damaged_is_not_called_none_and_one_that_stepped_aside_is_one(elsewhere: Path) -> None:
+    write_config(to_config({"run_dir": "runs/one"}))
+    Journal(elsewhere / "runs/one" / JOURNAL).close()
+    aside = elsewhere / "runs/one/checkpoints/step_000020.replaced"
+    aside.mkdir(parents=True)
+    assert "runs/one has no checkpoint that can be loaded: the run begins anew" in dry_run("resume=runs/one")
+    write_state(aside, STATE, {"step": 20, "version": 20})
     assert "Against this run here" not in dry_run("resume=runs/one")
 
 

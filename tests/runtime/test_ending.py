@@ -8,7 +8,7 @@ import itertools
 import os
 import signal
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from ray.exceptions import ActorUnavailableError
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
+from freewheel.observe.run_folder import JOURNAL
+from freewheel.queue.journal import Journal
+from freewheel.queue.ledger import Frontier
 from freewheel.runtime import cluster, main
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.asking import Asking
@@ -150,6 +153,19 @@ def test_a_trainer_that_failed_itself_is_told_as_it_is(scene: Build) -> None:
     result = one.run()
     assert "ValueError: no finite loss" in said(result)
     assert not any("saving before" in text for text in one.events())
+
+
+def test_a_run_whose_checkpoint_cannot_be_loaded_is_not_begun_anew_with_half_a_journal(
+    scene: Build, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoints" / "step_000020.replaced").mkdir(parents=True)  # left by a kill, and damaged
+    with closing(Journal(tmp_path / JOURNAL)) as journal:
+        journal.reset(step=20, version=20, frontier=Frontier())
+    one = scene(lambda _: pytest.fail("it began"))
+    one._resume = True
+    result = one.run()
+    assert isinstance(result.error, ConfigError) and not one.crew.handles
+    assert "there is no checkpoint in it that can be loaded" in said(result)
 
 
 # -- who died ---------------------------------------------------------------------------------------------------------

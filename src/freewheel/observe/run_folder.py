@@ -9,6 +9,7 @@ Nothing heavy is imported: a page that is opened waits for no torch.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 CONFIG = "config.yaml"
@@ -24,9 +25,17 @@ STEP = "step_"
 """How a checkpoint's name begins; its step follows."""
 BEST = "best"
 FINAL = "final"
+REPLACED = ".replaced"
+"""How the name of a folder of weights ends while its successor is put in its place."""
+
+_STEP = re.compile(rf"{STEP}(\d+)({re.escape(REPLACED)})?")
 
 
-def saved_steps(run_dir: Path) -> dict[int, Path]:
-    """The checkpoints by their steps, whole or not, the oldest first."""
-    found = ((path.name.removeprefix(STEP), path) for path in (run_dir / CHECKPOINTS).glob(f"{STEP}*"))
-    return dict(sorted((int(step), path) for step, path in found if step.isdecimal()))
+def saved_steps(run_dir: Path) -> dict[int, list[Path]]:
+    """The checkpoints by their steps, whole or not, the oldest step first. A kill while one is replaced leaves two of a
+    step, or the `.replaced` one alone, which comes after its successor."""
+    found: dict[int, list[Path]] = {}
+    for path in sorted((run_dir / CHECKPOINTS).glob(f"{STEP}*")):
+        if named := _STEP.fullmatch(path.name):
+            found.setdefault(int(named[1]), []).append(path)
+    return dict(sorted(found.items()))

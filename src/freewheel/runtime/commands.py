@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -70,13 +70,13 @@ def train(
         _need(MERGES if dry_run else TRAINS)
         _no_flag(resume_flag)
         find_local_modules()
+        if dry_run:
+            _show(overrides or [], config_path, config_name)
+            return
         from freewheel.runtime.starting import planned, read_config
 
         given = read_config(overrides or [], config_path, config_name)
         plan = planned(given.config)
-        if dry_run:
-            _show(plan)
-            return
         plan.check()
         raise typer.Exit(_run(given, plan, plain=plain))
 
@@ -154,15 +154,18 @@ def _run(given: Given, plan: Plan, *, plain: bool) -> int:
         return main.run().exit_code
 
 
-def _show(plan: Plan) -> None:
-    """In colour on a terminal; what wraps is wrapped already."""
+def _show(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
+    """The plan, in colour on a terminal; what wraps is wrapped already. Without one: everything that is refused."""
     from rich.console import Console
 
     from freewheel.judge.commands.console import writing_stdout
-    from freewheel.runtime.doctor.a_run import concerns
+    from freewheel.runtime.doctor.a_run import concerns, read
 
+    run = read(overrides, config_path, config_name)
+    if run.plan is None:
+        _refuse(finding.detail for finding in run.findings)
     with writing_stdout():
-        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(plan.render(concerns(plan)))
+        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(run.plan.render(concerns(run.plan)))
 
 
 def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
@@ -210,16 +213,23 @@ def _with_error(found: Estimate) -> str:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """A setting or a file that cannot work ends the program with one line, red on a terminal, and no traceback."""
+    """A setting or a file that cannot work ends the program with one line and no traceback."""
     from freewheel.data.errors import DataError
-    from freewheel.judge.commands.console import ExitCode
     from freewheel.judge.errors import ConfigError
 
     try:
         yield
     except (ConfigError, DataError) as error:
+        _refuse([str(error)])
+
+
+def _refuse(errors: Iterable[str]) -> NoReturn:
+    """A line each, red on a terminal."""
+    from freewheel.judge.commands.console import ExitCode
+
+    for error in errors:
         typer.secho(f"freewheel: error: {error}", fg="red", err=True)
-        raise typer.Exit(ExitCode.USAGE) from None
+    raise typer.Exit(ExitCode.USAGE) from None
 
 
 FLAGS = {
@@ -257,13 +267,9 @@ def _no_flag(resume: str | None) -> None:
 
 
 def _need(packages: tuple[str, ...]) -> None:
-    from freewheel.judge.commands.console import ExitCode
-
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
-        what = ", ".join(missing)
-        typer.secho(f"freewheel: error: training needs {what}: pip install 'freewheel[train]'", fg="red", err=True)
-        raise typer.Exit(ExitCode.USAGE)
+        _refuse([f"training needs {', '.join(missing)}: pip install 'freewheel[train]'"])
 
 
 def find_local_modules() -> None:

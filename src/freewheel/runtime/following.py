@@ -202,7 +202,8 @@ def _text(tokenizer: Any, tokens: Array) -> str:
 
 def _tokenizer_files(run: Run) -> Iterator[Path]:
     """The run's own first: it was trained with them."""
-    folders = [*reversed(saved_steps(run.folder).values()), run.folder / FINAL, run.folder / BEST]
+    saved = reversed(saved_steps(run.folder).values())
+    folders = [*itertools.chain.from_iterable(saved), run.folder / FINAL, run.folder / BEST]
     if run.config is not None and run.config.model.tokenizer is not None:
         folders.append(Path(run.config.model.tokenizer).expanduser())
     elif run.config is not None:

@@ -25,8 +25,7 @@ from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.compose import compose, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.queue_opening import reaches_the_start
-from freewheel.trainer.checkpoint import STATE
-from freewheel.trainer.checkpoint_files import looks_whole
+from freewheel.trainer.checkpoint import any_whole
 
 RUNS = "runs"
 RESUME = "resume"
@@ -97,13 +96,13 @@ def new_run(config: TrainConfig, *, now_s: float | None = None) -> TrainConfig:
 
 def split_resume(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """The run that is named by `resume=RUN`, and the other overrides."""
-    given = [text.partition("=")[2].strip("'\"") for text in overrides if _is_resume(text)]
+    given = [text.partition("=")[2].strip("'\"") for text in overrides if is_resume(text)]
     if len(given) > 1 or given == [""]:
         raise ConfigError(RESUME, ", ".join(given) or None, "name one run's folder: resume=runs/…")
-    return (given[0] if given else None), [text for text in overrides if not _is_resume(text)]
+    return (given[0] if given else None), [text for text in overrides if not is_resume(text)]
 
 
-def _is_resume(override: str) -> bool:
+def is_resume(override: str) -> bool:
     return override.lstrip("+").partition("=")[0] == RESUME
 
 
@@ -136,7 +135,7 @@ def _check_goes_on(folder: Path, config: TrainConfig) -> None:
     reached = max(saved, default=0)
     if reached > wanted or (reached == wanted and (folder / FINAL).is_dir()):
         raise ConfigError("trainer.total_steps", wanted, f"the run is at step {reached} already: give more to go on")
-    if saved and not any(looks_whole(path, STATE) for path in saved.values()):
+    if saved and not any_whole(folder):
         check_journal(folder)
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from freewheel.observe.private import FOLDER_MODE, open_private, private_folder
-from freewheel.observe.run_folder import BEST, CHECKPOINTS, FINAL, LOCK, STEP
+from freewheel.observe.run_folder import BEST, CHECKPOINTS, FINAL, LOCK, REPLACED, STEP, saved_steps
 from freewheel.trainer.checkpoint_files import (
     CheckpointDamaged,
     described,
@@ -64,7 +64,6 @@ FALLBACKS = 2
 """Checkpoints that a resume has at its choice, where so many are kept."""
 MB = 1e6
 
-_STEP = re.compile(rf"{STEP}(\d+)(\.replaced)?")
 _LEFTOVER = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-.+")
 
 WriteHf = Callable[[Path], None]
@@ -208,7 +207,7 @@ class CheckpointStore:
     def _size_before(self) -> int:
         """Of the newest checkpoint: the next one is about as large."""
         with contextlib.suppress(OSError, IndexError):
-            return sum(file.stat().st_size for file in files(self._paths()[0]))
+            return sum(file.stat().st_size for file in files(self._saved()[0][1]))
         return 0
 
     def _clean(self, *, only_dead: bool) -> None:
@@ -227,17 +226,17 @@ class CheckpointStore:
         Checkpoints of later steps than the one that was just saved are of a path that was left, by resuming from an
         earlier one: the next resume must not take them for this one's future."""
         whole = 0
-        for path in self._paths():
-            if whole >= self._keep_last or step_of(path) > step:
+        for saved, path in self._saved():
+            if whole >= self._keep_last or saved > step:
                 shutil.rmtree(path, ignore_errors=True)
-            elif not path.name.endswith(".replaced") and looks_whole(path, STATE):
+            elif path.suffix != REPLACED and looks_whole(path, STATE):
                 whole += 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
         """The newest checkpoint that is whole. Those that are not are passed over, with a warning."""
-        for path in self._paths():
+        for _, path in self._saved():
             try:
                 return self.load(path).path
             except CheckpointDamaged as error:
@@ -262,12 +261,12 @@ class CheckpointStore:
     def oldest(self) -> int:
         """The step that a resume falls back to at worst. The start of the run is one, until there are two others (or as
         many as are kept): a first checkpoint that is damaged must not be the end of it."""
-        whole = [step_of(path) for path in self._paths() if path.suffix == "" and looks_whole(path, STATE)]
+        whole = [step for step, path in self._saved() if path.suffix != REPLACED and looks_whole(path, STATE)]
         return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
 
     def best(self) -> Best | None:
         """The best weights so far, with the score that they were kept for."""
-        for path in (self.run_dir / BEST, self.run_dir / f"{BEST}.replaced"):
+        for path in (self.run_dir / BEST, self.run_dir / f"{BEST}{REPLACED}"):
             with contextlib.suppress(CheckpointDamaged):
                 told = read_state(path, BEST_STATE)
                 versions = (told["version_min"], told["version_max"]) if "version_max" in told else None
@@ -277,19 +276,18 @@ class CheckpointStore:
     def newest(self) -> Path | None:
         """A HF folder with the newest weights: the final ones, or those of a checkpoint that is further. They are not
         read through."""
-        found: list[tuple[float, bool, Path]] = [(step_of(path), path.suffix == "", path) for path in self._paths()]
-        for path in (self.run_dir / FINAL, self.run_dir / f"{FINAL}.replaced"):
+        found: list[tuple[float, bool, Path]] = [(step, path.suffix != REPLACED, path) for step, path in self._saved()]
+        for path in (self.run_dir / FINAL, self.run_dir / f"{FINAL}{REPLACED}"):
             step: float = math.inf  # of one that somebody put there
             with contextlib.suppress(CheckpointDamaged):
                 step = read_state(path, FINAL_STATE)["step"]
-            found.append((step, path.suffix == "", path))
+            found.append((step, path.suffix != REPLACED, path))
         there = [one for one in found if (one[2] / HF_CONFIG).is_file()]
         return max(there, key=lambda one: (one[0], one[1], one[2].parent == self.run_dir))[2] if there else None
 
-    def _paths(self) -> list[Path]:
-        """Newest first. A `.replaced` one is there only while its successor of the same step is put in place."""
-        found = [path for path in self.folder.glob(f"{STEP}*") if _STEP.fullmatch(path.name)]
-        return sorted(found, key=lambda path: (step_of(path), path.suffix == ""), reverse=True)
+    def _saved(self) -> list[tuple[int, Path]]:
+        """Newest first, each with its step."""
+        return [(step, path) for step, paths in reversed(saved_steps(self.run_dir).items()) for path in paths]
 
 
 class RunLock:
@@ -332,8 +330,6 @@ class RunLock:
         self.release()
 
 
-def step_of(path: Path) -> int:
-    """Of a checkpoint's folder."""
-    named = _STEP.fullmatch(path.name)
-    assert named is not None
-    return int(named[1])
+def any_whole(run_dir: Path) -> bool:
+    """Whether a run has a checkpoint that it can go on from, as far as shows without reading it through."""
+    return any(looks_whole(path, STATE) for paths in saved_steps(run_dir).values() for path in paths)

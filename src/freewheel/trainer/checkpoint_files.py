@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from freewheel.observe.private import FILE_MODE, FOLDER_MODE
+from freewheel.observe.run_folder import REPLACED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +132,7 @@ def looks_whole(folder: Path, name: str) -> bool:
 
 def put_in_place(beside: Path, target: Path) -> None:
     """A folder that is there already steps aside under a name that readers know, until the other has its place."""
-    aside = target.with_name(f"{target.name}.replaced")
+    aside = target.with_name(f"{target.name}{REPLACED}")
     if target.exists():
         shutil.rmtree(aside, ignore_errors=True)
         target.replace(aside)

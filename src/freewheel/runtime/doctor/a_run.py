@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from freewheel.data.errors import DataError
 from freewheel.judge.config import parse_concurrency
 from freewheel.judge.errors import ConfigError
-from freewheel.observe.run_folder import CONFIG
+from freewheel.observe.run_folder import CONFIG, saved_steps
 from freewheel.runtime.doctor import gpu, host, judge, storage
 from freewheel.runtime.doctor.finding import Check, Finding, State, examine, ok, problem, warning
 from freewheel.runtime.reaching import KEY as RAY
@@ -174,14 +174,15 @@ def begun(config: TrainConfig | None) -> Iterator[Finding]:
     """What is against a run that goes on, in its folder."""
     if config is None or config.run_dir is None or not (Path(config.run_dir) / CONFIG).exists():
         return
-    from freewheel.runtime.inspecting import live_holder, read_checkpoints
+    from freewheel.runtime.inspecting import live_holder
+    from freewheel.trainer.checkpoint import any_whole
 
     folder = Path(config.run_dir)
     if holder := live_holder(folder):
         yield problem("run directory", f"{folder} is in use by {holder}: wait for it, or end it")
-    if not read_checkpoints(folder)[1]:
-        detail = f"{folder} has no checkpoint: the run begins anew, with what its journal has"
-        yield warning("run directory", detail)
+    if not any_whole(folder):
+        none = "no checkpoint that can be loaded" if saved_steps(folder) else "no checkpoint"
+        yield warning("run directory", f"{folder} has {none}: the run begins anew, with what its journal has")
 
 
 def concerns(plan: Plan) -> list[Finding]:

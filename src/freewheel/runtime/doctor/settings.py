@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from freewheel.judge.errors import ConfigError
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.run_dir import RESUME, is_resume
 from freewheel.runtime.starting import read_config
 
 GRAMMAR = "override"
@@ -24,19 +25,20 @@ def read_all(
 ) -> tuple[TrainConfig | None, list[ConfigError]]:
     """What holds without what is refused; None where that cannot be left out, such as a file that is not YAML."""
     left, found = list(overrides), list[ConfigError]()
-    while True:
-        read = _read(left, config_path, config_name)
-        if isinstance(read, TrainConfig):
-            return read, found
-        if read.key != GRAMMAR and any(read.key == told.key for told in found):
+    read = _read(left, config_path, config_name)
+    while isinstance(read, ConfigError):
+        refused = read
+        if refused.key != GRAMMAR and any(refused.key == told.key for told in found):
             return None, found
-        found.append(read)
-        for rest in _without(left, read.key, in_file=bool(config_path or config_name)):
-            if _settles(_read(rest, config_path, config_name), read):
+        found.append(refused)
+        for rest in _without(left, refused.key, in_file=bool(config_path or config_name)):
+            read = _read(rest, config_path, config_name)
+            if _settles(read, refused):
                 left = rest
                 break
         else:
             return None, found
+    return read, found
 
 
 def _read(overrides: list[str], config_path: str | None, config_name: str | None) -> TrainConfig | ConfigError:
@@ -54,13 +56,18 @@ def _settles(now: TrainConfig | ConfigError, before: ConfigError) -> bool:
 
 
 def _without(overrides: list[str], key: str, *, in_file: bool) -> Iterator[list[str]]:
-    """Ways to leave out what a key is refused for: what sets it, what a file has for it, and what it contradicts."""
-    others = [override for override in overrides if not _sets(override, key)]
+    """Ways to leave out what a key is refused for: what sets it, what a file has for it, and what it contradicts. Never
+    the run that goes on: what is left would be said of another run."""
+    if key == RESUME:
+        return
+    others = [override for override in overrides if is_resume(override) or not _sets(override, key)]
     if len(others) < len(overrides):
         yield others
     if in_file:  # which may have another one that is wrong
         yield [*others, f"~{key}"]
-    yield from ([*overrides[:place], *overrides[place + 1 :]] for place in range(len(overrides)))
+    for place, override in enumerate(overrides):
+        if not is_resume(override):
+            yield [*overrides[:place], *overrides[place + 1 :]]
 
 
 def _sets(override: str, key: str) -> bool:
