@@ -21,7 +21,7 @@ import ray
 
 from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
-from freewheel.observe.run_folder import JOURNAL, TRACE
+from freewheel.observe.run_folder import JOURNAL, TRACE, saved_steps
 from freewheel.observe.samples import read_samples
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.queue.audit import audit
@@ -461,8 +461,9 @@ def test_ctrl_c_and_sigterm_save_and_the_run_goes_on_where_it_was(cluster: None,
         second = Program(tmp_path, f"resume={run_dir}")
         programs.append(second)
         second.wait_for_step(stopped_at + 2)
-        second.process.terminate()
+        os.killpg(second.process.pid, signal.SIGTERM)  # as `timeout` and supervisors do
         assert second.end() == 130
+        assert max(saved_steps(run_dir)) == second.steps(), "Ray was not among those who got it"
         total = second.steps() + 3
         assert stopped_at < total - 3
     finally:

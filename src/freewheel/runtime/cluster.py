@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray
@@ -28,7 +29,7 @@ def cluster(*, address: str | None, cpus: int) -> Iterator[None]:
         yield
         return
     check_cluster(address)  # Ray would try a dead one for minutes
-    with _signals_held() as noted:
+    with _signals_held() as noted, _apart():
         try:
             _connect(address, cpus)
         except BaseException:
@@ -55,6 +56,21 @@ def _signals_held() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """What Ray starts is in process groups of its own: a SIGTERM to ours (`timeout`, a supervisor) is for the run, and
+    that saves before it ends them. Ray itself keeps only Ctrl-C from them."""
+    import ray._private.services
+
+    services: Any = ray._private.services
+    popen = services.ConsolePopen
+    services.ConsolePopen = partial(popen, process_group=0)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = popen
 
 
 def lost_processes() -> list[str]:

@@ -275,7 +275,7 @@ class FullyAsyncMain:
                 if error is None and name == "trainer":
                     outcome: Outcome = ended.result()
                     return outcome
-                if name == "trainer" and self._stopping and error is not None and died(error):
+                if name == "trainer" and self._stopping and error and died(error) and self._crew.can_replace(name):
                     return "stopped"  # what it was to save is in the journal
                 self._ended(name, error)
             await self._look()
