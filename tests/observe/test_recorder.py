@@ -67,7 +67,7 @@ def test_a_value_cannot_take_the_place_of_the_rows_own_names(tmp_path):
     recorder.close()
 
 
-@pytest.mark.parametrize("odd", [b"[" * 100_000, b"\xff\xfe", b"7", b"{}"])
+@pytest.mark.parametrize("odd", [b"[" * 100_000, b"\xff\xfe", b"7", b"{}", b'{"kind": "step", "step": "x"}'])
 def test_a_line_that_is_no_row_is_passed_over(tmp_path, odd):
     (tmp_path / "metrics.jsonl").write_bytes(odd + b'\n{"kind": "step", "step": 1}\n')
     assert [row["step"] for row in read_metrics(tmp_path, "step")] == [1]

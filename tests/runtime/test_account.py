@@ -93,6 +93,7 @@ def test_what_came_to_nothing_is_said_at_the_end(scene: Scene) -> None:
 def test_a_run_that_never_began_is_not_said_to_go_on(scene: Scene) -> None:
     scene.account._started = None
     assert not any("resume=" in line for line in scene.account.finish("failed", OSError("no such model")))
+    assert any("resume=" in line for line in scene.account.finish("stopped", None)), "somebody meant it to"
     (scene.folder / "journal.sqlite").touch()
     assert any("resume=" in line for line in scene.account.finish("failed", OSError("it died while it was started")))
 
@@ -394,7 +395,14 @@ def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene
 def test_a_run_that_failed_says_why_and_what_is_there(scene: Scene, end: End) -> None:
     said = end("failed", RuntimeError("the GPU fell off"))
     assert "RuntimeError: the GPU fell off" in said
-    assert "No checkpoint yet" in said
+    assert f"No checkpoint yet; go on with: freewheel train resume={scene.folder}" in said
+
+
+def test_where_nobody_answers_any_more_what_was_known_last_is_shown(scene: Scene) -> None:
+    scene.look(step_row(3), queue={"version": 3, "queue_size": 5}, sync={"published_version": 2})
+    scene.look()
+    shown = scene.account.snapshot(scene.now)
+    assert (shown.version, shown.published_version, shown.queue["queue_size"]) == (3, 2, 5)
 
 
 def test_the_pulse_of_a_run_is_recorded_once_a_second_at_most(scene: Scene) -> None:

@@ -374,6 +374,7 @@ def test_a_dry_run_and_the_doctor_list_ports_that_are_taken() -> None:
         against = dry_run(*settings).partition("Against this run here")[2]
         by_name, code = found(*settings)
         assert found(settings[0], "observe.dashboard=false")[1] == 0
+        assert "port" in found(settings[0], "optimizer.lr=-1")[0], "beside what is refused"
     by_twice, _ = found(*settings)
     assert by_twice["port"]["remedy"] == "observe.dashboard_port=0", "free, and given twice"
     said = f"port: observe.dashboard_port = {port}: it cannot be listened on (Address already in use)"

@@ -17,7 +17,8 @@ from ray.exceptions import ActorUnavailableError
 
 from freewheel.judge.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
-from freewheel.observe.run_folder import JOURNAL
+from freewheel.observe.run_folder import CONFIG, JOURNAL
+from freewheel.observe.sinks import SinkError
 from freewheel.queue.journal import Journal
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime import cluster, main
@@ -28,6 +29,7 @@ from freewheel.runtime.peers import PeerSilent
 from freewheel.runtime.progress import NothingToTrainOn, Stalled
 from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied
 from freewheel.sync.synchronizer import SyncFailed
+from freewheel.trainer.checkpoint import RunLock
 
 from .pipeline import plan_of, small_config
 from .standins import WAIT_S, Part, StandInCrew, Trainer, successor, until
@@ -385,6 +387,27 @@ class Sink:
 
     def close(self) -> None:
         self.closed = True
+
+
+def test_a_start_that_is_refused_leaves_no_run_that_the_next_one_finds(
+    scene: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def taken(**_: Any) -> list[Any]:
+        raise SinkError("observe.prometheus_port", 9000, "it is taken")
+
+    monkeypatch.setattr(main, "open_sinks", taken)
+    one = scene()
+    with pytest.raises(ConfigError, match=r"observe\.prometheus_port = 9000: it is taken"):
+        one.run()
+    assert not (one.run_dir / CONFIG).exists()
+    sink = Sink()
+    monkeypatch.setattr(main, "open_sinks", lambda **_: [sink])
+    (one.run_dir / CONFIG).mkdir()
+    with pytest.raises(ConfigError, match="it cannot be written"):
+        one.run()
+    assert sink.closed
+    with RunLock(one.run_dir):
+        pass
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ConfigError("ray.address", "nowhere", "start one")])

@@ -119,13 +119,13 @@ class Recorder:
 
 
 def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
-    """The rows of a run, all or of one kind, while it runs or after. A line that is not whole is passed over."""
+    """The rows of a run, all or of one kind, while it runs or after. A line that is no row is passed over."""
     return list(_rows(Path(run_dir) / METRICS, kind))
 
 
 def _rows(path: Path, kind: Kind | None) -> Iterator[dict[str, Any]]:
     for row in read_lines(path):
-        if isinstance(row, dict) and (kind is None or row.get("kind") == kind):
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and kind in (None, row.get("kind")):
             yield row
 
 

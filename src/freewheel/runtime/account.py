@@ -109,6 +109,7 @@ class RunAccount:
         self._saved_step = 0
         self._replicas: dict[str, Mapping[str, Any]] = {}
         self._last_queue: Mapping[str, Any] = {}
+        self._last_sync: Mapping[str, Any] = {}
         self._died: list[Mapping[str, Any]] = []
         """Counters of replicas that were replaced."""
         self._pulse = Pulse()
@@ -163,6 +164,7 @@ class RunAccount:
         self._account_spans({"trainer": trainer, **replicas})
         self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
         self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
+        self._last_sync = sync or self._last_sync
         self.statistics["run"] = {"verdict": self.verdict.sentence}
         self._say_what_stopped_it()
         self._given_up.note(queue)
@@ -260,7 +262,7 @@ class RunAccount:
             self.say(f"Nothing goes on: {found}")
 
     def snapshot(self, now: float) -> RunSnapshot:
-        queue, sync = self.statistics.get("queue", {}), self.statistics.get("sync", {})
+        queue, sync = self._last_queue, self._last_sync
         return RunSnapshot(
             mode=self._config.mode,
             step=self.step,
@@ -321,7 +323,8 @@ class RunAccount:
         if unused := self._unused():
             summary.append(unused)
         summary.append(f"Run directory: {self._run_dir}")
-        if outcome != "finished" and (self._started is not None or (self._run_dir / JOURNAL).exists()):
+        begun = self._started is not None or (self._run_dir / JOURNAL).exists()
+        if outcome == "stopped" or (outcome == "failed" and begun):
             saved = f"The checkpoint of step {self._saved_step} is there" if self._saved_step else "No checkpoint yet"
             summary.append(f"{saved}; go on with: freewheel train resume={self._run_dir}")
         if self._view is not None:

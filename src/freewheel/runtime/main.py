@@ -108,8 +108,8 @@ class FullyAsyncMain:
     def run(self) -> RunResult:
         """The whole run, in the foreground. `ConfigError`: it cannot begin."""
         alerts = Alerts(self.config.observe.alerts)
-        with self._own_folder():
-            recorder = Recorder(run_dir=self.run_dir, sinks=self._sinks(), alerts=alerts)
+        with self._own_folder() as sinks:
+            recorder = Recorder(run_dir=self.run_dir, sinks=sinks, alerts=alerts)
             with closing(recorder), self._beside():
                 account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
                 self._account = account
@@ -128,22 +128,28 @@ class FullyAsyncMain:
             return RunResult(outcome=outcome, run_dir=self.run_dir, steps=account.step, summary=summary, error=error)
 
     @contextmanager
-    def _own_folder(self) -> Iterator[None]:
-        """The run directory, for nobody else while this run lasts, with its configuration and its log."""
-        lock = RunLock(self.run_dir)
+    def _own_folder(self) -> Iterator[list[Sink]]:
+        """The run directory, for nobody else while this run lasts, with its configuration and its log, and the sinks.
+        A start that is refused leaves no run behind, which the next would have to go on with."""
+        lock, sinks = RunLock(self.run_dir), list[Sink]()
         try:
             lock.acquire()
+            sinks += self._sinks()
             write_config(self.config)
             attach_log(self.run_dir, "main")
             start_recording(self.config.observe, self.run_dir, "main")
-        except OSError as error:
+        except (OSError, RunLocked, ConfigError) as error:
+            for sink in sinks:
+                sink.close()
             lock.release()
-            remedy = f"it cannot be written ({error.strerror}): give another folder"
+            if isinstance(error, ConfigError):
+                raise
+            remedy = str(error)
+            if isinstance(error, OSError):
+                remedy = f"it cannot be written ({error.strerror}): give another folder"
             raise ConfigError("run_dir", str(self.run_dir), remedy) from error
-        except RunLocked as error:
-            raise ConfigError("run_dir", str(self.run_dir), str(error)) from error
         try:
-            yield
+            yield sinks
         finally:
             end_recording()
             detach_log()

@@ -66,7 +66,7 @@ def missing(recorded: Recorded, step: int, unread: str = "") -> list[str]:
         found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {METRICS} could not be read")
     told, last = recorded.steps.rows, int(recorded.steps.last("step") or 0)
     if told < step:
-        why = "the disk was full, the run was killed, or lines are gone"
+        why = "the disk was full, the run or its trainer was killed, or lines are gone"
         rows = f"{METRICS} has rows of {told:,} of {step:,} steps: {why}"
         found.append(rows if last == step else f"{rows}. {known}")
     return found

@@ -44,7 +44,9 @@ class Run:
     """What a command line means here, as far as it could be read."""
 
     config: TrainConfig | None = None
+    """Without what is refused."""
     plan: Plan | None = None
+    """Only where nothing had to be left out: it would be of another run than the one that is meant."""
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -62,11 +64,10 @@ def read(overrides: Sequence[str], config_path: str | None, config_name: str | N
     told = {error.key for error in refused}
     against = [*refused, *(error for error in against if getattr(error, "key", None) not in told)]
     if refused:
-        plan = None  # of another run than the one that is meant
+        plan = None
     if against or plan is None:
         texts = dict.fromkeys(map(str, against))
-        meant = config if not refused else None
-        return Run(config=meant, plan=plan, findings=[problem(WHAT, text) for text in texts])
+        return Run(config=config, plan=plan, findings=[problem(WHAT, text) for text in texts])
     steps = f"{plan.total_steps:,} step{'s' * (plan.total_steps != 1)}"
     said = f"{config.mode}, {steps} of {config.model.path} on {config.data.task}, nothing against it here"
     return Run(config=config, plan=plan, findings=[ok(WHAT, said)])
