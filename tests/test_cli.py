@@ -369,6 +369,8 @@ def test_failed_rows_give_exit_code_1_and_can_be_retried(tmp_path: Path, mock: A
     judge = mock(scores={"answer 3": "no idea", "answer 5": "nothing"})
     source, target = write_rows(tmp_path / "in", 10), tmp_path / "out"
     assert run("score", source, target, *judge_flags(judge)).returncode == 1
+    again = run("score", source, target, *judge_flags(judge))
+    assert again.returncode == 1 and b"failed: line 4: " in again.stderr and b"--retry-failed scores" in again.stderr
     before = read_rows(target)
     assert [row["id"] for row in before if row["verdict"]["status"] == "failed"] == [3, 5]
     assert before[3]["verdict"]["score"] is None and before[3]["verdict"]["reason"] == "unparseable"
@@ -573,17 +575,18 @@ def test_the_cost_ceiling_stops_it_and_a_further_run_continues(tmp_path: Path, m
     assert judge.counts().received == 100
 
 
-def test_an_unreachable_judge_stops_it_and_no_row_is_called_failed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 200])
+def test_an_unreachable_judge_stops_it_and_no_row_is_called_failed(tmp_path: Path, count: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
     config, target = tmp_path / "judge.json", tmp_path / "out"
     config.write_text(json.dumps({"endpoint": url, "model": "m", "request_deadline_s": 1.0}))
-    done = run("score", write_rows(tmp_path / "in", 200), target, "--config", config, "--json")
+    done = run("score", write_rows(tmp_path / "in", count), target, "--config", config, "--json")
     assert done.returncode == 3, done.stderr
     assert target.read_bytes() == b""
     assert json.loads(done.stdout)["stopped"]["next_line"] == 1
-    assert b"does not answer" in done.stderr
+    assert b"does not answer" in done.stderr and f"{url}/chat/completions".encode() in done.stderr
 
 
 def test_a_judge_that_never_gives_a_score_is_not_paid_for_the_whole_file(tmp_path: Path, mock: Any) -> None:

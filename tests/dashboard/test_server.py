@@ -225,6 +225,17 @@ async def test_too_many_or_unknown_runs_are_not_compared(opened: Any, folder: Pa
             assert reply.status == status
 
 
+async def test_what_is_no_request_is_refused_without_a_traceback(
+    opened: Any, folder: Path, caplog: pytest.LogCaptureFixture
+):
+    page = await opened(folder)
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(page.root.rpartition(":")[2]))
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+    assert b" 400 " in await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    assert not caplog.records, "anybody may send anything"
+
+
 async def test_a_run_that_is_removed_while_it_is_open_ends_nothing(opened: Any, folder: Path):
     page = await opened(folder)
     await page.json("/api/runs/run")

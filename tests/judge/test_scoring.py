@@ -183,15 +183,36 @@ def test_a_judge_is_down_when_no_endpoint_works(monkeypatch: pytest.MonkeyPatch)
     assert not is_down(JudgeStats(endpoints=[halted, opened])), "by the same rule as everywhere"
 
 
+def test_a_judge_that_never_gave_a_sign_of_life_is_down_before_its_breaker_opens() -> None:
+    def asked(**counts: Any) -> EndpointStats:
+        return EndpointStats(url="a", model="m", sent=8, **counts)
+
+    silent, standby = asked(faults={"broken": 7, "timeout": 1}), EndpointStats(url="b", model="m")
+    halted = asked(faults={"auth": 8}, halted="401")
+    assert is_down(JudgeStats(endpoints=[silent])), "one row's attempts are fewer than the breaker's"
+    assert is_down(JudgeStats(endpoints=[silent, standby, halted]))
+    alive = [asked(answered=1), asked(throttled=8), asked(faults={"garbage": 8})]
+    for endpoint in alive:
+        assert not is_down(JudgeStats(endpoints=[silent, endpoint]))
+
+
 # -- accounts ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_counts_of_a_tally_add_up() -> None:
     tally = Tally()
     for verdict in (OK, Scored(1.0, cached=True), Failed("deadline"), Skipped("why")):
-        tally.count(verdict)
+        tally.count(verdict, 7)
     assert (tally.rows, tally.scored, tally.cached, tally.failed, tally.skipped) == (4, 2, 1, 1, 1)
     assert tally.reasons == {"deadline": 1}
+
+
+def test_a_tally_says_what_went_wrong_first_in_an_earlier_run_as_well() -> None:
+    tally, rows = Tally(), rows_of()
+    tally.count(OK, 1)
+    tally.count_written(rows.read_written(rows.write(line(b'{"response":"a"}', 2), "k", Failed("deadline", 3, "why"))))
+    tally.count(Failed("rejected", 1, "another"), 3)
+    assert tally.first_failure == "line 2: why"
 
 
 def test_figures_add_up_over_the_restarts_of_an_engine() -> None:

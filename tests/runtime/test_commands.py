@@ -566,6 +566,14 @@ def test_prompts_that_are_too_long_for_a_model_are_a_plain_error(elsewhere: Path
     assert done.exit_code == 2 and "--data = 'long.jsonl': none of 1 prompts is left" in done.stderr
 
 
+def test_an_evaluation_of_fewer_prompts_than_were_asked_for_says_so(caplog: pytest.LogCaptureFixture):
+    assert freewheel("eval", "embedded", "--prompts", "2").exit_code == 0
+    assert "all that there are" not in caplog.text
+    done = freewheel("eval", "embedded", "--prompts", "1000000", "--json")
+    count = json.loads(done.stdout)["prompts"]
+    assert f"{count} prompts: all that there are (1000000 were asked for)" in caplog.text
+
+
 def test_another_engine_than_the_runs_own_begins_with_its_defaults(run_dir: Path):
     rollout = {"engine": "vllm", "vllm": {"enforce_eager": True}, "gpu_memory_share": 0.5, "n": 4}
     (run_dir / "config.yaml").write_text(to_yaml(msgspec.convert({"rollout": rollout}, TrainConfig)))

@@ -98,10 +98,12 @@ def test_a_wrong_type_is_refused_with_the_full_key_and_what_would_be_right(key: 
         ({"observe.alerts.queue_size.abov": 1}, "did you mean observe.alerts.queue_size.above?"),
         ({"rollout.api_key": "sk-secret"}, "rollout.api_key = '<hidden>': unknown key"),
         ({"trainer": 5}, "trainer = 5: this is a section: give its keys"),
+        ({"trainer.total_steps": 1e9}, "give a whole number: 1000000000"),
+        ({"trainer.total_steps": 10**22}, "no run lasts that long: give at most 1000000000"),
         ({"model.path": "???"}, "marked as one that you must give"),
     ],
 )
-def test_an_unknown_key_is_refused_with_what_was_probably_meant(settings: dict[str, Any], says: str):
+def test_what_is_refused_is_refused_with_what_was_probably_meant(settings: dict[str, Any], says: str):
     assert says in str(refused(settings))
 
 

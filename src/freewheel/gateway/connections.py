@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable, Iterator
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http import HttpProcessingError, RawRequestMessage
+from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
 from freewheel.gateway.counts import Counts
 from freewheel.gateway.limits import Limits
 from freewheel.gateway.problem import Problem
+from freewheel.judge.server_log import server_log
 
 log = logging.getLogger("freewheel.gateway")
 
@@ -48,17 +49,6 @@ class _Connection:
         self.idle_since = now
 
 
-class _NoHttpNoise(logging.Filter):
-    """aiohttp logs what it cannot parse with a traceback and parts of the bytes, which may hold a token."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-
-_http_log = logging.getLogger("freewheel.gateway.http")
-_http_log.addFilter(_NoHttpNoise())
-
-
 class Connections(web.Server):
     """Accepts, counts and refuses connections; requests on them go to `handle`."""
 
@@ -68,7 +58,7 @@ class Connections(web.Server):
             request_factory=self._request,
             handler_cancellation=True,  # a client that hangs up gives its place in the queue free
             access_log=None,
-            logger=_http_log,
+            logger=server_log("freewheel.gateway.http"),
             keepalive_timeout=limits.keepalive_s,
             lingering_time=LINGER_S,
         )

@@ -234,7 +234,7 @@ class ChatClient:
         return Failure(Kind.THROTTLED, self._describe(error))
 
     def _describe(self, error: Exception) -> str:
-        return self._redact(f"{type(error).__name__}: {error}")
+        return self._redact(f"{self._url}: {type(error).__name__}: {error}")
 
     def _redact(self, text: str) -> str:
         return shorten(self._redact_all(text))

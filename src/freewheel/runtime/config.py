@@ -41,6 +41,8 @@ USUAL_LR = 1e-6
 
 LARGEST_SEED = 2**64 - 1
 LARGEST_PORT = 2**16 - 1
+MOST_STEPS = 10**9
+"""At a step a second 32 years: more is a slip of the finger, and its time left is a number that nobody can read."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -226,6 +228,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         for key in ("total_steps", "groups_per_step", "micro_batch_tokens", "nnodes", "threads", "max_errors"):
             check_integer(f"trainer.{key}", getattr(self, key), low=1)
+        at_most("trainer.total_steps", self.total_steps, MOST_STEPS, "no run lasts that long")
         auto_or_integer("trainer.n_gpus_per_node", self.n_gpus_per_node, low=0)
         auto_or_integer("trainer.world_size", self.world_size, low=1)
         check_integer("trainer.save_every_steps", self.save_every_steps, low=1, optional=True)

@@ -7,6 +7,7 @@ A run says itself what it was trained on; anything else needs to be told its tas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from freewheel.runtime.plan import resolve
 from freewheel.runtime.typed import to_config
 from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
 from freewheel.trainer.checkpoint import CheckpointStore
+
+log = logging.getLogger("freewheel.runtime")
 
 LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""
@@ -111,6 +114,8 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
     prompts = source.held_out()
     if not prompts:
         raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
+    if len(prompts) < config.eval.prompts:
+        log.warning("%d prompts: all that there are (%d were asked for)", len(prompts), config.eval.prompts)
     function = load_reward(config.reward.function, source.task)
     with _said_to_a_measurer(config):
         loaded = load_engine(

@@ -26,6 +26,9 @@ SIMILAR = 0.6
 SWITCHES = {True: "on", False: "off"}
 """YAML reads a bare `on` and `off` as booleans; some keys mean the words."""
 
+MOST_EXACT = 2.0**53
+"""Up to which a float is exactly the whole number that it shows."""
+
 PAIRS = ("reward.on_failure",)
 """Keys whose text is a name and a number, `fallback: -1.0`, which YAML reads as a mapping unless it is quoted."""
 
@@ -82,8 +85,14 @@ def _checked(value: Any, kind: Any, path: str) -> Any:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        raise ConfigError(path, shown_value(path, value), f"give {in_words(kind)}") from None
+        meant = f": {int(value)}" if int in _alternatives(kind) and _is_whole(value) else ""
+        raise ConfigError(path, shown_value(path, value), f"give {in_words(kind)}{meant}") from None
     return value
+
+
+def _is_whole(value: Any) -> bool:
+    """A float that means one whole number, such as YAML's 1e9."""
+    return isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT
 
 
 def _checked_section(value: Any, section: Any, path: str) -> dict[str, Any]:

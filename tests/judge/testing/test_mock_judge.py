@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -435,6 +436,16 @@ async def test_the_right_key_is_let_in(client: aiohttp.ClientSession) -> None:
         client.post(judge.url, json=question(), headers=headers) as reply,
     ):
         assert reply.status == 200
+
+
+@pytest.mark.parametrize("said", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), b"\x16\x03\x01 no HTTP\r\n\r\n"])
+async def test_what_is_no_request_is_refused_without_a_traceback(caplog: pytest.LogCaptureFixture, said: bytes) -> None:
+    async with MockJudge() as judge, asyncio.timeout(PATIENCE_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(judge.url).port)
+        writer.write(said)
+        assert b" 400 " in await reader.readline()
+        writer.close()
+    assert not caplog.records, "anybody may send anything"
 
 
 @pytest.mark.parametrize("body", [b"", b"not json", b'{"messages": 3}', b"\xff\xfe"])

@@ -64,6 +64,8 @@ class RunView:
         self._lock = threading.Lock()
         self._asked_at = -STILL_S
         self._holder = ""
+        self._was_there = folder.is_dir()
+        """By which a folder that is gone differs from one that is not made yet: nobody may have opened the run."""
 
     @contextmanager
     def reading(self) -> Iterator[RunView]:
@@ -92,7 +94,8 @@ class RunView:
     @property
     def state(self) -> State:
         if not self.folder.is_dir():
-            return "removed" if self.recorded.first_time is not None else "waiting"
+            return "removed" if self._was_there else "waiting"
+        self._was_there = True
         if self._is_held():
             return "live"
         if (self.folder / FINAL).is_dir():

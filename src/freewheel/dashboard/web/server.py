@@ -27,6 +27,7 @@ from freewheel.dashboard.web import pages, panels
 from freewheel.dashboard.web.door import HEADERS, REFUSED, Door
 from freewheel.dashboard.web.live import Streams
 from freewheel.dashboard.web.runs import Runs, RunView
+from freewheel.judge.server_log import server_log
 
 log = logging.getLogger("freewheel.dashboard")
 
@@ -77,7 +78,8 @@ class Server:
             app.router.add_get(f"/api/runs/{{run}}{path}", self._answering(partial(_within, answer)))
         for path, answer in OF_THE_JOURNAL.items():
             app.router.add_get(f"/api/runs/{{run}}{path}", self._answering(answer))
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)  # no log has the token
+        quiet = server_log("freewheel.dashboard.http")  # no log has the token
+        self._runner = web.AppRunner(app, access_log=None, logger=quiet, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
 

@@ -28,7 +28,7 @@ from freewheel.judge.commands.flags import (
 )
 
 if TYPE_CHECKING:
-    from freewheel.judge.scoring import ScoringJob, Stopped, Summary
+    from freewheel.judge.scoring import ScoringJob, Stopped, Summary, Tally
 
 EPILOG = """
 Exit codes: 0 every row was scored or skipped; 1 some rows failed or were malformed; 2 a flag, a file or a setting
@@ -150,6 +150,8 @@ def score(
     say(describe(summary, shown=len(malformed)))
     if stopped is not None:
         say(explain_stop(stopped, target=target, retry_failed=retry_failed, api_key_env=settings.api_key_env))
+    elif summary.tally.failed:
+        say(explain_failed(summary.tally, target=target))
     code: int = ExitCode.OK
     if signals and stopped is not None:
         code = 128 + signals[0]
@@ -197,6 +199,14 @@ def describe(summary: Summary, *, shown: int) -> str:
         text += f", cost {calls.cost:.4f}"
     rate = (tally.rows - summary.before) / summary.elapsed_s if summary.elapsed_s else 0.0
     return f"{text}; {summary.elapsed_s:.1f} s, {rate:,.0f} rows/s"
+
+
+def explain_failed(tally: Tally, *, target: str) -> str:
+    """What went wrong first, and how to score those rows again: the same command keeps them as they are."""
+    from freewheel.judge.scoring.output import is_stream
+
+    text = f"the first that failed: {tally.first_failure}"
+    return text if is_stream(target) else f"{text}. Rows that failed are kept: --retry-failed scores them again"
 
 
 def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_env: str | None) -> str:

@@ -20,17 +20,19 @@ class Tally(msgspec.Struct, kw_only=True):
     """Of `scored`: those that were answered before and cost nothing."""
     reasons: dict[str, int] = {}
     """`failed` by reason."""
+    first_failure: str = ""
+    """Of `failed`, the first: its line, and what went wrong there."""
 
     @property
     def rows(self) -> int:
         return self.scored + self.failed + self.skipped + self.malformed
 
-    def count(self, verdict: Verdict) -> None:
+    def count(self, verdict: Verdict, line: int) -> None:
         if isinstance(verdict, Scored):
             self.scored += 1
             self.cached += verdict.cached
         elif isinstance(verdict, Failed):
-            self._count_failed(verdict.reason)
+            self._count_failed(verdict.reason, line, verdict.detail)
         else:
             self.skipped += 1
 
@@ -44,10 +46,11 @@ class Tally(msgspec.Struct, kw_only=True):
         elif entry.status == "skipped":
             self.skipped += 1
         else:
-            self._count_failed(entry.reason)
+            self._count_failed(entry.reason, entry.line, entry.detail)
 
-    def _count_failed(self, reason: str) -> None:
+    def _count_failed(self, reason: str, line: int, detail: str) -> None:
         self.failed += 1
+        self.first_failure = self.first_failure or f"line {line}: {detail or reason}"
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 

@@ -342,7 +342,7 @@ class ScoringJob:
             return Stopped(reason=reason, detail=str(error.strerror), next_line=self._next_line)
         for slot, verdict, _ in ready:
             if verdict is not None:
-                self._tally.count(verdict)
+                self._tally.count(verdict, slot.line.number)
             elif slot.kept is not None:
                 self._tally.count_written(slot.kept)
             else:

@@ -187,6 +187,7 @@ class WrittenEntry(msgspec.Struct, frozen=True):
     status: str
     key: str
     reason: str = ""
+    detail: str = ""
     cached: bool = False
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import Enum
 
-from freewheel.judge.stats import JudgeStats
+from freewheel.judge.outcome import INFRA
+from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
 
 FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})
@@ -19,6 +20,8 @@ OUTAGE = frozenset({Reason.UNAVAILABLE, Reason.DEADLINE, Reason.THROTTLED})
 """Says as much about the judge as about the row."""
 OUTAGE_ROWS = 64
 """So many rows in a row lost to an outage: the judge is out, even where its endpoint still gives signs of life."""
+SILENCE = frozenset(kind.value for kind in INFRA)
+"""Failed calls that are no sign of life."""
 FIRST_FAILURES = 256
 """Failures without a single score from which on the fault is the setup's (rubric, model, a proxy's page), not the
 rows': the rest of a large file must not be paid for."""
@@ -71,5 +74,13 @@ class StopRule:
 
 
 def is_down(stats: JudgeStats) -> bool:
-    """No endpoint works at this moment."""
+    """No endpoint works at this moment. One that has been silent since the first call does not, either: the few calls
+    of a row or two open no breaker."""
+    asked = [e for e in stats.endpoints if e.up and e.sent]
+    if asked and all(_is_silent(e) for e in asked):
+        return True
     return bool(stats.endpoints) and not any(e.up for e in stats.endpoints)
+
+
+def _is_silent(endpoint: EndpointStats) -> bool:
+    return not (endpoint.answered or endpoint.throttled or endpoint.faults.keys() - SILENCE)

@@ -20,6 +20,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
+from freewheel.judge.server_log import server_log
 from freewheel.judge.testing import wire
 from freewheel.judge.testing.behaviour import Behaviour, Fault, Outage, Refusal
 from freewheel.judge.testing.counts import ContentCount, Counts, RecordedRequest
@@ -90,7 +91,8 @@ class _Connections(web.Server):
     """aiohttp's server, which also counts connections, refuses them in an outage and knows when all are gone."""
 
     def __init__(self, judge: JudgeServer) -> None:
-        super().__init__(judge.handle, handler_cancellation=True, access_log=None)
+        log = server_log("freewheel.judge.testing.http")
+        super().__init__(judge.handle, handler_cancellation=True, access_log=None, logger=log)
         self._judge = judge
         self.open: dict[RequestHandler, asyncio.Transport] = {}
         self.none_open = asyncio.Event()
