@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from freewheel.dashboard.charts import curve, sparkline
 
 
@@ -56,3 +59,18 @@ def test_a_sparkline_of_other_values_spans_their_range():
     assert sparkline([-10.0, 0.0, 30.0]) == "▁▃█"
     assert sparkline([5.0, 5.0]) == "▅▅"
     assert sparkline([]) == "" and sparkline([math.nan]) == " "
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats()), max_size=6))
+def test_whatever_was_measured_a_chart_is_drawn(points):
+    """A run that has done its work must not fail for its picture."""
+    drawn = curve(points, unicode=False)
+    assert drawn.isascii() and all(len(line) <= 80 for line in drawn.splitlines())
+    assert len(sparkline([value for _, value in points])) == len(points)
+
+
+def test_equal_values_are_in_the_middle_however_large():
+    for value in (42.0, -1e17, 1e300, -1.7e308, 1.7e308):
+        drawn = curve([(0, value), (9, value)], height=5, unicode=False)
+        assert drawn.count("o") == 2 and "inf" not in drawn and "nan" not in drawn, drawn
+        assert drawn.splitlines()[2].count("o") == 2 or abs(value) > 1e308, "where there is nothing above it"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -283,6 +284,18 @@ def test_a_run_that_was_killed_has_the_verdict_of_what_was_seen_until_then(tmp_p
         assert looked_at(folder)["verdict"] == VERDICT, "one that goes on is held up by what its pulse says"
     finally:
         lock.release()
+
+
+def test_steps_that_were_trained_again_are_not_in_the_verdict_of_a_killed_run(tmp_path: Path):
+    folder = make_run(tmp_path / "run", steps=4, total=100, killed=True)
+    held_up_by_generation(folder, 4)
+    held = statistics_row(21, 4)
+    replayed = {"trainer": spans(80, train=0.2, wait_batch=0.7), "rollouter": spans(80, generate=0.9, wait_reward=0.05)}
+    after = spans(100, train=0.36, wait_batch=0.56), spans(100, generate=0.72, wait_reward=0.04, wait_room=0.2)
+    rewards = {**held["rollouter"]["rewards"], "waiting": 0, "judge": None}
+    row = {**held, "trainer": {"spans": after[0]}, "rollouter": {"spans": after[1], "rewards": rewards}}
+    Writer(folder, steps=4).add({**row, "time": BEGAN_S + 21, "run": {"verdict": "", "replayed": replayed}})
+    assert looked_at(folder)["verdict"].startswith("training-bound: 100% of generation time")
 
 
 @pytest.mark.parametrize("absent", ["trainer", "rollouter"])
@@ -713,3 +726,16 @@ def test_a_run_that_is_removed_stays_as_it_was_read(tmp_path: Path):
         found = pages.overview(view)
         assert panels.ledger(view.folder)["report"] is None and panels.prompt(view.folder, 3)["life"] is None
     assert found["state"] == "removed" and found["now"]["step"] == 5
+
+
+def test_a_run_that_is_removed_before_anybody_opened_it_is_not_one_that_starts(tmp_path: Path):
+    folder, later = make_run(tmp_path / "run", steps=5), tmp_path / "later"
+    (view,) = Runs([str(folder)], clock=lambda: 0.0).all()
+    shutil.rmtree(folder)
+    assert view.state == "removed"
+    (view,) = Runs([str(later)], clock=lambda: 0.0, must_exist=False).all()
+    assert view.state == "waiting"
+    later.mkdir()
+    assert view.state == "waiting"
+    later.rmdir()
+    assert view.state == "removed"

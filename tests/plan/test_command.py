@@ -36,6 +36,11 @@ def configured(folder, **sections):
     return folder
 
 
+def is_measured_at(planned, trainers):
+    bounds = planned.bounds(planned.groups_per_step)
+    return planned.cluster.is_measured(bounds, trainers=trainers, generators=2)
+
+
 @pytest.fixture
 def run(tmp_path):
     return made_run(configured(tmp_path))
@@ -90,7 +95,7 @@ def test_those_that_trained_are_counted_by_the_rule_that_placed_them(run, traine
 def test_what_may_have_been_on_one_gpu_is_not_called_measured(run, trainer, rollout, is_measured):
     configured(run, trainer=trainer, rollout=rollout)
     planned = of_run(str(run))
-    assert planned.cluster.is_measured(planned.cluster.trainers, 2) is is_measured
+    assert is_measured_at(planned, planned.cluster.trainers) is is_measured
     assert ("share one GPU" in planned.about) is not is_measured
 
 
@@ -100,7 +105,7 @@ def test_whether_a_gpu_was_shared_is_what_the_run_recorded_and_not_what_its_sett
     said += [{"kind": "event", "step": 0, "text": "…", "shared_gpu": shared}]
     rollout = {"replicas": 2} if not shared else {"n_gpus_per_node": 2}
     planned = of_run(str(made_run(configured(tmp_path, rollout=rollout), before=said)))
-    assert planned.cluster.is_measured(planned.cluster.trainers, 2) is not shared
+    assert is_measured_at(planned, planned.cluster.trainers) is not shared
     assert ("training and generation shared one GPU: each is counted" in planned.about) is shared
     assert "did not record" not in planned.about
 
@@ -108,9 +113,49 @@ def test_whether_a_gpu_was_shared_is_what_the_run_recorded_and_not_what_its_sett
 def test_what_the_run_did_not_have_is_not_called_measured(run):
     configured(run, rollout={"n_gpus_per_node": 2})
     for scores, is_measured in ((None, True), (Scores(is_judge=True), False)):
-        assert of_run(str(run), scores=scores).cluster.is_measured(1, 2) is is_measured
+        assert is_measured_at(of_run(str(run), scores=scores), 1) is is_measured
     found = json.loads(plan("--model", "0.5b", "--accelerators", "2", "--scale-to", "0", "--json").stdout)
     assert [one["basis"] for one in found["splits"]] == ["extrapolated"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_measured"),
+    [
+        ({}, True),
+        ({"mode": "fully_async", "groups_per_step": 8}, True),
+        ({"groups_per_step": 1}, False),
+        ({"groups_per_step": 500}, False),
+        ({"mode": "sync"}, False),
+        ({"threshold": 0}, False),
+        ({"sync_every_steps": 2}, False),
+    ],
+)
+def test_only_the_runs_own_settings_are_called_measured(run, asked, is_measured):
+    configured(run, rollout={"n_gpus_per_node": 2})
+    assert is_measured_at(of_run(str(run), **asked), 1) is is_measured
+
+
+def test_a_short_run_is_planned_with_a_warning(tmp_path):
+    assert "and 2 were measured: the figures may be off" in of_run(str(made_run(configured(tmp_path), steps=3))).about
+    assert "may be off" not in of_run(str(made_run(configured(tmp_path), steps=20))).about
+
+
+def test_a_step_that_train_would_refuse_is_refused_by_the_same_check(run):
+    found = plan(str(run), "--groups-per-step", "100000")
+    assert found.exit_code == 2, found.output
+    assert "--groups-per-step = 100000: freewheel train would refuse it: async_training.max_queue_size" in found.output
+    configured(run, async_training={"max_queue_size": 100_000})
+    assert of_run(str(run), groups_per_step=100_000).bounds(100_000).max_alive == 100_000
+
+
+def test_on_a_terminal_it_is_said_that_it_simulates(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    app(["plan", *SMALL], standalone_mode=False)
+    said = capsys.readouterr()
+    assert said.err == "freewheel: simulating mode fully_async, 32 groups x 8 a step, which may take a minute\n"
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    app(["plan", *SMALL], standalone_mode=False)
+    assert capsys.readouterr() == (said.out, "")
 
 
 @pytest.mark.parametrize("tokens", [900, 1000])
@@ -188,6 +233,7 @@ def test_a_picture_is_drawn(tmp_path):
     [
         ([], "Invalid value for RUN: give a run's folder, or in its place a model"),
         (["--model", "7b"], "Invalid value for --accelerators: give how many"),
+        (["--model", "7c"], "--model = '7c': did you mean 7b?"),
         (["--model", "9b", "--accelerators", "8"], "--model = '9b'"),
         (["--model", "72b", "--accelerators", "4"], "it takes"),
         (["--model", "7b", "--accelerators", "8", "--mode", "fast"], "mode"),

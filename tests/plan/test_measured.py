@@ -237,10 +237,13 @@ def test_what_a_prompt_costs_is_what_decoding_leaves_of_the_engines_time():
     assert found.generation.prefill_s == 0 and found.generation.step_s < 0.02
 
 
-def test_a_measured_run_is_measured_at_its_own_split_alone():
+def test_a_measured_run_is_measured_at_its_own_split_and_with_its_own_settings_alone():
     run = scene(generation=Generation(replicas=2, slots=16, step_s=0.01), training=Training(per_token_s=0.001))
     cluster = MeasuredCluster(run=replace(run, weights=Weights(transfer_s=0.1)), trainers=2)
-    assert cluster.is_measured(2, 2) and not cluster.is_measured(4, 2) and not cluster.is_measured(2, 4)
+    asked = [(run.bounds, 2, 2), (replace(run.bounds, total_groups=None), 2, 2), (run.bounds, 4, 2), (run.bounds, 2, 4)]
+    asked += [(bounds("sync"), 2, 2), (bounds(groups=1), 2, 2), (bounds(threshold=1), 2, 2), (bounds(every=2), 2, 2)]
+    found = [cluster.is_measured(of, trainers=trainers, generators=generators) for of, trainers, generators in asked]
+    assert found == [True, True] + [False] * 6
     same = cluster.scene(run.bounds, trainers=2, generators=2)
     assert same == replace(cluster.run, window=None)
     larger = cluster.scene(run.bounds, trainers=4, generators=6)

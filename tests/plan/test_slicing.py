@@ -12,7 +12,7 @@ from freewheel.plan.scene import Generation, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
 from freewheel.plan.slicing import simulate_slice, sliced
 
-from .scenes import scene
+from .scenes import bounds, scene
 
 LARGE = scene(
     groups=240,
@@ -49,6 +49,15 @@ def test_a_slice_gives_what_the_whole_gives(changes):
     assert found.lag_mean == pytest.approx(expected.lag_mean, abs=0.3)
     assert found.engine_busy == pytest.approx(expected.engine_busy, abs=0.05)
     assert (found.groups, found.lives) == (expected.groups, expected.lives)
+
+
+def test_one_engine_is_enough_where_it_has_as_many_groups_to_itself():
+    whole = replace(LARGE, generation=replace(LARGE.generation, replicas=3), bounds=bounds(groups=240, steps=20))
+    one, parts = sliced(whole)
+    assert parts == pytest.approx(3.0) and one.generation.replicas == 1 and one.bounds.groups_per_step == 80
+    expected, found = simulate(whole), simulate_slice(whole)
+    assert found.samples_per_s == pytest.approx(expected.samples_per_s, rel=0.05)
+    assert found.engine_busy == pytest.approx(expected.engine_busy, abs=0.05)
 
 
 def test_what_a_slice_of_a_judge_refused_and_allowed_is_told_of_the_whole():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,8 @@ from freewheel.plan.draws import Constant
 from freewheel.plan.hardware import ACCELERATORS, SHAPES, Cluster, Workload, accelerator, shape
 from freewheel.plan.picture import draw
 from freewheel.plan.scene import Scores
-from freewheel.plan.sweep import best, between, candidates_of, ending, scaling, splits, sweep
+from freewheel.plan.slicing import simulate_slice, sliced
+from freewheel.plan.sweep import HUGE_LIVES, _jobs, best, between, candidates_of, ending, scaling, splits, sweep
 
 from .scenes import bounds
 
@@ -96,6 +98,33 @@ def test_a_judge_that_is_nearly_in_use_is_where_a_faster_generation_ends():
     assert "the judge is" in row.verdict
 
 
+@pytest.mark.parametrize("groups", [1, 4, 64])
+@pytest.mark.parametrize("threshold", [0, 1, 3])
+def test_what_a_verdict_promises_is_what_the_simulation_gives(groups, threshold):
+    """Few groups a step leave engines with too little in hand: more of them do not help, whoever waits for them."""
+
+    def bounded(count):
+        return replace(bounds(groups=count, threshold=threshold), total_groups=None)
+
+    made = cluster("0.5b")
+    row = best(sweep(made, 4, bounded, groups_per_step=groups, processes=1))
+    found = re.search(r"[(](\d+) replicas instead of \d+[)] would lift throughput ([\d.]+)x", row.verdict)
+    if found is None:
+        assert "replicas instead" not in row.verdict and "up to" not in row.verdict.partition("speed")[2]
+        return
+    tried = simulate_slice(made.scene(ending(bounded(groups), 40), trainers=row.trainers, generators=int(found[1])))
+    assert float(found[2]) <= 1.05 * tried.samples_per_s / row.samples_per_s
+
+
+@pytest.mark.parametrize("groups", [1000, 20_000, 100_000])
+def test_however_large_a_step_the_work_is_bounded(groups):
+    for generators in (1, 4, 20):
+        (job,) = _jobs(cluster("1.5b"), [(2, generators)], unending(groups), "fully_async", 0)
+        assert (sliced(job.scene)[0].bounds.total_groups or 0) <= max(HUGE_LIVES, 9 * groups // generators + 9)
+    with pytest.raises(ConfigError, match="--groups-per-step = 200000: 1,600,000 responses of a step"):
+        _jobs(cluster("1.5b"), [(2, 1)], unending(200_000), "fully_async", 0)
+
+
 def test_more_that_train_than_there_are_sequences_have_nothing_to_do():
     made, few = cluster("7b"), ending(unending(1), 12)
     steps = [made.scene(few, trainers=trainers, generators=1).training.per_token_s for trainers in (4, 8, 64)]
@@ -134,15 +163,18 @@ def test_what_was_measured_on_an_h200_is_what_the_table_gives():
     assert made.scene(ending(unending(8), 12), trainers=1, generators=1).generation.tokens_per_s == pytest.approx(
         20_700, rel=0.1
     )
-    assert not made.is_measured(1, 1), "a run of these was not"
+    assert not made.is_measured(unending(8), trainers=1, generators=1), "a run of these was not"
 
 
 def test_every_accelerator_has_a_source_and_a_name_that_is_not_there_is_refused():
     assert all(one.source and name == one.name for name, one in ACCELERATORS.items())
     with pytest.raises(ConfigError, match="--accelerator = 'tpu': give one of h200"):
         accelerator("tpu")
-    with pytest.raises(ConfigError, match="--model = '8b'"):
-        shape("8b")
+    for name, meant in (("8b", "7b"), ("7c", "7b"), ("Qwen2.5-70B", "72b")):
+        with pytest.raises(ConfigError, match=f"--model = '{name}': did you mean {meant}[?] Give one of 0.5b"):
+            shape(name)
+    with pytest.raises(ConfigError, match="--model = 'llama': Give one of"):
+        shape("llama")
     with pytest.raises(ConfigError, match="72b needs at least"):
         cluster("72b").scene(unending(8), trainers=1, generators=8)
 

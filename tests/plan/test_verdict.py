@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -97,11 +98,11 @@ def test_a_function_is_told_its_own_settings():
 def test_generation_is_told_in_replicas_and_training_in_speed():
     assert str(of({"train": 0.6, "wait_batch": 0.4}, {"generate": 1.0})) == (
         "generation-bound: 40% of trainer time waits for responses; 1.7x the generation speed (5 replicas instead of 3)"
-        " would lift throughput 1.7x, where training is the limit"
+        " would lift throughput up to 1.7x, where training is the limit"
     )
     assert str(of({"train": 0.98}, {"generate": 0.6, "wait_room": 0.4})) == (
         "training-bound: 40% of generation time is held back so that samples stay fresh; 1.7x the training speed would "
-        "lift throughput 1.7x, where generation is the limit"
+        "lift throughput up to 1.7x, where generation is the limit"
     )
 
 
@@ -153,26 +154,95 @@ def test_before_both_were_measured_nothing_is_claimed(waits):
 
 
 SHARE = st.floats(0, 1)
+MODE, THRESHOLD = st.sampled_from(["sync", "one_step_off", "fully_async"]), st.none() | st.integers(0, 3)
+SCORING = st.builds(
+    Scoring,
+    is_judge=st.booleans(),
+    per_s=st.none() | st.floats(0.01, 1e5),
+    latency_s=st.none() | st.floats(0.001, 100),
+    held_back=st.none() | SHARE,
+    in_use=st.none() | SHARE,
+    slots_in_use=st.none() | SHARE,
+)
+
+
+@st.composite
+def spent(draw, *names):
+    """Shares of one component's time, which are one in all; the last is of what has no name."""
+    cuts = sorted(draw(st.tuples(*[SHARE] * len(names))))
+    return dict(zip(names, (after - before for before, after in pairwise([0.0, *cuts])), strict=True))
 
 
 @given(
     trainer=st.fixed_dictionaries(dict.fromkeys(("train", "wait_batch", "pack", "save"), SHARE)),
     rollouter=st.fixed_dictionaries(dict.fromkeys(("generate", "wait_reward", "wait_room", "load_weights"), SHARE)),
-    mode=st.sampled_from(["sync", "one_step_off", "fully_async"]),
-    scoring=st.builds(
-        Scoring,
-        is_judge=st.booleans(),
-        per_s=st.none() | st.floats(0.01, 1e5),
-        latency_s=st.none() | st.floats(0.001, 100),
-        held_back=st.none() | SHARE,
-        in_use=st.none() | SHARE,
-        slots_in_use=st.none() | SHARE,
-    ),
+    mode=MODE,
+    threshold=THRESHOLD,
+    scoring=SCORING,
 )
-def test_whatever_was_measured_gives_one_whole_sentence(trainer, rollouter, mode, scoring):
-    found = of(trainer, rollouter, Setting(mode=mode), scoring)
+def test_whatever_was_measured_gives_one_whole_sentence(trainer, rollouter, mode, threshold, scoring):
+    found = of(trainer, rollouter, Setting(mode=mode, threshold=threshold), scoring)
     assert "\n" not in str(found) and "inf" not in str(found) and "nan" not in str(found) and ";" in str(found)
     assert found.lift is None or found.lift >= 1
-    busiest = max(trainer["train"] + trainer["pack"], rollouter["generate"])
+    full = 1.0 if scoring.slots_in_use is None or found.bound == "training" else scoring.slots_in_use
+    busiest = max(trainer["train"] + trainer["pack"], min(rollouter["generate"], full))
     if mode != "fully_async" and found.lift is not None and found.bound not in ("sync", "save"):
         assert found.lift <= max(1.0, 1 / busiest) + 1e-9
+
+
+@given(
+    trainer=spent("train", "wait_batch", "pack"),
+    rollouter=spent("generate", "wait_reward", "wait_room", "load_weights"),
+    mode=MODE,
+    threshold=THRESHOLD,
+    scoring=SCORING,
+    tried=st.none() | st.floats(0.5, 100).map(lambda found: lambda part, speed: found),
+)
+def test_no_more_is_promised_than_the_waiting_of_the_other_side(trainer, rollouter, mode, threshold, scoring, tried):
+    waits = {"trainer": trainer, "rollouter": rollouter}
+    found = verdict(waits, Setting(mode=mode, threshold=threshold), scoring, tried=tried)
+    if found.lift is None or found.bound == "balanced":
+        return
+    rests = sum(rollouter.values()) - rollouter["generate"]
+    waits_for_it = {"training": rests, "sync": 0.5 * found.share, "save": 0.5 * found.share}
+    wait = waits_for_it.get(found.bound, trainer["wait_batch"])
+    assert found.lift * (1 - wait) <= 1 + 1e-6
+
+
+def test_time_that_is_neither_work_nor_waiting_is_not_taken_away():
+    found = of({"train": 0.17, "wait_batch": 0.52}, {"generate": 0.95, "wait_reward": 0.04})
+    assert found.lift == pytest.approx(1 / 0.52), "and not 1 / 0.17: loading and saving stay"
+
+
+@pytest.mark.parametrize("bound", ["generation", "training"])
+def test_a_threshold_of_none_is_turns_whatever_the_mode_is_called(bound):
+    """A faster half of a turn gives no more than that half, and the other half stays."""
+    waits = {"train": 0.4, "wait_batch": 0.6}, {"generate": 0.6, "wait_room": 0.4}
+    if bound == "training":
+        waits = {"train": 0.6, "wait_batch": 0.4}, {"generate": 0.4, "wait_room": 0.6}
+    found = of(*waits, Setting(threshold=0))
+    assert found.bound == bound and found.lift == pytest.approx(of(*waits, Setting(mode="sync")).lift)
+    assert "staleness_threshold above 0, which gives generation room, could lift throughput up to 1.7x" in str(found)
+
+
+def test_a_side_that_waits_itself_is_not_told_to_be_faster():
+    """Engines that have too little in hand: more of them would have less each."""
+    for waits, scoring in (
+        (({"train": 0.1, "wait_batch": 0.9}, {"generate": 0.8, "wait_room": 0.2}), None),
+        (({"train": 0.1, "wait_batch": 0.9}, {"generate": 1.0}), Scoring(slots_in_use=0.1)),
+    ):
+        said = str(of(*waits, scoring=scoring))
+        assert "replicas" not in said and "staleness_threshold above 3 or more groups a step" in said
+    assert "replicas" in str(
+        of({"train": 0.1, "wait_batch": 0.9}, {"generate": 1.0}, scoring=Scoring(slots_in_use=1.0))
+    )
+
+
+def test_what_was_tried_is_told_and_not_what_the_waiting_would_allow():
+    waits = {"trainer": {"train": 0.1, "wait_batch": 0.9}, "rollouter": {"generate": 1.0}}
+    found = verdict(
+        waits, STREAMING, tried=lambda part, speed: 3.0 if (part, round(speed)) == ("generation", 10) else 0
+    )
+    assert found.lift == 3.0
+    assert "(30 replicas instead of 3) would lift throughput 3.0x" in str(found)
+    assert "replicas" not in str(verdict(waits, STREAMING, tried=lambda part, speed: 1.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from freewheel.plan.verdict import Setting
 from freewheel.plan.watching import OVER_S, Watching, held_back, in_use
 
@@ -84,3 +86,42 @@ def test_a_limit_is_known_once_the_judge_has_refused_something():
     assert in_use({"judge": {"throttled": 3, "endpoints": endpoints}}) == 0.6
     assert in_use({"judge": {"throttled": 0, "endpoints": endpoints}}) is None
     assert in_use({"judge": {"throttled": 3}}) is None and in_use({}) is None
+
+
+def test_steps_that_a_journal_has_are_left_out():
+    """They wait for nobody, and generation is held back while they are trained again."""
+    watching = Watching(Setting(threshold=3), is_judge=False)
+
+    def look(now, step, trained, waited, generated):
+        trainer = {"global_steps": step, "recorded_until": 28, **component(now, train=trained, wait_batch=waited)}
+        rollouter = component(now, generate=generated, wait_room=now - generated)
+        watching.note(now, {"trainer": trainer, "rollouter-0": rollouter}, {})
+
+    look(1.0, 3, 1.0, 0.0, 0.05)
+    look(90.0, 27, 90.0, 0.0, 0.1)
+    assert watching.replays and watching.verdict().bound == "unmeasured"
+    look(94.0, 30, 94.0, 0.0, 0.2)
+    assert watching.replays, "the last of them ended before this look"
+    look(104.0, 33, 99.0, 5.0, 10.2)
+    assert not watching.replays
+    for found in (watching.verdict(), watching.verdict_on(watching.whole)):
+        assert found.bound == "generation" and found.share == pytest.approx(0.5)
+    known = {"trainer": component(94.0, train=94.0)["spans"], "rollouter-0": {"elapsed": 94.0, "generate": 0.2}}
+    again = Watching(Setting(threshold=3), is_judge=False, replayed=known)
+    spans = {"trainer": component(104.0, train=99.0, wait_batch=5.0), "rollouter-0": component(104.0, generate=10.2)}
+    again.note(104.0, spans, {})
+    assert again.verdict_on(again.whole).share == pytest.approx(0.5)
+
+
+def test_where_nearly_no_response_gets_a_score_no_remedy_for_waiting_is_told():
+    def said(rewards):
+        watching = Watching(Setting(), is_judge=False)
+        spans = {"trainer": component(10, wait_batch=9.0, train=1.0), "rollouter-0": component(10, generate=10.0)}
+        watching.note(10.0, spans, rewards)
+        return watching.verdict()
+
+    broken = said({"scored": 1, "skipped": 1, "failed": {"ValueError": 1398}})
+    assert str(broken).startswith("rewards failed: 1,398 of 1,400 responses got no score (ValueError 1,398); ")
+    assert broken.bound == "failing" and broken.lift is None
+    assert said({"scored": 700, "failed": {"ValueError": 700}}).bound == "generation"
+    assert said({}).bound == "generation"

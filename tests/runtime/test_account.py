@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
+from freewheel.rollout.reward_counts import RewardCounts
+from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_judging import TOTALS
 from freewheel.runtime.account import RunAccount
 from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES
@@ -350,22 +353,67 @@ def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
         step_row(10),
         Row("eval", 10, {"eval/reward": 0.9}),
         trainer={"spans": {"elapsed": 30.0, "wait_batch": 3.0, "train": 27.0}},
-        rollouter_0=replica(elapsed=30.0, generate=1.0, engine_busy_s=27.0),
+        rollouter_0=replica(elapsed=30.0, generate=0.95, engine_busy_s=27.0),
     )
     said = end("finished")
     assert "Finished at step 10 of 10 after 30.0 s of training" in said
     assert "Held-out reward 0.125 at step 0, 0.900 at step 10" in said
-    assert "Training waited 10.0% of the time, generation 10.0%" in said
+    assert "Training waited 10.0% of the time, generation 5.0% (engines idle 10.0%)" in said
     assert str(scene.folder) in said
     assert "resume=" not in said
 
 
-def test_generation_waited_while_its_engines_did_not_compute_whatever_they_had_in_hand(scene: Scene, end: End) -> None:
+def test_what_the_last_line_says_of_waiting_is_what_its_verdict_is_made_of(scene: Scene, end: End) -> None:
+    """Engines that do not compute while responses are scored wait for nobody who could be faster; they are idle."""
     scene.look(
-        rollouter_0=replica(elapsed=30.0, generate=1.0, engine_busy_s=24.0),
-        rollouter_1=replica(elapsed=10.0, generate=1.0, engine_busy_s=6.0),
+        trainer={"spans": {"elapsed": 30.0, "wait_batch": 1.0, "train": 29.0}},
+        rollouter_0=replica(elapsed=30.0, generate=0.94, engine_busy_s=24.0),
+        rollouter_1=replica(elapsed=30.0, generate=0.98, engine_busy_s=25.0),
     )
-    assert "generation 25.0%" in end("finished")
+    said = end("finished")
+    assert "Training waited 3.3% of the time, generation 4.0% (engines idle 18.3%); balanced: generation and" in said
+
+
+def resumed(elapsed: float, step: int, **shares: float) -> dict[str, Any]:
+    spans = {"elapsed": elapsed, **{name: share * elapsed for name, share in shares.items()}}
+    return {"global_steps": step, "recorded_until": 28, "spans": spans}
+
+
+def test_steps_that_were_trained_again_after_a_resume_are_not_in_the_closing_verdict(scene: Scene, end: End) -> None:
+    scene.look(trainer=resumed(90.0, 27, train=1.0), rollouter_0=replica(elapsed=90.0, generate=0.05))
+    scene.look(trainer=resumed(94.0, 29, train=1.0), rollouter_0=replica(elapsed=94.0, generate=0.05))
+    trainer, rollouter = (
+        resumed(104.0, 33, train=99 / 104, wait_batch=5 / 104),
+        replica(elapsed=104.0, generate=14.7 / 104),
+    )
+    scene.look(trainer=trainer, rollouter_0=rollouter, last=True)
+    assert "Training waited 50.0% of the time, generation 0.0% (engines idle" in (said := end("finished"))
+    assert "; generation-bound: 50%" in said
+    told = read_metrics(scene.folder, "statistics")[-1]["run"]["replayed"]
+    assert (told["trainer"]["elapsed"], told["rollouter"]["elapsed"]) == (94.0, 94.0), "for the page of a run that dies"
+
+
+def test_of_a_run_that_only_trained_again_nothing_is_told(scene: Scene, end: End) -> None:
+    scene.look(trainer=resumed(90.0, 27, train=1.0), rollouter_0=replica(elapsed=90.0, generate=0.05), last=True)
+    assert "Training waited" not in end("stopped")
+
+
+def test_when_no_response_gets_a_score_the_end_says_why_and_gives_no_advice(scene: Scene, end: End) -> None:
+    counts = RewardCounts("my_reward.py")
+    for text in ("no key 'answer' in the row" + "!" * 500, "another"):
+        counts.settled(failed("KeyError", text, "Traceback (most recent call last):\n  ..."), "failed", 0.1)
+    scene.look(
+        Row("eval", 0, {"eval/reward": 0.5}),
+        Row("eval", 5, {"eval/reward": math.nan}),
+        trainer={"spans": {"elapsed": 30.0, "wait_batch": 29.0, "train": 1.0}},
+        rollouter_0=replica(elapsed=30.0, generate=1.0, rewards=counts.snapshot(1.0)),
+        last=True,
+    )
+    said = end("finished")
+    assert "; rewards failed: 2 of 2 responses got no score (KeyError 2); " in said and "-bound" not in said
+    assert "2 responses got no score (KeyError 2): first KeyError: no key 'answer' in the row!!" in said
+    assert "Traceback" not in said and max(map(len, said.splitlines())) < 400
+    assert "nan" not in said and scene.view.snapshots[-1].eval_curve == [(0, 0.5)]
 
 
 def test_the_closing_verdict_is_of_the_whole_run_and_the_same_in_the_record_and_at_the_end(

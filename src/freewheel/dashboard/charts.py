@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterable, Sequence
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -12,6 +13,10 @@ WIDTH, HEIGHT = 60, 11
 """Fits into 80 columns; an odd height has a row for the middle."""
 LABEL = 6
 """Columns of the numbers on the left, their space included."""
+
+HUGE = 1e5
+"""From here on two decimals do not fit there."""
+LARGEST = sys.float_info.max
 
 Points = Sequence[tuple[int, float]]
 
@@ -28,7 +33,7 @@ def sparkline(values: Iterable[float], *, width: int = 20, unicode: bool = True)
 def _block(value: float, low: float, high: float, blocks: str) -> str:
     if not math.isfinite(value):
         return " "
-    return blocks[min(int((value - low) / (high - low) * len(blocks)), len(blocks) - 1)]
+    return blocks[min(int(_share(value, low, high) * len(blocks)), len(blocks) - 1)]
 
 
 def curve(points: Points, *, width: int = WIDTH, height: int = HEIGHT, unicode: bool = True) -> str:
@@ -41,24 +46,25 @@ def curve(points: Points, *, width: int = WIDTH, height: int = HEIGHT, unicode: 
     mark, dot, corner, side, floor = "●·└┤─" if unicode else "o.+|-"
     rows = [[" "] * width for _ in range(height)]
 
-    def row(value: float) -> int:
-        return math.floor((high - value) / (high - low) * (height - 1) + 0.5)
+    def row(share: float) -> int:
+        return math.floor((1 - share) * (height - 1) + 0.5)
 
     def column(step: int) -> int:
         return math.floor((step - first) / max(last - first, 1) * (width - 1) + 0.5)
 
-    for (step, value), (next_step, next_value) in itertools.pairwise(known):
-        left, right = column(step), column(next_step)
+    shown = [(column(step), _share(value, low, high)) for step, value in known]
+    for (left, share), (right, next_share) in itertools.pairwise(shown):
         for at in range(left, right):
-            rows[row(value + (next_value - value) * (at - left) / (right - left))][at] = dot
-    for step, value in known:
-        rows[row(value)][column(step)] = mark
+            rows[row(share + (next_share - share) * (at - left) / (right - left))][at] = dot
+    for at, share in shown:
+        rows[row(share)][at] = mark
 
-    labelled = {0: high, height - 1: low, (height - 1) // 2: high - (high - low) * ((height - 1) // 2) / (height - 1)}
+    middle = (height - 1) // 2
+    below = middle / (height - 1)
+    labels = {0: _label(high), height - 1: _label(low), middle: _label(high * (1 - below) + low * below)}
     lines = []
     for number, cells in enumerate(rows):
-        label = f"{labelled[number]:.2f}" if number in labelled else ""
-        lines.append(f"{label:>{LABEL - 1}} {side}{''.join(cells)}".rstrip())
+        lines.append(f"{labels.get(number, ''):>{LABEL - 1}} {side}{''.join(cells)}".rstrip())
     lines.append(" " * LABEL + corner + floor * width)
     ends = f"{last}" if first != last else ""
     lines.append(" " * (LABEL + 1) + f"{first}{ends:>{max(0, width - len(str(first)))}}".rstrip())
@@ -71,4 +77,16 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     if all(0 <= value <= 1 for value in finite):
         return 0.0, 1.0
     low, high = min(finite), max(finite)
-    return (low, high) if high > low else (low - 1, high + 1)
+    if high > low:
+        return low, high
+    around = max(1.0, abs(low) / 2)  # beside a huge number one is nothing
+    return low - min(around, LARGEST + low), high + min(around, LARGEST - high)
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where between them; halved first, for the difference of two huge numbers may be none."""
+    return min(1.0, max(0.0, (value / 2 - low / 2) / (high / 2 - low / 2)))
+
+
+def _label(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < HUGE else f"{value:.0e}"

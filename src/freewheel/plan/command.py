@@ -6,6 +6,7 @@ Nothing heavy is imported before the command runs, and neither torch nor ray whi
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -150,11 +151,11 @@ def plan(
     ] = 0,
 ) -> None:  # fmt: skip
     """Find the best split of accelerators between training and generation, before they are rented."""
-    from freewheel.judge.commands.console import plain_errors
+    from freewheel.judge.commands.console import plain_errors, say
 
     with plain_errors():
         from freewheel.judge.errors import ConfigError
-        from freewheel.plan.hardware import Workload
+        from freewheel.plan.hardware import Workload, shape
         from freewheel.plan.planning import GROUPS_PER_ACCELERATOR, of_model, of_run
         from freewheel.plan.scene import Scores
 
@@ -195,6 +196,7 @@ def plan(
                 seed=seed,
             )
         elif model is not None:
+            shape(model)  # one that is not there is said first
             said = "give how many there are, for training and generation together"
             raise typer.BadParameter(said, param_hint="--accelerators")
         else:
@@ -202,6 +204,8 @@ def plan(
         if scale_to and scale_to < 2 * planned.accelerators:
             remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
             raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")
+        if sys.stderr.isatty():
+            say(f"simulating {_title(planned).splitlines()[-1]}, which may take a minute")
         rows = planned.splits()
         last = min(EIGHTFOLD * planned.accelerators, LARGEST) if scale_to is None else scale_to
         scaled = planned.scaling(last, rows)

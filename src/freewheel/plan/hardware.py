@@ -12,6 +12,7 @@ as extrapolated.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 
 from freewheel.judge.errors import ConfigError
@@ -226,7 +227,7 @@ class Cluster:
         room = self.accelerator.memory_bytes * ENGINE_MEMORY * self.per_replica - self.shape.weight_bytes
         return int(room / self.shape.cache_bytes)
 
-    def is_measured(self, trainers: int, generators: int) -> bool:
+    def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool:
         """No run was, whatever the numbers in here come from."""
         return False
 
@@ -300,8 +301,18 @@ def accelerator(name: str) -> Accelerator:
 def shape(name: str) -> Shape:
     found = SHAPES.get(name.lower())
     if found is None:
-        raise ConfigError("--model", name, f"give one of {', '.join(SHAPES)}: the nearest in size will do")
+        near = _nearest(name)
+        meant = f"did you mean {near}? " if near else ""
+        raise ConfigError("--model", name, f"{meant}Give one of {', '.join(SHAPES)}: the nearest in size will do")
     return found
+
+
+def _nearest(name: str) -> str:
+    """In size, by the last number in a name; empty where there is none."""
+    numbers = [float(one) for one in re.findall(r"\d+(?:\.\d+)?", name)]
+    if not numbers or not numbers[-1]:
+        return ""
+    return min(SHAPES, key=lambda one: abs(math.log(float(one.removesuffix("b")) / numbers[-1])))
 
 
 def _power_of_two(least: float) -> int:

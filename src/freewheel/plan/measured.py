@@ -41,10 +41,6 @@ class RunSettings:
     interval_s: float
     is_judge: bool = False
 
-    @property
-    def in_turns(self) -> bool:
-        return self.bounds.drain and self.bounds.threshold == 0
-
 
 def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured | None = None) -> Scene:
     """The run as it was. `generated`: lengths that the engine made, where what was trained on is only a part."""
@@ -78,7 +74,7 @@ def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured |
         hand_over=_hand_over(recorded.put_s or MESSAGE_S, settings),
     )
     scene = _with_prompts(scene, recorded) if recorded.decode_s else _with_step(scene, recorded)
-    if settings.in_turns:
+    if settings.bounds.in_turns:
         scene = _with_messages(scene, recorded, settings)
     return scene
 

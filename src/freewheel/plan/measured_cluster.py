@@ -32,8 +32,10 @@ class MeasuredCluster:
     def accelerators(self) -> int:
         return self.trainers + self.generators
 
-    def is_measured(self, trainers: int, generators: int) -> bool:
-        return self.as_measured and (trainers, generators) == (self.trainers, self.generators)
+    def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool:
+        """With the run's own settings only: how often sides wait for each other depends on them."""
+        same = replace(bounds, total_groups=self.run.bounds.total_groups) == self.run.bounds
+        return self.as_measured and same and (trainers, generators) == (self.trainers, self.generators)
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
         replicas = generators // self.per_replica

@@ -62,4 +62,4 @@ def lessened(share: float, by: float, bound: Lift) -> Lift:
     """What it gives to do away with a part `by` of something that takes `share` of everybody's time, and no more than
     `bound` allows."""
     factor = 1.0 / max(1.0 - share * by, LEAST_SHARE)
-    return bound if factor > bound.factor else Lift(factor, "")
+    return bound if factor >= bound.factor or not math.isfinite(bound.factor) else Lift(factor, "")

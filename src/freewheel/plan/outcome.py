@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from freewheel.plan.verdict import Scoring, Setting, Verdict, verdict
+from freewheel.plan.verdict import Scoring, Setting, Tried, Verdict, verdict
 
 BUSY, FILLED = "busy", "filled"
 """Among a mark's spans: seconds in which engines decoded, and the same times the share of slots in use."""
@@ -74,7 +74,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def generation_waits(self) -> float:
         return 1 - self.engine_busy
 
-    def verdict(self, setting: Setting, *, is_judge: bool = False, judge_in_use: float | None = None) -> Verdict:
+    def verdict(
+        self,
+        setting: Setting,
+        *,
+        is_judge: bool = False,
+        judge_in_use: float | None = None,
+        tried: Tried | None = None,
+    ) -> Verdict:
         """As a run of this kind would be told. `judge_in_use`: of what the judge can do, the share that it did."""
         scoring = Scoring(
             is_judge=is_judge,
@@ -83,7 +90,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             in_use=judge_in_use,
             slots_in_use=self.slots_in_use,
         )
-        return verdict(self.waits, setting, scoring)
+        return verdict(self.waits, setting, scoring, tried=tried)
 
 
 @dataclass(slots=True)

@@ -39,6 +39,9 @@ MAY_SHARE = "its settings let training and generation share one GPU, and it did 
 COUNTED = (
     "each is counted as an accelerator of its own, as fast as it was beside the other, and no split is called measured"
 )
+FEW_STEPS = 10
+"""Measured steps from which on figures are told without a warning: of fewer, the first ones are a large part."""
+UNSURE = "the figures may be off by a factor"
 HELD_UP = "responses waited for the judge's limit, or for a permit, most of the time"
 
 
@@ -88,7 +91,10 @@ class Planned:
         )
 
     def bounds(self, groups_per_step: int) -> Bounds:
-        """As the run's settings make them; `max_queue_size` is no obstacle in a plan."""
+        """As the run's settings make them. With other numbers of groups, and of a model, `max_queue_size` is no
+        obstacle."""
+        if groups_per_step == self.config.trainer.groups_per_step:
+            return self.config.bounds
         per_version = groups_per_step * self.config.async_training.sync_every_steps
         alive = max(self.config.async_training.max_queue_size, (self.config.staleness_threshold + 1) * per_version)
         changes = {"trainer": {"groups_per_step": groups_per_step}, "async_training": {"max_queue_size": alive}}
@@ -128,13 +134,16 @@ def of_run(
         said.append(f"{shared}: {COUNTED}")
     if scores is None and recorded.scored_per_s is not None:
         said.append(f"{HELD_UP}: scoring is bounded by the {recorded.scored_per_s:.3g}/s that were measured")
+    if recorded.steps < FEW_STEPS:
+        said.append(f"{FEW_STEPS} steps or more tell what a run gives, and {recorded.steps} were measured: {UNSURE}")
     notes = "".join(f"\nnote: {note}" for note in said)
+    asked = _asked(config, mode, threshold, sync_every_steps, groups_per_step)
     return Planned(
         about=f"{found.folder}, measured over {recorded.steps} steps ({split}){notes}",
-        config=_asked(config, mode, threshold, sync_every_steps),
+        config=asked,
         cluster=cluster,
         accelerators=accelerators or cluster.accelerators,
-        groups_per_step=groups_per_step or config.trainer.groups_per_step,
+        groups_per_step=asked.trainer.groups_per_step,
         seed=seed,
     )
 
@@ -181,11 +190,24 @@ def changed(config: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
     return to_config(values)
 
 
-def _asked(config: TrainConfig, mode: str | None, threshold: int | None, sync_every_steps: int | None) -> TrainConfig:
+def _asked(
+    config: TrainConfig,
+    mode: str | None,
+    threshold: int | None,
+    sync_every_steps: int | None,
+    groups_per_step: int | None = None,
+) -> TrainConfig:
+    """Checked as `freewheel train` checks it: what that refuses is no plan."""
     given: dict[str, object] = {}
     if threshold is not None:
         given["staleness_threshold"] = threshold
         given["max_staleness_allowed"] = max(config.async_training.max_staleness_allowed, threshold)
     if sync_every_steps is not None:
         given["sync_every_steps"] = sync_every_steps
-    return changed(config, {"mode": mode or config.mode, "async_training": given})
+    asked = changed(config, {"mode": mode or config.mode, "async_training": given})
+    if groups_per_step is None:
+        return asked
+    try:
+        return changed(asked, {"trainer": {"groups_per_step": groups_per_step}})
+    except ConfigError as error:
+        raise ConfigError("--groups-per-step", groups_per_step, f"freewheel train would refuse it: {error}") from error

@@ -12,8 +12,8 @@ from freewheel.plan.sweep import Row, best
 BAR = 16
 """Columns of the longest bar."""
 EXPLAINED = {
-    "measured": "measured: every part was measured in the run at this size, and simulation puts them together",
-    "extrapolated": "extrapolated: speeds follow from data sheets or another split, and assumed shares "
+    "measured": "measured: every part was measured in the run with these settings, and simulation puts them together",
+    "extrapolated": "extrapolated: speeds follow from data sheets or other settings than the run's, and assumed shares "
     "(docs/plan.md names each)",
 }
 

@@ -192,6 +192,6 @@ class Scene:
     @property
     def guess(self) -> float:
         """Groups a second by `freewheel.plan.model` alone."""
-        if self.bounds.drain and self.bounds.threshold == 0:
+        if self.bounds.in_turns:
             return in_turns(self.capacities)
         return streaming(self.capacities)[1]

@@ -18,7 +18,7 @@ from freewheel.plan.simulation import simulate
 MOST_GROUPS = 768
 """Groups a step of a slice, about: their lengths average out to a percent."""
 LEAST_REPLICAS = 8
-"""Engines of a slice, at least."""
+"""Engines of a slice, at least; one is enough where each has as many groups to itself."""
 
 
 def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
@@ -44,7 +44,8 @@ def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
 def sliced(scene: Scene) -> tuple[Scene, float]:
     """A slice, and how many of it make the whole."""
     bounds, made = scene.bounds, scene.generation
-    into = min(bounds.groups_per_step // MOST_GROUPS, made.replicas // LEAST_REPLICAS)
+    fewest = LEAST_REPLICAS if bounds.groups_per_step < MOST_GROUPS * made.replicas else 1
+    into = min(bounds.groups_per_step // MOST_GROUPS, made.replicas // fewest)
     if into < 2:
         return scene, 1.0
     replicas = round(made.replicas / into)

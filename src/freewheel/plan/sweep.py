@@ -3,12 +3,13 @@
     N ─▶ candidates, by the closed form ─▶ simulate, on all cores ─▶ others beside the best ─▶ rows
     N, 2N, 4N, … ─▶ the best of a few splits each ─▶ scaling, with as many groups a step an accelerator or with the same
 
-A row says whether its parts were measured in a run at that size (`measured`) or follow from data sheets and a model of
-scaling (`extrapolated`).
+A row says whether its parts were measured in a run with that split and those bounds (`measured`) or follow from data
+sheets and a model of scaling (`extrapolated`).
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +19,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from freewheel.judge.errors import ConfigError
 from freewheel.plan.outcome import Outcome
 from freewheel.plan.scene import Scene
 from freewheel.plan.slicing import simulate_slice, sliced
-from freewheel.plan.verdict import Setting
+from freewheel.plan.verdict import Bound, Setting, Tried
 from freewheel.queue.staleness import Bounds
 
 Basis = Literal["measured", "extrapolated"]
@@ -37,6 +39,12 @@ NEARBY = 3
 LIVES = 20_000
 """Groups of a simulation: enough for a percent."""
 LEAST_STEPS, MOST_STEPS = 12, 40
+HUGE_LIVES = 400_000
+"""From here on a simulation has as few steps as it can: its groups are many times enough."""
+HUGE_STEPS = 4
+"""Beyond those that fill the pipeline."""
+MOST_SAMPLES = 1_000_000
+"""Responses of a step of a slice: with more it would take minutes, and no run has as many for an engine."""
 PARALLEL_LIVES = 100_000
 """Fewer are done sooner here than in processes that have to start."""
 SECONDS_PER_HOUR = 3600.0
@@ -52,7 +60,7 @@ class Plannable(Protocol):
     @property
     def least_trainers(self) -> int: ...
 
-    def is_measured(self, trainers: int, generators: int) -> bool: ...
+    def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool: ...
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene: ...
 
@@ -111,6 +119,7 @@ def sweep(
     if rows:
         nearer = between(splits(cluster, accelerators), [row.trainers for row in rows], best(rows).trainers)
         rows += _done(_jobs(cluster, nearer, bounded, mode, seed), processes)
+        rows.append(_tried(cluster, rows.pop(rows.index(best(rows))), bounded, mode, seed))
     return sorted(rows, key=lambda row: row.trainers)
 
 
@@ -181,30 +190,38 @@ def ending(bounds: Bounds, steps: int) -> Bounds:
     return replace(bounds, total_groups=steps * bounds.groups_per_step)
 
 
-def _steps(bounds: Bounds) -> int:
-    """Enough groups, and enough steps beyond those that fill and empty the pipeline."""
-    ahead = 2 * (bounds.threshold + 2) * bounds.steps_per_version
-    return max(LEAST_STEPS, ahead + 6, min(MOST_STEPS, LIVES // bounds.groups_per_step))
+def _steps(bounds: Bounds, groups: int) -> int:
+    """Enough groups, and enough steps beyond those that fill and empty the pipeline; of huge ones fewer. `groups`: of a
+    step, that are simulated."""
+    filled = (bounds.threshold + 2) * bounds.steps_per_version
+    steps = max(LEAST_STEPS, 2 * filled + 6, min(MOST_STEPS, LIVES // bounds.groups_per_step))
+    return steps if steps * groups < HUGE_LIVES else filled + HUGE_STEPS
 
 
 def _jobs(cluster: Plannable, chosen: Iterable[tuple[int, int]], bounds: Bounds, mode: str, seed: int) -> list[_Job]:
     jobs = []
-    bounded = ending(bounds, _steps(bounds))
     for trainers, generators in chosen:
-        scene = cluster.scene(bounded, trainers=trainers, generators=generators)
+        scene = cluster.scene(ending(bounds, LEAST_STEPS), trainers=trainers, generators=generators)
+        groups = sliced(scene)[0].bounds.groups_per_step
+        if groups * scene.n > MOST_SAMPLES:
+            remedy = (
+                f"{groups * scene.n:,} responses of a step would have to be simulated, and {MOST_SAMPLES:,} are the"
+            )
+            raise ConfigError("--groups-per-step", bounds.groups_per_step, f"{remedy} most: give fewer")
+        scene = replace(scene, bounds=ending(bounds, _steps(bounds, groups)))
         setting = Setting(
             mode=mode,
             replicas=scene.generation.replicas,
             threshold=bounds.threshold,
             sync_every_steps=bounds.steps_per_version,
         )
-        basis: Basis = "measured" if cluster.is_measured(trainers, generators) else "extrapolated"
+        measured = cluster.is_measured(bounds, trainers=trainers, generators=generators)
         jobs.append(
             _Job(
                 scene=scene,
                 trainers=trainers,
                 generators=generators,
-                basis=basis,
+                basis="measured" if measured else "extrapolated",
                 setting=setting,
                 seed=seed,
             )
@@ -222,9 +239,31 @@ def _done(jobs: Sequence[_Job], processes: int | None) -> list[Row]:
         return list(pool.map(_row, largest_first))
 
 
-def _row(job: _Job) -> Row:
-    outcome, scores = simulate_slice(job.scene, seed=job.seed), job.scene.scores
+def _tried(cluster: Plannable, row: Row, bounds: Bounds, mode: str, seed: int) -> Row:
+    """What its verdict would do about it is simulated too, and not only promised."""
+    (job,) = _jobs(cluster, [(row.trainers, row.generators)], bounds, mode, seed)
+
+    def tried(part: Bound, speed: float) -> float:
+        scene, training = job.scene, job.scene.training
+        if part == "generation":
+            generators = math.ceil(row.replicas * speed) * cluster.per_replica
+            scene = cluster.scene(scene.bounds, trainers=row.trainers, generators=generators)
+        else:
+            faster = replace(training, base_s=training.base_s / speed, per_token_s=training.per_token_s / speed)
+            scene = replace(scene, training=faster)
+        return simulate_slice(scene, seed=seed).groups_per_s / row.outcome.groups_per_s
+
+    return msgspec.structs.replace(row, verdict=_verdict(job, row.outcome, tried))
+
+
+def _verdict(job: _Job, outcome: Outcome, tried: Tried | None = None) -> str:
+    scores = job.scene.scores
     in_use = None if scores.per_s is None else outcome.scores_per_s / scores.per_s
+    return str(outcome.verdict(job.setting, is_judge=scores.is_judge, judge_in_use=in_use, tried=tried))
+
+
+def _row(job: _Job) -> Row:
+    outcome = simulate_slice(job.scene, seed=job.seed)
     return Row(
         accelerators=job.trainers + job.generators,
         trainers=job.trainers,
@@ -233,5 +272,5 @@ def _row(job: _Job) -> Row:
         groups_per_step=job.scene.bounds.groups_per_step,
         basis=job.basis,
         outcome=outcome,
-        verdict=str(outcome.verdict(job.setting, is_judge=scores.is_judge, judge_in_use=in_use)),
+        verdict=_verdict(job, outcome),
     )

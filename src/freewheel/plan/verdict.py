@@ -13,14 +13,16 @@ Each part is charged with the time for which others stood still because of it, a
     generation   the trainer's `wait_batch`, less what the judge is charged with and less `load_weights`
     training     rollouters' `wait_room`
 
-What a remedy would give is `freewheel.plan.model`'s to say: it ends where the next part is busy all the time. What was
-not measured is not claimed. Shown by the terminal, the log, the end of a run, the page and the planner alike.
+What a remedy would give is `freewheel.plan.model`'s to say: it ends where the next part is busy all the time, and takes
+away no more than was charged. Where each side waits for the other, a faster one would only wait longer: then the remedy
+is what lets them overlap. What was not measured is not claimed. Shown by the terminal, the log, the end of a run, the
+page and the planner alike.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,18 +31,28 @@ from freewheel.plan.model import Lift, lessened, overlapped, without
 
 Waits = Mapping[str, Mapping[str, float]]
 """Component → span → its share of the time."""
-Bound = Literal["generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured", "paused"]
+Bound = Literal[
+    "generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured", "paused", "failing"
+]
+
+Tried = Callable[[Bound, float], float]
+"""What throughput rises by with so many times a side's speed, found by simulation."""
 
 WAITING = 0.10
 """A part that waits less than a tenth of the time is busy: what is left is hand-over, which nothing would remove."""
 HELD_BACK = 0.5
 """Requests that wait for a limit for less of the time wait in bursts: a higher one would hardly help."""
-HALF = 0.5
-"""What the remedies for weights and checkpoints take away: every second of them."""
+ALL, HALF = 1.0, 0.5
+"""Of its charge, what a faster part takes away; what the remedies for weights and checkpoints do: every second one."""
+FULL = 0.75
+"""Engines with fewer of their slots in use have too little in hand: with others beside them each would have less. What
+is empty above it is the tail of a batch."""
 WORTH = 1.05
 """A remedy that gives less is not worth a change."""
 ROUGH = 1.15
 """From here on one decimal of a factor is enough."""
+FAILING = 0.9
+"""Of responses, the share without a score from which on a run is not slow but broken."""
 UNMEASURED = "not known yet: who waits for whom has not been measured"
 """Said of a run before both sides have been."""
 
@@ -68,15 +80,15 @@ class Setting:
 
     mode: str = "fully_async"
     replicas: int = 1
-    threshold: int | None = 0
+    threshold: int | None = None
     """Versions that generation may run ahead; None where that is not known."""
     sync_every_steps: int = 1
     save_every_steps: int | None = None
 
     @property
     def in_turns(self) -> bool:
-        """Generation and training wait for each other by design."""
-        return self.mode != "fully_async"
+        """Generation and training wait for each other by design: `Bounds.in_turns`, or in lockstep one step apart."""
+        return self.mode != "fully_async" or self.threshold == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,24 +121,32 @@ def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict
     return None
 
 
-def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None) -> Verdict:
-    """Of the shares over an interval; those of several rollouters (`rollouter`, `rollouter-0`, …) are averaged."""
+def failing(failed: Mapping[str, int], settled: float) -> Verdict | None:
+    """Where nearly no response gets a score nothing is told of who waits. `failed`: by kind; `settled`: of how many."""
+    count = sum(failed.values())
+    if not count or count < FAILING * settled:
+        return None
+    kinds = ", ".join(f"{kind} {some:,}" for kind, some in failed.items())
+    said = f"rewards failed: {count:,} of {settled:,.0f} responses got no score ({kinds}); nothing else matters before"
+    return Verdict(bound="failing", share=count / settled, sentence=f"{said} that is mended")
+
+
+def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None) -> Verdict:
+    """Of the shares over an interval; those of several rollouters (`rollouter`, `rollouter-0`, …) are averaged. Without
+    `tried` a faster side is promised as the most that its waiting allows."""
     scoring = scoring or Scoring()
     trainer = dict(waits.get("trainer", {}))
-    rollouter = _mean(shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter")
+    rollouter = _rollouter(waits)
     if not trainer or not rollouter:
         return NOTHING_KNOWN
     charges = _charges(trainer, rollouter, scoring)
     bound, share = max(charges.items(), key=lambda item: item[1])
-    if share < WAITING:
+    if max(share, *waited(waits)) < WAITING:
         said = (
             f"balanced: generation and training each wait less than {WAITING:.0%} of the time; only more of both helps"
         )
         return Verdict(bound="balanced", share=share, sentence=said)
-    busy = {
-        "training": trainer.get("train", 0.0) + trainer.get("pack", 0.0),
-        "generation": rollouter.get("generate", 0.0),
-    }
+    busy = _busy(trainer, rollouter)
     if bound not in ("judge", "reward") and scoring.in_use is not None:
         busy["the judge"] = scoring.in_use
     if bound in ("sync", "save"):
@@ -134,7 +154,7 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None) -> V
         held_up = "generation" if bound == "sync" and loads else "training"
         why, remedy, lift = _overhead(bound, share, without(busy, held_up), setting)
     else:
-        why, remedy, lift = _work(bound, busy, setting, scoring)
+        why, remedy, lift = _work(bound, share, busy, setting, scoring, tried)
     known = math.isfinite(lift.factor)
     if not known:
         remedy = "what would lift throughput is not known: no other part has been seen at work"
@@ -163,6 +183,22 @@ def _charges(trainer: Mapping[str, float], rollouter: Mapping[str, float], scori
     }
 
 
+def waited(waits: Waits) -> tuple[float, float]:
+    """Shares of the time: the trainer's for batches, the rollouters' for room. What the sides wait for each other, by
+    the one measure that is told and judged by."""
+    return waits.get("trainer", {}).get("wait_batch", 0.0), _rollouter(waits).get("wait_room", 0.0)
+
+
+def _busy(trainer: Mapping[str, float], rollouter: Mapping[str, float]) -> dict[str, float]:
+    """What is neither work nor waiting, such as a checkpoint or a hand-over, stays whoever is faster: it counts as
+    work."""
+    rests = sum(rollouter.get(name, 0.0) for name in ("wait_room", "wait_reward", "load_weights"))
+    return {
+        "training": max(trainer.get("train", 0.0) + trainer.get("pack", 0.0), 1 - trainer.get("wait_batch", 0.0)),
+        "generation": max(rollouter.get("generate", 0.0), 1 - rests),
+    }
+
+
 def _overhead(bound: Bound, share: float, bounded_by: Lift, setting: Setting) -> tuple[str, str, Lift]:
     """Of what is no work of either side: why it is charged, what would help, and by how much."""
     lift = lessened(share, HALF, bounded_by)
@@ -176,28 +212,60 @@ def _overhead(bound: Bound, share: float, bounded_by: Lift, setting: Setting) ->
     return why, f"{remedy} would lift throughput {_gain(lift)}", lift
 
 
-def _work(bound: Bound, busy: Mapping[str, float], setting: Setting, scoring: Scoring) -> tuple[str, str, Lift]:
+def _work(
+    bound: Bound, share: float, busy: Mapping[str, float], setting: Setting, scoring: Scoring, tried: Tried | None
+) -> tuple[str, str, Lift]:
     """The same of a part that others wait for."""
     why = {
         "generation": "of trainer time waits for responses",
         "training": "of generation time is held back so that samples stay fresh",
     }.get(bound, f"of trainer time waits for {'verdicts' if scoring.is_judge else 'scores'}")
-    if setting.in_turns:
-        lift = overlapped(busy)
-        return why, f"mode=fully_async would lift throughput up to {_gain(lift)}", lift
-    if bound in ("judge", "reward") and scoring.slots_in_use is not None:
+    scores = bound in ("judge", "reward")
+    lacks_room = not scores and max(busy.values()) <= 1 - WAITING
+    if scoring.slots_in_use is not None and bound != "training":  # what engines have in hand may not fill them
         busy = {**busy, "generation": min(busy["generation"], scoring.slots_in_use)}
-    lift = without(busy, bound)
+        lacks_room |= not scores and busy["generation"] < FULL
+    if setting.in_turns:
+        return why, *_overlapping(overlapped(busy), setting)
+    at_once = lessened(share, ALL, overlapped(busy))
+    if lacks_room:
+        return why, *_overlapping(at_once, setting)
+    lift = lessened(share, ALL, without(busy, bound))
     if not math.isfinite(lift.factor):
         return why, "", lift
+    if scores:
+        return why, f"{_faster_scores(lift, setting, scoring)} lift throughput {_gain(lift)}", lift
+    return why, *_faster(bound, lift, at_once, setting, tried)
+
+
+def _faster(bound: Bound, lift: Lift, at_once: Lift, setting: Setting, tried: Tried | None) -> tuple[str, Lift]:
+    """Of a side that the other waits for: the speed with which it no longer does. `at_once`: what more room gives."""
+    faster = f"{_times(lift)} the {bound} speed"
     if bound == "generation":
         wanted = math.ceil(setting.replicas * lift.factor)
-        remedy = f"{_times(lift)} the generation speed ({wanted} replicas instead of {setting.replicas}) would"
-    elif bound == "training":
-        remedy = f"{_times(lift)} the training speed would"
-    else:
-        remedy = _faster_scores(lift, setting, scoring)
-    return why, f"{remedy} lift throughput {_gain(lift)}", lift
+        faster = f"{faster} ({wanted} replicas instead of {setting.replicas})"
+    if tried is None:
+        return f"{faster} would lift throughput up to {_gain(lift)}", lift
+    found = tried(bound, lift.factor)
+    if found < WORTH:  # it would wait for room
+        return _overlapping(at_once, setting)
+    if found < lift.factor:
+        lift = Lift(found, lift.then if found >= lift.factor / WORTH else "")  # what else holds it up is not known
+    return f"{faster} would lift throughput {_gain(lift)}", lift
+
+
+def _overlapping(lift: Lift, setting: Setting) -> tuple[str, Lift]:
+    """Of sides that wait for each other: what lets them work at once."""
+    remedy = "mode=fully_async would"
+    if setting.mode == "fully_async":  # how much more is enough is not known
+        higher = f"async_training.staleness_threshold {_above(setting)}"
+        groups = ", which gives" if setting.in_turns else " or more groups a step, which give"  # a larger turn is one
+        remedy = f"{higher}{groups} generation room, could"
+    return f"{remedy} lift throughput up to {_gain(lift)}", lift
+
+
+def _above(setting: Setting) -> str:
+    return "raised" if setting.threshold is None else f"above {setting.threshold}"
 
 
 def _faster_scores(lift: Lift, setting: Setting, scoring: Scoring) -> str:
@@ -205,8 +273,7 @@ def _faster_scores(lift: Lift, setting: Setting, scoring: Scoring) -> str:
     if scoring.held_back is not None and scoring.held_back < HELD_BACK:
         took = "" if scoring.latency_s is None else f" of {_seconds(scoring.latency_s)}"
         whose = "judge" if scoring.is_judge else "function"
-        above = "raised" if setting.threshold is None else f"above {setting.threshold}"
-        hiding = f"async_training.staleness_threshold {above}, which hides its latency{took}"
+        hiding = f"async_training.staleness_threshold {_above(setting)}, which hides its latency{took}"
         return f"{hiding}, or a faster {whose} could"
     if scoring.per_s is None:
         return f"a faster {'judge' if scoring.is_judge else 'function'} (its rate was not measured) could"
@@ -232,7 +299,8 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
-def _mean(components: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    found = list(components)
+def _rollouter(waits: Waits) -> dict[str, float]:
+    """All of them as one."""
+    found = [shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter"]
     names = dict.fromkeys(name for shares in found for name in shares)
     return {name: sum(shares.get(name, 0.0) for shares in found) / len(found) for name in names}

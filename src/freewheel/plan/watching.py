@@ -3,7 +3,9 @@
     spans of trainer and rollouters, numbers of scoring ── note(now) ──▶ the last `OVER_S` seconds ──▶ verdict
 
 A step takes from a fraction of a second to minutes, so that the shares of one second say little: those of a stretch of
-time are told, of the whole run while it is younger. Called by `RunAccount`; no clock of its own.
+time are told, of the whole run while it is younger. Steps that a journal has are trained again, after a resume, without
+waiting for anybody, while generation is held back: what was spent until then is left out. Called by `RunAccount`; no
+clock of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from freewheel.observe.spans import shares
-from freewheel.plan.verdict import Scoring, Setting, Verdict, Waits, verdict
+from freewheel.plan.verdict import Scoring, Setting, Verdict, Waits, failing, verdict
 
 OVER_S = 60.0
 """What a verdict looks back on: some steps of most runs, and short enough to follow a judge that changed."""
@@ -42,10 +44,17 @@ class Look:
 class Watching:
     """Keeps as much of the past as a verdict needs."""
 
-    def __init__(self, setting: Setting, *, is_judge: bool) -> None:
-        """`setting`: its `replicas` are counted here."""
+    def __init__(
+        self, setting: Setting, *, is_judge: bool, replayed: Mapping[str, Mapping[str, float]] | None = None
+    ) -> None:
+        """`setting`: its `replicas` are counted here. `replayed`: spans until recorded steps were trained again, where
+        that is known from elsewhere."""
+        self.replays = False
+        """Whether, by the last look, recorded steps were being trained again until then."""
         self._setting = setting
         self._is_judge = is_judge
+        self._replayed = dict(replayed or {})
+        self._replaying = False
         self._past: deque[Look] = deque()
         self._spans: dict[str, Mapping[str, float]] = {}
         self._rewards: Mapping[str, Any] = {}
@@ -54,6 +63,7 @@ class Watching:
         """`components`: what each said, `spans` among it. `rewards`: the numbers of scoring, of all replicas."""
         self._spans = {**self._spans, **{name: said["spans"] for name, said in components.items() if said.get("spans")}}
         self._rewards = rewards or self._rewards
+        self._note_replay(components.get("trainer") or {})
         look = Look(
             at=now,
             spans=self._spans,
@@ -66,12 +76,28 @@ class Watching:
         while len(self._past) > 2 and self._past[1].at <= now - OVER_S:
             self._past.popleft()
 
+    def _note_replay(self, trainer: Mapping[str, Any]) -> None:
+        """The look after it is still of it: the last of these steps ended at some time before."""
+        if "recorded_until" not in trainer:
+            self.replays = False
+            return
+        goes_on = trainer["global_steps"] < trainer["recorded_until"]
+        self.replays, self._replaying = goes_on or self._replaying, goes_on
+        if self.replays:
+            self._replayed = self._spans
+            self._past.clear()
+
     @property
     def waits(self) -> Waits:
         """Component → span → its share of the stretch that is looked back on."""
-        if not self._past:
-            return {}
-        before = self._past[0].spans if len(self._past) > 1 else {}
+        return self._since(self._past[0].spans) if len(self._past) > 1 else self.whole
+
+    @property
+    def whole(self) -> Waits:
+        """The same of the whole run, as far as it counts."""
+        return self._since(self._replayed)
+
+    def _since(self, before: Mapping[str, Mapping[str, float]]) -> Waits:
         found = {name: shares(before.get(name, {}), spans) for name, spans in self._spans.items()}
         return {name: one for name, one in found.items() if one}
 
@@ -81,6 +107,9 @@ class Watching:
 
     def verdict_on(self, waits: Waits) -> Verdict:
         """On other shares of the same run, such as those of all of it."""
+        failed = failing(self._rewards.get("failed") or {}, settled(self._rewards))
+        if failed is not None:
+            return failed
         replicas = sum(name.partition("-")[0] == "rollouter" for name in waits)
         return verdict(waits, replace(self._setting, replicas=max(1, replicas)), self._scoring())
 

@@ -56,6 +56,11 @@ class Bounds:
         return self.groups_per_step * self.steps_per_version
 
     @property
+    def in_turns(self) -> bool:
+        """Nothing is generated while a version is trained, whatever the mode is called."""
+        return self.threshold == 0
+
+    @property
     def capacity(self) -> int:
         return min((self.threshold + 1) * self.groups_per_version, self.max_alive)
 

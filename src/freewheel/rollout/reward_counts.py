@@ -27,6 +27,7 @@ class RewardCounts:
         self._busy_s = 0.0
         self._busy_since: float | None = None
         self._broken_groups = 0
+        self._first_failure = ""
 
     def started(self, now: float, *, idle: bool) -> None:
         if idle and self._busy_since is None:
@@ -50,6 +51,7 @@ class RewardCounts:
         """Says the first of a kind, the tenth, the hundredth and so on: a broken function fails thousands of times."""
         self.failed[failure.kind] += 1
         count = self.failed[failure.kind]
+        self._first_failure = self._first_failure or failure.reason
         if count == 1:
             trace = f"\n{failure.trace.rstrip()}" if failure.trace else ""
             log.warning("Scoring failed (%s): %s%s", self._name, failure.reason, trace)
@@ -74,6 +76,7 @@ class RewardCounts:
             "scored": self.scored,
             "skipped": self.skipped,
             "failed": dict(self.failed),
+            **({"first_failure": self._first_failure} if self._first_failure else {}),
             "retried_groups": self.retried_groups,
             "dropped_groups": self.dropped_groups,
             "mean_latency_s": self._latency_s / settled if settled else 0.0,

@@ -7,6 +7,7 @@ Called by `FullyAsyncMain`, which does the asking. No Ray in here.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
-from freewheel.plan.verdict import Bound, Setting, Verdict, stopped
+from freewheel.plan.verdict import Bound, Setting, Verdict, Waits, stopped, waited
 from freewheel.plan.watching import Watching
 from freewheel.rewards.config import as_config
 from freewheel.runtime.config import TrainConfig
@@ -45,6 +46,8 @@ JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", ENDPOINTS)
 FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
 REWARD = "rollout/reward_mean"
 HELD_OUT = "eval/reward"
+FAILURE_CHARS = 200
+"""Of a failure's words, what fits into the last lines of a run."""
 
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -86,8 +89,8 @@ class RunAccount:
         self.statistics: dict[str, dict[str, Any]] = {}
         """By component: trainer, rollouter (all replicas together), queue, sync."""
         self.progress = Progress(clock())
-        self.waits: dict[str, dict[str, float]] = {}
-        """By component, of the whole run so far."""
+        self.waits: Waits = {}
+        """By component, of the whole run so far; without steps of the journal that were trained again."""
         self._config = config
         self._run_dir = run_dir
         self._recorder = recorder
@@ -116,6 +119,8 @@ class RunAccount:
         self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
         judge = config.reward.judge
         self._watching = Watching(_setting(config), is_judge=judge is not None and as_config(judge).judges)
+        self._replayed: dict[str, Mapping[str, float]] = {}
+        """Spans until steps of the journal were trained again: as `statistics` has them, for who reads only those."""
         self._stopped_by: Bound | None = None
         self._over = False
 
@@ -161,11 +166,15 @@ class RunAccount:
         rollouter["dropped_stale_samples"] = trainer.get("dropped_stale_samples", 0)  # found by who consumes them
         self._saved_step = int(trainer.get("saved_step", self._saved_step))
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
-        self._account_spans({"trainer": trainer, **replicas})
         self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
+        self._account_spans({"trainer": trainer, **replicas})
+        if self._watching.replays:
+            self._replayed = {name: found["spans"] for name, found in self.statistics.items() if "spans" in found}
         self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
         self._last_sync = sync or self._last_sync
         self.statistics["run"] = {"verdict": self.verdict.sentence}
+        if self._replayed:
+            self.statistics["run"]["replayed"] = self._replayed
         self._say_what_stopped_it()
         self._given_up.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))
@@ -207,7 +216,8 @@ class RunAccount:
             return
         self._recorder.record(row.kind, row.step, row.values)
         if row.kind == "eval":
-            self._held_out.append((row.step, float(row.values[HELD_OUT])))
+            if math.isfinite(row.values[HELD_OUT]):  # where no response got a score there is none
+                self._held_out.append((row.step, float(row.values[HELD_OUT])))
             return
         self.step = row.step
         self._step_times.append((row.step, now))
@@ -222,7 +232,7 @@ class RunAccount:
                 continue
             self._recent[name] = shares(self._spans.get(name, {}), spans)
             self._spans[name] = spans
-            self.waits[name] = shares({}, spans)
+        self.waits = self._watching.whole
 
     def _note_replaced(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         for name, found in replicas.items():
@@ -334,21 +344,27 @@ class RunAccount:
     def _unused(self) -> str:
         """What came to nothing, which a reward curve does not show."""
         abandoned = self.statistics.get("queue", {}).get("abandoned", {})
-        failed = self.statistics.get("rollouter", {}).get("rewards", {}).get("failed", {})
+        rewards = self.statistics.get("rollouter", {}).get("rewards", {})
+        failed = rewards.get("failed", {})
         parts = [
             f"{sum(found.values()):,} {what} ({', '.join(f'{reason} {count:,}' for reason, count in found.items())})"
             for found, what in ((abandoned, "prompts were abandoned"), (failed, "responses got no score"))
             if found
         ]
-        return f"{' and '.join(parts)}: see {self._run_dir / TEXT_LOG}" if parts else ""
+        if not parts:
+            return ""
+        first = rewards.get("first_failure", "")[:FAILURE_CHARS] if self.verdict.bound == "failing" else ""
+        return f"{' and '.join(parts)}: {f'first {first}; ' if first else ''}see {self._run_dir / TEXT_LOG}"
 
     def _waited(self) -> str:
-        """An engine waits while it does not compute, whatever its rollouter has in hand."""
-        trainer = self.waits.get("trainer", {}).get("wait_batch", 0.0)
+        """By the measure that the verdict has. An engine is idle while it does not compute, whatever its rollouter has
+        in hand."""
+        training, generation = waited(self.waits)
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
         busy = min(1.0, replicas.get("engine_busy_s", 0.0) / elapsed_s) if elapsed_s else 1.0
-        return f"Training waited {trainer:.1%} of the time, generation {1 - busy:.1%}; {self.verdict}"
+        both = f"Training waited {training:.1%} of the time, generation {generation:.1%} (engines idle {1 - busy:.1%})"
+        return f"{both}; {self.verdict}"
 
 
 def _setting(config: TrainConfig) -> Setting:

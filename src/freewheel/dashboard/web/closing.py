@@ -12,7 +12,6 @@ import msgspec
 from freewheel.dashboard.web.recorded import Recorded
 from freewheel.dashboard.web.rows import Statistics
 from freewheel.dashboard.web.settings import Settings
-from freewheel.observe.spans import shares
 from freewheel.plan.verdict import Setting, stopped
 from freewheel.plan.watching import Watching
 
@@ -24,15 +23,13 @@ def closing(recorded: Recorded, settings: Settings) -> str:
         return pulse.verdict if pulse is not None else ""
     replicas = [name for name in (pulse.waits if pulse is not None else ()) if name.startswith("rollouter")]
     last, judge = rows[-1], rows[-1].rollouter.rewards.judge
-    watching = Watching(_setting(settings), is_judge=judge is not None)
-    said: dict[str, dict[str, Any]] = {}
+    replayed = {name: last.run.replayed.get(name.partition("-")[0], {}) for name in ("trainer", *replicas, "rollouter")}
+    watching = Watching(_setting(settings), is_judge=judge is not None, replayed=replayed)
     for row in rows:
         found = _components(row, replicas or ["rollouter"])
-        said |= {name: part for name, part in found.items() if part["spans"]}  # one that missed a look keeps its last
         watching.note(row.time, found, msgspec.to_builtins(row.rollouter.rewards))
     endpoints = msgspec.to_builtins(judge.endpoints) if judge is not None else ()
-    whole = {name: shares({}, part["spans"]) for name, part in said.items()}
-    verdict = stopped(paused=last.queue.paused, endpoints=endpoints) or watching.verdict_on(whole)
+    verdict = stopped(paused=last.queue.paused, endpoints=endpoints) or watching.verdict_on(watching.whole)
     return "" if verdict.bound == "unmeasured" else verdict.sentence
 
 

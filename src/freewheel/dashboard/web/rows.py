@@ -202,6 +202,11 @@ class SyncNumbers(msgspec.Struct):
     versions: dict[str, int] = {}
 
 
+class RunNumbers(msgspec.Struct):
+    replayed: dict[str, dict[str, float]] = {}
+    """Spans by component, until steps of the journal were trained again after a resume."""
+
+
 class Statistics(StatisticsHistory):
     """What the components said of themselves, every `observe.statistics_every_s`."""
 
@@ -209,6 +214,7 @@ class Statistics(StatisticsHistory):
     rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
     queue: QueueNumbers = msgspec.field(default_factory=QueueNumbers)
     sync: SyncNumbers = msgspec.field(default_factory=SyncNumbers)
+    run: RunNumbers = msgspec.field(default_factory=RunNumbers)
 
 
 class _Kind(msgspec.Struct):
