@@ -35,8 +35,9 @@ test-pages: setup    ## runs every command of the README, builds the site, and o
 chaos: setup         ## kills 100 processes of real runs, and says whether anything was lost: about 25 minutes
 	$(BIN)/python scripts/chaos.py
 
-# Against the real libraries, each in its own environment.
-test-integrations: env-verl env-trl env-vllm
+# Against the real libraries, each in its own environment; set up side by side, as most of that is waiting for files.
+test-integrations:
+	$(MAKE) -j3 env-verl env-trl env-vllm
 	.venvs/verl/bin/python -m pytest tests/integrations -m verl
 	.venvs/trl/bin/python -m pytest tests/integrations -m trl
 	.venvs/vllm/bin/python -m pytest tests/integrations tests/rollout/vllm -m vllm
