@@ -1,7 +1,8 @@
-"""What every test starts from: no keys, no proxies and no cache of the person who runs it."""
+"""What every test starts from: no keys, no proxies, no cache of whoever runs it, and Ctrl-C as a terminal has it."""
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ FOREIGN = (
     "all_proxy",
 )
 """Variables of the outside world that would change what a judge does."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background job of a script, and in what that starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
