@@ -142,6 +142,8 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
     charges = _charges(trainer, rollouter, scoring)
     bound, share = max(charges.items(), key=lambda item: item[1])
     if max(share, *waited(waits)) < WAITING:
+        if not trainer.get("train"):  # it has only just begun
+            return NOTHING_KNOWN
         said = (
             f"balanced: generation and training each wait less than {WAITING:.0%} of the time; only more of both helps"
         )
