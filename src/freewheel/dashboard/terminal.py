@@ -105,7 +105,10 @@ class _Saying(logging.Handler):
 class _Showing:
     """What both views share: they can be closed, and they fall silent rather than raise."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: IO[str]) -> None:
+        self._unicode = _speaks_unicode(file)
+        if not self._unicode and isinstance(file, io.TextIOWrapper):  # the name of a run may be in any script
+            file.reconfigure(errors="replace")
         self.silent = False
         self.page = ""
         """Where the run can be looked at in a browser; empty where it cannot."""
@@ -137,11 +140,10 @@ class PlainView(_Showing):
     def __init__(
         self, file: IO[str], *, every_s: float = LINE_EVERY_S, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__()
+        super().__init__(file)
         self._file = file
         self._every_s = every_s
         self._clock = clock
-        self._unicode = _speaks_unicode(file)
         self._shown_at = -math.inf
         self._part = -1
         self._evaluations = 0
@@ -174,10 +176,9 @@ class LiveView(_Showing):
     """The panel, drawn in place."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__()
+        super().__init__(console.file)
         self._console = console
         self._clock = clock
-        self._unicode = _speaks_unicode(console.file)
         self._live: Live | None = None
         self._drawn_at = -math.inf
 
@@ -353,10 +354,6 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _speaks_unicode(file: IO[str]) -> bool:
-    """Of one that does not, what it cannot write becomes `?` from now on: the name of a run may be in any script."""
+    """What has no encoding never becomes bytes, such as `StringIO`."""
     encoding: str | None = getattr(file, "encoding", None)
-    if encoding is None or encoding.lower().replace("-", "").startswith("utf"):
-        return True  # without an encoding it never becomes bytes, such as `StringIO`
-    if isinstance(file, io.TextIOWrapper):
-        file.reconfigure(errors="replace")
-    return False
+    return encoding is None or encoding.lower().replace("-", "").startswith("utf")

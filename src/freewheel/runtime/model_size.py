@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from freewheel.rollout.vllm.settings import NUMBER_BYTES
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.options import LOGITS_AT_A_TIME
 
-BYTES = {"float32": 4, "bfloat16": 2}
 MASTER_BYTES = 4
 """Trained parameters and their gradients are kept in float32: small updates would be lost in bfloat16."""
 MOMENT_BYTES = 8
@@ -122,31 +122,31 @@ def trainer_memory(
     """Bytes by part, of one of the processes that share the training."""
     lora = config.model.lora
     trained = size.parameters if lora is None else 4 * size.layers * lora.rank * 2 * size.hidden
-    base = 0 if lora is None else size.parameters * BYTES[dtype]
+    base = 0 if lora is None else size.parameters * NUMBER_BYTES[dtype]
     parts = {
         "weights": trained * MASTER_BYTES + base,
         "gradients": trained * MASTER_BYTES,
         "optimizer": trained * MOMENT_BYTES,
     }
-    copied = BYTES[dtype] if dtype != "float32" else 0
+    copied = NUMBER_BYTES[dtype] if dtype != "float32" else 0
     if copied and lora is None:
         parts["computing copy"] = size.parameters * copied
     if config.algorithm.name == "ppo":
         parts["critic"] = size.parameters * (2 * MASTER_BYTES + MOMENT_BYTES + copied)
     if config.algorithm.kl_coef and lora is None:
-        parts["reference"] = size.parameters * BYTES[dtype]
+        parts["reference"] = size.parameters * NUMBER_BYTES[dtype]
     parts = {name: part // processes for name, part in parts.items()}
     step = config.trainer.groups_per_step * config.rollout.n * longest_tokens
     tokens = min(step, max(config.trainer.micro_batch_tokens, longest_tokens))
     kept = CHECKPOINTED_PER_LAYER if config.model.gradient_checkpointing else ACTIVATIONS_PER_LAYER
     logits = min(tokens * size.vocabulary, LOGITS_AT_A_TIME) * LOGIT_COPIES * MASTER_BYTES
-    parts["activations"] = tokens * size.hidden * size.layers * kept * BYTES[dtype] + logits
+    parts["activations"] = tokens * size.hidden * size.layers * kept * NUMBER_BYTES[dtype] + logits
     return parts
 
 
 def replica_memory(size: ModelSize, *, dtype: str, slots: int, longest_tokens: int) -> dict[str, int]:
     """Bytes by part, of one rollouter."""
     return {
-        "weights": size.parameters * BYTES[dtype],
-        "KV cache": slots * longest_tokens * size.layers * 2 * size.kv_width * BYTES[dtype],
+        "weights": size.parameters * NUMBER_BYTES[dtype],
+        "KV cache": slots * longest_tokens * size.layers * 2 * size.kv_width * NUMBER_BYTES[dtype],
     }

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from freewheel.judge.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
-from freewheel.rollout.vllm.settings import KV_SPARE, WORKSPACE_BYTES, kv_room
+from freewheel.rollout.vllm.settings import KV_SPARE, NUMBER_BYTES, WORKSPACE_BYTES, kv_room
 from freewheel.runtime.checks import held_out_file, step_in_memory
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
-from freewheel.runtime.model_size import BYTES, ModelSize, replica_memory, trainer_memory
+from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Dtype, Machine, Placement, Transport, place
 from freewheel.trainer.options import describe
 
@@ -172,7 +172,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
         bounds=config.bounds,
         actors=_actors(config, placed),
         rows=rows,
-        sync_bytes=None if model is None else model.parameters * BYTES[placed.dtype],
+        sync_bytes=None if model is None else model.parameters * NUMBER_BYTES[placed.dtype],
         memory_trainer=memory_trainer,
         memory_replica=memory_replica,
         notes=tuple(notes),
