@@ -189,7 +189,7 @@ def run_clients(url: str, seed: int, count: int) -> tuple[float, int, int]:
 @contextlib.contextmanager
 def running_gateway(endpoint: str, cache_dir: str, *flags: str) -> Iterator[tuple[str, psutil.Process]]:
     """`freewheel serve` as users start it; gives the address of its chat completions and its process."""
-    command = [sys.executable, "-m", "freewheel.cli", "serve", "--endpoint", endpoint, "--model", MODEL]
+    command = [sys.executable, "-m", "freewheel", "serve", "--endpoint", endpoint, "--model", MODEL]
     command += ["--cache-dir", cache_dir, "--port", "0", "--json", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()) as gateway:
         assert gateway.stdout is not None

@@ -23,10 +23,10 @@ import pytest
 import typer
 
 import freewheel
-from freewheel.judge.commands import mock_judge
-from freewheel.judge.commands.console import plain_errors
-from freewheel.judge.commands.settings import judge_config, parse_sampling, parse_temperature
-from freewheel.judge.errors import ConfigError
+from freewheel.cli import mock_judge
+from freewheel.cli.console import plain_errors
+from freewheel.cli.judge_flags import judge_config, parse_sampling, parse_temperature
+from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 
 WAIT_S = 60.0
@@ -50,7 +50,7 @@ def begin() -> Iterator[Callable[..., Program]]:
     begun: list[Program] = []
 
     def begin_one(*arguments: object, **options: Any) -> Program:
-        command = [sys.executable, "-m", "freewheel.cli", *map(str, arguments)]
+        command = [sys.executable, "-m", "freewheel", *map(str, arguments)]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options}
         begun.append(subprocess.Popen(command, **options))
         return begun[-1]
@@ -63,13 +63,13 @@ def begin() -> Iterator[Callable[..., Program]]:
 
 
 def run(*arguments: object, stdin: bytes = b"", **options: Any) -> subprocess.CompletedProcess[bytes]:
-    command = [sys.executable, "-m", "freewheel.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "freewheel", *map(str, arguments)]
     return subprocess.run(command, input=stdin, capture_output=True, timeout=WAIT_S, check=False, **options)
 
 
 def run_to_full(*arguments: object, **options: Any) -> tuple[int, bytes]:
     """The exit code and the words where stdout has no room."""
-    command = [sys.executable, "-m", "freewheel.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "freewheel", *map(str, arguments)]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=WAIT_S, check=False, **options)
     return done.returncode, done.stderr
@@ -607,7 +607,7 @@ def test_a_device_without_room_ends_it_with_a_message(tmp_path: Path, mock: Any)
 
 def test_a_file_that_cannot_grow_keeps_whole_rows_and_is_continued(tmp_path: Path, mock: Any) -> None:
     judge, source, target = mock(), write_rows(tmp_path / "in", 400), tmp_path / "out"
-    command = [sys.executable, "-m", "freewheel.cli", "score", source, target, *judge_flags(judge), "--no-cache"]
+    command = [sys.executable, "-m", "freewheel", "score", source, target, *judge_flags(judge), "--no-cache"]
     limited = ["sh", "-c", 'ulimit -f 40; exec "$@"', "sh", *map(str, command)]
     done = subprocess.run(limited, capture_output=True, timeout=WAIT_S, check=False)
     assert done.returncode == 3, done.stderr

@@ -35,7 +35,7 @@ def test_the_commands_that_users_know_are_among_them():
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: " ".join(("freewheel", *words)))
 def test_every_command_explains_itself(words: tuple[str, ...]):
     done = subprocess.run(
-        [sys.executable, "-m", "freewheel.cli", *words, "--help"], capture_output=True, text=True, timeout=WAIT_S
+        [sys.executable, "-m", "freewheel", *words, "--help"], capture_output=True, text=True, timeout=WAIT_S
     )
     assert done.returncode == 0, done.stderr
     assert f"Usage: {' '.join(('freewheel', *words))}" in done.stdout

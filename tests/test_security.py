@@ -21,8 +21,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from freewheel.data.errors import DataError
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.observe.logs import attach_log, detach_log
 from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.recorder import Recorder
@@ -400,7 +399,7 @@ def test_a_key_that_a_whole_run_used_is_in_no_file_of_the_run_nor_of_ray(tmp_pat
     environment |= {"FREEWHEEL_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "freewheel.cli", "train", "--plain", *settings],
+            [sys.executable, "-m", "freewheel", "train", "--plain", *settings],
             env=environment, capture_output=True, stdin=subprocess.DEVNULL, timeout=RUN_S, cwd=tmp_path,
         )  # fmt: skip
         said = done.stdout + done.stderr

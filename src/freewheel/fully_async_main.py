@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from freewheel.runtime import commands
+from freewheel.cli import train as commands
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command(epilog=commands.EPILOG)(commands.train)
 
 
 def main() -> None:
-    from freewheel.judge.commands.console import guarded_stdout
+    from freewheel.cli.console import guarded_stdout
 
     with guarded_stdout():
         app(prog_name="fully_async_main.py")

@@ -139,7 +139,7 @@ class Disturbed:
         where = [f"resume={self.run_dir}"] if resumes else [f"run_dir={self.run_dir}", *told]
         with self.output.open("a") as output:
             self._program = subprocess.Popen(
-                [sys.executable, "-m", "freewheel.cli", "train", "--plain", *where],
+                [sys.executable, "-m", "freewheel", "train", "--plain", *where],
                 cwd=HERE,  # where `witness` is found
                 env=self._env,
                 stdin=subprocess.DEVNULL,
@@ -330,7 +330,7 @@ class Disturbed:
     def inspect(self) -> dict[str, Any]:
         """What `freewheel inspect RUN --json` says, and what it exits with as `exit_code`."""
         done = subprocess.run(
-            [sys.executable, "-m", "freewheel.cli", "inspect", str(self.run_dir), "--json"],
+            [sys.executable, "-m", "freewheel", "inspect", str(self.run_dir), "--json"],
             capture_output=True, text=True, timeout=STUCK_S, check=False,
         )  # fmt: skip
         try:

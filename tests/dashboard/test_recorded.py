@@ -21,7 +21,7 @@ from freewheel.dashboard.web.rows import by_kind
 from freewheel.dashboard.web.runs import Runs, RunView
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import Timeline, merge
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime.compose import load
 from freewheel.trainer.checkpoint import RunLock
 

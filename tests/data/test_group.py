@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import NO_VERSION, Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.errors import DataError
 
 ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72", "style": "rule"}, "index": 3}
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from freewheel.data import DataProto
-from freewheel.data.errors import DataError
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
+from freewheel.errors import DataError
 from freewheel.rewards import LengthPenaltyRewardManager
 
 PAD = 0

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Prompt
 from freewheel.data.prompts import KEPT_EPOCHS, KEPT_PROMPTS, PromptStream
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**64 - 1)

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from freewheel.data.errors import DataError
 from freewheel.data.sources import load_rows, require
+from freewheel.errors import DataError
 
 ROWS = [
     {"question": "What is 1 + 1?", "answer": "#### 2", "extra": {"level": 1, "tags": ["a", "ü"]}},

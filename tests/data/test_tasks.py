@@ -18,13 +18,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Prompt
 from freewheel.data.rendering import Rendering, conversation, render, render_rows
 from freewheel.data.tasks import BUILTIN, get_task
 from freewheel.data.tasks.gsm8k import INSTRUCTION
 from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, model_path, problems
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.rewards import rule_score
 
 CHATML = (

@@ -143,7 +143,7 @@ def program() -> Iterator[Callable[..., Program]]:
     begun: list[Program] = []
 
     def begin(endpoint: str, *flags: object, env: dict[str, str] | None = None) -> Program:
-        command = [sys.executable, "-m", "freewheel.cli", "serve", "--endpoint", endpoint, "--model", MODEL]
+        command = [sys.executable, "-m", "freewheel", "serve", "--endpoint", endpoint, "--model", MODEL]
         command += ["--json", *([] if "--port" in flags else ["--port", "0"]), *map(str, flags)]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.judge.markup import MAX_ANSWER_CHARS
 from freewheel.judge.parse import Reading, Unparseable, make_reader
 from freewheel.judge.rubric import BUILTIN, Rubric

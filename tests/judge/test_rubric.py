@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.judge.rubric import BUILTIN, Rubric, load_rubric
 
 CRITERIA: dict[str, Any] = {"name": "r", "system": "s", "parser": "criteria"}

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from freewheel.errors import ConfigError
 from freewheel.judge import Endpoint, EndpointStats, Failed, JudgeConfig, JudgeRequest, JudgeStats, Scored, Skipped
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.scoring import Fields, Progress, Tally, open_job
 from freewheel.judge.scoring import lines as lines_module
 from freewheel.judge.scoring.accounts import CallsMeter

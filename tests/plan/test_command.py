@@ -256,7 +256,7 @@ def test_what_cannot_work_is_said_in_a_line(flags, said):
 def test_neither_torch_nor_ray_is_imported():
     code = (
         "import sys\n"
-        "import freewheel.plan.planning, freewheel.plan.report, freewheel.plan.picture, freewheel.plan.watching\n"
+        "import freewheel.plan.planning, freewheel.plan.report, freewheel.plan.picture, freewheel.runtime.bottleneck\n"
         "sys.exit(' '.join(name for name in ('torch', 'ray', 'transformers') if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

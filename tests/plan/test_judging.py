@@ -11,7 +11,7 @@ from freewheel.plan.engine import Group
 from freewheel.plan.judging import LimitedJudge
 from freewheel.plan.scene import Generation, Scores
 from freewheel.plan.simulation import simulate
-from freewheel.plan.verdict import Setting
+from freewheel.runtime.bottleneck import Setting
 
 from .scenes import scene
 

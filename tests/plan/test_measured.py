@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.plan.draws import Measured
 from freewheel.plan.measured import RunSettings, beside, scene_of
 from freewheel.plan.measured_cluster import MeasuredCluster

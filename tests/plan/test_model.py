@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.plan.model import LEAST_SHARE, Lift, capacities, in_turns, lessened, overlapped, streaming, without
+from freewheel.runtime.bottleneck import (
+    LEAST_SHARE,
+    Lift,
+    capacities,
+    in_turns,
+    lessened,
+    overlapped,
+    streaming,
+    without,
+)
 
 PARTS = st.dictionaries(st.sampled_from(["generation", "judge", "training", "sync"]), st.floats(0.01, 1e4), min_size=1)
 SHARES = st.dictionaries(st.sampled_from(["generation", "judge", "training"]), st.floats(0, 1), min_size=1)

@@ -159,7 +159,7 @@ def test_a_higher_rate_of_the_judge_never_costs_throughput(rate, factor):
 
 
 def test_a_limited_judge_sets_the_pace_and_the_verdict_says_so():
-    from freewheel.plan.verdict import Setting
+    from freewheel.runtime.bottleneck import Setting
 
     one = scene(scores=Scores(latency_s=Constant(0.2), rate_per_s=30.0), steps=30)
     outcome = simulate(one)

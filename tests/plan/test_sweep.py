@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.plan import report
 from freewheel.plan.draws import Constant
 from freewheel.plan.hardware import ACCELERATORS, SHAPES, Cluster, Workload, accelerator, shape

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.plan.verdict import UNMEASURED, Scoring, Setting, verdict
+from freewheel.runtime.bottleneck import UNMEASURED, Scoring, Setting, verdict
 
 STREAMING = Setting(mode="fully_async", replicas=3, threshold=3, save_every_steps=20)
 

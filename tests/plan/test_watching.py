@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.plan.verdict import Setting
-from freewheel.plan.watching import OVER_S, Watching, held_back, in_use
+from freewheel.runtime.bottleneck import OVER_S, Setting, Watching, held_back, in_use
 
 
 def component(elapsed, **seconds):

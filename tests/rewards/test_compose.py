@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rewards.compose import compose, fill_failed, group_mean
 from freewheel.rewards.length import group_index
 

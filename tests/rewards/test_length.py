@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rewards.length import check_penalty, cosine_length, group_index, median_penalty, soft_overlong
 
 USUAL: dict[str, float] = {"penalty_scale": 1.0, "max_penalty": 1.0, "peak_ratio": 0.3, "outer_ratio": 0.5}

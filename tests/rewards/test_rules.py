@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rewards import math_equal, rules
 from freewheel.rewards.answers import answer_line, last_box, number_in
 from freewheel.rewards.rules import (

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.engine import (
     Collector,
     Completion,

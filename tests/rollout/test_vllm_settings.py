@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.vllm import api, settings
 from freewheel.runtime.engine_check import engine_problems
 from freewheel.runtime.placement import Gpu, Machine

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from freewheel.data.tasks.word_problems import TASK, model_path
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.evaluating import EvalResult
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (

@@ -16,11 +16,12 @@ import yaml
 from typer.testing import CliRunner
 
 from freewheel.cli import app
+from freewheel.cli import train as commands
 from freewheel.data.tasks.word_problems import model_path
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
-from freewheel.runtime import commands, placement
+from freewheel.runtime import placement
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.evaluation import eval_config, find_target
@@ -331,7 +332,7 @@ def test_without_what_training_needs_it_says_what_to_install(missing: str, monke
 
 def test_the_three_programs_are_one(elsewhere: Path):
     ways = (
-        [sys.executable, "-m", "freewheel.cli", "train"],
+        [sys.executable, "-m", "freewheel", "train"],
         [sys.executable, "-m", "freewheel.fully_async_main"],
         [sys.executable, str(ROOT / "fully_async_main.py")],
     )

@@ -15,7 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime.compose import PACKAGED, compose, configs, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.typed import mapping_keys, section_of, to_config

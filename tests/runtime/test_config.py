@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import msgspec
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.reward_policy import GroupPolicy
 from freewheel.runtime import config as schema
 from freewheel.runtime.config import TrainConfig

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from freewheel.runtime.doctor import gpu, host, software, storage
-from freewheel.runtime.doctor.child import Answer, ask
-from freewheel.runtime.doctor.finding import GIB, MIB, Check, Finding, State, examine, ok
-from freewheel.runtime.doctor.gpu import Card, Driver, Holder
-from freewheel.runtime.doctor.software import Requirement
+from freewheel.doctor import gpu, host, software, storage
+from freewheel.doctor.child import Answer, ask
+from freewheel.doctor.finding import GIB, MIB, Check, Finding, State, examine, ok
+from freewheel.doctor.gpu import Card, Driver, Holder
+from freewheel.doctor.software import Requirement
 from freewheel.runtime.placement import Machine
 
 OLD = 2 * storage.OLD_S

@@ -16,13 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli import app
+from freewheel.doctor import a_run, gpu, host, settings, software, storage
+from freewheel.doctor.child import Answer
+from freewheel.doctor.finding import GIB, Finding, State
 from freewheel.judge.testing import JudgeProfile, MockJudge
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
 from freewheel.runtime import placement, reaching
-from freewheel.runtime.doctor import a_run, gpu, host, settings, software, storage
-from freewheel.runtime.doctor.child import Answer
-from freewheel.runtime.doctor.finding import GIB, Finding, State
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, resolve
 from freewheel.runtime.run_dir import write_config

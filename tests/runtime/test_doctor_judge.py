@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from freewheel.cli.doctor import _of_judges
+from freewheel.doctor import judge as judging
+from freewheel.doctor.a_run import Run
+from freewheel.doctor.finding import Finding, State, examine, ok
+from freewheel.errors import ConfigError
 from freewheel.judge.config import Endpoint, JudgeConfig
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge
-from freewheel.runtime.doctor import judge as judging
-from freewheel.runtime.doctor.a_run import Run
-from freewheel.runtime.doctor.command import _of_judges
-from freewheel.runtime.doctor.finding import Finding, State, examine, ok
 
 KEY = "sk-of-the-tests-0123456789"
 

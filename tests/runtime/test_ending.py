@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.run_folder import CONFIG, JOURNAL
 from freewheel.observe.sinks import SinkError

@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.inspect import run as inspecting
+from freewheel.inspect.run import shown
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
-from freewheel.runtime import inspecting
 from freewheel.runtime.config import JournalConfig, TrainConfig
-from freewheel.runtime.inspecting import shown
 from freewheel.runtime.run_dir import write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from freewheel.data.tasks.word_problems import model_path
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.runtime import placement
 from freewheel.runtime.compose import compose

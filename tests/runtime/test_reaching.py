@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime import reaching
 from freewheel.runtime.cluster import cluster
 from freewheel.runtime.deadline import within

@@ -13,8 +13,8 @@ import torch._dynamo  # noqa: F401  # which FSDP imports in its first pass: once
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import PromptGroup
+from freewheel.errors import DataError
 from freewheel.trainer import fsdp
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.fsdp import FsdpBackend

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from freewheel.data.errors import DataError
+from freewheel.errors import DataError
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import WHOLE, Checkpoint
 from freewheel.trainer.saving import TRAINING

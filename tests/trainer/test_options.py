@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.schedules import lr_factor
 

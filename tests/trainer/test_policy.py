@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from freewheel.data.group import PromptGroup
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.trainer import head as head_module
 from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import PromptGroup
+from freewheel.errors import DataError
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import Sample
 from freewheel.trainer.checkpoint_files import is_about_space

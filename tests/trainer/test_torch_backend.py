@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from freewheel.data.group import PromptGroup, Response, Reward
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig

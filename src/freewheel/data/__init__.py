@@ -14,9 +14,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Prompt, PromptGroup, Response, Reward
 from freewheel.data.prompts import PromptStream
+from freewheel.errors import DataError
 from freewheel.rewards.protocol import RewardBatch, TensorColumns
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tensordict import TensorDictBase
 
-from freewheel.data.errors import DataError, shown
+from freewheel.errors import DataError, shown
 
 Array = np.ndarray[Any, Any]
 ATOMS = (int, float, str, bool, type(None))

@@ -21,8 +21,8 @@ from tensordict import TensorDict, TensorDictBase
 
 from freewheel.data import merging, storage
 from freewheel.data.columns import Array, as_column, check_tensor, plain_copy, same, take_rows, tensors_of
-from freewheel.data.errors import DataError, shown
 from freewheel.data.indexing import Keys, Rows, check_rows, chosen, listed, renamed, row_numbers
+from freewheel.errors import DataError, shown
 
 if TYPE_CHECKING:
     from freewheel.rewards.protocol import RewardBatch

@@ -26,7 +26,7 @@ import safetensors.torch
 import torch
 
 from freewheel.data.columns import Array, object_array
-from freewheel.data.errors import DataError, shown
+from freewheel.errors import DataError, shown
 
 EXACT_BYTES = 8
 """A Python float holds a numpy float of up to this size without loss."""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from freewheel.data.errors import DataError
+from freewheel.errors import DataError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Finish = Literal["stop", "length"]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from freewheel.data.columns import Array
-from freewheel.data.errors import DataError, shown
+from freewheel.errors import DataError, shown
 
 Keys = Iterable[str] | str | None
 Rows = Sequence[int] | Sequence[bool] | Array | torch.Tensor

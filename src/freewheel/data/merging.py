@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from freewheel.data.columns import Array, join_arrays, join_tensors, object_array, plain_copy, same, tensors_of
-from freewheel.data.errors import DataError, shown
+from freewheel.errors import DataError, shown
 
 if TYPE_CHECKING:
     from freewheel.data.data_proto import DataProto

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Array, Prompt
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 
 KEPT_EPOCHS = 4
 """Permutations held at a time. Ordinals in flight span one epoch's end, or several where there are few rows."""

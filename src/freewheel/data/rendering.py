@@ -16,9 +16,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from freewheel.data.errors import DataError, shown
 from freewheel.data.group import Prompt
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError, shown
 
 logger = logging.getLogger("freewheel.data")
 

@@ -20,7 +20,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from freewheel.data.errors import DataError, shown
+from freewheel.errors import DataError, shown
 
 Rows = list[dict[str, Any]]
 

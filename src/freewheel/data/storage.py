@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from freewheel.data.columns import Array
 from freewheel.data.encoding import Encoder, decode
-from freewheel.data.errors import DataError
+from freewheel.errors import DataError
 
 FORMAT = "freewheel.DataProto"
 VERSION = 1

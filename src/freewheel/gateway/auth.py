@@ -14,9 +14,9 @@ import hmac
 from collections.abc import Mapping
 from http import HTTPStatus
 
+from freewheel.errors import ConfigError
 from freewheel.gateway.problem import Problem
 from freewheel.judge.client import is_loopback
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.secret import Secret
 
 TOKEN_ENV = "FREEWHEEL_GATEWAY_TOKEN"

@@ -11,9 +11,9 @@ from http import HTTPStatus
 
 import msgspec
 
+from freewheel.errors import ConfigError
 from freewheel.gateway.problem import Problem
-from freewheel.judge.config import check_number
-from freewheel.judge.errors import ConfigError
+from freewheel.utils.checks import check_number
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

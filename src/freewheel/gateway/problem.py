@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from freewheel.judge.errors import VALUE_CHARS
+from freewheel.errors import VALUE_CHARS
 from freewheel.judge.verdict import Failed, Reason
 
 RETRY_AFTER_S: Final = 5

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from freewheel.errors import ConfigError, FreewheelError
 from freewheel.judge import Judge, JudgeRequest
-from freewheel.judge.errors import ConfigError, JudgeError
 from freewheel.judge.secret import Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
@@ -287,7 +287,7 @@ class JudgeReward:
             verdicts = await judge.score(requests)
         except ConfigError:
             raise
-        except (JudgeError, OSError) as error:
+        except (FreewheelError, OSError) as error:
             log.error(
                 "%s: the judge's engine broke, so %d rows have no reward; the next call starts another: %s",
                 self.__name__,

@@ -8,8 +8,9 @@
 Each verdict is `Scored`, `Failed` or `Skipped`. Importing this needs no torch, no ray and no transformers.
 """
 
+from freewheel.errors import ConfigError
 from freewheel.judge.config import Endpoint, JudgeConfig, Price
-from freewheel.judge.errors import ConfigError, EngineDied, JudgeClosed, JudgeError
+from freewheel.judge.errors import EngineDied, JudgeClosed, JudgeError
 from freewheel.judge.handle import Handle, Progress
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest

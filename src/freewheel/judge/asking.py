@@ -8,9 +8,10 @@ from typing import Final
 
 import msgspec
 
-from freewheel.judge.config import JudgeConfig, check_number
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
+from freewheel.judge.config import JudgeConfig
 from freewheel.judge.request import JudgeRequest
+from freewheel.utils.checks import check_number
 
 FROM_CONFIG: Final = -1.0
 """A batch's deadline where the caller gives none: the config's `batch_deadline_s`."""

@@ -5,7 +5,6 @@ A setting that cannot work is refused when the config is made, with the key, the
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -14,16 +13,16 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.judge.limiter import START
 from freewheel.judge.rubric import Rubric, load_rubric
 from freewheel.judge.secret import Secret
+from freewheel.utils.checks import check_integer, check_number, check_text, shown_value
 
 COMPLETIONS_PATH = "/chat/completions"
 Placement = Literal["process", "thread"]
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -213,13 +212,6 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return cls(**values)
 
 
-def shown_value(key: str, value: object) -> object:
-    """A value that an error may show: a misspelt `api_key` is still a key."""
-    names = ("key", "token", "secret", "password", "auth")
-    is_secret = any(name in key.lower() for name in names) or difflib.get_close_matches(key.lower(), ["api_key"])
-    return "<hidden>" if is_secret else value
-
-
 def parse_concurrency(value: int | str) -> tuple[int | None, int | None]:
     """(upper bound, fixed value); both None for `auto`."""
     remedy = "use 'auto', a whole number of at least 1 (an upper bound), or 'fixed:N'"
@@ -318,32 +310,6 @@ def _price(model: str, value: Any) -> Price:
         raise ConfigError(
             f"prices.{model}", value, f"give {{input: …, output: …}} per million tokens ({error})"
         ) from None
-
-
-def check_number(
-    key: str, value: Any, *, low: float = -math.inf, above: float = -math.inf, optional: bool = False
-) -> None:
-    if value is None and optional:
-        return
-    wanted = f"above {above:g}" if above > -math.inf else f"of at least {low:g}"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(key, value, f"give a finite number {wanted}" + (", or None" if optional else ""))
-    if value < low or value <= above:
-        raise ConfigError(key, value, f"it must be {wanted}")
-
-
-def check_integer(key: str, value: Any, *, low: int, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(key, value, f"give a whole number of at least {low}" + (", or None" if optional else ""))
-
-
-def check_text(key: str, value: Any, remedy: str, *, optional: bool = False) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, str) or not value.strip() or _LONE_SURROGATE.search(value):
-        raise ConfigError(key, value, remedy)
 
 
 def _has_nonfinite(value: Any) -> bool:

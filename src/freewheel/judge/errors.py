@@ -1,31 +1,12 @@
-"""The exceptions of the judge. A judgement that fails is not one of them: that is a `Failed` verdict."""
+"""The exceptions of the judge engine. A judgement that fails is not one of them: that is a `Failed` verdict."""
 
 from __future__ import annotations
 
-VALUE_CHARS = 200
-"""As much of a refused value as a message shows: it may be a whole batch, given in the wrong shape."""
+from freewheel.errors import FreewheelError
 
 
-class JudgeError(Exception):
+class JudgeError(FreewheelError):
     """Anything that stops the engine itself."""
-
-
-class ConfigError(JudgeError, ValueError):
-    """A setting that cannot work. The message names the key, the value and the remedy."""
-
-    def __init__(self, key: str, value: object, remedy: str) -> None:
-        shown = repr(value)
-        if len(shown) > VALUE_CHARS:
-            shown = shown[:VALUE_CHARS] + "…"
-        super().__init__(f"{key} = {shown}: {remedy}")
-        self.key = key
-
-    def renamed(self, key: str) -> ConfigError:
-        """The same for a caller who knows the setting by another name."""
-        return _restored(key + str(self).removeprefix(self.key), key)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_restored, (str(self), self.key))
 
 
 class JudgeClosed(JudgeError, RuntimeError):
@@ -33,11 +14,4 @@ class JudgeClosed(JudgeError, RuntimeError):
 
 
 class EngineDied(JudgeError, RuntimeError):
-    """The engine's process kept dying; the message says how it ended, and its last words are on stderr."""
-
-
-def _restored(message: str, key: str) -> ConfigError:
-    """From a pickle, which has the message and not the value: that may be anything, and large."""
-    error = ConfigError.__new__(ConfigError, message)
-    error.args, error.key = (message,), key
-    return error
+    """The engine's process kept dying. The message says how it ended; its last output is on stderr."""

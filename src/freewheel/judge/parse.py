@@ -12,11 +12,11 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .errors import ConfigError
-from .markup import Unparseable, plain, shorten, split_thinking
-from .rubric import PARSERS, Rubric
-from .scores import Quotes, ScoreFinder, reported_by_nobody
-from .wording import number_text
+from freewheel.errors import ConfigError
+from freewheel.judge.markup import Unparseable, plain, shorten, split_thinking
+from freewheel.judge.rubric import PARSERS, Rubric
+from freewheel.judge.scores import Quotes, ScoreFinder, reported_by_nobody
+from freewheel.judge.wording import number_text
 
 __all__ = ["Reading", "Unparseable", "make_reader"]
 

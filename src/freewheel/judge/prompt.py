@@ -16,9 +16,9 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from . import wording
-from .request import JudgeRequest
-from .rubric import Rubric, template_parts
+from freewheel.judge import wording
+from freewheel.judge.request import JudgeRequest
+from freewheel.judge.rubric import Rubric, template_parts
 
 logger = logging.getLogger("freewheel.judge")
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from . import wording
-from .errors import ConfigError
+from freewheel.errors import ConfigError
+from freewheel.judge import wording
 
 PARSERS = ("integer", "number", "yes_no", "json", "criteria")
 """The built-in parsers; anything else must be an import path."""

@@ -35,7 +35,7 @@ class RunSnapshot:
     """As `freshness` gave it for the last step."""
     waits: Waits = field(default_factory=dict)
     verdict: str = ""
-    """What holds the run up, in words (`freewheel.plan.verdict`); empty before that was measured."""
+    """What holds the run up, in words (`freewheel.runtime.bottleneck`); empty before that was measured."""
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     elapsed_s: float = 0.0

@@ -15,7 +15,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.plan.draws import Lognormal
 from freewheel.plan.scene import MESSAGE_S, Generation, HandOver, Scene, Scores, Training, Weights
 from freewheel.queue.staleness import Bounds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.plan.hardware import SCALING, training_at_once
 from freewheel.plan.scene import Scene
 from freewheel.queue.staleness import Bounds

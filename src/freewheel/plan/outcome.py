@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from freewheel.plan.verdict import Scoring, Setting, Tried, Verdict, verdict
+from freewheel.runtime.bottleneck import Scoring, Setting, Tried, Verdict, verdict
 
 BUSY, FILLED = "busy", "filled"
 """Among a mark's spans: seconds in which engines decoded, and the same times the share of slots in use."""

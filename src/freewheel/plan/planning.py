@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
+from freewheel.inspect.run import find_run
 from freewheel.observe.run_folder import CONFIG
 from freewheel.plan.hardware import Cluster, Workload, accelerator, shape
 from freewheel.plan.measured import RunSettings, scene_of
@@ -23,7 +24,6 @@ from freewheel.plan.sweep import Plannable, Row, ending, scaling, sweep
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.inspecting import find_run
 from freewheel.runtime.placement import Gpu, Machine, place
 from freewheel.runtime.typed import to_config
 

@@ -16,12 +16,11 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.trace_files import read_trace
-from freewheel.plan.verdict import HELD_BACK
-from freewheel.plan.watching import held_back, settled
 from freewheel.rollout.outbox import PUT_LINGER_S
+from freewheel.runtime.bottleneck import HELD_BACK, held_back, settled
 
 LEAST_STEPS = 3
 """Of fewer nothing can be told: the first waits for everything to start."""

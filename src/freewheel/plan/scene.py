@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from freewheel.plan.draws import Constant, Draw
-from freewheel.plan.model import in_turns, streaming
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.outbox import PUT_LINGER_S
+from freewheel.runtime.bottleneck import in_turns, streaming
 
 MESSAGE_S = 0.005
 """Where nothing is known of it: a call between Ray actors with a batch in it takes some milliseconds."""
@@ -191,7 +191,7 @@ class Scene:
 
     @property
     def guess(self) -> float:
-        """Groups a second by `freewheel.plan.model` alone."""
+        """Groups a second by `freewheel.runtime.bottleneck` alone."""
         if self.bounds.in_turns:
             return in_turns(self.capacities)
         return streaming(self.capacities)[1]

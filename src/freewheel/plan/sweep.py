@@ -19,12 +19,12 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.plan.outcome import Outcome
 from freewheel.plan.scene import Scene
 from freewheel.plan.slicing import simulate_slice, sliced
-from freewheel.plan.verdict import Bound, Setting, Tried
 from freewheel.queue.staleness import Bounds
+from freewheel.runtime.bottleneck import Bound, Setting, Tried
 
 Basis = Literal["measured", "extrapolated"]
 

@@ -17,8 +17,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from freewheel.errors import ConfigError
 from freewheel.judge import Handle, Judge
-from freewheel.judge.errors import ConfigError, EngineDied, JudgeClosed
+from freewheel.judge.errors import EngineDied, JudgeClosed
 from freewheel.judge.secret import Secret
 from freewheel.judge.verdict import Failed, Scored, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag

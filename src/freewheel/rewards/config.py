@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from freewheel.judge.config import JudgeConfig, shown_value
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
+from freewheel.judge.config import JudgeConfig
 from freewheel.judge.rubric import BUILTIN, Rubric
 from freewheel.judge.secret import Secret
 from freewheel.rewards.length import check_penalty
+from freewheel.utils.checks import shown_value
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 CACHE_VARIABLE = "MONITOR_CACHE"

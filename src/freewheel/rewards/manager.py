@@ -20,7 +20,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from freewheel.judge import Failed, Handle, JudgeError, JudgeRequest, Reason, Verdict
+from freewheel.errors import FreewheelError
+from freewheel.judge import Failed, Handle, JudgeRequest, Reason, Verdict
 from freewheel.rewards import math_equal
 from freewheel.rewards.batch import Rollouts
 from freewheel.rewards.config import LengthPenaltyConfig, as_config
@@ -134,7 +135,7 @@ class LengthPenaltyRewardManager:
             log.warning("%d batches are not judged yet: their missing rows end as failed", manager.pending)
         try:
             manager.shutdown(max(0.0, until - time.monotonic()))
-        except (JudgeError, OSError) as error:
+        except (FreewheelError, OSError) as error:
             log.error("Error shutting down async manager: %s", error)
             return
         finally:
@@ -313,13 +314,13 @@ def _hand_over(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) ->
     """None where the engine beside us is gone, or cannot be started: no file, thread or process is left for it."""
     try:
         manager.start()
-    except (JudgeError, OSError, RuntimeError) as error:
+    except (FreewheelError, OSError, RuntimeError) as error:
         _say_degraded(error)
         return None
     log.info("Starting async evaluation of %d responses", _judged_count(requests))
     try:
         return manager.submit(requests)
-    except JudgeError as error:
+    except FreewheelError as error:
         _say_degraded(error)
         return None
 

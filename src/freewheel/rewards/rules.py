@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rewards import math_equal
 from freewheel.rewards.answers import answer_line, last_box, marked_answer, number_in
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from freewheel.judge.errors import ConfigError, JudgeError
+from freewheel.errors import ConfigError
+from freewheel.judge.errors import JudgeError
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Scored, Skipped, Verdict
 from freewheel.rewards.compose import compose, fill_failed

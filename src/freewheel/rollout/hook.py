@@ -12,8 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Prompt, Response, Ticket
+from freewheel.errors import DataError
 from freewheel.rollout.engine import GenerationTimeout
 
 HOOK_TIMEOUTS = 20

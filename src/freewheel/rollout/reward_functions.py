@@ -24,15 +24,14 @@ from typing import Any, Literal
 
 import msgspec
 
-from freewheel.data.errors import shown
 from freewheel.data.group import Finish, Status
-from freewheel.data.naming import DETAIL_CHARS, find_object
 from freewheel.data.tasks.base import Task
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, shown
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped
 from freewheel.rewards.compute_score import compute_score, compute_score_async, monitors
 from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import FAILED_RULE, as_rule_score
+from freewheel.utils.registry import DETAIL_CHARS, find_object
 
 KEY = "reward.function"
 """The setting that names a function."""

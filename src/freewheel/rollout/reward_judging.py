@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from freewheel.data.group import Reward
-from freewheel.judge.errors import ConfigError, EngineDied, JudgeClosed
+from freewheel.errors import ConfigError
+from freewheel.judge.errors import EngineDied, JudgeClosed
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict

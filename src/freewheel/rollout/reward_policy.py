@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from freewheel.data.group import Reward
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rewards.config import OnFailure
 from freewheel.rewards.scoring import RewardFailed
 from freewheel.rollout.reward_functions import Outcome

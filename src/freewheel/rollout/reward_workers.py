@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Literal, NoReturn
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.reward_functions import Call, Outcome, RewardFunction, failed, from_exception
 
 log = logging.getLogger("freewheel.rollout")

@@ -21,9 +21,8 @@ from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
-from freewheel.plan.verdict import Bound, Setting, Verdict, Waits, stopped, waited
-from freewheel.plan.watching import Watching
 from freewheel.rewards.config import as_config
+from freewheel.runtime.bottleneck import Bound, Setting, Verdict, Waits, Watching, stopped, waited
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.progress import GivenUp, Progress
 from freewheel.runtime.summing import ENDPOINTS, summed

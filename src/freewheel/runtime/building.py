@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freewheel.data.naming import DETAIL_CHARS, find_object
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime.config import EMBEDDED, TrainConfig
 from freewheel.runtime.prompts import Prompts
+from freewheel.utils.registry import DETAIL_CHARS, find_object
 
 if TYPE_CHECKING:
     from freewheel.data.group import Array

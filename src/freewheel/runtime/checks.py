@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.runtime.config import TrainConfig

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime.reaching import check_cluster
 
 NEEDED = frozenset({"raylet", "gcs_server"})

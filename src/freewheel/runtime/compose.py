@@ -5,7 +5,7 @@
 
 No file has a default: those are the schema's. Hydra's runtime is not used, so the working directory, logging and the
 file system stay as they are, and an application's own Hydra state is put back. What a run used is written to its folder
-with `to_yaml` and read again with `load`. Called by `freewheel.runtime.commands`; needs hydra-core when it is called.
+with `to_yaml` and read again with `load`. Called by `freewheel.cli.train`; needs hydra-core when it is called.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import msgspec
 import yaml
 
-from freewheel.judge.config import shown_value
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.typed import mapping_keys, to_config
+from freewheel.utils.checks import shown_value
 
 PACKAGED = Path(__file__).parent / "configs"
 DEFAULT_NAME = "default"

@@ -14,8 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from freewheel.judge.config import check_integer, check_number, check_text
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime.checks import (
     at_most,
@@ -27,6 +26,7 @@ from freewheel.runtime.checks import (
     server_urls,
 )
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
+from freewheel.utils.checks import check_integer, check_number, check_text
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
 THRESHOLDS: Mapping[str, int] = {"sync": 0, "one_step_off": 1}

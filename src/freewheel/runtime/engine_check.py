@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.observe.alerts import Alerts
 from freewheel.observe.logs import attach_log, component_statistics, detach_log
 from freewheel.observe.recorder import Recorder

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
 from freewheel.rollout.vllm.settings import KV_SPARE, NUMBER_BYTES, WORKSPACE_BYTES, kv_room
@@ -28,7 +28,7 @@ from freewheel.trainer.options import describe
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from freewheel.runtime.doctor.finding import Finding
+    from freewheel.doctor.finding import Finding
 
 SET_BY_MODE = ("staleness_threshold", "selection_window", "in_flight_updates")
 """Keys of `async_training` that `mode` decides in the two synchronous modes."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan

@@ -15,9 +15,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from freewheel.data.errors import DataError
 from freewheel.data.tasks import get_task
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.runtime.building import check_weights, named, named_function
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.prompts import is_here, is_measured, read_rows

@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from freewheel.data.errors import DataError
 from freewheel.data.prompts import PromptStream
 from freewheel.data.rendering import Rendering, render_rows
 from freewheel.data.sources import is_on_hub
 from freewheel.data.tasks import BUILTIN, Task, get_task
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.runtime.checks import OWN_ROWS
 from freewheel.runtime.config import TrainConfig
 

@@ -5,7 +5,7 @@
 
 A resumed run trains the steps since its last checkpoint again, from the journal, and goes on with the groups that are
 stored there. What would contradict them is refused; what only changes their meaning is said.
-Called by `freewheel.runtime.commands`.
+Called by `freewheel.cli.train`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.compose import compose, differing, load, to_yaml

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.runtime.config import TrainConfig

@@ -15,9 +15,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from freewheel.judge.config import shown_value
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.runtime.config import TrainConfig
+from freewheel.utils.checks import shown_value
 
 MANDATORY = "???"
 """How a Hydra file marks a value that its user must give."""

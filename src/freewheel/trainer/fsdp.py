@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import PromptGroup
+from freewheel.errors import DataError
 from freewheel.trainer.advantages import whiten
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.batching import MicroBatch, Sample

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from freewheel.judge.config import check_integer, check_number
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
+from freewheel.utils.checks import check_choice, check_integer, check_number, check_share
 
 Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_pp"]
 Normalise = Literal["auto", "std", "batch_std", "none"]
@@ -222,17 +222,6 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "kl_kind": get_args(KlKind),
     "zero_variance": ("keep", "drop"),
 }
-
-
-def check_choice(key: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(key, value, f"choose {', '.join(choices[:-1])} or {choices[-1]}")
-
-
-def check_share(key: str, value: Any) -> None:
-    check_number(key, value, low=0)
-    if value > 1:
-        raise ConfigError(key, value, "it is a share: give a number from 0 to 1")
 
 
 def describe(config: AlgorithmConfig) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.trainer.batching import MicroBatch
 from freewheel.trainer.compiling import compile_layers, leave_uncompiled
 from freewheel.trainer.head import head_logprobs, logits_at_a_time, logits_kept

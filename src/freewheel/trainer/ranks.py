@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Block, PromptGroup
+from freewheel.errors import DataError
 from freewheel.trainer.backend import Backend, BackendState, NonFiniteLoss
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from freewheel.data.errors import DataError
+from freewheel.errors import DataError
 
 PARTS = "freewheel.parts"
 """In a file's header: tensor name → [shape of the whole, where this part begins]. Absent: every tensor is whole."""

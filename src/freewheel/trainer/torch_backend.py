@@ -19,9 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import PromptGroup
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.trainer.advantages import estimate
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches

@@ -30,8 +30,8 @@ from datasets import Dataset
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutGroup, TrainingSequence
 
+from freewheel.errors import ConfigError
 from freewheel.integrations.trl import JudgeReward
-from freewheel.judge.errors import ConfigError
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("ignore", "error:::freewheel")]
 

@@ -19,8 +19,8 @@ import pandas as pd
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
+from freewheel.errors import ConfigError
 from freewheel.integrations.trl import JudgeReward
-from freewheel.judge.errors import ConfigError
 
 pytestmark = [
     pytest.mark.trl,

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from freewheel.errors import ConfigError
 from freewheel.integrations.trl import JudgeReward, answer_of, transcript_of
-from freewheel.judge.errors import ConfigError
 
 pytestmark = pytest.mark.trl
 

@@ -16,9 +16,9 @@ import pytest
 from omegaconf import open_dict
 from transformers import PreTrainedTokenizerFast
 
+from freewheel.errors import ConfigError
 from freewheel.integrations.verl import FreewheelRewardManager
 from freewheel.integrations.verl.settings import SETTLE_S, Settings
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 from freewheel.rewards import RewardFailed, exact_match, register_rule
 

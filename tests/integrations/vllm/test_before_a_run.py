@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from freewheel.data.tasks.word_problems import model_path
-from freewheel.runtime.doctor import software
+from freewheel.doctor import software
 from freewheel.runtime.engine_check import engine_problems
 
 from .asking import config_of, plan_of
@@ -46,7 +46,7 @@ def test_heads_that_vllm_has_no_kernel_for_are_told() -> None:
 
 def test_a_run_is_refused_with_exit_code_2_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     settings = ["rollout.engine=vllm", "rollout.device=cpu", "trainer.device=cpu", f"model.path={folder}"]
-    command = [sys.executable, "-m", "freewheel.cli", "train", *settings, "rollout.vllm={enforce_eagre: true}"]
+    command = [sys.executable, "-m", "freewheel", "train", *settings, "rollout.vllm={enforce_eagre: true}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=tmp_path)
     assert done.returncode == 2 and "did you mean enforce_eager?" in done.stderr, done.stdout + done.stderr
     assert not list(tmp_path.iterdir())

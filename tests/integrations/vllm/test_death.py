@@ -17,7 +17,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from freewheel.data.tasks.word_problems import model_path
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, GenerationAborted
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.sync.weights import AnyWeights

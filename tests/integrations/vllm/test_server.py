@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from transformers import PreTrainedModel
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, GenerationAborted
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.rollout.vllm.remote import find_server

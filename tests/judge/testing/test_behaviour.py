@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile
 from freewheel.judge.testing.behaviour import Behaviour, Decision, Fault, Outage, Plan, Refusal, inside, plan_for
 from freewheel.judge.testing.profile import SHARES

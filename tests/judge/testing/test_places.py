@@ -11,7 +11,8 @@ import urllib.request
 import pytest
 import trustme
 
-from freewheel.judge.errors import ConfigError, JudgeError
+from freewheel.errors import ConfigError
+from freewheel.judge.errors import JudgeError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge, expected_score
 
 PATIENCE_S = 10.0

@@ -12,8 +12,7 @@ import msgspec
 from freewheel.dashboard.web.recorded import Recorded
 from freewheel.dashboard.web.rows import Statistics
 from freewheel.dashboard.web.settings import Settings
-from freewheel.plan.verdict import Setting, stopped
-from freewheel.plan.watching import Watching
+from freewheel.runtime.bottleneck import Setting, Watching, stopped
 
 
 def closing(recorded: Recorded, settings: Settings) -> str:

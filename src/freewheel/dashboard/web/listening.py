@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 HOST = "127.0.0.1"
 BACKLOG = 64

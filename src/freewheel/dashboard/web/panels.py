@@ -19,8 +19,8 @@ from freewheel.dashboard.web.rows import JudgeNumbers, Rewards, Statistics
 from freewheel.dashboard.web.runs import RunView
 from freewheel.dashboard.web.settings import Settings, flat
 from freewheel.dashboard.web.thinning import curve
+from freewheel.errors import ConfigError
 from freewheel.judge.breaker import Breaker, State
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.stats import EndpointStats
 
 MOST_DIFFERENCES = 60
@@ -140,7 +140,7 @@ def _behind(lag: float, allowed: int | None) -> int | None:
 
 def ledger(folder: Path) -> dict[str, Any]:
     """As `freewheel inspect RUN` has it; the words of its error where it has none."""
-    from freewheel.runtime.inspecting import find_run, inspect
+    from freewheel.inspect.run import find_run, inspect
 
     try:
         return {"report": msgspec.to_builtins(inspect(find_run(str(folder)))), "error": ""}
@@ -150,9 +150,9 @@ def ledger(folder: Path) -> dict[str, Any]:
 
 def prompt(folder: Path, ordinal: int) -> dict[str, Any]:
     """As `freewheel inspect RUN --group N` has it."""
+    from freewheel.inspect.prompt import follow
+    from freewheel.inspect.run import find_run
     from freewheel.queue.journal import JournalError
-    from freewheel.runtime.following import follow
-    from freewheel.runtime.inspecting import find_run
 
     try:
         return {"life": msgspec.to_builtins(follow(find_run(str(folder)), ordinal)), "error": ""}

@@ -25,7 +25,7 @@ from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.settings import Settings
 from freewheel.dashboard.web.tail import Tail
 from freewheel.dashboard.web.timeline import Timeline
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.observe.lines import decoded
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS
 
@@ -115,7 +115,7 @@ class RunView:
 
     def _is_held(self) -> bool:
         """Whether a process writes to it."""
-        from freewheel.runtime.inspecting import live_holder
+        from freewheel.inspect.run import live_holder
 
         now = self._clock()
         if self._holder or now - self._asked_at >= STILL_S:

@@ -8,9 +8,9 @@ task = get_task("my_package:task")   # your own: any object with the attributes 
 
 from __future__ import annotations
 
-from freewheel.data.naming import find_object
 from freewheel.data.tasks.base import Score, Task
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
+from freewheel.utils.registry import find_object
 
 __all__ = ["BUILTIN", "Score", "Task", "get_task"]
 

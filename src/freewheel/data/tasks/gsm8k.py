@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Finish, Prompt
 from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, as_sample, render
 from freewheel.data.sources import load_rows, require
+from freewheel.errors import DataError
 from freewheel.rewards.answers import marked_answer, number_in
 from freewheel.rewards.rules import RuleScore, gsm8k
 

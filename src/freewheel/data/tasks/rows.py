@@ -10,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Finish, Prompt
 from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, as_sample, conversation, render
 from freewheel.data.sources import load_rows
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.rewards.rules import RuleScore, rule_score
 
 

@@ -18,10 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from freewheel.data.errors import DataError
 from freewheel.data.group import Finish, Prompt
 from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, render
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError, DataError
 from freewheel.rewards.rules import NO_ANSWER, RuleScore, register_rule
 
 DATA_SOURCE = "freewheel/word_problems"

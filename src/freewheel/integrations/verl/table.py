@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from freewheel.errors import FreewheelError
 from freewheel.integrations.gathering import Gathering
 from freewheel.integrations.meeting import Closed, Meeting
 from freewheel.integrations.verl.rows import Row, results
 from freewheel.integrations.verl.saying import Sayings
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
-from freewheel.judge.errors import JudgeError
 from freewheel.judge.verdict import Failed, Reason, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
 from freewheel.rewards.rules import RuleScore
@@ -89,7 +89,7 @@ class Table:
             return JUDGE_OFF
         try:
             verdict = await self._gathering.score(row.request)
-        except (JudgeError, OSError) as error:  # the engine could not be started, or was closed
+        except (FreewheelError, OSError) as error:  # the engine could not be started, or was closed
             verdict = Failed(Reason.ENGINE.value, 0, str(error))
         if isinstance(verdict, Failed):
             self._sayings.failed(f"judge: {verdict.reason}", verdict.detail)

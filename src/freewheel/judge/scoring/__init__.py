@@ -1,6 +1,6 @@
 """Scoring a file: rows in, the same rows with verdicts out, continued where a killed run was.
 
-No terminal in here: progress and malformed lines go to callbacks. The command is `freewheel.judge.commands.score`.
+No terminal in here: progress and malformed lines go to callbacks. The command is `freewheel.cli.score`.
 """
 
 from freewheel.judge.scoring.accounts import Calls, Tally

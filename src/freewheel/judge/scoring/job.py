@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from freewheel.judge.errors import ConfigError, JudgeError
+from freewheel.errors import ConfigError, FreewheelError
 from freewheel.judge.handle import Handle
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
@@ -183,7 +183,7 @@ class ScoringJob:
     def _feed(self) -> None:
         try:
             self._read_all()
-        except (OSError, JudgeError) as error:
+        except (OSError, FreewheelError) as error:
             self._feed_error = error
         finally:
             with self._changed:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.judge import Judge
 from freewheel.judge.scoring.job import Progress, ScoringJob
 from freewheel.judge.scoring.lines import Line, Lines

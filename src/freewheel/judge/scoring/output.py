@@ -14,7 +14,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.judge.scoring.accounts import Tally
 from freewheel.judge.scoring.lines import MAX_LINE_BYTES, Line, Lines
 from freewheel.judge.scoring.rows import RowFormat

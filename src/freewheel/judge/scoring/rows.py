@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.errors import ConfigError
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.scoring.lines import MAX_LINE_BYTES, Line
 from freewheel.judge.verdict import Failed, Scored, Usage, Verdict

@@ -16,7 +16,8 @@ from typing import Protocol, Self
 
 import msgspec
 
-from freewheel.judge.errors import ConfigError, JudgeError
+from freewheel.errors import ConfigError
+from freewheel.judge.errors import JudgeError
 from freewheel.judge.testing import elsewhere
 from freewheel.judge.testing.counts import Counts, RecordedRequest
 from freewheel.judge.testing.profile import JudgeProfile

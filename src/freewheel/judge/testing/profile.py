@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 ReplyStyle = Literal["bare", "bold", "labelled", "json", "think", "chinese", "mixed"]
 Windows = tuple[tuple[float, float], ...]

@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
 from freewheel.rollout.vllm.api import Output
 from freewheel.rollout.vllm.tagging import TokenVersions

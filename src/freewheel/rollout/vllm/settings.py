@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, MutableMapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from freewheel.judge.errors import ConfigError
+from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.runtime.config import TrainConfig

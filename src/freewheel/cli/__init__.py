@@ -1,0 +1,53 @@
+"""The `freewheel` command, one module per subcommand. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import freewheel
+from freewheel.cli import cache, dashboard, doctor, inspect, mock_judge, plan, score, serve, trace, train
+from freewheel.cli.console import guarded_stdout, print_text
+
+app = typer.Typer(
+    name="freewheel",
+    help=(freewheel.__doc__ or "").removeprefix("freewheel: ").capitalize(),
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print_text(f"freewheel {freewheel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("score", epilog=score.EPILOG)(score.score)
+app.add_typer(cache.cache_app, name="cache")
+app.command("mock-judge")(mock_judge.mock_judge)
+app.command("serve")(serve.serve)
+app.command("train", epilog=train.EPILOG)(train.train)
+app.command("eval")(train.evaluate)
+app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect_run)
+app.command("dashboard", epilog=dashboard.EPILOG)(dashboard.dashboard)
+app.command("trace", epilog=trace.EPILOG)(trace.trace_run)
+app.command("plan", epilog=plan.EPILOG)(plan.plan)
+app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
+
+
+def main() -> None:
+    with guarded_stdout():
+        app(prog_name="freewheel")

@@ -1,0 +1,175 @@
+"""The judge's settings as flags: `freewheel score` and `freewheel serve` take the same ones, in the same words.
+
+A `JudgeConfig` from a file and flags. Flags that were not given are left out, so every default is the config's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from freewheel.errors import ConfigError
+from freewheel.judge.config import JudgeConfig
+from freewheel.judge.parse import make_reader
+from freewheel.judge.rubric import PARSERS
+
+PANEL = "Judge"
+
+EndpointFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Base URL of an OpenAI-compatible judge; give it again for further ones.",
+        metavar="URL",
+        rich_help_panel=PANEL,
+    ),
+]
+ModelFlag = Annotated[str | None, typer.Option(help="The model's name there.", rich_help_panel=PANEL)]
+RubricFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="A built-in rubric (integer, number, yes_no, json, criteria) or a .toml or .json file.",
+        metavar="NAME|FILE",
+        rich_help_panel=PANEL,
+    ),
+]
+KeyVariableFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The environment variable that holds the judge's key. A key is never a flag: flags show in ps.",
+        metavar="NAME",
+        rich_help_panel=PANEL,
+    ),
+]
+ConcurrencyFlag = Annotated[
+    str | None,
+    typer.Option(help="auto finds the judge's limit; N bounds it; fixed:N holds it.", rich_help_panel=PANEL),
+]
+TemperatureFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="Sampling temperature; none leaves it out, as reasoning models want.",
+        metavar="NUMBER|none",
+        rich_help_panel=PANEL,
+    ),
+]
+MaxTokensFlag = Annotated[int | None, typer.Option(help="Longest reply.", rich_help_panel=PANEL)]
+SamplingFlag = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A further field of the request, as in reasoning_effort=low; give it again for further ones.",
+        metavar="KEY=VALUE",
+        rich_help_panel=PANEL,
+    ),
+]
+PriceInFlag = Annotated[float | None, typer.Option(help="Price per million prompt tokens.", rich_help_panel=PANEL)]
+PriceOutFlag = Annotated[float | None, typer.Option(help="Price per million reply tokens.", rich_help_panel=PANEL)]
+MaxCostFlag = Annotated[
+    float | None, typer.Option(help="Stop before this run costs more; needs prices.", rich_help_panel=PANEL)
+]
+CacheDirFlag = Annotated[str | None, typer.Option(help="Where the cache lies.", metavar="DIR", rich_help_panel=PANEL)]
+NoCacheFlag = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Keep no replies: what is asked again is paid for again.", rich_help_panel=PANEL),
+]
+ConfigFlag = Annotated[
+    Path | None,
+    typer.Option(
+        help="Any of the judge's settings, as TOML or .json; flags come before it.",
+        metavar="FILE",
+        rich_help_panel=PANEL,
+    ),
+]
+
+
+LEFT_OUT = "none"
+"""A temperature that is not sent, as reasoning models want it: TOML has no null, and a flag cannot be one."""
+
+
+def parse_temperature(text: str | None) -> float | str | None:
+    """What `--temperature` says: a number, or `LEFT_OUT`."""
+    if text is None or text == LEFT_OUT:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError("--temperature", text, f"give a number, or {LEFT_OUT} to leave it out") from None
+
+
+def parse_sampling(pairs: list[str] | None) -> dict[str, Any] | None:
+    """`KEY=VALUE` each: the value as JSON where it is that, else as the text it is."""
+    fields: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, text = pair.partition("=")
+        if not key.strip() or not equals:
+            raise ConfigError("--sampling", pair, "give KEY=VALUE, as in reasoning_effort=low")
+        try:
+            fields[key.strip()] = msgspec.json.decode(text)
+        except (msgspec.DecodeError, RecursionError):
+            fields[key.strip()] = text
+    return fields or None
+
+
+def judge_config(
+    file: Path | None, flags: dict[str, Any], *, price_in: float | None = None, price_out: float | None = None
+) -> JudgeConfig:
+    """The file's settings with the given flags (those that are not None) over them."""
+    values = _read(file) if file is not None else {}
+    given = {key: value for key, value in flags.items() if value is not None}
+    if isinstance(given.get("sampling"), dict) and isinstance(values.get("sampling"), dict):
+        given["sampling"] = {**values["sampling"], **given["sampling"]}
+    values.update(given)
+    if values.get("temperature") == LEFT_OUT:
+        values["temperature"] = None
+    for key, example in (("endpoint", "--endpoint http://127.0.0.1:8000/v1"), ("model", "--model NAME")):
+        if key not in values:
+            raise ConfigError(key, None, f"not given; use {example}, or {key} in the --config file")
+    if "api_key_env" in flags and flags["api_key_env"] is not None and not os.environ.get(flags["api_key_env"]):
+        raise ConfigError("api_key_env", flags["api_key_env"], "that variable is not set in the environment")
+    if price_in is not None or price_out is not None:
+        if price_in is None or price_out is None:
+            raise ConfigError("prices", values["model"], "give both --price-in and --price-out")
+        values["prices"] = {**values.get("prices", {}), values["model"]: {"input": price_in, "output": price_out}}
+    try:
+        return JudgeConfig.from_dict(values)
+    except ConfigError:
+        raise
+    except (msgspec.ValidationError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError("config", str(file or "flags"), f"a value has the wrong type: {error}") from None
+
+
+def check_start(config: JudgeConfig) -> None:
+    """What the engine would meet at its start and could only break of. `ConfigError` names it with its remedy.
+
+    A parser of the user's own is looked for in the current directory as well, after all else: nothing there can take
+    the place of an installed module. The engine's process takes over where this one looks.
+    """
+    rubric = config.loaded_rubric
+    if rubric.parser not in PARSERS:
+        with contextlib.suppress(FileNotFoundError):  # the current directory was removed
+            sys.path.append(str(Path.cwd()))
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is for rows and reports, whatever the module prints
+            make_reader(rubric)
+    for endpoint in config.endpoints:
+        config.key_for(endpoint)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError("config", str(file), f"the file cannot be read: {error.strerror}") from None
+    try:
+        values = msgspec.json.decode(content) if file.suffix == ".json" else tomllib.loads(content.decode())
+    except (ValueError, RecursionError) as error:
+        kind = "JSON" if file.suffix == ".json" else "TOML"
+        raise ConfigError("config", str(file), f"the file is not valid {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError("config", str(file), "the file must hold one object with the judge's settings")
+    return values

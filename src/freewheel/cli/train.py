@@ -1,0 +1,291 @@
+"""`freewheel train` and `freewheel eval`: a command line in, a run or a measurement, words and an exit code out.
+
+`python fully_async_main.py` and `python -m freewheel.fully_async_main` are `freewheel train` under the name that its
+users know. Nothing heavy is imported before a command runs.
+
+Flags that several commands of this package share, each with one name and one help text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from freewheel.rollout.evaluating import Estimate, EvalResult
+    from freewheel.runtime.config import TrainConfig
+    from freewheel.runtime.plan import Plan
+    from freewheel.runtime.starting import Given
+
+MERGES = ("hydra",)
+"""What it takes to read a configuration."""
+TRAINS = ("hydra", "torch", "transformers", "safetensors", "ray")
+EVALUATES = ("hydra", "torch", "transformers", "safetensors")
+
+EPILOG = """
+Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
+and saved, to be continued with `resume=RUN`.
+"""
+_SHOW = "Output"
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Hydra's grammar: "
+                       "lists [1,2], mappings {a: 1}, null; ~KEY goes back to the default. resume=RUN continues the "
+                       "run in that folder, with the settings that it has and those that are given.",
+                       show_default=False),
+    ] = None,
+    config_path: ConfigPathFlag = None,
+    config_name: ConfigNameFlag = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what would run where (actors, batches, staleness bound, memory), and "
+                     "what stands against it on this machine.",
+                     rich_help_panel=_SHOW),
+    ] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Lines instead of a live view, also on a terminal.", rich_help_panel=_SHOW)
+    ] = False,
+    resume_flag: Annotated[str | None, typer.Option("--resume", hidden=True)] = None,
+) -> None:  # fmt: skip
+    """Train a policy with reinforcement learning; generation and training go on side by side.
+
+    Without any setting the model that comes along learns word problems on this machine, with or without a GPU.
+    """
+    with _plain_errors():
+        _need(MERGES if dry_run else TRAINS)
+        _no_flag(resume_flag)
+        find_local_modules()
+        if dry_run:
+            _show(overrides or [], config_path, config_name)
+            return
+        from freewheel.runtime.starting import planned, read_config
+
+        given = read_config(overrides or [], config_path, config_name)
+        plan = planned(given.config)
+        plan.check()
+        raise typer.Exit(_run(given, plan, plain=plain))
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="RUN_OR_MODEL", help="A run's folder, one of its checkpoints, a HF folder, a hub id, or "
+                       "'embedded'."),
+    ],
+    task: Annotated[
+        str | None, typer.Option(help="What it is measured on (the run's own task): word_problems, gsm8k, rows, or "
+                                 "module:name.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Held-out prompts (the run's, or those that come with the task).")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many of them (128).")] = None,
+    samples: Annotated[int | None, typer.Option(help="Responses to each (1).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of sampling (0: the likeliest token each time).")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="What generates: native or vllm (the run's own, else native).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+) -> None:  # fmt: skip
+    """Measure a model on held-out prompts, in this process and without Ray."""
+    import asyncio
+
+    from freewheel.cli.console import print_json, print_text, say
+
+    with _plain_errors():
+        _need(EVALUATES)
+        find_local_modules()
+        from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
+
+        given: dict[str, Any] = {
+            "task": task,
+            "data": data,
+            "prompts": prompts,
+            "samples": samples,
+            "temperature": temperature,
+            "engine": engine,
+        }
+        with _said_by_flag({"target": target, **given}):
+            config = eval_config(find_target(target), **given)
+            if config.rollout.engine == "vllm" and config.rollout.urls is None:
+                from freewheel.rollout.vllm.api import require
+
+                require()
+                say("vLLM loads and compiles the model first, and is silent meanwhile: a minute or more")
+            result = asyncio.run(run_evaluation(config))
+        if as_json:
+            print_json(_as_json(target, config, result))
+        else:
+            print_text(_in_words(target, config, result))
+        if result.failed:
+            say(f"warning: {result.failed} responses have no score and are left out")
+            raise typer.Exit(1)
+
+
+def _run(given: Given, plan: Plan, *, plain: bool) -> int:
+    from freewheel.dashboard.terminal import says_warnings, view
+    from freewheel.dashboard.web.beside import page_of
+    from freewheel.runtime.main import FullyAsyncMain
+
+    with view(plain=plain) as shown, says_warnings(shown):
+        main = FullyAsyncMain(
+            config=given.config,
+            plan=plan,
+            resume=given.resume,
+            changed=given.changed,
+            view=shown,
+            beside=partial(page_of, given.config, shown),
+        )
+        return main.run().exit_code
+
+
+def _show(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
+    """The plan, in colour on a terminal; what wraps is wrapped already. Without one: everything that is refused."""
+    from rich.console import Console
+
+    from freewheel.cli.console import writing_stdout
+    from freewheel.doctor.a_run import concerns, read
+
+    run = read(overrides, config_path, config_name)
+    if run.plan is None:
+        _refuse(finding.detail for finding in run.findings)
+    with writing_stdout():
+        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(run.plan.render(concerns(run.plan)))
+
+
+def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
+    prompts, samples = result.scores.shape
+    return {
+        "model": target,
+        "task": config.data.task,
+        "mean_reward": _number(result.mean),
+        "standard_error": _number(result.reward.error),
+        "parts": {
+            name: {"mean": _number(part.mean), "standard_error": _number(part.error)}
+            for name, part in result.parts.items()
+        },
+        "best_of_samples": _number(result.best),
+        "prompts": prompts,
+        "samples": samples,
+        "temperature": config.eval.temperature,
+        "failed": result.failed,
+        "truncated_share": _number(result.truncated_share),
+        "mean_tokens": _number(result.mean_tokens),
+        "per_prompt": [_number(value) for value in result.per_prompt.tolist()],
+    }
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if value != value else value
+
+
+def _in_words(target: str, config: TrainConfig, result: EvalResult) -> str:
+    prompts, samples = result.scores.shape
+    how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
+    several = f", best of {samples}: {result.best:.3f}" if samples > 1 else ""
+    parts = "".join(f", {name} {_with_error(part)}" for name, part in result.parts.items())
+    return (
+        f"{target} on {config.data.task}: mean reward {_with_error(result.reward)}{parts}{several} "
+        f"({prompts} prompts × {samples}, {how}; {result.truncated_share:.1%} cut off, {result.mean_tokens:.1f} tokens)"
+    )
+
+
+def _with_error(found: Estimate) -> str:
+    """`0.412 ± 0.022`; of one prompt there is no error."""
+    return f"{found.mean:.3f}" if found.error != found.error else f"{found.mean:.3f} ± {found.error:.3f}"
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """A setting or a file that cannot work ends the program with one line and no traceback."""
+    from freewheel.errors import ConfigError, DataError
+
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        _refuse([str(error)])
+
+
+def _refuse(errors: Iterable[str]) -> NoReturn:
+    """A line each, red on a terminal."""
+    from freewheel.cli.console import ExitCode
+
+    for error in errors:
+        typer.secho(f"freewheel: error: {error}", fg="red", err=True)
+    raise typer.Exit(ExitCode.USAGE) from None
+
+
+FLAGS = {
+    "model.path": ("target", "RUN_OR_MODEL"),
+    "data.task": ("task", "--task"),
+    "data.train": ("data", "--data"),
+    "data.eval": ("data", "--data"),
+    "eval.prompts": ("prompts", "--prompts"),
+    "eval.samples": ("samples", "--samples"),
+    "eval.temperature": ("temperature", "--temperature"),
+    "rollout.engine": ("engine", "--engine"),
+}
+"""By which `eval` takes a key's value: its parameter and its name."""
+
+
+@contextlib.contextmanager
+def _said_by_flag(given: Mapping[str, Any]) -> Iterator[None]:
+    """What was given by a flag is refused by the flag's name."""
+    from freewheel.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError as error:
+        parameter, flag = FLAGS.get(error.key, ("", ""))
+        if given.get(parameter) is None:
+            raise
+        raise error.renamed(flag) from error
+
+
+def _no_flag(resume: str | None) -> None:
+    from freewheel.errors import ConfigError
+
+    if resume is not None:
+        raise ConfigError("--resume", resume, f"it is a setting, not a flag: write resume={resume}")
+
+
+def _need(packages: tuple[str, ...]) -> None:
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        _refuse([f"training needs {', '.join(missing)}: pip install 'freewheel[train]'"])
+
+
+def find_local_modules() -> None:
+    """`module:name` may be in the working directory, after all else: nothing there takes an installed module's place.
+
+    Ray's workers take over where this process looks."""
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)
+
+
+CONFIG_PANEL = "Configuration"
+
+ConfigPathFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The folder with your YAML files. Without it: those that come with freewheel.",
+        metavar="DIR",
+        rich_help_panel=CONFIG_PANEL,
+    ),
+]
+ConfigNameFlag = Annotated[
+    str | None, typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL)
+]

@@ -1,0 +1,219 @@
+"""One run against this machine: what its configuration says, and what that asks of memory, disks and limits.
+
+    overrides ─▶ read: TrainConfig, Plan ─▶ Finding, …      what a run would refuse at its start
+    Plan ─▶ needs, weights_bytes, checkpoint_bytes ─▶ host and storage judge by them
+    TrainConfig ─▶ ports, begun: what is in the way of its ports, and of a run that goes on
+    Plan ─▶ concerns: what `freewheel train --dry-run` lists
+
+Needs no torch and no Ray; hydra merges the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from freewheel.doctor import gpu, host, judge, storage
+from freewheel.doctor.finding import Check, Finding, State, examine, ok, problem, warning
+from freewheel.errors import ConfigError, DataError
+from freewheel.judge.config import parse_concurrency
+from freewheel.observe.run_folder import CONFIG, saved_steps
+from freewheel.runtime.reaching import KEY as RAY
+from freewheel.runtime.run_dir import RUNS
+
+if TYPE_CHECKING:
+    from freewheel.judge.config import JudgeConfig
+    from freewheel.runtime.config import TrainConfig
+    from freewheel.runtime.plan import Plan
+
+WHAT = "configuration"
+MERGES = "hydra"
+GPU_S = 3 * gpu.SMI_S
+"""nvidia-smi is asked three things."""
+FOLDERS_BESIDE = 2
+"""`best/` and `final/`, each with a model's weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a command line means here, as far as it could be read."""
+
+    config: TrainConfig | None = None
+    """Without what is refused."""
+    plan: Plan | None = None
+    """Only where nothing had to be left out: it would be of another run than the one that is meant."""
+    findings: list[Finding] = field(default_factory=list)
+
+
+def read(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
+    """As `freewheel train` would, and further: everything that it would refuse is found, not the first alone."""
+    if find_spec(MERGES) is None:
+        said = "it cannot be read without hydra-core, which merges settings"
+        return Run(findings=[warning(WHAT, said, "pip install 'freewheel[train]'")])
+    from freewheel.doctor.settings import read_all
+
+    config, refused = read_all(overrides, config_path, config_name)
+    if config is None:
+        return Run(findings=[problem(WHAT, str(error)) for error in refused])
+    plan, against = _planned(config)
+    told = {error.key for error in refused}
+    against = [*refused, *(error for error in against if getattr(error, "key", None) not in told)]
+    if refused:
+        plan = None
+    if against or plan is None:
+        texts = dict.fromkeys(map(str, against))
+        return Run(config=config, plan=plan, findings=[problem(WHAT, text) for text in texts])
+    steps = f"{plan.total_steps:,} step{'s' * (plan.total_steps != 1)}"
+    said = f"{config.mode}, {steps} of {config.model.path} on {config.data.task}, nothing against it here"
+    return Run(config=config, plan=plan, findings=[ok(WHAT, said)])
+
+
+def _planned(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
+    """With everything against it; None where what it names is not there."""
+    from freewheel.runtime.checks import held_out_file, step_in_memory
+    from freewheel.runtime.placement import Machine, place
+    from freewheel.runtime.preflight import refused
+    from freewheel.runtime.starting import planned
+
+    try:
+        plan = planned(config)
+    except (ConfigError, DataError) as error:
+        here = Machine.here()
+        more = [*place(config, here).problems, *held_out_file(config), *step_in_memory(config, here.memory_bytes)]
+        return None, [error, *refused(config), *more]
+    return plan, [error for error in plan.problems if error.key != RAY]  # which has a check of its own
+
+
+def needs(plan: Plan | None) -> host.Needs:
+    """Of the machine. None: of the smallest run. In a cluster the actors are wherever that has room."""
+    if plan is None:
+        return host.Needs()
+    at_once = max(connections(plan), plan.slots if plan.config.rollout.urls else 0)
+    if plan.config.ray.address is not None:
+        return host.Needs(connections=at_once, actors=0, threads=0)
+    on_cpu = plan.world_size * sum(plan.memory_trainer.values()) * (plan.device_trainer == "cpu")
+    on_cpu += plan.replicas * sum(plan.memory_replica.values()) * (plan.device_rollout == "cpu")
+    threads = plan.world_size * plan.threads_trainer * (plan.device_trainer == "cpu")
+    threads += plan.replicas * plan.threads_rollout * (plan.device_rollout == "cpu")
+    return host.Needs(
+        connections=at_once,
+        actors=sum(actor.count for actor in plan.actors),
+        memory_bytes=on_cpu,
+        threads=threads,
+    )
+
+
+def connections(plan: Plan) -> int:
+    """To a judge, at once, by the process that asks it; 0 without one."""
+    found, _ = judge.of_run(plan.config.reward.judge)
+    if found is None:
+        return 0
+    bounds = [bound for bound in parse_concurrency(found.concurrency) if bound is not None]
+    return min([plan.config.reward.concurrency, *bounds])
+
+
+def gpu_bytes(plan: Plan | None) -> int:
+    """What it wants of one GPU, by the plan's estimate; 0 where it wants none here, or that is not known."""
+    if plan is None or plan.config.ray.address is not None:
+        return 0
+    trainer = sum(plan.memory_trainer.values()) * (plan.device_trainer == "cuda")
+    engines = sum(plan.memory_replica.values()) * plan.engines_on_a_gpu
+    return trainer + engines if plan.shared_gpu else max(trainer, engines)
+
+
+def weights_bytes(plan: Plan | None) -> int:
+    """What a version of the weights takes in shared memory; 0 where it takes another way, or is of unknown size."""
+    if plan is None or plan.sync_bytes is None or plan.transport != "object_store":
+        return 0
+    return plan.sync_bytes
+
+
+def checkpoint_bytes(plan: Plan | None) -> int:
+    """What a run's checkpoints take at most: those that are kept, the one that is being written, `best` and `final`."""
+    if plan is None or plan.sync_bytes is None:
+        return 0
+    parts = ("weights", "optimizer", "critic")
+    state = plan.world_size * sum(plan.memory_trainer.get(part, 0) for part in parts)
+    kept = plan.config.trainer.keep_last + 1
+    return kept * (state + plan.sync_bytes) + FOLDERS_BESIDE * plan.sync_bytes
+
+
+def folder(config: TrainConfig | None) -> str:
+    return (config.run_dir if config is not None else None) or RUNS
+
+
+def named_judge(config: TrainConfig | None) -> tuple[JudgeConfig | None, list[Finding]]:
+    return (None, []) if config is None else judge.of_run(config.reward.judge)
+
+
+def ports(config: TrainConfig | None) -> Iterator[Finding]:
+    """Those that a run is told to listen on, and cannot."""
+    from freewheel.dashboard.web.listening import HOST, listen
+
+    if config is None:
+        return
+    observe = config.observe
+    page, metrics = observe.dashboard_port if observe.dashboard else 0, observe.prometheus_port or 0
+    with ExitStack() as held:  # both at once, as the run would
+        for key, port, judged, so in (
+            ("observe.prometheus_port", metrics, problem, ""),
+            ("observe.dashboard_port", page, warning, ": the run would have no page"),
+        ):
+            try:
+                if port:  # else any that is free
+                    held.enter_context(listen(HOST, port))
+            except OSError as error:
+                yield judged("port", f"{key} = {port}: it cannot be listened on ({error.strerror}){so}", f"{key}=0")
+
+
+def begun(config: TrainConfig | None) -> Iterator[Finding]:
+    """What is against a run that goes on, in its folder."""
+    if config is None or config.run_dir is None or not (Path(config.run_dir) / CONFIG).exists():
+        return
+    from freewheel.inspect.run import live_holder
+    from freewheel.trainer.checkpoint import any_whole
+
+    folder = Path(config.run_dir)
+    if holder := live_holder(folder):
+        yield problem("run directory", f"{folder} is in use by {holder}: wait for it, or end it")
+    if not any_whole(folder):
+        none = "no checkpoint that can be loaded" if saved_steps(folder) else "no checkpoint"
+        yield warning("run directory", f"{folder} has {none}: the run begins anew, with what its journal has")
+
+
+def concerns(plan: Plan) -> list[Finding]:
+    """What is not as it should be for this run here, and can be seen without a call, a measurement or a wait."""
+    wanted = needs(plan)
+    checks = (
+        Check(what="judge", look=lambda: named_judge(plan.config)[1]),
+        Check(what="GPU", look=lambda: _gpus(gpu_bytes(plan)), limit_s=GPU_S),
+        Check(what="shared memory", look=lambda: _shared(weights_bytes(plan))),
+        Check(what="run directory", look=lambda: _disk(plan)),
+        Check(what="run directory", look=lambda: begun(plan.config)),
+        Check(what="port", look=lambda: ports(plan.config)),
+        Check(what="limits", look=lambda: _limits(wanted)),
+    )
+    return [finding for finding in examine(checks) if finding.state is not State.OK]
+
+
+def _gpus(needed: int) -> list[Finding]:
+    return list(gpu.memory(gpu.look(), needed_bytes=needed)) if needed else []
+
+
+def _shared(needed: int) -> list[Finding]:
+    """Leftovers matter to a run where they leave it no room."""
+    found = list(storage.shared_memory(needed_bytes=needed))
+    return found if found and found[0].state is not State.OK else []
+
+
+def _disk(plan: Plan) -> list[Finding]:
+    return list(storage.run_folder(folder(plan.config), needed_bytes=checkpoint_bytes(plan), timed=False))
+
+
+def _limits(wanted: host.Needs) -> list[Finding]:
+    here = host.look()
+    return [host.files(here, wanted), host.processes(here, wanted)]

@@ -1,0 +1,254 @@
+"""What is installed, and whether it fits together: Python, freewheel's extras, torch, vLLM, Ray.
+
+Which releases are needed is read from freewheel's own metadata. torch is asked in a child process; of vLLM, whose
+import takes longer than all other checks, the files are read.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import freewheel
+from freewheel.doctor.child import Answer, ask
+from freewheel.doctor.finding import Finding, ok, problem, warning
+from freewheel.doctor.gpu import Driver
+from freewheel.errors import ConfigError
+
+PACKAGE = "freewheel"
+TRAIN = "train"
+"""The extra without which there is no training."""
+EXTRAS = (TRAIN, "math", "tensorboard", "prometheus", "wandb", "verl", "trl")
+"""Those that add something to a run. vLLM has a check of its own, under either of its names."""
+TORCH_S = 60.0
+"""For `import torch` on a cold disk; then CUDA's own start."""
+BUILDS = {11: "cu118", 12: "cu128", 13: "cu130"}
+"""Of torch, in PyTorch's own index, by what a driver can run: later minor releases run on earlier drivers."""
+
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([<>=!~,.\d\s]*)(?:;(.*))?$")
+_EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
+_BOUND = re.compile(r"(>=|==|<)\s*([\d.]+)")
+
+Installed = Callable[[str], str | None]
+"""The release of a distribution; None where it is not installed."""
+
+
+# -- what is there ----------------------------------------------------------------------------------------------------
+
+
+def installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """One line of a package's metadata, as far as a check goes by it."""
+
+    name: str
+    bounds: tuple[tuple[str, str], ...]
+    extra: str = ""
+
+    def allows(self, release: str) -> bool:
+        return all(_holds(release, sign, bound) for sign, bound in self.bounds)
+
+    def __str__(self) -> str:
+        return self.name + ",".join(f"{sign}{bound}" for sign, bound in self.bounds)
+
+
+def requirements() -> list[Requirement]:
+    """freewheel's own, of every extra."""
+    return [one for line in importlib.metadata.requires(PACKAGE) or () if (one := parsed(line)) is not None]
+
+
+def parsed(line: str) -> Requirement | None:
+    found = _REQUIREMENT.match(line.strip())
+    if found is None:
+        return None
+    extra = _EXTRA.search(found[3] or "")
+    return Requirement(found[1], tuple(_BOUND.findall(found[2])), extra[1] if extra else "")
+
+
+def _holds(release: str, sign: str, bound: str) -> bool:
+    have, want = numbers(release), numbers(bound)
+    if sign == "==":
+        return have[: len(want)] == want
+    return have < want if sign == "<" else have >= want
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` → (2, 13, 0)."""
+    leading = re.match(r"[\d.]*", release)
+    return tuple(int(part) for part in (leading[0] if leading else "").split(".") if part)
+
+
+# -- Python and packages ----------------------------------------------------------------------------------------------
+
+
+def python_release(release: Sequence[int] = sys.version_info[:3], wanted: str | None = None) -> Finding:
+    """`wanted`: as the metadata has it, `<3.14,>=3.11`."""
+    if wanted is None:
+        told = importlib.metadata.metadata(PACKAGE).get_all("Requires-Python") if installed(PACKAGE) else None
+        (wanted,) = told or [""]  # from its source: `packages` says so
+    have = ".".join(map(str, release))
+    bounds = _BOUND.findall(wanted)
+    if all(_holds(have, sign, bound) for sign, bound in bounds):
+        return ok("Python", f"{have} at {sys.executable}")
+    said = ",".join(sorted((sign + bound for sign, bound in bounds), reverse=True))
+    least = next((bound for sign, bound in bounds if sign == ">="), "3")
+    return problem("Python", f"{have}, and freewheel needs {said}", f"python{least} -m venv .venv")
+
+
+def packages(
+    *, trains: bool = True, needs: Iterable[Requirement] | None = None, have: Installed = installed
+) -> Iterator[Finding]:
+    """freewheel and its extras. `trains`: whether a run is meant, for which `train` must be there."""
+    if needs is None and have(PACKAGE) is None:
+        detail = f"{freewheel.__version__}, run from its source and not installed: which packages it needs is not known"
+        yield warning(PACKAGE, detail, f"pip install -e '.[{TRAIN}]'")
+        return
+    needs = requirements() if needs is None else list(needs)
+    base = [trouble for one in needs if not one.extra and (trouble := _trouble(one, have))]
+    by_extra = {name: [one for one in needs if one.extra == name] for name in EXTRAS}
+    complete = [name for name, wanted in by_extra.items() if wanted and not any(_trouble(one, have) for one in wanted)]
+    missing = [name for name in EXTRAS if name != TRAIN and name not in complete]
+    said = f"{freewheel.__version__}; extras: {', '.join(complete) or 'none'}"
+    said += f"; not installed: {', '.join(missing)}" if missing else ""
+    if base:
+        yield problem(PACKAGE, f"{said}; {'; '.join(base)}", f"pip install --upgrade {PACKAGE}")
+    else:
+        yield ok(PACKAGE, said)
+    lacking = [trouble for one in by_extra[TRAIN] if (trouble := _trouble(one, have))]
+    if lacking:
+        judged = problem if trains else warning
+        yield judged("training", f"not possible here: {'; '.join(lacking)}", f"pip install '{PACKAGE}[{TRAIN}]'")
+
+
+def _trouble(needed: Requirement, have: Installed) -> str:
+    release = have(needed.name)
+    if release is None:
+        return f"{needed.name} is missing"
+    return "" if needed.allows(release) else f"{needed.name} {release} is installed, and {needed} is needed"
+
+
+# -- torch ------------------------------------------------------------------------------------------------------------
+
+LOOK_AT_TORCH = """
+import json, torch
+found = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip, "why": ""}
+found["available"] = torch.cuda.is_available()
+if torch.version.cuda and not found["available"]:
+    try:
+        torch.cuda.init()
+    except Exception as error:
+        found["why"] = (str(error).splitlines() or [type(error).__name__])[0]
+print(json.dumps(found))
+"""
+
+
+def torch(driver: Driver) -> Iterator[Finding]:
+    if find_spec("torch") is not None:  # without it `packages` has said so
+        yield judged_torch(ask(LOOK_AT_TORCH, limit_s=TORCH_S), driver)
+
+
+def judged_torch(answer: Answer, driver: Driver) -> Finding:
+    """torch against the GPUs and the driver that are here."""
+    if answer.why:
+        again = "pip install --force-reinstall torch"
+        return problem("torch", f"it cannot be imported: {answer.why}", again)
+    version, cuda = str(answer.values["version"]), answer.values["cuda"]
+    built = f"{version}, built for CUDA {cuda}" if cuda else f"{version}, built without CUDA"
+    if not driver.gpus or answer.values.get("hip"):
+        return ok("torch", built)
+    here = ", ".join(sorted({gpu.name for gpu in driver.gpus}))
+    if not cuda:
+        return problem("torch", f"{built}: {here} is here and cannot be used", _other_build(driver))
+    if driver.cuda and numbers(cuda)[0] > driver.cuda[0]:
+        most = ".".join(map(str, driver.cuda))
+        detail = f"{built}, and the driver ({driver.release}) goes up to CUDA {most}"
+        return problem("torch", detail, _other_build(driver))
+    if not answer.values["available"]:
+        why = answer.values["why"] or "it does not say why"
+        return problem("torch", f"{built}, and it cannot use {here}: {why}", "nvidia-smi")
+    return ok("torch", f"{built}; driver {driver.release}")
+
+
+def _other_build(driver: Driver) -> str:
+    """The command for the torch that this driver can run."""
+    build = BUILDS.get(driver.cuda[0]) if driver.cuda else None
+    index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
+    return f"pip install --force-reinstall torch{index}"
+
+
+# -- vLLM -------------------------------------------------------------------------------------------------------------
+
+LABELS = ("v1/engine/async_llm.py", "def update_weight_version")
+"""Where a release that labels tokens with the weights that made them says so."""
+AT_ONCE = ("v1/engine/core_client.py", "def pause_scheduler_async")
+"""The same for one that pauses without a nap."""
+
+
+def vllm(*, wanted: bool) -> Iterator[Finding]:
+    """`wanted`: the run generates with it. Then what stands against it is found with the run (`a_run`)."""
+    from freewheel.rollout.vllm import api
+
+    release = api.installed()
+    if release is None:
+        if not wanted:
+            yield ok("vLLM", "not installed; rollout.engine=native generates")
+        return
+    try:
+        api.require()
+    except ConfigError as error:
+        if not wanted:
+            yield warning("vLLM", str(error).partition(": ")[2], "pip install --upgrade 'freewheel[vllm]'")
+        return
+    yield ok("vLLM", f"{release}: {', '.join(features(_folder('vllm')))}")
+
+
+def features(folder: Path | None) -> list[str]:
+    """What differs between releases that can be used, in words."""
+    labels, at_once = (_says(folder, *mark) for mark in (LABELS, AT_ONCE))
+    return [
+        "each token labelled with its weights" if labels else "tokens told apart by when they were made",
+        "pauses at once" if at_once else "pauses within 20 ms",
+    ]
+
+
+def _says(folder: Path | None, file: str, text: str) -> bool:
+    try:
+        return folder is not None and text in (folder / file).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+
+
+def _folder(package: str) -> Path | None:
+    found = find_spec(package)
+    return Path(found.origin).parent if found is not None and found.origin else None
+
+
+# -- Ray --------------------------------------------------------------------------------------------------------------
+
+
+def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = installed) -> Iterator[Finding]:
+    from freewheel.runtime.reaching import START, check_cluster, joined_at
+
+    release = have("ray")
+    if release is None:
+        return  # `packages` has said so
+    if address is None:
+        yield ok("Ray", f"{release}; a run starts its own, and ends it")
+        return
+    try:
+        check_cluster(address, environ)
+    except ConfigError as error:
+        yield problem("Ray", str(error), START)
+        return
+    yield ok("Ray", f"{release}; a cluster answers at {joined_at(address, environ) or address}")

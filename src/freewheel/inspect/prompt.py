@@ -1,0 +1,213 @@
+"""One prompt's life in a run: its attempts, its group with what each response got, and how it ended.
+
+    journal: step ─ abandoned ─ failures ─ group ─▶ GroupLife, decoded with the run's own tokenizer
+
+For `freewheel inspect RUN --group N`; reads like `freewheel.inspect.run`, and needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from freewheel.data.group import Array, PromptGroup
+from freewheel.errors import ConfigError
+from freewheel.inspect.run import Run, open_journal, read_checkpoints
+from freewheel.observe.run_folder import BEST, FINAL, JOURNAL, saved_steps
+from freewheel.queue.audit import audit
+from freewheel.queue.journal import Failed, Step, Stored
+
+TOKENIZER = "tokenizer.json"
+"""Of fast tokenizers: tables, and no code."""
+
+
+class ResponseLife(msgspec.Struct, frozen=True, kw_only=True):
+    text: str | None
+    """None: no tokenizer was found."""
+    tokens: list[int]
+    finish: str
+    value: float | None
+    """What was trained on; None where scoring failed."""
+    raw: float | None
+    status: str
+    reason: str
+    parts: dict[str, float]
+    versions: list[tuple[int, int]]
+    """Weight version and how many tokens in a row it made; -1 for tokens that no engine made."""
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """One that failed."""
+
+    attempt: int
+    reason: str
+    kind: str | None
+    """Which budget it cost; None for none."""
+    detail: str
+    wall_s: float
+
+
+class GroupLife(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of one prompt. Times are seconds of the wall clock; None where they are not recorded."""
+
+    run: str
+    group: int
+    state: str
+    step: int | None
+    version: int | None
+    """After that step."""
+    committed_s: float | None
+    abandoned: str
+    """Why, where it was."""
+    ended_s: float | None
+    failed: list[Attempt]
+    sequence: int | None
+    created_s: float | None
+    stored_s: float | None
+    prompt: str | None
+    prompt_tokens: list[int]
+    row: dict[str, Any]
+    responses: list[ResponseLife]
+    notes: list[str]
+
+
+def follow(run: Run, ordinal: int) -> GroupLife:
+    """One prompt's life. `ConfigError` where nothing is known of it."""
+    with open_journal(run) as journal:
+        if journal is None:
+            raise ConfigError("--group", ordinal, f"{run.folder} has no {JOURNAL}: nothing is known of single groups")
+        known = audit(journal, checkpoints=read_checkpoints(run.folder)[1])
+        highest = sum(known.states.values()) - 1
+        if not 0 <= ordinal <= highest:
+            raise ConfigError("--group", ordinal, f"prompts 0 to {highest} have been seen in this run")
+        step = next((one for one in journal.steps(after=0) if _holds(one, ordinal)), None)
+        abandoned = next((one for one in journal.abandoned() if one.ordinal == ordinal), None)
+        failures = list(journal.failures(ordinal))
+        stored = journal.group(ordinal)
+        base = journal.base()
+    group, notes = _decoded(stored)
+    covered = ordinal < base.frontier.low or ordinal in base.frontier.ended
+    if step is not None and step.version is not None:
+        state = "trained"
+    elif abandoned is not None:
+        state = "abandoned"
+    elif covered:
+        state = "ended"
+    else:
+        state = "taken" if step else "queued" if stored else "failed" if failures else "open"
+    if group is None and state in ("trained", "ended"):
+        notes.append(
+            "its data is dropped, since a checkpoint covers it: only step, version and time are known "
+            "(journal.keep_groups says how many of the last groups are kept)"
+        )
+    if group is None and state in ("abandoned", "failed"):
+        notes.append("its responses were not kept: the journal has those of groups that are to be trained on")
+    text, why = _texts(run) if group is not None else (None, "")
+    return GroupLife(
+        run=str(run.folder),
+        group=ordinal,
+        state=state,
+        step=step.step if step else None,
+        version=step.version if step else None,
+        committed_s=(step.wall_s or None) if step else None,
+        abandoned=abandoned.reason if abandoned else "",
+        ended_s=abandoned.wall_s if abandoned else None,
+        failed=[_attempt(one) for one in failures],
+        sequence=stored.ticket.sequence if stored else None,
+        created_s=group.created_s if group else None,
+        stored_s=stored.wall_s if stored else None,
+        prompt=text(group.prompt) if group and text else None,
+        prompt_tokens=group.prompt.tolist() if group else [],
+        row=dict(group.row) if group else {},
+        responses=_responses(group, text) if group else [],
+        notes=[*notes, *([why] if why else [])],
+    )
+
+
+def _holds(step: Step, ordinal: int) -> bool:
+    return any(ticket.ordinal == ordinal for ticket in step.tickets)
+
+
+def _decoded(stored: Stored | None) -> tuple[PromptGroup | None, list[str]]:
+    if stored is None:
+        return None, []
+    try:
+        return PromptGroup.decode(stored.data), []
+    except (msgspec.DecodeError, ValueError) as error:
+        return None, [f"its data cannot be read: {error}"]
+
+
+def _attempt(failed: Failed) -> Attempt:
+    return Attempt(
+        attempt=failed.ticket.attempt,
+        reason=failed.reason,
+        kind=failed.kind,
+        detail=failed.detail,
+        wall_s=failed.wall_s,
+    )
+
+
+def _responses(group: PromptGroup, text: Callable[[Array], str] | None) -> list[ResponseLife]:
+    lives = []
+    for response in map(group.response, range(len(group))):
+        reward = response.reward
+        assert reward is not None
+        lives.append(
+            ResponseLife(
+                text=text(response.tokens) if text else None,
+                tokens=response.tokens.tolist(),
+                finish=response.finish,
+                value=_finite(reward.value),
+                raw=_finite(reward.raw),
+                status=reward.status,
+                reason=reward.reason,
+                parts=dict(reward.parts),
+                versions=version_runs(response.versions),
+            )
+        )
+    return lives
+
+
+def version_runs(versions: Array) -> list[tuple[int, int]]:
+    return [(version, len(list(same))) for version, same in itertools.groupby(versions.tolist())]
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _texts(run: Run) -> tuple[Callable[[Array], str] | None, str]:
+    """From tokens to text by a file of the run's tokenizer, or why not. No code of a model's is run."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        return None, "token ids are shown: the text needs the package tokenizers (pip install 'freewheel[train]')"
+    for file in _tokenizer_files(run):
+        with suppress(Exception):  # it raises bare ones
+            return partial(_text, Tokenizer.from_file(str(file))), ""
+    return None, f"token ids are shown: no {TOKENIZER} was found in the run or on this machine"
+
+
+def _text(tokenizer: Any, tokens: Array) -> str:
+    return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=False))
+
+
+def _tokenizer_files(run: Run) -> Iterator[Path]:
+    """The run's own first: it was trained with them."""
+    saved = reversed(saved_steps(run.folder).values())
+    folders = [*itertools.chain.from_iterable(saved), run.folder / FINAL, run.folder / BEST]
+    if run.config is not None and run.config.model.tokenizer is not None:
+        folders.append(Path(run.config.model.tokenizer).expanduser())
+    elif run.config is not None:
+        from freewheel.runtime.model_size import find_folder
+
+        folders += filter(None, [find_folder(run.config)])
+    return (file for folder in folders if (file := folder / TOKENIZER).is_file())

@@ -1,0 +1,243 @@
+"""`freewheel inspect` without its flags: what a run directory says about itself, read and never written.
+
+    RUN/checkpoints/*/state.json ─┐ (first: a step is in the journal before it is in a checkpoint)
+    RUN/journal.sqlite ───────────┼─▶ audit ─▶ Report
+    RUN/config.yaml, run.lock ────┘
+
+`freewheel.inspect.prompt` looks at one prompt. Works beside a live run, on one that is dead, and on one that was
+handed over: nothing that it names is imported and nothing is unpickled. Needs neither torch nor ray.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from freewheel.errors import ConfigError
+from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, JOURNAL, LOCK, saved_steps
+from freewheel.queue.audit import Audit, audit
+from freewheel.queue.journal import CheckpointMark, Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat
+from freewheel.runtime.compose import load
+from freewheel.runtime.config import TrainConfig
+from freewheel.trainer.checkpoint import STATE
+from freewheel.trainer.checkpoint_files import CheckpointDamaged, read_state, visible_damage
+
+ASIDE = f"{JOURNAL}.damaged-*"
+HOLDER_BYTES = 1024
+"""Of a lock file: the process that holds it, in words."""
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint as its folder tells it. Its tensors are not read through."""
+
+    path: str
+    step: int
+    version: int | None
+    """None: it cannot be read."""
+    damaged: str = ""
+    """What is wrong with it."""
+
+
+class JournalFacts(msgspec.Struct, frozen=True, kw_only=True):
+    bytes: int
+    groups: int
+    """Scored and waiting to be trained on."""
+    first_step: int | None
+    last_step: int | None
+    base: int
+    """The step that a resume can go back to."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What `--json` prints."""
+
+    run: str
+    live: str
+    """Who writes to it now; empty where nobody does."""
+    steps: int
+    version: int
+    states: dict[str, int]
+    abandoned: dict[str, int]
+    failures: dict[str, int]
+    journal: JournalFacts | None
+    checkpoints: list[Saved]
+    lost: int
+    repeated: int
+    stale_trained: int
+    violations: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run directory."""
+
+    folder: Path
+    config: TrainConfig | None
+    notes: tuple[str, ...]
+
+    @property
+    def journal_path(self) -> Path:
+        return self.folder / JOURNAL
+
+
+def find_run(name: str) -> Run:
+    """Raises `ConfigError` where there is no run."""
+    folder, notes = Path(name).expanduser(), []
+    if not folder.is_dir():
+        raise ConfigError("RUN", name, "there is no such folder: give the one that the run said at its start")
+    if not any((folder / one).exists() for one in (CONFIG, JOURNAL, CHECKPOINTS)):
+        remedy = f"it has no {CONFIG}, no {JOURNAL} and no {CHECKPOINTS}: it is not a run's folder"
+        raise ConfigError("RUN", name, remedy)
+    config = None
+    try:
+        config = load(folder / CONFIG)
+    except ConfigError as error:
+        notes.append(f"lags are not checked, since the settings cannot be read: {error}")
+    return Run(folder=folder, config=config, notes=tuple(notes))
+
+
+def inspect(run: Run) -> Report:
+    """The whole run, audited."""
+    holder, notes, violations = live_holder(run.folder), [*run.notes], []
+    if holder:
+        notes.append(f"the run is live ({holder}): prompts in flight are open or taken, and that is as it should be")
+    saved, marks = read_checkpoints(run.folder)
+    bounds = run.config.bounds if run.config else None
+    settings: dict[str, Any] = {
+        "checkpoints": marks,
+        "max_lag": bounds.max_lag_allowed if bounds else None,
+        "capacity": bounds.capacity if bounds else None,
+    }
+    facts: JournalFacts | None = None
+    try:
+        with open_journal(run) as journal:
+            found = audit(journal, **settings)
+        facts = _facts(run, found) if journal is not None else None
+    except JournalDamaged as error:
+        violations.append(f"the journal cannot be read ({error}): a resume moves it aside and goes by the checkpoint")
+        found = audit(None, **settings)
+    if facts is None and not violations:
+        _without_journal(run, begun=bool(saved) or not holder, notes=notes, violations=violations)
+    notes += [f"{path.name}: a damaged journal that was set aside" for path in sorted(run.folder.glob(ASIDE))]
+    notes += [f"{one.path}: damaged, and passed over by a resume: {one.damaged}" for one in saved if one.damaged]
+    return Report(
+        run=str(run.folder),
+        live=holder,
+        steps=found.step,
+        version=found.version,
+        states=found.states,
+        abandoned=found.abandoned,
+        failures=found.failures,
+        journal=facts,
+        checkpoints=saved,
+        lost=found.lost,
+        repeated=found.repeated,
+        stale_trained=found.stale_trained,
+        violations=violations + found.violations,
+        notes=notes + found.notes,
+    )
+
+
+def _without_journal(run: Run, *, begun: bool, notes: list[str], violations: list[str]) -> None:
+    """`begun`: the run is past its start, in which a journal is made."""
+    known = "only what checkpoints say is known"
+    if run.config is None:
+        notes.append(f"there is no {JOURNAL}: {known}")
+    elif not run.config.journal.enabled:
+        notes.append(f"there is no {JOURNAL} (journal.enabled=false): {known}")
+    elif begun:
+        violations.append(
+            f"{JOURNAL} is missing, and the run keeps one (journal.enabled=true): it was removed, or the run ended "
+            f"before its start was over; {known}"
+        )
+    else:
+        notes.append(f"there is no {JOURNAL} yet: the run is starting")
+
+
+@contextmanager
+def open_journal(run: Run) -> Iterator[Journal | None]:
+    """None: there is none. `ConfigError`: it is there, and this program cannot look into it."""
+    if not run.journal_path.exists():
+        yield None
+        return
+    try:
+        journal = Journal(run.journal_path, readonly=True)
+    except JournalFormat as error:
+        raise ConfigError("RUN", str(run.folder), str(error)) from error
+    except JournalDamaged:
+        raise
+    except (JournalError, sqlite3.Error, OSError) as error:
+        raise ConfigError("RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): may you read it?") from error
+    try:
+        yield journal
+    except JournalBusy as error:  # a run began to write it
+        raise ConfigError("RUN", str(run.folder), str(error)) from error
+    finally:
+        journal.close()
+
+
+def _facts(run: Run, found: Audit) -> JournalFacts:
+    first, last = found.recorded or (None, None)
+    files = (run.journal_path, run.journal_path.with_name(f"{JOURNAL}-wal"))
+    return JournalFacts(
+        bytes=sum(file.stat().st_size for file in files if file.exists()),
+        groups=found.stored_groups,
+        first_step=first,
+        last_step=last,
+        base=found.base or 0,
+    )
+
+
+def live_holder(folder: Path) -> str:
+    """Who holds the run's lock, in words; empty where nobody does.
+
+    The lock is tried only where its file names somebody: a process that was killed leaves its name behind. It is then
+    held for the moment of a system call."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        holder = os.read(file, HOLDER_BYTES).decode(errors="replace").strip()
+        if not holder:
+            return ""
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return ""
+    except BlockingIOError:
+        return shown(holder)
+    finally:
+        os.close(file)
+
+
+def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
+    """All of them for the report, in the order of steps, and those that look whole as marks. One that stepped aside for
+    a whole one is nobody's any more."""
+    saved, marks = [], []
+    for step, paths in saved_steps(folder).items():
+        for path in paths:
+            try:
+                mark = msgspec.convert(read_state(path, STATE), CheckpointMark)
+            except (CheckpointDamaged, msgspec.ValidationError) as error:
+                if path.exists():  # else pruned meanwhile
+                    saved.append(Saved(path=str(path), step=step, version=None, damaged=str(error)))
+                continue
+            damaged = visible_damage(path, STATE)
+            saved.append(Saved(path=str(path), step=mark.step, version=mark.version, damaged=damaged))
+            if not damaged:
+                marks.append(mark)
+                break
+    return saved, marks
+
+
+def shown(text: str) -> str:
+    """What a model, a judge or a file said, without control characters: they could rewrite a terminal."""
+    return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)
