@@ -23,7 +23,6 @@ import pytest
 
 from freewheel.errors import ConfigError, DataError
 from freewheel.observe.logs import attach_log, detach_log
-from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.recorder import Recorder
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.observe.sinks import PrometheusSink, TensorBoardSink, _kept_id
@@ -34,6 +33,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.run_dir import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 from freewheel.trainer.checkpoint_files import CheckpointDamaged
+from freewheel.utils.files import open_private, private_folder
 
 SOURCE = Path(__file__).parent.parent / "src" / "freewheel"
 KEY = "sk-DISTINCTIVE-0123456789abcdefghijklmnopqrstuvwxyz"

@@ -10,8 +10,9 @@ import pytest
 import trustme
 
 from freewheel.judge import Failed, Scored
-from freewheel.judge.client import is_loopback, proxy_for
+from freewheel.judge.client import proxy_for
 from freewheel.judge.testing import MockJudge
+from freewheel.utils.http import is_loopback
 
 
 @pytest.mark.parametrize(

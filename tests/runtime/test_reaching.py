@@ -14,8 +14,8 @@ import pytest
 from freewheel.errors import ConfigError
 from freewheel.runtime import reaching
 from freewheel.runtime.cluster import cluster
-from freewheel.runtime.deadline import within
 from freewheel.runtime.reaching import check_cluster, joined_at
+from freewheel.utils.processes import within
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def dashboard(
     from freewheel.dashboard.web.listening import address, listen_or_say
     from freewheel.dashboard.web.runs import Runs
     from freewheel.dashboard.web.serving import serve
-    from freewheel.judge.client import is_loopback
+    from freewheel.utils.http import is_loopback
 
     with plain_errors():
         found = Runs(runs, clock=time.monotonic)

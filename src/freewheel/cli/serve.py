@@ -129,7 +129,7 @@ def _refuse_itself(settings: JudgeConfig, port: int) -> None:
     from urllib.parse import urlsplit
 
     from freewheel.errors import ConfigError
-    from freewheel.judge.client import is_loopback
+    from freewheel.utils.http import is_loopback
 
     for endpoint in settings.endpoints:
         parts = urlsplit(endpoint.url)

@@ -119,8 +119,8 @@ def _write(output: Path, events: Iterable[Event]) -> int:
     import os
 
     from freewheel.cli.console import writing_stdout
-    from freewheel.observe.private import open_private
     from freewheel.observe.trace_files import write_json
+    from freewheel.utils.files import open_private
 
     if output == STANDARD_OUTPUT:
         with writing_stdout():

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from freewheel.runtime.deadline import within
+from freewheel.utils.processes import within
 
 LIMIT_S = 10.0
 """For a check that does no more than ask the operating system: a network disk that is gone never answers."""

@@ -16,8 +16,8 @@ from http import HTTPStatus
 
 from freewheel.errors import ConfigError
 from freewheel.gateway.problem import Problem
-from freewheel.judge.client import is_loopback
 from freewheel.judge.secret import Secret
+from freewheel.utils.http import is_loopback
 
 TOKEN_ENV = "FREEWHEEL_GATEWAY_TOKEN"
 LEAST_TOKEN_CHARS = 16

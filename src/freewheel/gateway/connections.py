@@ -23,7 +23,7 @@ from aiohttp.web_protocol import RequestHandler
 from freewheel.gateway.counts import Counts
 from freewheel.gateway.limits import Limits
 from freewheel.gateway.problem import Problem
-from freewheel.judge.server_log import server_log
+from freewheel.utils.http import server_log
 
 log = logging.getLogger("freewheel.gateway")
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import io
-import ipaddress
 import logging
 import socket
 import ssl
@@ -28,6 +27,7 @@ from freewheel.judge.completion import read_completion, read_models
 from freewheel.judge.config import COMPLETIONS_PATH, Endpoint, JudgeConfig
 from freewheel.judge.outcome import Failure, Kind, Reply, classify, shorten
 from freewheel.judge.pacing import RateHeaders
+from freewheel.utils.http import is_loopback
 
 log = logging.getLogger("freewheel.judge")
 
@@ -254,10 +254,3 @@ def proxy_for(url: str) -> str | None:
     if is_loopback(host) or proxy_bypass(parts.netloc):
         return None
     return proxies.get(parts.scheme) or proxies.get("all")
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")

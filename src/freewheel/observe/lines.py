@@ -26,9 +26,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from freewheel.observe.appending import WholeLines
-from freewheel.observe.private import private_folder
 from freewheel.observe.values import plain, without_nonfinite
+from freewheel.utils.files import WholeLines, private_folder
 
 T = TypeVar("T")
 

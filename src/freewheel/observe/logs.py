@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.observe.names import COMPONENTS, METRICS
-from freewheel.observe.private import open_private
 from freewheel.observe.run_folder import LOG, TEXT_LOG
 from freewheel.observe.values import plain
+from freewheel.utils.files import open_private
 
 LOGGER = "freewheel"
 STATISTICS = "Component Statistics"

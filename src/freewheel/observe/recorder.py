@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from freewheel.observe.alerts import Alerts
-from freewheel.observe.appending import WholeLines
 from freewheel.observe.lines import read_lines
 from freewheel.observe.run_folder import METRICS
 from freewheel.observe.sinks import Sink
 from freewheel.observe.values import plain, without_nonfinite
+from freewheel.utils.files import WholeLines
 
 log = logging.getLogger("freewheel.observe")
 

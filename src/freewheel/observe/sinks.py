@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from freewheel.observe.names import describe
-from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.values import numbers
+from freewheel.utils.files import open_private, private_folder
 
 log = logging.getLogger("freewheel.observe")
 

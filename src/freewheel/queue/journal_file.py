@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from freewheel.judge.store.file import Trouble, diagnose
-from freewheel.observe.private import open_private
+from freewheel.utils.files import open_private
 
 PAGE_BYTES = 65536
 """SQLite's largest: a group of 80 KB costs 144 us of CPU, compaction included; 181 with 16 KiB and 299 with 4 KiB. One

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.deadline import within
+from freewheel.utils.processes import within
 
 KEY = "ray.address"
 CONNECT_S = 5.0

@@ -20,12 +20,12 @@ from typing import Any
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.observe.private import open_private, private_folder
 from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.compose import compose, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.queue_opening import reaches_the_start
 from freewheel.trainer.checkpoint import any_whole
+from freewheel.utils.files import open_private, private_folder
 
 RUNS = "runs"
 RESUME = "resume"

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from freewheel.observe.private import FOLDER_MODE, open_private, private_folder
 from freewheel.observe.run_folder import BEST, CHECKPOINTS, FINAL, LOCK, REPLACED, STEP, saved_steps
 from freewheel.trainer.checkpoint_files import (
     CheckpointDamaged,
@@ -44,6 +43,7 @@ from freewheel.trainer.checkpoint_files import (
     write_state,
     write_tensors,
 )
+from freewheel.utils.files import FOLDER_MODE, open_private, private_folder
 
 if TYPE_CHECKING:
     from torch import Tensor

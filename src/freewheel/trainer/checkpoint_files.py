@@ -17,8 +17,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freewheel.observe.private import FILE_MODE, FOLDER_MODE
 from freewheel.observe.run_folder import REPLACED
+from freewheel.utils.files import FILE_MODE, FOLDER_MODE
 
 if TYPE_CHECKING:
     from torch import Tensor

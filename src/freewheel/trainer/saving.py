@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from freewheel.observe.private import private_folder
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import CheckpointStore
+from freewheel.utils.files import private_folder
 
 TRAINING = "training"
 """The folder with what a resumed trainer needs."""

@@ -27,7 +27,7 @@ from freewheel.dashboard.web import pages, panels
 from freewheel.dashboard.web.door import HEADERS, REFUSED, Door
 from freewheel.dashboard.web.live import Streams
 from freewheel.dashboard.web.runs import Runs, RunView
-from freewheel.judge.server_log import server_log
+from freewheel.utils.http import server_log
 
 log = logging.getLogger("freewheel.dashboard")
 

@@ -20,7 +20,6 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from freewheel.judge.server_log import server_log
 from freewheel.judge.testing import wire
 from freewheel.judge.testing.behaviour import Behaviour, Fault, Outage, Refusal
 from freewheel.judge.testing.counts import ContentCount, Counts, RecordedRequest
@@ -39,6 +38,7 @@ from freewheel.judge.testing.replies import (
     usage,
 )
 from freewheel.judge.testing.service import SharedService
+from freewheel.utils.http import server_log
 
 CHAT_PATH = "/chat/completions"
 DEFAULT_MODEL = "mock-judge"

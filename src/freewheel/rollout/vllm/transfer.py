@@ -21,11 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from freewheel.observe.private import open_private
 from freewheel.sync.buckets import BUCKET_BYTES, by_bucket
 from freewheel.sync.device import DeviceWeights
 from freewheel.sync.sending import SentWeights
 from freewheel.sync.weights import SUM_BITS, AnyWeights, Entry, Weights
+from freewheel.utils.files import open_private
 
 WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"
 """For vLLM's `worker_extension_cls`."""

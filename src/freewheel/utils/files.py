@@ -1,21 +1,55 @@
-"""`WholeLines`: a file that holds whole lines and nothing else, whatever the disk does.
+"""Files that survive crashes and stay private.
 
-    append(lines) ─▶ written ─▶ in the system's hands
-                        └─ refused: what was half written is cut off, lines are counted, and it is said; tried again
+    open_private, private_folder   readable by their owner only, whatever the umask is
+    write_atomically, sync_folder  a file is there whole or not at all, also after a power cut
+    WholeLines                     an append-only file of whole lines; a full disk costs lines and is reported
 
-Used by the recorder for `metrics.jsonl`, and by `Lines` for traces and samples. One writer a file.
+A run directory holds prompts, responses and settings. Whatever is created in one goes through here: the lock, the
+configuration, the log, the metrics, the journal, the checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from freewheel.observe.private import open_private
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+"""Also of files in a private folder: a folder that the user made before is left as open as it is."""
+
+
+def private_folder(path: str | os.PathLike[str]) -> Path:
+    """Makes it, with parents as usual. One that is there stays as it is: who may look in is its owner's to say."""
+    folder = Path(path)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=FOLDER_MODE)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        return folder
+    folder.chmod(FOLDER_MODE)  # a umask takes bits away, its own user's too
+    return folder
+
+
+def open_private(path: str | os.PathLike[str], flags: int) -> int:
+    """A descriptor of a file, which is made if it is not there. A link is refused with an `OSError`: in a run directory
+    that somebody handed over it may lead to any file of the user's. (One to a device, `/dev/null`, does no harm.)"""
+    try:
+        made = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+    except FileExistsError:
+        if Path(path).is_symlink() and not Path(path).is_char_device():
+            why = "it is a link, which may lead out of the run directory: remove it"
+            raise OSError(errno.ELOOP, why, os.fspath(path)) from None
+        return os.open(path, flags | os.O_CLOEXEC)
+    os.fchmod(made, FILE_MODE)
+    return made
+
 
 log = logging.getLogger("freewheel.observe")
 
@@ -127,3 +161,32 @@ def _cut_torn_line(fd: int) -> None:
         end = start
     if end < size:
         os.ftruncate(fd, end)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by a private file with `data`, whole or not at all."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with os.fdopen(open_private(scratch, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file that is already closed to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(path: Path) -> None:
+    """Bring a folder's names to the disk: a renamed file is durable only after this."""
+    sync_file(path)

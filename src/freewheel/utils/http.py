@@ -1,7 +1,8 @@
-"""Where our own HTTP servers log: the mock judge's, the gateway's and the dashboard's."""
+"""Parts of HTTP servers and clients that the judge, the gateway and the dashboard share."""
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 
 from aiohttp.http import HttpProcessingError
@@ -23,3 +24,10 @@ def server_log(name: str) -> logging.Logger:
     log = logging.getLogger(name)
     log.addFilter(_NO_NOISE)
     return log
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
