@@ -1,23 +1,71 @@
-"""`find_object`: what a setting names as `module:name`, such as a task, a reward function or a class.
+"""Objects that a setting names: a built-in name such as `grpo`, or `module:name` of the user's own.
 
-A module that raises while it is imported is the setting's fault as much as one that is not there: both are a
-`ConfigError` with the key. `get_task`, `load_reward` and the components of a run call it.
+    LOSSES = Registry({"policy": "freewheel.trainer.losses:policy_loss"}, example="my_losses:cispo")
+
+    @LOSSES.register("dual_clip")
+    def dual_clip_loss(inputs): ...
+
+    LOSSES.find("algorithm.loss", "dual_clip")        # built in
+    LOSSES.find("algorithm.loss", "my_losses:cispo")  # imported
+
+A module that cannot be found and a module that raises while it is imported are both a `ConfigError` with the key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from freewheel.errors import ConfigError
 
+T = TypeVar("T")
+U = TypeVar("U")
+
 DETAIL_CHARS = 300
-"""Of an exception's message: some carry a whole file."""
+"""How much of a foreign exception's message is shown: some carry a whole file."""
+
+
+class Registry(Generic[T]):
+    """Built-in objects by name. An entry is the object itself, or its `module:name`, imported when it is needed."""
+
+    def __init__(self, entries: Mapping[str, str | T] | None = None, *, example: str = "my_module:name") -> None:
+        """`example`: a `module:name` for the message about an unknown name."""
+        self._entries: dict[str, str | T] = dict(entries or {})
+        self._example = example
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the built-in names in the order of registration."""
+        return iter(self._entries)
+
+    def register(self, name: str) -> Callable[[U], U]:
+        """Return a decorator that adds an object under `name`."""
+        if name in self._entries:
+            raise ValueError(f"{name!r} is registered already")
+
+        def add(entry: U) -> U:
+            self._entries[name] = cast("T", entry)
+            return entry
+
+        return add
+
+    def find(self, key: str, spec: str) -> T:
+        """Return the built-in object named `spec`, or the object at `module:name`. `key` is the setting's name."""
+        entry = self._entries.get(spec, spec)
+        if not isinstance(entry, str):
+            return entry
+        if not all(entry.partition(":")[::2]):
+            known = ", ".join(self._entries)
+            raise ConfigError(key, spec, f"choose {known}, or give module:name of your own, such as {self._example}")
+        return cast("T", find_object(key, entry))
 
 
 def find_object(key: str, spec: str) -> Any:
-    """The object at `module:name`, or `module:name.attribute`."""
+    """Return the object at `module:name`, or `module:name.attribute`. `key` is the setting's name."""
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(key, spec, "give module:name, such as my_package.rewards:score")
