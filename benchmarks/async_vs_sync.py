@@ -139,7 +139,7 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> Alone
             pass
         version = await queue.commit(step, wait_s=10.0)
         assert version is not None
-        await queue.published(version)
+        await queue.confirm_published(version)
         if step == 1:
             since = time.perf_counter()
             tokens, responses = side.engine.stats().generated_tokens, rollouter.total_generated_samples

@@ -115,9 +115,9 @@ class Scene:
             while (version := await self.queue.commit(step, wait_s=PATIENCE_S)) is None:
                 pass
             self.steps = step
-            await self.queue.published(version)
+            await self.queue.confirm_published(version)
             if step % CHECKPOINT_STEPS == 0 and step > CHECKPOINT_STEPS:
-                await self.queue.checkpointed(step - CHECKPOINT_STEPS)
+                await self.queue.confirm_checkpoint(step - CHECKPOINT_STEPS)
             step += 1
 
     async def run(self, seconds: float, seed: int) -> dict[str, float]:

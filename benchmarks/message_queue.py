@@ -192,7 +192,7 @@ class Consumer:
             version = await self.queue.commit(self.step, wait_s=PATIENCE_S)
             assert version is not None
             if self.step % STEPS_PER_VERSION == 0:
-                await self.queue.published(version)
+                await self.queue.confirm_published(version)
             moments.append(time.time())
         return moments
 
@@ -274,12 +274,12 @@ def main() -> int:
             scene = Scene(folder)
             before_s = scene.queue_cpu_s()
             saturated = [scene.saturated(seconds) for _ in range(rounds)]
-            so_far = ray.get(scene.queue.call.remote("stats", (), {}))
+            so_far = ray.get(scene.queue.stats.remote())
             queue_cpu_us = (scene.queue_cpu_s() - before_s) / so_far["total_consumed"] * 1e6
             samples_per_s = median(saturated)
             latencies_ms = scene.put_latencies_ms(samples_per_s / 2, open_s)
             baseline = scene.rays_own(baseline_s)
-            stats = ray.get(scene.queue.call.remote("stats", (), {}))
+            stats = ray.get(scene.queue.stats.remote())
         finally:
             ray.shutdown()
     p50, p99, worst = np.percentile(latencies_ms, [50, 99, 100]).tolist()

@@ -88,7 +88,7 @@ class Rolling:
                 pass
             version = await self._queue.commit(self._step, wait_s=10.0)
             assert version is not None
-            await self._queue.published(version)
+            await self._queue.confirm_published(version)
         return time.process_time() - since
 
 

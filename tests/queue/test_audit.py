@@ -13,7 +13,6 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.audit import MOST_TOLD, Audit, audit
-from freewheel.queue.failures import infra
 from freewheel.queue.journal import (
     NO_SEQUENCE,
     Abandoned,
@@ -26,7 +25,7 @@ from freewheel.queue.journal import (
     Took,
     VersionCompleted,
 )
-from freewheel.queue.ledger import Frontier, Ledger
+from freewheel.queue.ledger import Frontier, Ledger, infra_failure
 
 NOW_S = 1000.0
 
@@ -267,7 +266,7 @@ def test_whatever_a_ledger_goes_through_its_journal_is_clean(tmp_path: Path, see
             sequence += 1
             happened = draw.random()
             if happened < 0.1:
-                ledger.fail(ordinal, infra("engine", "died"))
+                ledger.fail(ordinal, infra_failure("engine", "died"))
                 journal.append([Failed(ticket, "infra", "engine", "died", NOW_S)])
             elif happened < 0.2:
                 ledger.abandon(ordinal, "zero_variance")

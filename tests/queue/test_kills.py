@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from freewheel.data.group import Block, Ticket
-from freewheel.queue.failures import data, infra
+from freewheel.queue.client import Taken
 from freewheel.queue.journal import Journal, JournalDamaged
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import MessageQueue, Taken
+from freewheel.queue.ledger import Frontier, data_failure, infra_failure
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restoring import CheckpointMark, restore
 from freewheel.queue.staleness import Bounds
 
@@ -258,7 +258,9 @@ class World:
         if how == "abandon":
             self.answer(self.queue.abandon(ticket, "zero_variance"))
         elif how in ("infra", "data"):
-            self.answer(self.queue.fail(ticket, infra("engine", "") if how == "infra" else data("reward", "")))
+            self.answer(
+                self.queue.fail(ticket, infra_failure("engine", "") if how == "infra" else data_failure("reward", ""))
+            )
 
     def lose_replica(self, name: str) -> None:
         self.calls.pop(("admit", name), asyncio.Future(loop=self.loop)).cancel()
@@ -266,7 +268,7 @@ class World:
         for key in [key for key in self.calls if key[:2] == ("put", name)]:
             self.zombies.append(self.calls.pop(key))
         self.replicas[name] = Replica(self.synced)
-        self.answer(self.queue.replica_lost(name))
+        self.answer(self.queue.release_replica(name))
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
@@ -276,7 +278,7 @@ class World:
         self.announced = False
 
     def announce(self) -> None:
-        self.answer(self.queue.published(self.synced))
+        self.answer(self.queue.confirm_published(self.synced))
         self.announced = True
 
     # -- the trainer --------------------------------------------------------------------------------------------------
@@ -357,7 +359,7 @@ class World:
             self.ask("frontier", trainer.step, call=lambda: self.saved(checkpoint))
 
     async def saved(self, checkpoint: Checkpoint) -> tuple[Checkpoint, Frontier]:
-        frontier = await self.queue.frontier(checkpoint.mark.step, wait_s=LONG_S)
+        frontier = await self.queue.read_frontier(checkpoint.mark.step, wait_s=LONG_S)
         assert frontier is not None
         journalled = {one.ordinal for one in self.journal.abandoned()}
         ended = {*range(frontier.low), *frontier.ended}
@@ -376,7 +378,7 @@ class World:
         while len(self.checkpoints) > KEEP_LAST:
             del self.checkpoints[min(self.checkpoints)]
         oldest = min(self.checkpoints)
-        self.ask("checkpointed", oldest, call=lambda: self.queue.checkpointed(oldest, wait_s=LONG_S))
+        self.ask("checkpointed", oldest, call=lambda: self.queue.confirm_checkpoint(oldest, wait_s=LONG_S))
 
     def heard_checkpointed(self, _: None, step: int) -> None:
         pass

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freewheel.queue.failures import BUDGETS, Kind, data, infra
-from freewheel.queue.ledger import Frontier, Ledger
+from freewheel.queue.ledger import BUDGETS, Frontier, Kind, Ledger, data_failure, infra_failure
 
 EVENTS = ("issue", "issue", "train", "infra", "data", "retry", "abandon", "resume")
 
@@ -50,7 +49,7 @@ class Book:
         elif what == "retry":
             self.ledger.retry(ordinal, "stale")
         else:
-            failure = infra("engine", "died") if what == "infra" else data("reward", "raised")
+            failure = infra_failure("engine", "died") if what == "infra" else data_failure("reward", "raised")
             if not self.ledger.fail(ordinal, failure):
                 self.ends.append(ordinal)
 
@@ -128,7 +127,7 @@ def test_prompts_are_issued_in_order_and_those_to_be_repeated_first() -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_a_prompt_is_abandoned_when_its_budget_is_spent(kind: Kind) -> None:
     ledger = Ledger(total=1)
-    failure = infra("engine", "died") if kind is Kind.INFRA else data("reward", "raised")
+    failure = infra_failure("engine", "died") if kind is Kind.INFRA else data_failure("reward", "raised")
     again = []
     while not ledger.exhausted:
         ledger.issue()
@@ -140,7 +139,9 @@ def test_a_prompt_is_abandoned_when_its_budget_is_spent(kind: Kind) -> None:
 
 def test_the_two_kinds_of_failure_have_budgets_of_their_own() -> None:
     ledger = Ledger()
-    failures = [infra("engine", "")] * (BUDGETS[Kind.INFRA] - 1) + [data("prompt", "")] * (BUDGETS[Kind.DATA] - 1)
+    failures = [infra_failure("engine", "")] * (BUDGETS[Kind.INFRA] - 1) + [data_failure("prompt", "")] * (
+        BUDGETS[Kind.DATA] - 1
+    )
     for failure in failures:
         ledger.issue()
         assert ledger.fail(0, failure)
@@ -187,7 +188,7 @@ def test_what_lives_on_after_a_restart_is_not_issued_again() -> None:
     assert [ledger.issue() for _ in range(3)] == [(3, 2), (1, 0), (4, 0)]
     assert ledger.issue() is None and ledger.exhausted
     ledger.train([1, 2, 4])
-    assert not ledger.fail(3, data("reward", "raised"))  # the failure before the restart counts
+    assert not ledger.fail(3, data_failure("reward", "raised"))  # the failure before the restart counts
     assert ledger.frontier() == Frontier(low=5, trained=4, abandoned={"reward": 1})
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import Ticket
-from freewheel.queue.failures import BUDGETS, Kind, data, infra
-from freewheel.queue.message_queue import MessageQueue, Taken
+from freewheel.queue.client import Taken
+from freewheel.queue.ledger import BUDGETS, Kind, data_failure, infra_failure
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 
 from .journals import block, group
@@ -74,7 +75,7 @@ async def started(awaitable: Any) -> asyncio.Task[Any]:
 async def one_step(queue: MessageQueue, step: int, want: int = 2) -> None:
     await queue.put(block(await admitted(queue, want), queue.policy.published), wait_s=NOW_S)
     assert (await queue.take(step, wait_s=NOW_S)).state == "batch"
-    await queue.published(await queue.commit(step, wait_s=NOW_S))
+    await queue.confirm_published(await queue.commit(step, wait_s=NOW_S))
 
 
 # -- admission --------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ async def test_admission_waits_for_room_and_a_published_version_wakes_it() -> No
     await queue.take(1, wait_s=NOW_S)
     assert await queue.commit(1, wait_s=NOW_S) == 1
     assert not waiting.done()
-    await queue.published(1)
+    await queue.confirm_published(1)
     assert [one.ordinal for one in (await waiting).tickets] == [2, 3]
 
 
@@ -97,7 +98,7 @@ async def test_a_failed_attempt_makes_room_at_once_and_its_prompt_comes_first() 
     queue = queue_of(threshold=0)
     tickets = await admitted(queue, 2)
     waiting = await started(queue.admit("b", want=1, load=0, wait_s=LONG_S))
-    await queue.fail(tickets[1], infra("engine", "died"))
+    await queue.fail(tickets[1], infra_failure("engine", "died"))
     assert (await waiting).tickets == [Ticket(ordinal=1, sequence=2, attempt=1)]
 
 
@@ -175,7 +176,7 @@ async def test_a_replica_that_died_leaves_no_ticket_to_its_successor() -> None:
     others = await admitted(queue, 2, replica="b")
     earlier = await started(queue.admit("a", want=1, load=0, wait_s=LONG_S, holding=[]))
     await queue.abandon(others[0], "zero_variance")
-    assert await queue.replica_lost("a") == 1
+    assert await queue.release_replica("a") == 1
     again = await queue.admit("a", want=1, load=0, wait_s=NOW_S, holding=[])
     assert [(one.ordinal, one.attempt) for one in again.tickets] == [(2, 1)]
     assert not (await earlier).tickets
@@ -195,7 +196,7 @@ async def test_a_caller_that_is_cancelled_while_it_waits_is_given_nothing() -> N
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    await queue.fail(tickets[0], infra("engine", "died"))
+    await queue.fail(tickets[0], infra_failure("engine", "died"))
     assert queue.policy.room == 1
     assert len(await admitted(queue, 2, "b")) == 1
 
@@ -204,13 +205,13 @@ async def test_tickets_of_a_caller_that_is_cancelled_at_that_moment_are_issued_a
     queue = queue_of(threshold=0)
     tickets = await admitted(queue, 2)
     waiting = await started(queue.admit("gone", want=2, load=0, wait_s=LONG_S))
-    await queue.fail(tickets[0], infra("engine", "died"))
+    await queue.fail(tickets[0], infra_failure("engine", "died"))
     assert queue.policy.room == 0  # granted, and not yet read
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert [one.ordinal for one in await admitted(queue, 2, "b")] == [0]
-    assert await queue.replica_lost("gone") == 0
+    assert await queue.release_replica("gone") == 0
 
 
 async def test_two_calls_of_one_replica_are_two_however_alike() -> None:
@@ -219,7 +220,7 @@ async def test_two_calls_of_one_replica_are_two_however_alike() -> None:
     long_one = await started(queue.admit("a", want=1, load=0, wait_s=LONG_S))
     short_one = await queue.admit("a", want=1, load=0, wait_s=0.01)
     assert short_one.tickets == []
-    await queue.fail(tickets[0], infra("engine", "died"))
+    await queue.fail(tickets[0], infra_failure("engine", "died"))
     assert len((await long_one).tickets) == 1
 
 
@@ -231,19 +232,19 @@ async def test_what_a_lost_replica_worked_on_is_issued_again_and_what_it_put_is_
     tickets = await admitted(queue, 3, "a")
     other = await admitted(queue, 1, "b")
     await queue.put(block(tickets[:1]), wait_s=NOW_S)
-    assert await queue.replica_lost("a") == 2
+    assert await queue.release_replica("a") == 2
     again = await admitted(queue, 5, "b")
     assert [(one.ordinal, one.attempt) for one in again] == [(1, 1), (2, 1)]
     await queue.put(block([*other, *again]), wait_s=NOW_S)
     assert sorted(await ordinals(queue, 1) + await ordinals(queue, 2)) == [0, 1, 2, 3]
-    assert await queue.replica_lost("a") == 0
+    assert await queue.release_replica("a") == 0
 
 
 async def test_a_call_that_a_dead_replica_left_behind_swallows_no_ticket() -> None:
     queue = queue_of(per_step=2, threshold=0)
     await admitted(queue, 2, "a")
     left_behind = await started(queue.admit("a", want=2, load=2, wait_s=LONG_S))
-    assert await queue.replica_lost("a") == 2
+    assert await queue.release_replica("a") == 2
     assert len(await admitted(queue, 2, "b")) == 2
     assert not left_behind.done()
     left_behind.cancel()
@@ -252,7 +253,7 @@ async def test_a_call_that_a_dead_replica_left_behind_swallows_no_ticket() -> No
 async def test_a_replica_that_comes_back_under_its_name_gets_work() -> None:
     queue = queue_of(per_step=2, threshold=0)
     await admitted(queue, 2, "a")
-    await queue.replica_lost("a")
+    await queue.release_replica("a")
     assert [one.attempt for one in await admitted(queue, 2, "a")] == [1, 1]
 
 
@@ -260,7 +261,7 @@ async def test_a_prompt_that_kills_every_replica_is_abandoned_in_the_end(caplog:
     queue = queue_of(per_step=1, threshold=0, prompts=1)
     for _ in range(BUDGETS[Kind.INFRA]):
         assert len(await admitted(queue, 1)) == 1
-        await queue.replica_lost("a")
+        await queue.release_replica("a")
     assert (await queue.take(1, wait_s=NOW_S)).state == "finished"
     assert "Prompt 0 is abandoned (lost)" in caplog.text
 
@@ -283,7 +284,7 @@ async def test_a_group_that_is_put_twice_counts_once() -> None:
 async def test_a_group_that_comes_after_it_was_given_up_is_dropped() -> None:
     queue = queue_of(per_step=1)
     [ticket] = await admitted(queue, 1)
-    await queue.replica_lost("a")
+    await queue.release_replica("a")
     await queue.put(block([ticket]), wait_s=NOW_S)
     assert (await queue.stats())["queue_size"] == 0
     [again] = await admitted(queue, 1)
@@ -300,7 +301,7 @@ async def test_a_failure_that_is_reported_after_the_group_was_put_changes_nothin
     await queue.put(block(tickets), wait_s=NOW_S)
     if taken:
         await queue.take(1, wait_s=NOW_S)
-    await queue.fail(tickets[0], infra("timeout", "the answer was lost"))
+    await queue.fail(tickets[0], infra_failure("timeout", "the answer was lost"))
     await queue.abandon(tickets[1], "zero_variance")
     assert await ordinals(queue, 1) == [0, 1]
     await queue.commit(1, wait_s=NOW_S)
@@ -493,7 +494,7 @@ async def test_a_last_step_goes_without_a_stale_group_whose_prompt_was_abandoned
     waiting = await started(queue.replace_stale(1, [0], wait_s=LONG_S))
     for _ in range(BUDGETS[Kind.DATA]):
         [ticket] = await admitted(queue, 1)
-        await queue.fail(ticket, data("reward", "raises"))
+        await queue.fail(ticket, data_failure("reward", "raises"))
     assert content(await waiting) == [1]
     await queue.commit(1, wait_s=NOW_S)
     assert queue.finished
@@ -506,7 +507,7 @@ async def test_a_last_step_that_loses_all_its_groups_ends_the_run() -> None:
     waiting = await started(queue.replace_stale(1, [0], wait_s=LONG_S))
     for _ in range(BUDGETS[Kind.DATA]):
         [ticket] = await admitted(queue, 1)
-        await queue.fail(ticket, data("reward", "raises"))
+        await queue.fail(ticket, data_failure("reward", "raises"))
     assert (await waiting).state == "finished"
 
 
@@ -515,19 +516,19 @@ async def test_a_last_step_that_loses_all_its_groups_ends_the_run() -> None:
 
 async def test_weights_wait_under_drain_until_all_that_may_begin_has_ended() -> None:
     queue = queue_of(per_step=2, threshold=0)
-    waiting = await started(queue.settled(wait_s=LONG_S))
+    waiting = await started(queue.wait_settled(wait_s=LONG_S))
     tickets = await admitted(queue, 2)
     await queue.put(block(tickets[:1]), wait_s=NOW_S)
     await asyncio.sleep(0)
     assert not waiting.done()
     await queue.put(block(tickets[1:]), wait_s=NOW_S)
     assert await waiting is True
-    await queue.published(0)
-    assert await queue.settled(wait_s=NOW_S)
+    await queue.confirm_published(0)
+    assert await queue.wait_settled(wait_s=NOW_S)
 
 
 async def test_settled_says_no_when_its_time_is_up() -> None:
-    assert await queue_of().settled(wait_s=0.01) is False
+    assert await queue_of().wait_settled(wait_s=0.01) is False
 
 
 async def test_a_version_takes_as_many_steps_as_it_is_set_to() -> None:
@@ -546,7 +547,7 @@ async def test_close_wakes_everybody_who_waits() -> None:
     await admitted(queue, 2)
     admit = await started(queue.admit("a", want=1, load=2, wait_s=LONG_S))
     take = await started(queue.take(1, wait_s=LONG_S))
-    settled = await started(queue.settled(wait_s=LONG_S))
+    settled = await started(queue.wait_settled(wait_s=LONG_S))
     await queue.close()
     assert (await admit).closed
     assert (await take).state == "finished"
@@ -581,7 +582,7 @@ async def test_a_queue_that_is_resumed_goes_on_where_the_frontier_is() -> None:
     await queue.put(block([tickets[1]]), wait_s=NOW_S)
     await queue.take(1, wait_s=NOW_S)
     await queue.commit(1, wait_s=NOW_S)
-    frontier = await queue.frontier(queue.step, wait_s=NOW_S)
+    frontier = await queue.read_frontier(queue.step, wait_s=NOW_S)
     resumed = MessageQueue(bounds=queue.policy.bounds, frontier=frontier, version=1, step=1)
     assert [one.ordinal for one in await admitted(resumed, 9)] == [0, 2, 3, 4]
     assert (await resumed.stats())["published_version"] == 1
@@ -631,18 +632,18 @@ class Hammer:
                 await self.pause()
                 fate = rng.random()
                 if fate < 0.05:
-                    await queue.fail(ticket, infra("engine", "died"))
+                    await queue.fail(ticket, infra_failure("engine", "died"))
                 elif fate < 0.08:
                     await queue.abandon(ticket, "zero_variance")
                 elif fate < 0.12:
-                    await queue.replica_lost(name)
+                    await queue.release_replica(name)
                 else:
                     old = rng.random() < 0.05
                     await queue.put(block([ticket], version - 20 if old else version), wait_s=NOW_S)
                     if rng.random() < 0.1:
                         await queue.put(block([ticket], version), wait_s=NOW_S)
                     if rng.random() < 0.1:
-                        await queue.fail(ticket, infra("timeout", "late"))
+                        await queue.fail(ticket, infra_failure("timeout", "late"))
 
     async def trainer(self) -> None:
         rng, queue, step = self.rng, self.queue, 1
@@ -669,7 +670,7 @@ class Hammer:
             version = await queue.commit(step, wait_s=NOW_S)
             await queue.commit(step, wait_s=NOW_S)
             await self.pause()
-            await queue.published(version)
+            await queue.confirm_published(version)
             step += 1
 
     def stale(self, version: int) -> bool:
@@ -684,7 +685,7 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
     await asyncio.wait_for(asyncio.gather(hammer.trainer(), *rollouters), LONG_S)
     assert set(hammer.trained.values()) == {1}
     assert len(hammer.trained) + sum(queue.ledger.abandoned.values()) == 200
-    frontier = await queue.frontier(queue.step, wait_s=NOW_S)
+    frontier = await queue.read_frontier(queue.step, wait_s=NOW_S)
     assert frontier is not None
     assert (frontier.low, frontier.ended) == (200, ())
     assert hammer.lag <= queue.policy.bounds.max_lag_allowed
@@ -704,12 +705,12 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
 async def test_a_prompt_that_an_engine_failed_on_rests_before_it_is_attempted_again() -> None:
     queue = queue_of(threshold=0, prompts=2, rest_s=0.05)
     first, second = await admitted(queue, 2)
-    await queue.fail(first, infra("engine", "no memory"))
+    await queue.fail(first, infra_failure("engine", "no memory"))
     assert not (await queue.admit("b", want=1, load=0, wait_s=0.0)).tickets  # it rests, and no other prompt is left
     assert not queue.policy.exhausted and not queue.finished
     (again,) = (await queue.admit("b", want=1, load=0, wait_s=LONG_S)).tickets
     assert (again.ordinal, again.attempt) == (first.ordinal, 1)
-    await queue.fail(second, data("prompt", "too long"))  # of its own fault: at once
+    await queue.fail(second, data_failure("prompt", "too long"))  # of its own fault: at once
     (other,) = (await queue.admit("b", want=1, load=0, wait_s=0.0)).tickets
     assert other.ordinal == second.ordinal
 
@@ -717,7 +718,7 @@ async def test_a_prompt_that_an_engine_failed_on_rests_before_it_is_attempted_ag
 async def test_a_queue_that_is_closed_wakes_nobody_for_what_rests() -> None:
     queue = queue_of(threshold=0, rest_s=0.01)
     (ticket,) = await admitted(queue, 1)
-    await queue.fail(ticket, infra("timeout", "slow"))
+    await queue.fail(ticket, infra_failure("timeout", "slow"))
     await queue.close()
     await asyncio.sleep(0.05)
     assert not queue.ledger.failures

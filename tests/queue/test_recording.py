@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import Ticket
-from freewheel.queue.failures import data, infra
+from freewheel.queue.client import Taken
 from freewheel.queue.journal import Journal, JournalDamaged, JournalFull, Reserved
 from freewheel.queue.journal_writer import JournalWriter
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import MessageQueue, Taken
+from freewheel.queue.ledger import Frontier, data_failure, infra_failure
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.recording import RESERVED_AT_ONCE, Recording, durable
 from freewheel.queue.restoring import CheckpointMark, restore
 from freewheel.queue.staleness import Bounds
@@ -73,7 +73,7 @@ class Desk:
         tickets = await self.admitted(self.bounds.groups_per_step)
         await self.done(self.queue.put(block(tickets, version), wait_s=LONG_S))
         assert content(await self.done(self.queue.take(step, wait_s=LONG_S)))
-        await self.queue.published(await self.done(self.queue.commit(step, wait_s=LONG_S)))
+        await self.queue.confirm_published(await self.done(self.queue.commit(step, wait_s=LONG_S)))
 
 
 def locked() -> sqlite3.OperationalError:
@@ -139,11 +139,11 @@ async def test_a_group_that_is_being_written_is_put_and_cannot_fail_any_more(end
     tickets = await desk.admitted(2)
     await desk.queue.put(block(tickets), wait_s=NOW_S)
     if end == "fail":
-        await desk.queue.fail(tickets[0], infra("timeout", ""))
+        await desk.queue.fail(tickets[0], infra_failure("timeout", ""))
     elif end == "abandon":
         await desk.queue.abandon(tickets[0], "zero_variance")
     else:
-        assert await desk.queue.replica_lost("a") == 0
+        assert await desk.queue.release_replica("a") == 0
     await desk.disk()
     assert content(await desk.done(desk.queue.take(1, wait_s=LONG_S))) == [0, 1]
 
@@ -321,15 +321,15 @@ async def test_the_frontier_of_an_earlier_step_leaves_out_what_was_trained_later
         await desk.done(desk.queue.take(step, wait_s=LONG_S))
         await desk.done(desk.queue.commit(step, wait_s=LONG_S))
     ended = {"zero_variance": 1}
-    assert await desk.done(desk.queue.frontier(1, wait_s=LONG_S)) == Frontier(low=3, trained=2, abandoned=ended)
-    assert await desk.done(desk.queue.frontier(2, wait_s=LONG_S)) == Frontier(low=5, trained=4, abandoned=ended)
+    assert await desk.done(desk.queue.read_frontier(1, wait_s=LONG_S)) == Frontier(low=3, trained=2, abandoned=ended)
+    assert await desk.done(desk.queue.read_frontier(2, wait_s=LONG_S)) == Frontier(low=5, trained=4, abandoned=ended)
 
 
 async def test_a_frontier_is_told_only_when_all_that_it_counts_is_on_the_disk() -> None:
     desk = Desk()
     (ticket,) = await desk.admitted(1)
     await desk.queue.abandon(ticket, "zero_variance")
-    asked = asyncio.ensure_future(desk.queue.frontier(0, wait_s=LONG_S))
+    asked = asyncio.ensure_future(desk.queue.read_frontier(0, wait_s=LONG_S))
     await asyncio.sleep(0)
     assert not list(desk.journal.abandoned()) and not asked.done()
     assert await desk.done(asked) == Frontier(low=1, abandoned={"zero_variance": 1})
@@ -340,7 +340,7 @@ async def test_a_prompt_that_ends_while_a_frontier_is_asked_for_is_in_it_only_if
     desk = Desk()
     first, second = await desk.admitted(2)
     await desk.queue.abandon(first, "zero_variance")
-    asked = asyncio.ensure_future(desk.queue.frontier(0, wait_s=LONG_S))
+    asked = asyncio.ensure_future(desk.queue.read_frontier(0, wait_s=LONG_S))
     for _ in range(3):
         await asyncio.sleep(0)
     desk.writer.work()
@@ -355,10 +355,10 @@ async def test_a_frontier_that_the_disk_keeps_waiting_is_asked_for_again_and_loo
     desk = Desk()
     await desk.train(1)
     for _ in range(3):
-        assert await desk.queue.frontier(1, wait_s=NOW_S) is None
+        assert await desk.queue.read_frontier(1, wait_s=NOW_S) is None
     assert len(desk.writer.jobs) == 1
     await desk.disk()
-    assert await desk.queue.frontier(1, wait_s=NOW_S) == Frontier(low=2, trained=2)
+    assert await desk.queue.read_frontier(1, wait_s=NOW_S) == Frontier(low=2, trained=2)
 
 
 async def test_a_checkpoint_that_the_disk_keeps_waiting_holds_nobody_up_and_is_told_once() -> None:
@@ -366,11 +366,11 @@ async def test_a_checkpoint_that_the_disk_keeps_waiting_holds_nobody_up_and_is_t
     for step in (1, 2):
         await desk.train(step, version=step - 1)
     for step in (1, 2):
-        await desk.queue.checkpointed(step, wait_s=NOW_S)
+        await desk.queue.confirm_checkpoint(step, wait_s=NOW_S)
     assert len(desk.writer.jobs) == 1
     await desk.disk()
     assert desk.journal.base().step == 1
-    await desk.done(desk.queue.checkpointed(2))
+    await desk.done(desk.queue.confirm_checkpoint(2))
     assert desk.journal.base() == CheckpointMark(2, 2, Frontier(low=4, trained=4))
 
 
@@ -378,12 +378,12 @@ async def test_a_checkpoint_lets_the_journal_drop_what_it_covers() -> None:
     desk = Desk()
     for step in (1, 2, 3):
         await desk.train(step, version=step - 1)
-    await desk.done(desk.queue.checkpointed(2))
+    await desk.done(desk.queue.confirm_checkpoint(2))
     assert (desk.journal.base().step, desk.journal.base().frontier) == (2, Frontier(low=4, trained=4))
     assert sorted(desk.journal.rows["groups"]) == [4, 5]
     assert (await desk.queue.stats())["recorded_steps"] == 1
     transactions = len(desk.journal.before)
-    await desk.done(desk.queue.checkpointed(2))  # said again
+    await desk.done(desk.queue.confirm_checkpoint(2))  # said again
     assert len(desk.journal.before) == transactions
     assert desk.restart().step == 3
 
@@ -400,7 +400,7 @@ async def test_a_journal_that_cannot_be_made_smaller_stays_as_it_is(
 
     monkeypatch.setattr(desk.journal, "compact", full)
     for _ in range(2):
-        await desk.done(desk.queue.checkpointed(1))
+        await desk.done(desk.queue.confirm_checkpoint(1))
     assert caplog.text.count("was not made smaller") == 1, "it is said once"
     assert (await desk.queue.stats())["recorded_steps"] == 1
 
@@ -435,23 +435,23 @@ async def test_a_ticket_whose_answer_was_lost_is_issued_again() -> None:
 async def test_a_failure_that_the_successor_hears_again_counts_once() -> None:
     desk = Desk(prompts=1)
     (ticket,) = await desk.admitted(1)
-    await desk.queue.fail(ticket, data("reward", "raised"))
+    await desk.queue.fail(ticket, data_failure("reward", "raised"))
     await desk.disk()
     queue = desk.restart()
-    await queue.fail(ticket, data("reward", "raised"))
+    await queue.fail(ticket, data_failure("reward", "raised"))
     assert queue.ledger.failures == {"reward": 1}
     (again,) = await desk.admitted(1)
     assert (again.ordinal, again.attempt) == (0, 1)
-    await queue.fail(again, data("reward", "raised"))
+    await queue.fail(again, data_failure("reward", "raised"))
     assert queue.ledger.abandoned == {"reward": 1}
 
 
 async def test_a_failure_that_was_not_written_is_heard_by_the_successor() -> None:
     desk = Desk(prompts=1)
     (ticket,) = await desk.admitted(1)
-    await desk.queue.fail(ticket, data("reward", "raised"))
+    await desk.queue.fail(ticket, data_failure("reward", "raised"))
     queue = desk.restart(a=[ticket])
-    await queue.fail(ticket, data("reward", "raised"))
+    await queue.fail(ticket, data_failure("reward", "raised"))
     assert queue.ledger.failures == {"reward": 1}
 
 
@@ -496,8 +496,8 @@ async def test_the_successor_waits_for_the_published_version_before_it_gives_roo
     await desk.train(1)
     queue = desk.restart(published=None)
     assert queue.policy.room == 0
-    await queue.published(1)
-    await queue.published(1)
+    await queue.confirm_published(1)
+    await queue.confirm_published(1)
     assert queue.policy.room == 2
 
 
@@ -508,12 +508,12 @@ async def test_what_went_into_a_checkpoint_that_engines_do_not_hold_yet_keeps_it
     for step in (1, 2):
         await desk.done(desk.queue.take(step, wait_s=LONG_S))
         await desk.done(desk.queue.commit(step, wait_s=LONG_S))
-    await desk.done(desk.queue.checkpointed(2))
+    await desk.done(desk.queue.confirm_checkpoint(2))
     queue = desk.restart(published=None)
     assert queue.policy.room == 0
-    await queue.published(0)
+    await queue.confirm_published(0)
     assert queue.policy.room == 0
-    await queue.published(1)
+    await queue.confirm_published(1)
     assert queue.policy.room == 2
 
 
@@ -539,16 +539,16 @@ async def test_a_run_on_a_real_journal_survives_its_queue(tmp_path: Path) -> Non
         held = {"a": in_flight}
         restored = await writer.read(lambda journal: restore(journal, total=20, checkpoint=None, in_flight=held))  # noqa: B023
         queue = MessageQueue(bounds=BOUNDS, total_prompts=20, journal=writer, restored=restored)
-        await queue.published(2 * life)
+        await queue.confirm_published(2 * life)
         for step in (2 * life + 1, 2 * life + 2):
             tickets = in_flight + (await queue.admit("a", want=3 - len(in_flight), load=0, wait_s=5.0)).tickets
             assert await queue.put(block(tickets[:2]), wait_s=5.0)
             trained += content(await queue.take(step, wait_s=5.0))
             version = await queue.commit(step, wait_s=5.0)
             assert version == step
-            await queue.published(version)
+            await queue.confirm_published(version)
             in_flight = tickets[2:]
-        await queue.checkpointed(2 * life + 1)
+        await queue.confirm_checkpoint(2 * life + 1)
         assert content(await queue.take(2 * life + 2, wait_s=5.0)) == trained[-2:]
         await writer.close()
     assert len(set(trained)) == len(trained) == 12

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import Ticket
-from freewheel.queue.failures import BUDGETS, Kind, infra
 from freewheel.queue.journal import (
     Abandoned,
     Committed,
@@ -24,7 +23,7 @@ from freewheel.queue.journal import (
     Took,
     VersionCompleted,
 )
-from freewheel.queue.ledger import Frontier
+from freewheel.queue.ledger import BUDGETS, Frontier, Kind, infra_failure
 from freewheel.queue.restoring import CheckpointMark, Restored, restore
 
 from .journals import MemoryJournal
@@ -151,7 +150,7 @@ def test_failed_attempts_still_count(journal: Any) -> None:
     assert found.ledger.failures == {"engine": 2, "stale": 1}
     assert issued(found, 3) == [(0, 2), (2, 1), (1, 0)]
     for left in reversed(range(BUDGETS[Kind.INFRA] - 2)):
-        assert found.ledger.fail(0, infra("engine", "")) == bool(left)
+        assert found.ledger.fail(0, infra_failure("engine", "")) == bool(left)
         if left:
             found.ledger.issue()
 

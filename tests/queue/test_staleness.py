@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from freewheel.queue.failures import Failure, data, infra
-from freewheel.queue.ledger import Ledger
+from freewheel.queue.ledger import Failure, Ledger, data_failure, infra_failure
 from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
 
 ENGINES = 3
@@ -238,7 +237,10 @@ class Interleavings(RuleBasedStateMachine):
             self.run.finish(sequence)
 
     @precondition(lambda self: self.run.open or self.run.ready)
-    @rule(choice=st.integers(0, 99), failure=st.sampled_from([infra("engine", ""), data("reward", ""), None]))
+    @rule(
+        choice=st.integers(0, 99),
+        failure=st.sampled_from([infra_failure("engine", ""), data_failure("reward", ""), None]),
+    )
     def one_fails(self, choice: int, failure: Failure | None) -> None:
         alive = self.run.open + self.run.ready
         self.run.fail(alive[choice % len(alive)], failure)
@@ -247,7 +249,7 @@ class Interleavings(RuleBasedStateMachine):
     @rule(engine=st.integers(0, ENGINES - 1))
     def an_engine_dies(self, engine: int) -> None:
         for sequence in [one for one in self.run.open if self.run.groups[one].engine == engine]:
-            self.run.fail(sequence, infra("lost", ""))
+            self.run.fail(sequence, infra_failure("lost", ""))
         self.run.engines[engine] = self.run.policy.version
 
     @precondition(lambda self: len(self.run.steps) < PREFETCH and not self.run.missing)
@@ -415,7 +417,7 @@ def test_a_dropped_group_gives_its_slot_back_at_once() -> None:
     run.admit(0)
     run.admit(0)
     assert run.policy.room == 0
-    run.fail(run.open[0], infra("engine", "died"))
+    run.fail(run.open[0], infra_failure("engine", "died"))
     assert run.policy.room == 1
     run.run_fairly()
     assert run.steps_done == ENOUGH_STEPS

@@ -14,7 +14,8 @@ import torch
 
 from freewheel.data.data_proto import DataProto
 from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
-from freewheel.queue.message_queue import Admission, MessageQueue
+from freewheel.queue.client import Admission
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.engine import EngineDied, EngineError, GenerationRequest, GenerationTimeout, PromptRefused
 from freewheel.rollout.reward_functions import load_reward
@@ -174,7 +175,7 @@ async def test_the_end_of_the_prompts_ends_the_loop(scene: Build) -> None:
     for step in (1, 2):
         await one.taken(step)
         await one.queue.commit(step, wait_s=WAIT_S)
-        await one.queue.published(step)
+        await one.queue.confirm_published(step)
     await asyncio.wait_for(one.running, WAIT_S)
     assert one.queue.ledger.trained == 6 and one.rollouter.tickets() == []
 
@@ -776,7 +777,7 @@ async def test_the_death_of_the_engine_ends_the_loop_and_costs_no_prompt_an_atte
         await asyncio.wait_for(one.running, SOON_S)
     assert (await one.queue.stats())["failed_attempts"] == {}
     assert one.rollouter.generation_errors == 0
-    assert await one.queue.replica_lost("rollouter-0") > 0  # by who starts another, and they are issued again
+    assert await one.queue.release_replica("rollouter-0") > 0  # by who starts another, and they are issued again
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -129,8 +129,8 @@ class Queue(Part):
         super().__init__(*given)
         self.told = {"step": 3, "abandoned": {}, "published_version": 0}
 
-    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
-        self.calls.append((method, *args))
+    async def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.calls.append((method.__name__, *args))
         return 0
 
 

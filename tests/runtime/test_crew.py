@@ -85,7 +85,7 @@ async def test_what_a_dead_rollouter_worked_on_is_lost_and_its_successor_joins_b
 
     crew["sync"].join = join
     await replaced(crew, "rollouter-1")
-    assert ("replica_lost", "rollouter-1") in crew["queue"].calls
+    assert ("release_replica", "rollouter-1") in crew["queue"].calls
     assert joined_while_running == [("rollouter-1", False)]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.runtime import peers as module
 from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.peers import Peers, PeerSilent, call, cause, died
@@ -36,7 +37,7 @@ class Peer(Mortal):
         self.asked += 1
         await asyncio.sleep(WAIT_S)
 
-    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
+    async def call(self, method: Any, args: Any, kwargs: Any) -> Any:
         return method, args, kwargs
 
 
@@ -161,7 +162,7 @@ async def test_where_no_successor_comes_in_time_the_last_try_is_told(monkeypatch
 
 async def test_a_queue_is_called_through_its_name_with_the_callers_patience() -> None:
     queue = RemoteQueue(knowing(queue=Peer()))
-    assert await queue._call("take", 3, wait_s=2.0) == ("take", (3,), {"wait_s": 2.0})
+    assert await queue.take(3, wait_s=2.0) == (MessageQueue.take, (3,), {"wait_s": 2.0})
 
 
 def test_only_the_death_of_the_called_one_itself_is_its_death() -> None:

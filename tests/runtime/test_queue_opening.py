@@ -74,10 +74,10 @@ async def test_a_queue_in_a_dead_ones_place_knows_what_live_rollouters_have(tmp_
     found = await opened(tmp_path, None, in_flight={"rollouter-0": [mine]})
     stats = await found.queue.stats()
     assert (found.queue.step, stats["queue_size"]) == (1, 2)
-    await found.queue.published(1)
+    await found.queue.confirm_published(1)
     (next_one, *_) = (await found.queue.admit("rollouter-1", want=1, load=0, wait_s=1.0)).tickets
     assert next_one.ordinal == 7
-    assert await found.queue.replica_lost("rollouter-0") == 1
+    assert await found.queue.release_replica("rollouter-0") == 1
     await found.close()
 
 

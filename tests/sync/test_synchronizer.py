@@ -24,10 +24,10 @@ class FakeQueue:
         """Questions that are answered with no."""
         self.asked = 0
 
-    async def published(self, version: int) -> None:
+    async def confirm_published(self, version: int) -> None:
         self.events.append(("published", version))
 
-    async def settled(self, *, wait_s: float) -> bool:
+    async def wait_settled(self, *, wait_s: float) -> bool:
         self.asked += 1
         await asyncio.sleep(0)
         return self.asked > self.settled_after

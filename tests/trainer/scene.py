@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
+from freewheel.queue.client import Taken
 from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import MessageQueue, Taken
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import Weights
 from freewheel.trainer.backend import BackendState
@@ -46,9 +47,9 @@ class RecordingQueue(MessageQueue):
         self.events.append(("commit", step))
         return await super().commit(step, wait_s=wait_s)
 
-    async def checkpointed(self, step: int, *, wait_s: float = 1.0) -> None:
+    async def confirm_checkpoint(self, step: int, *, wait_s: float = 1.0) -> None:
         self.events.append(("checkpointed", step))
-        await super().checkpointed(step, wait_s=wait_s)
+        await super().confirm_checkpoint(step, wait_s=wait_s)
 
     async def give_back(self, step: int) -> None:
         self.events.append(("give back", step))
@@ -105,7 +106,7 @@ class FakePublisher:
         self.events.append(("publish", version, int(weights.tensors()["w"][0])))
         if not self.holding:
             self.version = version
-            await self.queue.published(version)
+            await self.queue.confirm_published(version)
 
     async def prime(self, version: int, weights: Weights) -> None:
         self.primed = version, int(weights.tensors()["w"][0])

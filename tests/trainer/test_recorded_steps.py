@@ -158,13 +158,13 @@ async def test_a_checkpoint_that_was_not_written_covers_nothing(scene: Build) ->
 
 async def test_a_checkpoint_whose_frontier_the_disk_keeps_waiting_is_asked_for_again(scene: Build) -> None:
     one = scene(schedule={"total_steps": 2})
-    frontier, asked = one.queue.frontier, []
+    frontier, asked = one.queue.read_frontier, []
 
     async def slow(step: int, *, wait_s: float) -> Any:
         asked.append(step)
         return None if len(asked) < 3 else await frontier(step, wait_s=wait_s)
 
-    one.queue.frontier = slow  # type: ignore[method-assign]
+    one.queue.read_frontier = slow  # type: ignore[method-assign]
     assert await one.run() == "finished"
     assert (asked, [saved[0] for saved in one.saver.saved]) == ([2, 2, 2], [2])
 
@@ -181,7 +181,7 @@ async def test_a_queue_that_does_not_make_its_journal_smaller_holds_no_checkpoin
             await asyncio.Event().wait()
         raise ConnectionError("the queue is silent")
 
-    one.queue.checkpointed = compact  # type: ignore[assignment]
+    one.queue.confirm_checkpoint = compact  # type: ignore[assignment]
     assert await one.run() == "finished"
     assert [saved[0] for saved in one.saver.saved] == [2, 4, 6]
 

@@ -6,6 +6,11 @@
 
 Held in memory. A checkpoint keeps its `Frontier`; what a journal knows beyond that is said to a new one by `reopen`
 (`freewheel.queue.restoring`): attempts that still live, and failures that still count.
+
+Why an attempt at a group failed: said before it crosses a process, because the remedies differ.
+
+`InfraFailure`: something broke beside the prompt (an engine, a process, a time-out). Try again elsewhere.
+`DataFailure`: this prompt, or its scoring, is at fault. Trying again will hardly help.
 """
 
 from __future__ import annotations
@@ -14,10 +19,10 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal
 
 import msgspec
-
-from freewheel.queue.failures import BUDGETS, Failure, Kind
 
 
 class Frontier(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,3 +142,31 @@ class Ledger:
         return Frontier(
             low=self._low, ended=tuple(sorted(self._ended)), trained=self.trained, abandoned=dict(self.abandoned)
         )
+
+
+class Kind(StrEnum):
+    INFRA = "infra"
+    DATA = "data"
+
+
+BUDGETS = {Kind.INFRA: 5, Kind.DATA: 2}
+"""Attempts at one prompt that may fail before it is abandoned. A prompt that kills engines must end somewhere; one that
+cannot be rendered or scored fails the same way each time."""
+
+Reason = Literal["engine", "timeout", "lost", "stale", "prompt", "reward", "hook"]
+
+
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """One failed attempt."""
+
+    kind: Kind
+    reason: Reason
+    detail: str = ""
+
+
+def infra_failure(reason: Reason, error: object) -> Failure:
+    return Failure(Kind.INFRA, reason, str(error))
+
+
+def data_failure(reason: Reason, error: object) -> Failure:
+    return Failure(Kind.DATA, reason, str(error))

@@ -4,7 +4,7 @@
     rollouter ── put ────▶ stored         (waits for: the journal)
     trainer ──── take ───▶ P groups       (waits for: P groups within the window, and the journal)
     trainer ──── commit ─▶ trained        (waits for: the journal)
-    synchronizer ─ published ─▶ room      (never waits)
+    synchronizer ─ confirm_published ─▶ room      (never waits)
 
 Plain asyncio on one loop: calls interleave only where a method awaits. Every wait is bounded by its caller's `wait_s`;
 an empty answer says "not yet", and the caller looks after its peers before it asks again. Every call may come twice: a
@@ -18,16 +18,15 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 from freewheel.data.group import Block, Ticket
-from freewheel.queue.answers import Admission, Taken
-from freewheel.queue.failures import Failure, Kind, infra
+from freewheel.queue.client import Admission, Taken
 from freewheel.queue.journal import Abandoned, Committed, Event, Failed, Stored, VersionCompleted
 from freewheel.queue.journal_writer import JournalWriter
-from freewheel.queue.ledger import Frontier, Ledger
+from freewheel.queue.ledger import Failure, Frontier, Kind, Ledger, infra_failure
 from freewheel.queue.recorded import RecordedSteps
 from freewheel.queue.recording import Recording, Written, durable
 from freewheel.queue.restoring import Restored
@@ -35,8 +34,6 @@ from freewheel.queue.routing import Asking, least_loaded
 from freewheel.queue.signal import Signal
 from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
 from freewheel.queue.steps import Steps
-
-__all__ = ["Admission", "MessageQueue", "Taken"]
 
 log = logging.getLogger("freewheel.queue")
 
@@ -234,7 +231,7 @@ class MessageQueue:
         self._recording.write(self._abandoned(ticket, reason))
         self._wake()
 
-    async def replica_lost(self, replica: str) -> int:
+    async def release_replica(self, replica: str) -> int:
         """A rollouter died: what it worked on is issued again. Gives how many groups that were."""
         for asking in self._asking:
             if asking.replica == replica:
@@ -242,7 +239,7 @@ class MessageQueue:
                 asking.tickets.clear()
         lost = [sequence for sequence, owner in self._owners.items() if owner == replica]
         for sequence in lost:
-            await self.fail(self._tickets[sequence], infra("lost", f"{replica} died"))
+            await self.fail(self._tickets[sequence], infra_failure("lost", f"{replica} died"))
         return len(lost)
 
     async def fence(self, replica: str, *, fenced: bool) -> None:
@@ -291,7 +288,7 @@ class MessageQueue:
         block = Block.join([(group.ticket, group.min_version, group.data) for group in groups])
         return Taken("batch", block, recorded_until=self.step)
 
-    async def replace_stale(self, step: int, sequences: Iterable[int], *, wait_s: float) -> Taken:
+    async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
         """Sends groups of `step` that turned out too old back to the stream, and gives as many others."""
         if step > self.step and step not in self._steps.committing:
             stale = set(sequences).intersection(self._steps.sequences(step))  # asked again, they are gone
@@ -336,7 +333,7 @@ class MessageQueue:
         self._steps.give_back(step)
         self._wake()
 
-    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+    async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
         """What a checkpoint needs to know of prompts: the ledger when `step` was committed, as the journal has it.
         None: the journal does not answer yet, ask again."""
         assert step <= self.step, f"step {step} is not committed"
@@ -344,7 +341,7 @@ class MessageQueue:
             return self.ledger.frontier()
         return await self._recorded.frontier(step, wait_s=wait_s)
 
-    async def checkpointed(self, step: int, *, wait_s: float = COMPACTION_WAIT_S) -> None:
+    async def confirm_checkpoint(self, step: int, *, wait_s: float = COMPACTION_WAIT_S) -> None:
         """No resume will go back beyond `step`: the journal drops the data of groups that were trained up to it, now or
         with a later checkpoint."""
         assert step <= self.step, f"step {step} is not committed"
@@ -352,7 +349,7 @@ class MessageQueue:
 
     # -- versions and the end -----------------------------------------------------------------------------------------
 
-    async def published(self, version: int) -> None:
+    async def confirm_published(self, version: int) -> None:
         """All engines in use hold `version`."""
         self.policy.publish(version)
         self._wake()
@@ -370,7 +367,7 @@ class MessageQueue:
         self._completing = None
         self._recorded.versions[said.step] = self.policy.complete_version()
 
-    async def settled(self, *, wait_s: float) -> bool:
+    async def wait_settled(self, *, wait_s: float) -> bool:
         """Waits until nothing is in progress and nothing more is admitted under the weights that engines hold."""
 
         def holds() -> bool:

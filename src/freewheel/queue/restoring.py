@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from freewheel.data.group import Ticket
-from freewheel.queue.failures import BUDGETS, Kind
 from freewheel.queue.journal import (
     DROPPED_AT_ONCE,
     Abandoned,
@@ -28,7 +27,7 @@ from freewheel.queue.journal import (
     Step,
     Stored,
 )
-from freewheel.queue.ledger import Ledger
+from freewheel.queue.ledger import BUDGETS, Kind, Ledger
 from freewheel.queue.recorded import frontier_at
 from freewheel.queue.staleness import Standing
 

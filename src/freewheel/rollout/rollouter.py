@@ -15,18 +15,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from freewheel.data.group import Array, Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.data.group import Array, Prompt, PromptGroup, Response, Ticket
 from freewheel.observe import trace
 from freewheel.observe.spans import Spans
-from freewheel.queue.failures import Failure, data, infra
-from freewheel.queue.message_queue import Admission
+from freewheel.queue.client import Admission, QueueClient
+from freewheel.queue.ledger import Failure, data_failure, infra_failure
 from freewheel.rollout.engine import (
     Collector,
     Completion,
@@ -51,20 +51,6 @@ log = logging.getLogger("freewheel.rollout")
 
 ADMIT_WAIT_S = 5.0
 """A wait for room is asked for anew this often, so that a queue that went away is noticed."""
-
-
-class QueueClient(Protocol):
-    """What a rollouter asks of the queue; `MessageQueue` itself, or an actor around one."""
-
-    async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
-        """`holding`: sequences of all tickets that it has; those of an answer that was lost are issued again."""
-
-    async def put(self, block: Block, *, wait_s: float) -> bool:
-        """True: these groups are stored, or not wanted any more; False: not yet."""
-
-    async def fail(self, ticket: Ticket, failure: Failure) -> None: ...
-
-    async def abandon(self, ticket: Ticket, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,22 +239,22 @@ class Rollouter:
         except EngineDied as error:  # with all that it made: the queue hears it from who starts another
             self._fail(error)
         except PromptRefused as error:
-            await self._failed(ticket, data("prompt", error))
+            await self._failed(ticket, data_failure("prompt", error))
         except GenerationTimeout as error:
-            await self._failed(ticket, infra("timeout", error))
+            await self._failed(ticket, infra_failure("timeout", error))
         except EngineError as error:
-            await self._failed(ticket, infra("engine", error))
+            await self._failed(ticket, infra_failure("engine", error))
         except ScoringFailed as error:
-            await self._failed(ticket, (infra if error.is_infra else data)("reward", error))
+            await self._failed(ticket, (infra_failure if error.is_infra else data_failure)("reward", error))
         except asyncio.CancelledError:
             if self._winding_up:
                 raise
-            await self._failed(ticket, infra("lost", "something that it awaited was cancelled"))
+            await self._failed(ticket, infra_failure("lost", "something that it awaited was cancelled"))
         except Exception as error:  # a user's task, hook or reward stage may raise anything; the run goes on
             log.exception("Prompt %d failed", ticket.ordinal, extra=self._about(ticket))
             if isinstance(error, FatalRewardFailure):
                 self._fail(error)
-            await self._failed(ticket, data("hook", f"{type(error).__name__}: {error}"))
+            await self._failed(ticket, data_failure("hook", f"{type(error).__name__}: {error}"))
         else:
             offer_sample(group, replica=self.name, decode=self._decode)
             if self._drop_zero_variance and has_no_variance(group):

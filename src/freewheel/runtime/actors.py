@@ -15,7 +15,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +100,10 @@ class QueueActor(Component):
     async def run(self) -> None:
         await self._closing.wait()
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    async def call(self, method: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of `MessageQueue`; only `RemoteQueue` does."""
         assert self._opened is not None
-        return await getattr(self._opened.queue, method)(*args, **kwargs)
+        return await method(self._opened.queue, *args, **kwargs)
 
     async def stats(self) -> dict[str, Any]:
         return {} if self._opened is None else dict(await self._opened.queue.stats())

@@ -24,18 +24,16 @@ from freewheel.utils.registry import DETAIL_CHARS, find_object
 if TYPE_CHECKING:
     from freewheel.data.group import Array
     from freewheel.data.tasks import Task
+    from freewheel.queue.client import QueueClient
     from freewheel.rollout.evaluating import EvalResult, HeldOutScore
     from freewheel.rollout.reward_functions import RewardFunction
     from freewheel.rollout.reward_stage import RewardStage
-    from freewheel.rollout.rollouter import QueueClient as RolloutQueue
     from freewheel.rollout.rollouter import Rollouter
     from freewheel.runtime.plan import Plan
     from freewheel.runtime.training_ranks import Ranks
     from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
-    from freewheel.sync.synchronizer import QueueClient as SyncQueue
     from freewheel.trainer.backend import Backend
     from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
-    from freewheel.trainer.trainer import QueueClient as TrainQueue
 
 MONITORED = ("trainer_stats", "rollouter_stats")
 """What a monitor is called with."""
@@ -44,7 +42,7 @@ MONITORED = ("trainer_stats", "rollouter_stats")
 def synchronizer(
     config: TrainConfig,
     replicas: Mapping[str, Replica],
-    queue: SyncQueue,
+    queue: QueueClient,
     *,
     version: int = 0,
     versions: Mapping[str, int] | None = None,
@@ -212,7 +210,7 @@ class RolloutSide:
         self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, self.task)
         self.reward = load_reward(config.reward.function, self.task)
 
-    def rollouter(self, queue: RolloutQueue) -> Rollouter:
+    def rollouter(self, queue: QueueClient) -> Rollouter:
         from freewheel.rollout.rollouter import Rollouter, Sampling
 
         config = self.config
@@ -368,7 +366,7 @@ class TrainSide:
             else:
                 self.backend.load_state(BackendState(tensors=loaded.tensors(TRAINING), values=values))
 
-    def trainer(self, queue: TrainQueue, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
+    def trainer(self, queue: QueueClient, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
         from freewheel.sync.sending import packer_for
         from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule
 

@@ -11,88 +11,87 @@ reference inside a list, so that Ray does not fetch them on the way; groups trav
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from freewheel.data.group import Block, Ticket
-from freewheel.queue.failures import Failure
-from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import Admission, Taken
+from freewheel.queue.client import Admission, Taken
+from freewheel.queue.ledger import Failure, Frontier
+from freewheel.queue.message_queue import MessageQueue
 from freewheel.runtime.peers import CALL_S, Peers, call
 from freewheel.sync.device import DeviceWeights
 from freewheel.sync.synchronizer import ReplicaGone
 from freewheel.sync.weights import AnyWeights
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class RemoteQueue:
-    """A `MessageQueue` in another process, or its successor."""
+    """The `QueueClient` of a `MessageQueue` in another process, or of its successor."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
-    async def _call(self, method: str, *args: Any, wait_s: float | None = None, **kwargs: Any) -> Any:
-        more = {} if wait_s is None else {"wait_s": wait_s}
-        deadline_s = CALL_S + (wait_s or 0.0)
-        return await self._peers.call("queue", "call", method, args, kwargs | more, deadline_s=deadline_s)
+    async def _call(
+        self, method: Callable[Concatenate[MessageQueue, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        wait_s = kwargs.get("wait_s", 0.0)
+        assert isinstance(wait_s, int | float)
+        result: T = await self._peers.call("queue", "call", method, args, kwargs, deadline_s=CALL_S + wait_s)
+        return result
 
     async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
-        asked = {"want": want, "load": load, "holding": list(holding)}
-        found: Admission = await self._call("admit", replica, wait_s=wait_s, **asked)
-        return found
+        return await self._call(MessageQueue.admit, replica, want=want, load=load, wait_s=wait_s, holding=list(holding))
 
     async def put(self, block: Block, *, wait_s: float) -> bool:
-        return bool(await self._call("put", block, wait_s=wait_s))
+        return await self._call(MessageQueue.put, block, wait_s=wait_s)
 
     async def fail(self, ticket: Ticket, failure: Failure) -> None:
-        await self._call("fail", ticket, failure)
+        await self._call(MessageQueue.fail, ticket, failure)
 
     async def abandon(self, ticket: Ticket, reason: str) -> None:
-        await self._call("abandon", ticket, reason)
+        await self._call(MessageQueue.abandon, ticket, reason)
 
-    async def replica_lost(self, replica: str) -> int:
-        return int(await self._call("replica_lost", replica))
+    async def release_replica(self, replica: str) -> int:
+        return await self._call(MessageQueue.release_replica, replica)
 
     async def fence(self, replica: str, *, fenced: bool) -> None:
-        await self._call("fence", replica, fenced=fenced)
+        await self._call(MessageQueue.fence, replica, fenced=fenced)
 
     async def begin(self, step: int) -> None:
-        await self._call("begin", step)
+        await self._call(MessageQueue.begin, step)
 
     async def take(self, step: int, *, wait_s: float) -> Taken:
-        found: Taken = await self._call("take", step, wait_s=wait_s)
-        return found
+        return await self._call(MessageQueue.take, step, wait_s=wait_s)
 
-    async def replace_stale(self, step: int, sequences: Sequence[int], *, wait_s: float) -> Taken:
-        found: Taken = await self._call("replace_stale", step, list(sequences), wait_s=wait_s)
-        return found
+    async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
+        return await self._call(MessageQueue.replace_stale, step, list(sequences), wait_s=wait_s)
 
     async def commit(self, step: int, *, wait_s: float) -> int | None:
-        version: int | None = await self._call("commit", step, wait_s=wait_s)
-        return version
+        return await self._call(MessageQueue.commit, step, wait_s=wait_s)
 
     async def give_back(self, step: int) -> None:
-        await self._call("give_back", step)
+        await self._call(MessageQueue.give_back, step)
 
-    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
-        found: Frontier | None = await self._call("frontier", step, wait_s=wait_s)
-        return found
+    async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+        return await self._call(MessageQueue.read_frontier, step, wait_s=wait_s)
 
-    async def checkpointed(self, step: int) -> None:
-        await self._call("checkpointed", step)
+    async def confirm_checkpoint(self, step: int) -> None:
+        await self._call(MessageQueue.confirm_checkpoint, step)
 
     async def complete_version(self, *, wait_s: float) -> int | None:
-        version: int | None = await self._call("complete_version", wait_s=wait_s)
-        return version
+        return await self._call(MessageQueue.complete_version, wait_s=wait_s)
 
-    async def published(self, version: int) -> None:
-        await self._call("published", version)
+    async def confirm_published(self, version: int) -> None:
+        await self._call(MessageQueue.confirm_published, version)
 
-    async def settled(self, *, wait_s: float) -> bool:
-        return bool(await self._call("settled", wait_s=wait_s))
+    async def wait_settled(self, *, wait_s: float) -> bool:
+        return await self._call(MessageQueue.wait_settled, wait_s=wait_s)
 
 
 class RemoteReplica:

@@ -189,7 +189,7 @@ class Crew:
         return answer
 
     async def _rollouter(self, name: str) -> Any:
-        lost = await RemoteQueue(self.peers).replica_lost(name)
+        lost = await RemoteQueue(self.peers).release_replica(name)
         log.error("%s died; %d groups are issued again", name, lost)
         handle = self._new_rollouter(name)
         joining = partial(self.peers.call, "sync", "join", name, handle, deadline_s=START_S)

@@ -1,6 +1,6 @@
 """`ParameterSynchronizer`: brings each new version to every engine, and says so only when all in use hold it.
 
-    trainer ── submit(v) ─▶ pending ─▶ (drain: wait until settled) ─▶ load on all replicas ─▶ confirmed ─▶ published(v)
+    trainer ── submit(v) ─▶ pending ─▶ (drain: wait until settled) ─▶ load on all replicas ─▶ confirm_published(v)
                  │ newest wins           │ waits for: the queue          │ retries, deadline      │ slots are released
                  ▼ never waits           ▼ (sync and one_step_off)       ▼ lagging: fenced, tried again, rejoined
 
@@ -22,14 +22,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from freewheel.observe import trace
+from freewheel.queue.client import QueueClient
 from freewheel.sync.members import NOTHING, Attempts, Member, Pending, Replica, Times
 from freewheel.sync.recording import SyncRows
 from freewheel.sync.weights import WeightsGone
 
-__all__ = ["ParameterSynchronizer", "QueueClient", "Replica", "ReplicaGone", "SyncFailed", "WeightsGone"]
+__all__ = ["ParameterSynchronizer", "Replica", "ReplicaGone", "SyncFailed", "WeightsGone"]
 
 log = logging.getLogger("freewheel.sync")
 
@@ -39,14 +40,6 @@ SETTLE_WAIT_S = 5.0
 BETWEEN_ROUNDS_S = 1.0
 """Least time between two rounds over engines that fail while another one's successor is awaited, however short the
 retry delay is: one that fails at once would be asked without a pause for as long as a process takes to start."""
-
-
-class QueueClient(Protocol):
-    async def published(self, version: int) -> None: ...
-
-    async def settled(self, *, wait_s: float) -> bool: ...
-
-    async def fence(self, replica: str, *, fenced: bool) -> None: ...
 
 
 class SyncFailed(RuntimeError):
@@ -154,7 +147,7 @@ class ParameterSynchronizer:
         async with self._loading:
             for name, member in self.group.items():
                 await self._queue.fence(name, fenced=member.fenced)
-            await self._queue.published(self.version)
+            await self._queue.confirm_published(self.version)
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool:
         async with self._changed:
@@ -185,7 +178,7 @@ class ParameterSynchronizer:
     async def _bring(self, pending: Pending) -> None:
         if self._drain and pending.version > self.version:  # what is published already changes nothing
             self.state, since = "draining", self._clock()
-            while self._anybody_works and not await self._queue.settled(wait_s=SETTLE_WAIT_S):
+            while self._anybody_works and not await self._queue.wait_settled(wait_s=SETTLE_WAIT_S):
                 pass
             trace.span("drain", since, self._clock(), {"version": pending.version})
         self.state = "loading"
@@ -271,7 +264,7 @@ class ParameterSynchronizer:
             loaded = [one is True for one in found]
             if any(loaded):
                 self._newest = pending
-                await self._queue.published(pending.version)
+                await self._queue.confirm_published(pending.version)
         return loaded
 
     def _failed(self, version: int) -> SyncFailed:

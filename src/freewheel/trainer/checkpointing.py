@@ -1,7 +1,7 @@
 """`Checkpointing`: checkpoints beside training, one at a time, and the queue told of what they make superfluous.
 
-    begin(snapshot) ─▶ the one before is written ─▶ frontier(step) ─▶ [thread] save ─▶ written
-                          (waits for: the journal)                       └─▶ checkpointed(oldest kept): nobody waits
+    begin(snapshot) ─▶ the one before is written ─▶ read_frontier(step) ─▶ [thread] save ─▶ written
+                          (waits for: the journal)                       └─▶ confirm_checkpoint(oldest kept)
 
 The trainer stands still for the copy alone. Used by `FullyAsyncTrainer`.
 """
@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from freewheel.observe.spans import Spans
+from freewheel.queue.client import QueueClient
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import CheckpointFailed
-from freewheel.trainer.peers import QueueClient, Saver
+from freewheel.trainer.peers import Saver
 from freewheel.trainer.taking import answered
 
 log = logging.getLogger("freewheel.trainer")
@@ -63,7 +64,7 @@ class Checkpointing:
         await self.done()
         step = snapshot.step
         frontier = await answered(
-            partial(self._queue.frontier, step), wait_s=self._wait_s, waits=f"the checkpoint of step {step}"
+            partial(self._queue.read_frontier, step), wait_s=self._wait_s, waits=f"the checkpoint of step {step}"
         )
         self._task = asyncio.create_task(self._write(snapshot, frontier))
 
@@ -97,7 +98,7 @@ class Checkpointing:
 
     async def _tell(self, oldest: int) -> None:
         try:
-            await self._queue.checkpointed(oldest)
+            await self._queue.confirm_checkpoint(oldest)
         except Exception as error:  # noqa: BLE001  a journal that stays large is no reason to end a run
             why = f"{type(error).__name__}: {error}"
             log.warning("The queue keeps what the checkpoint of step %d covers, until the next: %s", oldest, why)

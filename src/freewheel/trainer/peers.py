@@ -2,39 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from freewheel.queue.ledger import Frontier
-from freewheel.queue.message_queue import Taken
 from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.backend import BackendState
-
-
-class QueueClient(Protocol):
-    """What a trainer asks of the queue; `MessageQueue` itself, or an actor around one."""
-
-    async def begin(self, step: int) -> None:
-        """A trainer starts that has trained `step` steps: what another took and did not commit is ready again."""
-
-    async def take(self, step: int, *, wait_s: float) -> Taken: ...
-
-    async def replace_stale(self, step: int, sequences: Sequence[int], *, wait_s: float) -> Taken: ...
-
-    async def commit(self, step: int, *, wait_s: float) -> int | None:
-        """The version after `step`; None while it is not on the disk: ask again."""
-
-    async def give_back(self, step: int) -> None: ...
-
-    async def frontier(self, step: int, *, wait_s: float) -> Frontier | None:
-        """The prompts that had ended when `step` was committed; None while the disk does not say: ask again."""
-
-    async def checkpointed(self, step: int) -> None:
-        """No resume will fall back behind `step`. May come to nothing: the next one makes up for it."""
-
-    async def complete_version(self, *, wait_s: float) -> int | None:
-        """The version that all steps so far belong to; None while that is not on the disk: ask again."""
 
 
 class Publisher(Protocol):

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 from freewheel.data.group import PromptGroup
 from freewheel.observe import trace
 from freewheel.observe.spans import Spans
-from freewheel.queue.message_queue import Taken
+from freewheel.queue.client import QueueClient, Taken
 from freewheel.queue.staleness import Bounds
-from freewheel.trainer.peers import QueueClient
 
 log = logging.getLogger("freewheel.trainer")
 

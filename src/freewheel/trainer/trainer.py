@@ -29,13 +29,14 @@ from freewheel.data.group import PromptGroup
 from freewheel.observe import trace
 from freewheel.observe.freshness import age_counts, freshness
 from freewheel.observe.spans import ELAPSED, Spans
+from freewheel.queue.client import QueueClient
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
 from freewheel.trainer.backend import Backend, BackendState
 from freewheel.trainer.checkpointing import Checkpointing, Snapshot
 from freewheel.trainer.due import Schedule
 from freewheel.trainer.measuring import Measuring
-from freewheel.trainer.peers import Evaluate, Publisher, QueueClient, Row, Saver
+from freewheel.trainer.peers import Evaluate, Publisher, Row, Saver
 from freewheel.trainer.stepping import Stepping, TrainingFailed
 from freewheel.trainer.taking import Batch, Taking, answered, unless_failed
 
@@ -44,7 +45,6 @@ __all__ = [
     "Evaluate",
     "FullyAsyncTrainer",
     "Publisher",
-    "QueueClient",
     "Row",
     "Saver",
     "Schedule",
