@@ -25,7 +25,7 @@ from freewheel.cli import app
 from freewheel.judge import Endpoint, JudgeConfig, Price, Rubric
 from freewheel.judge.testing import JudgeProfile
 from freewheel.judge.verdict import Reason
-from freewheel.observe.names import METRICS
+from freewheel.observe.metrics import METRICS
 from freewheel.rewards import LengthPenaltyConfig
 from freewheel.runtime.compose import PACKAGED
 from freewheel.runtime.config import Alert, TrainConfig

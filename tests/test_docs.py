@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 
-from freewheel.observe.names import describe
+from freewheel.observe.metrics import describe
 from freewheel.runtime.typed import all_keys
 
 from .documents import DOCS, LINK, PAGES, ROOT, anchors, inline_code, prose

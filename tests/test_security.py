@@ -23,9 +23,8 @@ import pytest
 
 from freewheel.errors import ConfigError, DataError
 from freewheel.observe.logs import attach_log, detach_log
-from freewheel.observe.recorder import Recorder
+from freewheel.observe.recorder import PrometheusSink, Recorder, TensorBoardSink, _kept_id
 from freewheel.observe.run_folder import JOURNAL
-from freewheel.observe.sinks import PrometheusSink, TensorBoardSink, _kept_id
 from freewheel.queue.journal import Journal
 from freewheel.runtime import checks, cluster
 from freewheel.runtime.compose import compose, to_yaml

@@ -17,7 +17,9 @@ import msgspec
 import numpy as np
 
 from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
-from freewheel.observe.pulse import EVERY_S, LATER_S, OLD_AFTER
+from freewheel.observe.snapshot import OLD_AFTER
+from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
+from freewheel.observe.snapshot import PULSE_MIN_S as EVERY_S
 from freewheel.queue.journal import Committed, Journal, Stored, Took
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.run_dir import write_config
@@ -257,7 +259,7 @@ def rows(steps: int, *, seed: int = 0, judge: bool = True, pulses: bool = True) 
             yield eval_row(step, steps, seed)
             yield statistics_row(at_s, step, judge=judge)
         for pulse_s in (at_s, at_s + 1):
-            if pulses and pulse_s >= next_pulse_s:  # as `freewheel.observe.pulse` has them: the older, the fewer
+            if pulses and pulse_s >= next_pulse_s:  # as `freewheel.observe.snapshot` has them: the older, the fewer
                 next_pulse_s = pulse_s + min(LATER_S, max(EVERY_S, pulse_s / OLD_AFTER))
                 yield pulse_row(pulse_s, step, seed)
 

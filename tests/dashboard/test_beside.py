@@ -20,9 +20,9 @@ import psutil
 import pytest
 
 from freewheel.dashboard.terminal import LiveView, PlainView, panel
-from freewheel.dashboard.web.beside import beside, page_of
-from freewheel.dashboard.web.listening import listen
+from freewheel.dashboard.web.child import beside, page_of
 from freewheel.observe.snapshot import RunSnapshot
+from freewheel.utils.http import listen
 
 from .made_run import make_run
 
@@ -131,12 +131,11 @@ def test_neither_torch_nor_ray_is_imported(tmp_path: Path):
     make_run(tmp_path, steps=3)
     code = """
 import sys, time
-from freewheel.dashboard.web import beside, child, server
+from freewheel.dashboard.web import child, server, views
 from freewheel.dashboard.web.runs import Runs
-from freewheel.dashboard.web import pages, panels
 (view,) = Runs([sys.argv[1]], clock=time.monotonic).all()
 with view.reading():
-    pages.overview(view), panels.ledger(view.folder), panels.prompt(view.folder, 0)
+    views.overview(view), views.ledger(view.folder), views.prompt(view.folder, 0)
     view.timeline.look(), view.samples.look()
 print(sorted({"torch", "ray", "transformers"} & set(sys.modules)))
 """
@@ -179,7 +178,7 @@ def test_two_runs_beside_each_other_have_pages_of_their_own(tmp_path: Path):
 
 OWNER = """
 import sys, time
-from freewheel.dashboard.web.beside import beside
+from freewheel.dashboard.web.child import beside
 with beside(sys.argv[1]) as url:
     print(url, flush=True)
     time.sleep(600)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.dashboard.charts import curve, sparkline
+from freewheel.dashboard.terminal import curve, sparkline
 
 
 def test_a_curve_marks_what_was_measured_and_joins_it():

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from freewheel.dashboard.web import tail
-from freewheel.dashboard.web.columns import Columns, mean_over_time, plain, rates
-from freewheel.dashboard.web.learning import learning
-from freewheel.dashboard.web.settings import Settings, flat
-from freewheel.dashboard.web.tail import Folder, Tail
-from freewheel.dashboard.web.thinning import curve, thin
+from freewheel.dashboard.web.runs import Settings, flat
+from freewheel.dashboard.web.views import curve, learning, thin
+from freewheel.inspect.metrics import Columns, mean_over_time, plain, rates
+from freewheel.observe import lines as tail
+from freewheel.observe.lines import Folder, Tail
 
 CURVES = arrays.arrays(
     np.float64, st.integers(0, 400), elements=st.floats(allow_nan=True, allow_infinity=True, width=32)

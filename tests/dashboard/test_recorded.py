@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freewheel.dashboard.web import pages, panels
-from freewheel.dashboard.web import recorded as recorded_module
 from freewheel.dashboard.web import samples as samples_module
 from freewheel.dashboard.web import timeline as timeline_module
-from freewheel.dashboard.web.recorded import Recorded
-from freewheel.dashboard.web.rows import by_kind
+from freewheel.dashboard.web import views as pages
+from freewheel.dashboard.web import views as panels
 from freewheel.dashboard.web.runs import Runs, RunView
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import Timeline, merge
 from freewheel.errors import ConfigError
+from freewheel.inspect import metrics as recorded_module
+from freewheel.inspect.metrics import Recorded, by_kind
 from freewheel.runtime.compose import load
 from freewheel.trainer.checkpoint import RunLock
 

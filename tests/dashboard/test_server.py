@@ -18,12 +18,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from freewheel.dashboard.web import live, panels
-from freewheel.dashboard.web.door import Door, make_token
-from freewheel.dashboard.web.listening import address, listen
+from freewheel.dashboard.web import server as live
+from freewheel.dashboard.web import views as panels
 from freewheel.dashboard.web.runs import Runs
-from freewheel.dashboard.web.server import STATIC, Server
+from freewheel.dashboard.web.server import STATIC, Door, Server, make_token
 from freewheel.trainer.checkpoint import RunLock
+from freewheel.utils.http import address, listen
 
 from .made_run import DEEP, Writer, make_run
 

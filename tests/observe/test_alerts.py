@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
-from freewheel.observe.alerts import Alerts, Limits
+from freewheel.observe.metrics import Alerts, Limits
 
 
 def levels(alerts: Alerts, name: str, *values: float) -> list[list[int]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from freewheel.observe.freshness import age_counts, freshness
-from freewheel.observe.names import describe
+from freewheel.observe.metrics import age_counts, describe, freshness
 
 
 def test_ages_of_a_batch_by_hand():

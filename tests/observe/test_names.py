@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.observe.names import METRICS, describe
+from freewheel.observe.metrics import METRICS, describe
 
 ROOT = Path(__file__).parent.parent.parent
 

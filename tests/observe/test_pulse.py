@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 
-from freewheel.observe.pulse import LATER_S, Pulse, pulse_of
-from freewheel.observe.snapshot import RunSnapshot
+from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
+from freewheel.observe.snapshot import Pulse, RunSnapshot, pulse_of
 
 NOW = RunSnapshot(
     mode="fully_async",

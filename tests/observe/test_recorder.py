@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from freewheel.observe.alerts import Alerts, Limits
+from freewheel.observe.metrics import Alerts, Limits
 from freewheel.observe.recorder import Recorder, read_metrics
 
 

@@ -15,10 +15,10 @@ import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli import app
-from freewheel.observe import trace, trace_files
+from freewheel.observe import trace
+from freewheel.observe import trace as trace_files
 from freewheel.observe.spans import Spans
-from freewheel.observe.trace import EVENTS, Tracer, attach_trace, detach_trace
-from freewheel.observe.trace_files import components, merged, read_trace
+from freewheel.observe.trace import EVENTS, Tracer, attach_trace, components, detach_trace, merged, read_trace
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 60.0

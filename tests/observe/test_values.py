@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.observe.values import numbers, plain, without_nonfinite
+from freewheel.observe.metrics import numbers, plain, without_nonfinite
 
 ANYTHING = st.recursive(
     st.none()

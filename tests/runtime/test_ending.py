@@ -16,9 +16,8 @@ import pytest
 from ray.exceptions import ActorUnavailableError
 
 from freewheel.errors import ConfigError
-from freewheel.observe.recorder import read_metrics
+from freewheel.observe.recorder import SinkError, read_metrics
 from freewheel.observe.run_folder import CONFIG, JOURNAL
-from freewheel.observe.sinks import SinkError
 from freewheel.queue.journal import Journal
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime import cluster, main

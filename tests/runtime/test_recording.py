@@ -11,7 +11,7 @@ import pytest
 
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.observe.samples import read_samples
-from freewheel.observe.trace_files import read_trace
+from freewheel.observe.trace import read_trace
 from freewheel.runtime.config import ObserveConfig
 from freewheel.runtime.recording import end_recording, start_recording
 

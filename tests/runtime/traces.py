@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.observe.trace import EVENTS
-from freewheel.observe.trace_files import merged
+from freewheel.observe.trace import EVENTS, merged
 
 KNOWN = {(event.category, event.name): event for event in EVENTS}
 

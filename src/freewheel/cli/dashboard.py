@@ -29,11 +29,9 @@ def dashboard(
     import webbrowser
 
     from freewheel.cli.console import plain_errors, print_text, say
-    from freewheel.dashboard.web.door import make_token
-    from freewheel.dashboard.web.listening import address, listen_or_say
     from freewheel.dashboard.web.runs import Runs
-    from freewheel.dashboard.web.serving import serve
-    from freewheel.utils.http import is_loopback
+    from freewheel.dashboard.web.server import make_token, serve
+    from freewheel.utils.http import address, is_loopback, listen_or_say
 
     with plain_errors():
         found = Runs(runs, clock=time.monotonic)

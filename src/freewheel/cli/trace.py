@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from freewheel.observe.trace_files import Event
+    from freewheel.observe.trace import Event
 
 STANDARD_OUTPUT = Path("-")
 ZIPPED = ".gz"
@@ -66,7 +66,7 @@ def _some(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
     from freewheel.errors import ConfigError
     from freewheel.observe.lines import files_of
     from freewheel.observe.run_folder import TRACE
-    from freewheel.observe.trace_files import EXPLAINS
+    from freewheel.observe.trace import EXPLAINS
 
     with _reading(run):
         found = [file.path for file in files_of(folder / TRACE)]
@@ -96,7 +96,7 @@ def _named(paths: Sequence[Path]) -> str:
 
 
 def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
-    from freewheel.observe.trace_files import merged
+    from freewheel.observe.trace import merged
 
     with _reading(run):
         yield from merged(folder, refused=lambda path: no_events.update([path]))
@@ -119,7 +119,7 @@ def _write(output: Path, events: Iterable[Event]) -> int:
     import os
 
     from freewheel.cli.console import writing_stdout
-    from freewheel.observe.trace_files import write_json
+    from freewheel.observe.trace import write_json
     from freewheel.utils.files import open_private
 
     if output == STANDARD_OUTPUT:

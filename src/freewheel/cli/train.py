@@ -134,7 +134,7 @@ def evaluate(
 
 def _run(given: Given, plan: Plan, *, plain: bool) -> int:
     from freewheel.dashboard.terminal import says_warnings, view
-    from freewheel.dashboard.web.beside import page_of
+    from freewheel.dashboard.web.child import page_of
     from freewheel.runtime.main import FullyAsyncMain
 
     with view(plain=plain) as shown, says_warnings(shown):

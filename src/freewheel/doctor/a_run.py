@@ -152,7 +152,7 @@ def named_judge(config: TrainConfig | None) -> tuple[JudgeConfig | None, list[Fi
 
 def ports(config: TrainConfig | None) -> Iterator[Finding]:
     """Those that a run is told to listen on, and cannot."""
-    from freewheel.dashboard.web.listening import HOST, listen
+    from freewheel.utils.http import HOST, listen
 
     if config is None:
         return

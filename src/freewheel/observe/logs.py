@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from freewheel.observe.names import COMPONENTS, METRICS
+from freewheel.observe.metrics import COMPONENTS, METRICS, plain
 from freewheel.observe.run_folder import LOG, TEXT_LOG
-from freewheel.observe.values import plain
 from freewheel.utils.files import open_private
 
 LOGGER = "freewheel"

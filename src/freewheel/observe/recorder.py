@@ -1,4 +1,13 @@
-"""`Recorder`: the one writer of `metrics.jsonl`, and the one place from which sinks and alerts hear of a number.
+"""Where metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus. Each is optional.
+
+    Recorder ── write ──▶ Prometheus            (a dictionary; scraped from its own thread)
+             └─ write ──▶ Background ─ thread ─▶ TensorBoard, Weights & Biases
+                           never waits: a sink that hangs loses rows, one that raises is switched off by the recorder
+
+Metrics keep their names; those of evaluations have `eval/` before them. Events are not numbers: they stay in
+`metrics.jsonl` and the log.
+
+`Recorder`: the one writer of `metrics.jsonl`, and the one place from which sinks and alerts hear of a number.
 
     record(kind, step, values) ─▶ plain values ─┬─▶ metrics.jsonl   one JSON object a line, handed to the system at once
                                                 ├─▶ alerts ─▶ log
@@ -10,23 +19,275 @@ are counted, and when there is room again recording goes on.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import logging
 import os
+import queue
+import re
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from freewheel.observe.alerts import Alerts
 from freewheel.observe.lines import read_lines
+from freewheel.observe.metrics import Alerts, describe, numbers, plain, without_nonfinite
 from freewheel.observe.run_folder import METRICS
-from freewheel.observe.sinks import Sink
-from freewheel.observe.values import plain, without_nonfinite
-from freewheel.utils.files import WholeLines
+from freewheel.utils.files import WholeLines, open_private, private_folder
 
 log = logging.getLogger("freewheel.observe")
+
+WAITING_ROWS = 1000
+"""Rows that a slow sink may be behind. A step has one or two: minutes of a hanging disk or service."""
+CLOSE_WAIT_S = 15.0
+"""How long the end of a run waits for a sink's last rows: an upload takes seconds, a service that is down hours."""
+FLUSH_EVERY_S = 5.0
+"""TensorBoard looks at its files every few seconds, and a flush waits for the disk."""
+WANDB_ID_CHARS = 8
+"""As wandb's own."""
+PREFIX = "freewheel_"
+LOCAL = "127.0.0.1"
+"""Metrics are no secret, and no business of the network's either."""
+
+
+class SinkError(ValueError):
+    """A sink that cannot be had. `key`, `value` and `remedy` are what the user needs to know."""
+
+    def __init__(self, key: str, value: object, remedy: str) -> None:
+        super().__init__(f"{key} = {value!r}: {remedy}")
+        self.key, self.value, self.remedy = key, value, remedy
+
+
+class Sink(Protocol):
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Takes a row of plain values. What it raises switches it off."""
+
+    def close(self) -> None: ...
+
+
+def open_sinks(
+    *,
+    run_dir: str | os.PathLike[str],
+    tensorboard: bool = False,
+    wandb_project: str | None = None,
+    prometheus_port: int | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> list[Sink]:
+    """The sinks that the settings of `observe` ask for. `SinkError` names the setting that cannot be met."""
+    run_dir = Path(run_dir)
+    sinks: list[Sink] = []
+    if tensorboard:
+        need("tensorboardX", key="observe.tensorboard", value=True)
+        sinks.append(Background("TensorBoard", lambda: TensorBoardSink(run_dir=run_dir)))
+    if wandb_project is not None:
+        need("wandb", key="observe.wandb_project", value=wandb_project)
+        project = wandb_project
+        sinks.append(
+            Background("Weights & Biases", lambda: WandbSink(run_dir=run_dir, project=project, config=config or {}))
+        )
+    if prometheus_port is not None:
+        try:
+            sinks.append(PrometheusSink(port=prometheus_port))
+        except SinkError:
+            for sink in sinks:
+                sink.close()
+            raise
+    return sinks
+
+
+def need(module: str, *, key: str, value: object, package: str | None = None) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        remedy = f"it needs a package that is not here: pip install {package or module} ({error})"
+        raise SinkError(key, value, remedy) from error
+
+
+def named(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a row by the names that sinks show them under."""
+    for name, number in numbers(values) if kind != "event" else ():
+        yield (name if kind != "eval" or name.startswith("eval/") else f"eval/{name}"), number
+
+
+class Background:
+    """A sink of its own thread: `write` returns at once, whatever a disk or a service does. What the sink raised is
+    raised by the next `write`, or by `close`."""
+
+    def __init__(self, name: str, start: Callable[[], Sink], *, close_wait_s: float = CLOSE_WAIT_S) -> None:
+        self.name = name
+        self.lost_rows = 0
+        self._close_wait_s = close_wait_s
+        self._rows: queue.Queue[tuple[str, int, Mapping[str, Any]] | None] = queue.Queue(WAITING_ROWS)
+        self._error: Exception | None = None
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, args=(start,), name=f"{name} sink", daemon=True)
+        self._thread.start()
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._rows.put_nowait((kind, step, values))
+        except queue.Full:
+            if not self.lost_rows:
+                log.warning("%s does not keep up: rows are lost there (metrics.jsonl has them)", self.name)
+            self.lost_rows += 1
+
+    def close(self) -> None:
+        deadline = time.monotonic() + self._close_wait_s
+        if not self._closing:
+            self._closing = True
+            with contextlib.suppress(queue.Full):
+                self._rows.put(None, timeout=self._close_wait_s)
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            raise TimeoutError(f"not done within {self._close_wait_s:g} s; its last rows are in metrics.jsonl only")
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, start: Callable[[], Sink]) -> None:
+        try:
+            with contextlib.closing(start()) as sink:
+                while (row := self._rows.get()) is not None:
+                    sink.write(*row)
+        except Exception as error:  # noqa: BLE001  # kept, for the thread that may tell the user
+            self._error = error
+
+
+class TensorBoardSink:
+    """Event files under `tensorboard/` in the run directory: `tensorboard --logdir runs` shows all runs beside each
+    other. Written record by record, since tensorboardX's own `SummaryWriter` loses errors in a thread of its."""
+
+    def __init__(self, *, run_dir: Path) -> None:
+        writer = need("tensorboardX.record_writer", key="observe.tensorboard", value=True, package="tensorboardX")
+        self._event = importlib.import_module("tensorboardX.proto.event_pb2").Event
+        self._summary = importlib.import_module("tensorboardX.proto.summary_pb2").Summary
+        folder = private_folder(run_dir / "tensorboard")
+        name = f"events.out.tfevents.{time.time_ns() / 1e9:.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = writer.RecordWriter(str(folder / name))
+        self._flushed_at = time.monotonic()
+        self._put(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        found = [self._summary.Value(tag=name, simple_value=number) for name, number in named(kind, values)]
+        if found:
+            self._put(self._event(wall_time=time.time(), step=step, summary=self._summary(value=found)))
+        if time.monotonic() - self._flushed_at >= FLUSH_EVERY_S:
+            self._file.flush()
+            self._flushed_at = time.monotonic()
+
+    def _put(self, event: Any) -> None:
+        self._file.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class WandbSink:
+    """A run of Weights & Biases. A resumed training continues it: its id is kept in the run directory.
+
+    `WANDB_MODE` decides as usual; where it is unset and there is no login or no network, the run is written to disk
+    (`wandb sync` uploads it) rather than asking for a key in the middle of the terminal view.
+    """
+
+    def __init__(self, *, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
+        wandb = need("wandb", key="observe.wandb_project", value=project)
+        mode = os.environ.get("WANDB_MODE")
+        if not mode and (reason := _no_login(wandb)):
+            mode = "offline"
+            log.warning(
+                "Weights & Biases: %s; the run is kept in %s/wandb, and `wandb sync` uploads it", reason, run_dir
+            )
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.resolve().name,
+            id=_kept_id(run_dir / "wandb_run_id"),
+            resume="allow",
+            dir=str(run_dir),
+            config=dict(config),
+            mode=mode,
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        # Evaluations arrive after later steps did, and wandb drops what is older than its own step.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        found = dict(named(kind, values))
+        if found:
+            self._run.log({**found, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _no_login(wandb: Any) -> str:
+    """Why nothing can be sent now; empty where it can."""
+    try:
+        return "" if wandb.login(prompt=False) else "nobody is logged in"
+    except wandb.Error as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _kept_id(path: Path) -> str:
+    """The id in the file; a new one where there is none, or one that was not written here: wandb names folders so."""
+    with os.fdopen(open_private(path, os.O_RDWR), "r+", encoding="utf-8", errors="replace") as file:
+        kept = file.read(WANDB_ID_CHARS + 1).strip()
+        if not re.fullmatch(r"[0-9a-f]+", kept):
+            kept = uuid.uuid4().hex[:WANDB_ID_CHARS]
+            file.seek(0)
+            file.truncate()
+            file.write(kept)
+    return kept
+
+
+class PrometheusSink:
+    """The last value of each metric at `http://127.0.0.1:PORT/metrics`, as `freewheel_queue_queue_size` and so on."""
+
+    name = "Prometheus"
+
+    def __init__(self, *, port: int) -> None:
+        key = "observe.prometheus_port"
+        client = need("prometheus_client", key=key, value=port, package="prometheus-client")
+        self._family = importlib.import_module("prometheus_client.core").GaugeMetricFamily
+        self._values: dict[str, tuple[str, float]] = {}
+        self._help = {name: f"{metric.what} ({metric.unit})" for name, metric in describe().items()}
+        registry = client.CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = client.start_http_server(port, addr=LOCAL, registry=registry)
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
+            remedy = f"{LOCAL}:{port} cannot be listened on ({reason}): give a free port, or 0 for any"
+            raise SinkError(key, port, remedy) from error
+        self.port: int = self._server.server_port
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        found = {sanitised(name): (self._help.get(name.rpartition("/")[2], name), n) for name, n in named(kind, values)}
+        if kind == "step":
+            found[f"{PREFIX}step"] = ("last training step recorded", float(step))
+        self._values = {**self._values, **found}  # as a whole: a scrape reads it meanwhile
+
+    def collect(self) -> Iterable[Any]:
+        """What prometheus_client asks for at each scrape."""
+        for name, (text, value) in self._values.items():
+            yield self._family(name, text, value=value)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def sanitised(name: str) -> str:
+    """`actor/grad-norm` → `freewheel_actor_grad_norm`."""
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
 
 Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
 RESERVED = ("kind", "step", "time", "nonfinite")

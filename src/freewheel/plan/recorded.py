@@ -18,7 +18,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
-from freewheel.observe.trace_files import read_trace
+from freewheel.observe.trace import read_trace
 from freewheel.rollout.outbox import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back, settled
 

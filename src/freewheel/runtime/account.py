@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from freewheel.observe import trace
-from freewheel.observe.pulse import Pulse
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
-from freewheel.observe.snapshot import RunSnapshot
+from freewheel.observe.snapshot import Pulse, RunSnapshot
 from freewheel.observe.spans import ELAPSED, shares
 from freewheel.rewards.config import as_config
 from freewheel.runtime.bottleneck import Bound, Setting, Verdict, Waits, Watching, stopped, waited

@@ -27,11 +27,10 @@ import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
 
 from freewheel.errors import ConfigError
-from freewheel.observe.alerts import Alerts
 from freewheel.observe.logs import attach_log, component_statistics, detach_log
-from freewheel.observe.recorder import Recorder
+from freewheel.observe.metrics import Alerts
+from freewheel.observe.recorder import Recorder, Sink, SinkError, open_sinks
 from freewheel.observe.run_folder import FINAL, saved_steps
-from freewheel.observe.sinks import Sink, SinkError, open_sinks
 from freewheel.rollout.hook import HOOK_TIMEOUTS
 from freewheel.runtime.account import Outcome, RunAccount, RunResult
 from freewheel.runtime.asking import Asking

@@ -27,7 +27,7 @@ import numpy as np
 
 from freewheel.data.group import PromptGroup
 from freewheel.observe import trace
-from freewheel.observe.freshness import age_counts, freshness
+from freewheel.observe.metrics import age_counts, freshness
 from freewheel.observe.spans import ELAPSED, Spans
 from freewheel.queue.client import QueueClient
 from freewheel.queue.staleness import Bounds

@@ -1,4 +1,12 @@
-"""`RunView`: one run as the page sees it; `Runs`: those that were named, and those in folders that were named.
+"""What a run was told to do: its `config.yaml` as plain values. What cannot be read is empty.
+
+What a run's metrics do not tell, said as such; and how far it came by what outlives them.
+
+    metrics.jsonl that is gone, torn or has gaps ─ missing ─▶ words       journal, checkpoints ─ Reached ─▶ a step
+
+A disk that is full costs rows and not the run: its journal and its checkpoints then know more than its curves.
+
+`RunView`: one run as the page sees it; `Runs`: those that were named, and those in folders that were named.
 
     freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `pages`
 
@@ -8,26 +16,174 @@ time, and only when somebody looks.
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
+import yaml
 
-from freewheel.dashboard.web.columns import Columns
-from freewheel.dashboard.web.missing import Reached
-from freewheel.dashboard.web.recorded import Recorded
-from freewheel.dashboard.web.rows import Warned
 from freewheel.dashboard.web.samples import Samples
-from freewheel.dashboard.web.settings import Settings
-from freewheel.dashboard.web.tail import Tail
 from freewheel.dashboard.web.timeline import Timeline
 from freewheel.errors import ConfigError
-from freewheel.observe.lines import decoded
-from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS
+from freewheel.inspect.metrics import Columns, Recorded, Warned
+from freewheel.observe.lines import Tail, decoded, open_regular
+from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS, saved_steps
+from freewheel.runtime.config import THRESHOLDS
+
+MOST_BYTES = 1 << 20
+"""A longer one is no configuration of ours."""
+
+
+class Settings:
+    """The file, read again when it changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / CONFIG
+        self._read: tuple[int, int] | None = None
+        self.values: dict[str, Any] = {}
+        self.changes = 0
+        """How often it was read."""
+
+    def look(self) -> None:
+        fd = open_regular(self._path)
+        if fd is None:
+            return
+        try:
+            about = os.fstat(fd)
+            if (about.st_ino, about.st_mtime_ns) == self._read:
+                return
+            self._read = (about.st_ino, about.st_mtime_ns)
+            self.changes += 1
+            self.values = _parsed(os.pread(fd, MOST_BYTES, 0))
+        finally:
+            os.close(fd)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """By its full name, such as `trainer.total_steps`."""
+        found: Any = self.values
+        for part in key.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    @property
+    def staleness_threshold(self) -> int | None:
+        """What holds, in the run's mode; None where neither that nor the key says."""
+        told = self.number("async_training.staleness_threshold")
+        return THRESHOLDS.get(self.text("mode"), None if told is None else int(told))
+
+    def text(self, key: str) -> str:
+        found = self.get(key)
+        return found if isinstance(found, str) else ""
+
+    def number(self, key: str) -> float | None:
+        found = self.get(key)
+        is_number = isinstance(found, int | float) and not isinstance(found, bool)
+        return found if is_number and abs(found) <= sys.float_info.max else None  # NaN is not, nor what no float holds
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, Loader=_LOADER)):
+            return {}  # our files have none, and a few lines of them can stand for more than fits in memory
+        loader = _LOADER(data)
+        try:
+            found = loader.get_single_data()
+        finally:
+            loader.dispose()
+        if not isinstance(found, dict):
+            return {}
+        flat(found)  # as it is told: raises where it is nested too deeply, or has a number too long to be written
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return {}
+    return found
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Each setting by its full name, as text: what two runs are compared by."""
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + str(name)] = "null" if value is None else str(value)
+    return found
+
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""Makes plain values only; the one in C is ten times as fast."""
+
+
+class Reached:
+    """The last step of a run that is over, looked up again when one of its files changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen: list[tuple[int, int]] = []
+        self._step = 0
+        self.unread = ""
+        """Why the journal, which is there, could not say: then the run may have come further."""
+
+    def look(self) -> int:
+        """0 where neither journal nor checkpoint says."""
+        seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
+        if seen != self._seen or self.unread:  # that it may be read now changes no file
+            self._seen = seen
+            committed, self.unread = _committed(self._folder / JOURNAL)
+            self._step = max([committed, *saved_steps(self._folder)])
+        return self._step
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except OSError:
+        return (0, 0)
+    return (about.st_mtime_ns, about.st_size)
+
+
+def _committed(path: Path) -> tuple[int, str]:
+    """The last step that the journal has, and why it could not be read."""
+    from freewheel.queue.journal import Journal, JournalError
+
+    if not path.is_file():
+        return 0, ""
+    try:
+        with closing(Journal(path, readonly=True, checked=False)) as journal:
+            return journal.last_step(), ""
+    except (JournalError, sqlite3.Error, OSError) as error:
+        return 0, str(error) or type(error).__name__
+
+
+def missing(recorded: Recorded, step: int, unread: str = "") -> list[str]:
+    """Of a run that came to `step`; empty where nothing is. `unread`: why its journal could not be read."""
+    found = [f"{JOURNAL} cannot be read ({unread}): the run may have come further than is shown"] if unread else []
+    known = _known(step, by="its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows")
+    if not recorded.exists:
+        return [f"{METRICS} is missing or cannot be opened: there are no curves. {known}", *found]
+    if recorded.bad_lines:
+        found.append(f"{recorded.bad_lines:,} line{'s' * (recorded.bad_lines > 1)} of {METRICS} could not be read")
+    told, last = recorded.steps.rows, int(recorded.steps.last("step") or 0)
+    if told < step:
+        why = "the disk was full, the run or its trainer was killed, or lines are gone"
+        rows = f"{METRICS} has rows of {told:,} of {step:,} steps: {why}"
+        found.append(rows if last == step else f"{rows}. {known}")
+    return found
+
+
+def _known(step: int, *, by: str) -> str:
+    if not step:
+        return "How far it came is not known"
+    return f"That it came to step {step:,} is known by {by}"
+
 
 BEGUN_MARKS = (METRICS, JOURNAL, CHECKPOINTS)
 """A run's folder that has one of these is past its start."""

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from freewheel.dashboard.web.tail import Folder, Identity, Tail, open_regular
-from freewheel.observe.lines import decoded
+from freewheel.observe.lines import Folder, Identity, Tail, decoded, open_regular
 from freewheel.observe.run_folder import SAMPLES
 
 PAGE = 40

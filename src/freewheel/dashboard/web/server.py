@@ -1,4 +1,26 @@
-"""`Server`: the page and what it asks for, over HTTP. Only reads, and only for who has the token.
+"""Who may look: whoever has the token, which is in the address that was printed, and nobody else. Pure.
+
+    /?token=T ─▶ the page's address without it, and a cookie      cookie, or `Authorization: Bearer T` ─▶ in
+
+No script can read the cookie, and of another site's requests only a link that leads here has it sent. It is named after
+the port, so that two pages do not take each other's place; but to a browser a cookie belongs to a host, not to a port:
+it is sent to every other server at this address, too, that is opened in the same browser.
+
+Server-sent events: what came to a run since a cursor, about once a second, while somebody listens.
+
+    client (cursor, or Last-Event-ID after a break) ─▶ changes ─▶ `event: change`, id: the next cursor
+                                                          ├─ nothing new for long ─▶ `event: alive`
+                                                          └─ None ─▶ `event: reload`: fetch the whole, then come again
+
+Nothing is kept for a client but its cursor, so one that comes back goes on where it was, on another server too. Waits
+for: the clock. Unblocked by: the client's hanging up, `stop`.
+
+A server as a program: it listens, serves until it is told to stop or its parent is gone, and ends.
+
+`freewheel dashboard` ─▶ listen ─▶ serve (until SIGINT or SIGTERM)
+`beside` ─ listening socket, token ─▶ child ─▶ serve (until its stdin ends: with the run, however that ends)
+
+`Server`: the page and what it asks for, over HTTP. Only reads, and only for who has the token.
 
     GET /?token=…                     cookie ─▶ /
     GET /, /static/…                  the page itself, from the package
@@ -11,10 +33,17 @@ A view that cannot be made is an error in its own reply; the others go on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import hmac
 import logging
 import math
+import os
+import secrets
+import signal
 import socket
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -23,13 +52,184 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from freewheel.dashboard.web import pages, panels
-from freewheel.dashboard.web.door import HEADERS, REFUSED, Door
-from freewheel.dashboard.web.live import Streams
+from freewheel.dashboard.web import views as pages
+from freewheel.dashboard.web import views as panels
+from freewheel.dashboard.web.child import PARENT_CHECK_S
 from freewheel.dashboard.web.runs import Runs, RunView
+from freewheel.dashboard.web.views import changes
 from freewheel.utils.http import server_log
 
+TOKEN_BYTES = 32
+REFUSED = (
+    "403: this page needs its token.\n\n"
+    "Open the address as it was printed, with ?token=… at its end: by `freewheel train` at its start, or by\n"
+    "`freewheel dashboard RUN`, which prints a fresh one. Programs send it as `Authorization: Bearer TOKEN`.\n"
+)
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+"""Of every reply. What a model said is shown as text; even if it were not, no script but the page's own would run."""
+
+
+def make_token() -> str:
+    return secrets.token_urlsafe(TOKEN_BYTES)
+
+
+class Door:
+    """Knows the token, by its digest."""
+
+    def __init__(self, token: str, port: int) -> None:
+        self.cookie = f"freewheel-{port}"
+        self._digest = _digest(token)
+
+    def knows(self, token: str | None) -> bool:
+        """Digests of equal length, compared in constant time: neither content nor length shows in the time it takes."""
+        return token is not None and hmac.compare_digest(_digest(token), self._digest)
+
+    def lets_in(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
+        scheme, _, given = headers.get("Authorization", "").partition(" ")
+        return self.knows(cookies.get(self.cookie)) or (scheme.lower() == "bearer" and self.knows(given.strip()))
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+
+
+EVERY_S = 1.0
+"""Between two looks: as often as a run writes a pulse."""
+ALIVE_S = 15.0
+"""Silence after which a word is sent, by which either side learns that the other has gone."""
+RETRY_MS = 1000
+MOST_STREAMS = 64
+
+
+class Streams:
+    """All clients that listen."""
+
+    def __init__(self) -> None:
+        self._stopping = asyncio.Event()
+        self._open = 0
+
+    @property
+    def full(self) -> bool:
+        return self._open >= MOST_STREAMS
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def serve(
+        self, request: web.Request, view: RunView, told: str, headers: Mapping[str, str]
+    ) -> web.StreamResponse:
+        """Until the client hangs up, or has to begin anew."""
+        response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
+        self._open += 1
+        try:
+            await response.prepare(request)
+            await response.write(f"retry: {RETRY_MS}\n\n".encode())
+            with contextlib.suppress(ConnectionError):
+                await self._follow(response, view, told)
+        finally:
+            self._open -= 1
+        return response
+
+    async def _follow(self, response: web.StreamResponse, view: RunView, told: str) -> None:
+        loop = asyncio.get_running_loop()
+        before, sent_at = b"", loop.time()
+        while not self._stopping.is_set():
+            found = await asyncio.to_thread(_changes, view, told)
+            if found is None:
+                await response.write(b"event: reload\ndata: {}\n\n")
+                return
+            cursor = found.pop("cursor")
+            data = msgspec.json.encode(found)
+            if data != before:
+                await response.write(b"event: change\nid: %s\ndata: %s\n\n" % (cursor.encode(), data))
+                told, sent_at = cursor, loop.time()
+                before = msgspec.json.encode(_without_rows(found))
+            elif loop.time() - sent_at >= ALIVE_S:
+                await response.write(b"event: alive\ndata: {}\n\n")
+                sent_at = loop.time()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), EVERY_S)
+
+
+def _changes(view: RunView, told: str) -> dict[str, Any] | None:
+    with view.reading():
+        return changes(view, told)
+
+
+def _without_rows(found: dict[str, Any]) -> dict[str, Any]:
+    """As the same moment looks when nothing has come since."""
+    empty = {"steps": {}, "evals": {}, "pulses": {}, "statistics": 0, "syncs": 0, "events": []}
+    return {name: empty.get(name, value) for name, value in found.items()}
+
+
 log = logging.getLogger("freewheel.dashboard")
+
+
+def serve(runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None] = lambda: None) -> None:
+    """Until SIGINT or SIGTERM. To be called in the main thread. The first run is read at once: who was told the address
+    opens it about a second later."""
+    threading.Thread(target=_read, args=(runs.all()[0],), daemon=True).start()
+    asyncio.run(_serve(runs, listening, token, ready, parent=None))
+
+
+def serve_beside(runs: Runs, listening: socket.socket, token: str, *, parent: int) -> None:
+    """Until stdin ends, the parent is another than `parent`, or SIGTERM."""
+    asyncio.run(_serve(runs, listening, token, lambda: None, parent=parent))
+
+
+def _read(view: RunView) -> None:
+    with view.reading():
+        log.debug("%s is %s", view.folder, view.state)
+
+
+async def _serve(
+    runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None], *, parent: int | None
+) -> None:
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, told.set)
+    if parent is None:
+        loop.add_signal_handler(signal.SIGINT, told.set)
+    else:
+        os.set_blocking(0, False)
+        loop.add_reader(0, _at_end, told)
+    server = Server(runs, token=token)
+    await server.start(listening)
+    try:
+        ready()
+        while parent is None or os.getppid() == parent:
+            try:
+                await asyncio.wait_for(told.wait(), None if parent is None else PARENT_CHECK_S)
+                return
+            except TimeoutError:
+                continue
+    finally:
+        if parent is not None:
+            loop.remove_reader(0)
+        await server.stop()
+
+
+def _at_end(told: asyncio.Event) -> None:
+    try:
+        ended = not os.read(0, 1 << 10)
+    except BlockingIOError:
+        return
+    except OSError:
+        ended = True
+    if ended:
+        told.set()
+
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {

@@ -16,8 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.tail import Folder, Identity
-from freewheel.observe.lines import decoded
+from freewheel.observe.lines import Folder, Identity, decoded
 from freewheel.observe.run_folder import TRACE
 from freewheel.observe.trace import MAIN
 

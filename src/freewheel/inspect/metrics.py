@@ -1,4 +1,10 @@
-"""`Recorded`: all of a run's `metrics.jsonl` that the page shows, kept up with the file.
+"""`Columns`: rows of numbers that only grow, a column by its name. What is not known is NaN.
+
+The rows of `metrics.jsonl` as the page needs them: of each kind its numbers, and nothing else is decoded.
+
+A row that is no such thing (half a line, another's) is passed over. `recorded` keeps what comes out of this.
+
+`Recorded`: all of a run's `metrics.jsonl` that the page shows, kept up with the file.
 
     metrics.jsonl ─ Tail ─ rows by kind ─▶ columns of steps, evaluations, pulses, statistics; lists of syncs and events
 
@@ -9,31 +15,339 @@ for several threads at once.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.columns import Columns, Numbers, means
-from freewheel.dashboard.web.rows import (
-    EVAL_METRICS,
-    STEP_METRICS,
-    Ages,
-    Event,
-    JudgeHistory,
-    Pulse,
-    Statistics,
-    StatisticsHistory,
-    Sync,
-    by_kind,
-    decoder_of,
-)
-from freewheel.dashboard.web.tail import Tail
-from freewheel.observe.lines import decoded
+from freewheel.judge.stats import EndpointStats
+from freewheel.observe.lines import Tail, decoded
 from freewheel.observe.run_folder import METRICS
+from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
+
+Numbers = np.ndarray[Any, np.dtype[np.float64]]
+
+FIRST_ROWS = 1024
+SIGNIFICANT = 7
+"""Digits that are sent: more than a screen has pixels for."""
+SHORTEST_S = 1e-3
+"""That a measurement counts for at least: a clock may stand still, or be set back."""
+
+
+class Columns:
+    """Appending costs a copy of what is appended, and now and then one of everything. A column lies in one piece."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.rows = 0
+        self._at = {name: index for index, name in enumerate(self.names)}
+        self._data: Numbers = np.empty((len(self.names), FIRST_ROWS))
+
+    def extend(self, rows: Sequence[Sequence[float | None]] | Numbers) -> None:
+        if not len(rows):
+            return
+        block = np.asarray(rows, np.float64)  # None becomes NaN
+        until = self.rows + len(block)
+        if until > self._data.shape[1]:
+            grown = np.empty((len(self.names), max(until, 2 * self._data.shape[1])))
+            grown[:, : self.rows] = self._data[:, : self.rows]
+            self._data = grown
+        self._data[:, self.rows : until] = block.T
+        self.rows = until
+
+    def cut(self, rows: int) -> None:
+        """Keeps the first so many."""
+        self.rows = min(self.rows, rows)
+
+    def __getitem__(self, name: str) -> Numbers:
+        return self._data[self._at[name], : self.rows]
+
+    def last(self, name: str) -> float | None:
+        """The last that is known."""
+        known = np.flatnonzero(np.isfinite(self[name]))
+        return float(self[name][known[-1]]) if known.size else None
+
+    def since(self, row: int) -> dict[str, list[float | None]]:
+        """By column, what came from that row on; columns in which nothing is known are left out."""
+        found = {}
+        for name in self.names:
+            values = self[name][row:]
+            if np.isfinite(values).any():
+                found[name] = plain(values)
+        return found
+
+
+def plain(values: Numbers) -> list[float | None]:
+    """As JSON has it: short, and None for what is not a number."""
+    return [_short(value) for value in values.tolist()]
+
+
+def _short(value: float) -> float | None:
+    if value != value or value in (float("inf"), float("-inf")):
+        return None
+    if value.is_integer():
+        return int(value) if abs(value) < 2**53 else value
+    return float(f"{value:.{SIGNIFICANT}g}")
+
+
+def rates(counter: Numbers, time_s: Numbers) -> Numbers:
+    """How fast a counter grew from one row to the next, a second; NaN in the first. One that fell was begun anew."""
+    grown = np.diff(counter, prepend=np.nan)
+    grown = np.where(grown < 0, counter, grown)
+    passed = np.diff(time_s, prepend=np.nan)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found: Numbers = np.where(passed > 0, grown / passed, np.nan)
+    return found
+
+
+def mean_over_time(values: Numbers, time_s: Numbers) -> float | None:
+    """Of what was measured now and then since time 0: each value counts for the time since the row before it, and for
+    no longer than pulses of a run that goes on lie apart. None where nothing is known."""
+    known = np.isfinite(values)
+    if not known.any():
+        return None
+    passed = np.clip(np.diff(time_s, prepend=0.0), SHORTEST_S, LATER_S)
+    return float(np.average(values[known], weights=passed[known]))
+
+
+def means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over all; one that is missing counts as 0."""
+    names = dict.fromkeys(name for one in shares for name in one)
+    return {name: sum(one.get(name, 0.0) for one in shares) / len(shares) for name in names}
+
+
+NAN = math.nan
+
+STEP_METRICS = (
+    "rollout/reward_mean",
+    "rollout/reward_std",
+    "rollout/raw_reward_mean",
+    "rollout/response_length_mean",
+    "rollout/truncation_ratio",
+    "rollout/masked_ratio",
+    "rollout/zero_variance_ratio",
+    "avg_sample_age",
+    "max_sample_age",
+    "stale_samples_ratio",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/kl",
+    "actor/entropy",
+    "actor/ess",
+    "actor/lr",
+)
+"""Of a step, what is on the page from the start. Any other is read when somebody asks for it."""
+EVAL_METRICS = ("eval/reward", "eval/reward_se", "eval/response_length_mean", "eval/truncation_ratio")
+AGES = "sample_age_counts"
+
+
+def decoder_of(metrics: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
+    """Of rows as `(step, time, metric, metric, …)`: everything else in a row is skipped over, not built."""
+    fields: list[Any] = [("step", int), ("time", float)]
+    for at, name in enumerate(metrics):
+        fields.append((f"metric_{at}", float | None, msgspec.field(name=name, default=NAN)))
+    return msgspec.json.Decoder(msgspec.defstruct("Row", fields, gc=False))
+
+
+class Ages(msgspec.Struct, gc=False):
+    """Of a step: groups by their lag."""
+
+    step: int
+    counts: list[int] | None = msgspec.field(name=AGES, default=None)
+
+
+class Pulse(msgspec.Struct, gc=False):
+    """What the run was at, about once a second."""
+
+    time: float
+    step: int = 0
+    queue_size: float | None = NAN
+    in_progress: float | None = NAN
+    version: float | None = NAN
+    published_version: float | None = NAN
+    tokens_per_s: float | None = NAN
+    samples_per_s: float | None = NAN
+    waits: dict[str, dict[str, float]] = {}
+    verdict: str = ""
+    last: bool = False
+    """The run was over, and the verdict is of all of it."""
+
+
+class EngineSync(msgspec.Struct):
+    took_s: float | None = None
+    attempts: int = 0
+    error: str = ""
+
+
+class Sync(msgspec.Struct):
+    """One weight version on its way to the engines."""
+
+    time: float
+    step: int = 0
+    version: int = 0
+    took_s: float | None = None
+    bytes: float | None = None
+    engines: dict[str, EngineSync] = {}
+    failed: bool = False
+
+
+class Event(msgspec.Struct, gc=False):
+    time: float
+    step: int = 0
+    text: str = ""
+
+
+class Warned(msgspec.Struct, gc=False):
+    """A line of `log.jsonl`."""
+
+    time: float
+    level: str
+    message: str
+    role: str = ""
+    step: int | None = None
+
+
+class JudgeHistory(msgspec.Struct, gc=False):
+    """Of a judge, what has a curve."""
+
+    scored: int = 0
+    failed: dict[str, int] = {}
+    shared: int = 0
+    queued: int = 0
+    sent: int = 0
+    throttled: int = 0
+    faults: dict[str, int] | None = None
+    """Failed calls by kind; None in runs of before, which have them by endpoint alone."""
+    in_flight: int = 0
+    limit: int = 0
+    cache_hits: int = 0
+    cost: float = 0.0
+
+
+class RewardsHistory(msgspec.Struct, gc=False):
+    scored: int = 0
+    failed: dict[str, int] = {}
+    in_flight: int = 0
+    waiting: int = 0
+    judge: JudgeHistory | None = None
+
+
+class RollouterHistory(msgspec.Struct, gc=False):
+    generated_tokens: float = NAN
+    total_generated_samples: float = NAN
+    rewards: RewardsHistory = msgspec.field(default_factory=RewardsHistory)
+
+
+class QueueHistory(msgspec.Struct, gc=False):
+    queue_size: float = NAN
+    in_progress: float = NAN
+    version: float = NAN
+    published_version: float = NAN
+
+
+class StatisticsHistory(msgspec.Struct, gc=False):
+    """Of `Statistics`, what has a curve: of all but the last row nothing else is decoded."""
+
+    time: float
+    step: int = 0
+    rollouter: RollouterHistory = msgspec.field(default_factory=RollouterHistory)
+    queue: QueueHistory = msgspec.field(default_factory=QueueHistory)
+
+
+class JudgeNumbers(JudgeHistory):
+    """As `Judging.stats` has it: of all endpoints together, and of each."""
+
+    submitted: int = 0
+    skipped: int = 0
+    retries: int = 0
+    reasks: int = 0
+    restarts: int = 0
+    endpoints: Sequence[EndpointStats] = ()
+
+
+class Rewards(RewardsHistory):
+    """As `RewardStage.stats` has it."""
+
+    skipped: int = 0
+    retried_groups: int = 0
+    dropped_groups: int = 0
+    mean_latency_s: float = 0.0
+    judge: JudgeNumbers | None = None
+
+
+class RollouterNumbers(RollouterHistory):
+    rewards: Rewards = msgspec.field(default_factory=Rewards)
+    running: float | None = None
+    slots: float | None = None
+    spans: dict[str, float] = {}
+
+
+class TrainerNumbers(msgspec.Struct):
+    spans: dict[str, float] = {}
+
+
+class QueueNumbers(QueueHistory):
+    waiting_for: str = ""
+    paused: str = ""
+    memory_bytes: float = NAN
+    dropped_by_reason: dict[str, int] = {}
+
+
+class SyncNumbers(msgspec.Struct):
+    sync_failures: int = 0
+    last_sync_s: float = 0.0
+    mean_sync_s: float = 0.0
+    longest_sync_s: float = 0.0
+    param_sync_count: int = 0
+    state: str = ""
+    fenced: list[str] = []
+    versions: dict[str, int] = {}
+
+
+class RunNumbers(msgspec.Struct):
+    replayed: dict[str, dict[str, float]] = {}
+    """Spans by component, until steps of the journal were trained again after a resume."""
+
+
+class Statistics(StatisticsHistory):
+    """What the components said of themselves, every `observe.statistics_every_s`."""
+
+    trainer: TrainerNumbers = msgspec.field(default_factory=TrainerNumbers)
+    rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
+    queue: QueueNumbers = msgspec.field(default_factory=QueueNumbers)
+    sync: SyncNumbers = msgspec.field(default_factory=SyncNumbers)
+    run: RunNumbers = msgspec.field(default_factory=RunNumbers)
+
+
+class _Kind(msgspec.Struct):
+    kind: str
+
+
+KINDS = ("step", "eval", "pulse", "statistics", "sync", "event")
+_KINDS = msgspec.json.Decoder(_Kind)
+_PREFIX = len(b'{"kind": "step"')
+_BEGINNINGS = {f'{{"kind": "{kind}"'.encode()[:_PREFIX]: kind for kind in KINDS}
+"""How the recorder begins a row: its kind is then known without decoding it."""
+
+
+def by_kind(lines: Iterable[bytes]) -> dict[str, list[bytes]]:
+    """Lines by the kind of row that they are, in their order; those that are none under the empty text."""
+    found: dict[str, list[bytes]] = {kind: [] for kind in ("", *KINDS)}
+    known = _BEGINNINGS.get
+    for line in lines:
+        found[known(line[:_PREFIX]) or _decoded_kind(line)].append(line)
+    return found
+
+
+def _decoded_kind(line: bytes) -> str:
+    """Of a row that begins otherwise, or of what is no row."""
+    found = decoded(_KINDS, line)
+    return found.kind if found is not None and found.kind in KINDS else ""
+
 
 STEP_COLUMNS = ("step", "elapsed_s", *STEP_METRICS)
 EVAL_COLUMNS = ("step", "elapsed_s", *EVAL_METRICS)

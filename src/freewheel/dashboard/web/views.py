@@ -1,0 +1,572 @@
+"""`thin`: which points of a curve to send, so that it looks as if all had been sent.
+
+A curve of 100,000 points on a screen of 1,500 columns is a line for each column from the lowest to the highest value in
+it. So each bucket of neighbours keeps its lowest and its highest point, in their order, and a spike of a single step
+stays where it was. Pure.
+
+Does it learn? One sentence from two curves, and never a larger claim than they carry. Pure.
+
+What held a run up that is over: its own word for it, the same that `freewheel train` says at the end.
+
+A run that was killed had none: then it follows, by the same rule, from what was recorded until then. Pure.
+
+What the page shows first, and what changes on it: a run's `RunView` in, plain values for JSON out. Pure.
+
+    overview ─▶ everything of the first view, with a cursor      changes(cursor) ─▶ what came since, or None: begin anew
+
+Each function is called within `RunView.reading`.
+
+The other views, each from what its files say: judge, weights, ledger, comparison. Plain values for JSON.
+
+`judge` and `weights` are called within `RunView.reading`; `compare` holds one run after the other; `ledger` and
+`prompt` read the journal, and hold none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from freewheel.dashboard.web.runs import RunView, Settings, flat, missing
+from freewheel.errors import ConfigError
+from freewheel.inspect.metrics import (
+    Columns,
+    JudgeNumbers,
+    Numbers,
+    Recorded,
+    Rewards,
+    Statistics,
+    mean_over_time,
+    means,
+    plain,
+    rates,
+)
+from freewheel.judge.breaker import Breaker, State
+from freewheel.judge.stats import EndpointStats
+from freewheel.runtime.bottleneck import Setting, Watching, stopped
+
+Places = np.ndarray[Any, np.dtype[np.intp]]
+
+MOST_POINTS = 1500
+"""Of a curve: about as many as a wide screen has columns for it."""
+
+
+def thin(values: Numbers, most: int = MOST_POINTS) -> Places:
+    """Places of the points to keep, ascending: at most `most`, all of them finite; the first, the last, the lowest and
+    the highest are among them."""
+    assert most >= 4
+    finite = np.flatnonzero(np.isfinite(values))
+    count = len(finite)
+    if count <= most:
+        return finite
+    buckets = (most - 2) // 2
+    width = -(-count // buckets)
+    padded = np.full(buckets * width, values[finite[-1]])
+    padded[:count] = values if count == len(values) else values[finite]
+    grid = padded.reshape(buckets, width)
+    starts = np.arange(buckets) * width
+    kept = np.concatenate([[0], starts + grid.argmin(axis=1), starts + grid.argmax(axis=1), [count - 1]])
+    found: Places = finite[np.unique(np.minimum(kept, count - 1))]
+    return found
+
+
+def curve(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> dict[str, list[float | None]]:
+    """A curve as it is sent."""
+    kept = thin(y, most)
+    return {"x": plain(x[kept]), "y": plain(y[kept])}
+
+
+Trend = Literal["up", "flat", "down", "unknown"]
+
+SURE = 2.0
+"""Standard errors by which two means must differ before one is called higher: 19 times of 20 it is."""
+FEWEST_STEPS = 10
+"""Steps before a curve of training rewards is said to go anywhere."""
+END_SHARE = 0.1
+"""Of a curve, what is averaged at either end of it."""
+
+
+class Learning(NamedTuple):
+    trend: Trend
+    words: str
+
+
+def learning(*, steps: Numbers, rewards: Numbers, eval_steps: Numbers, held_out: Numbers, errors: Numbers) -> Learning:
+    """By held-out rewards where there are two of them, else by the rewards of training."""
+    known = np.flatnonzero(np.isfinite(held_out))
+    if len(known) >= 2:
+        return _compared(
+            "Held-out reward",
+            (float(held_out[known[0]]), _or_zero(errors[known[0]]), int(eval_steps[known[0]])),
+            (float(held_out[known[-1]]), _or_zero(errors[known[-1]]), int(eval_steps[known[-1]])),
+        )
+    known = np.flatnonzero(np.isfinite(rewards))
+    if len(known) < FEWEST_STEPS:
+        return Learning("unknown", "Too early to say whether it learns")
+    width = max(FEWEST_STEPS // 2, round(len(known) * END_SHARE))
+    first, last = known[:width], known[-width:]
+    return _compared(
+        "Training reward",
+        (*_mean(rewards[first]), int(steps[known[0]])),
+        (*_mean(rewards[last]), int(steps[known[-1]])),
+    )
+
+
+def _compared(what: str, first: tuple[float, float, int], last: tuple[float, float, int]) -> Learning:
+    (was, was_error, was_at), (now, now_error, now_at) = first, last
+    told = f"{was:.3f} at step {was_at:,} → {now:.3f} at step {now_at:,}"
+    sure = abs(now - was) > SURE * math.hypot(was_error, now_error) and now != was
+    if not sure:
+        return Learning("flat", f"No clear change yet: {what.lower()} {told}")
+    if now > was:
+        return Learning("up", f"It learns: {what.lower()} {told}")
+    return Learning("down", f"It gets worse: {what.lower()} {told}")
+
+
+def _mean(values: Numbers) -> tuple[float, float]:
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def _or_zero(value: float) -> float:
+    return float(value) if math.isfinite(value) else 0.0
+
+
+def closing(recorded: Recorded, settings: Settings) -> str:
+    """Empty where nothing was measured."""
+    pulse, rows = recorded.last_pulse, recorded.latest_statistics
+    if not rows or (pulse is not None and pulse.last):  # before the first statistics a pulse is of the whole run
+        return pulse.verdict if pulse is not None else ""
+    replicas = [name for name in (pulse.waits if pulse is not None else ()) if name.startswith("rollouter")]
+    last, judge = rows[-1], rows[-1].rollouter.rewards.judge
+    replayed = {name: last.run.replayed.get(name.partition("-")[0], {}) for name in ("trainer", *replicas, "rollouter")}
+    watching = Watching(_setting(settings), is_judge=judge is not None, replayed=replayed)
+    for row in rows:
+        found = _components(row, replicas or ["rollouter"])
+        watching.note(row.time, found, msgspec.to_builtins(row.rollouter.rewards))
+    endpoints = msgspec.to_builtins(judge.endpoints) if judge is not None else ()
+    verdict = stopped(paused=last.queue.paused, endpoints=endpoints) or watching.verdict_on(watching.whole)
+    return "" if verdict.bound == "unmeasured" else verdict.sentence
+
+
+def _components(row: Statistics, replicas: list[str]) -> dict[str, dict[str, Any]]:
+    """By name; statistics have the replicas together, so that each is as all of them are."""
+    made = row.rollouter
+    rollouter: dict[str, Any] = {"spans": made.spans}
+    if made.running is not None and made.slots is not None:
+        rollouter |= {"running": made.running, "slots": made.slots}
+    return {"trainer": {"spans": row.trainer.spans}, **dict.fromkeys(replicas, rollouter)}
+
+
+def _setting(settings: Settings) -> Setting:
+    save_every = settings.number("trainer.save_every_steps")
+    return Setting(
+        mode=settings.text("mode") or "fully_async",
+        threshold=settings.staleness_threshold,
+        sync_every_steps=int(settings.number("async_training.sync_every_steps") or 1),
+        save_every_steps=None if save_every is None else int(save_every),
+    )
+
+
+MOST_CHANGES = 2000
+"""Rows of a kind that are told one by one; who missed more fetches the whole, which is thinned."""
+RATE_STEPS = 50
+"""Steps by which the time to the end is judged."""
+STATE_WORDS = {
+    "live": "running",
+    "finished": "finished",
+    "ended": "not running",
+    "removed": "its folder is gone",
+    "waiting": "starting",
+}
+
+
+def headline(view: RunView) -> dict[str, Any]:
+    """A run in a list."""
+    recorded, settings = view.recorded, view.settings
+    state = view.state
+    return {
+        "id": view.id,
+        "name": view.folder.name,
+        "folder": str(view.folder),
+        "state": state,
+        "state_words": STATE_WORDS[state],
+        "mode": settings.text("mode"),
+        "task": settings.text("data.task"),
+        "model": settings.text("model.path"),
+        "step": view.step,
+        "total_steps": settings.number("trainer.total_steps"),
+        "began": recorded.first_time,
+        "last_row": recorded.last_time,
+    }
+
+
+def overview(view: RunView) -> dict[str, Any]:
+    recorded, settings = view.recorded, view.settings
+    return {
+        **headline(view),
+        "cursor": cursor(view),
+        "now": now(view),
+        "steps": _curves(recorded.steps, "step"),
+        "evals": _curves(recorded.evals, "step"),
+        "pulses": _pulses(recorded),
+        "ages": ages(view),
+        "events": msgspec.to_builtins(list(recorded.events)),
+        "metrics": _metrics(recorded),
+        "bounds": {
+            "staleness_threshold": settings.staleness_threshold,
+            "max_staleness_allowed": settings.number("async_training.max_staleness_allowed"),
+            "max_queue_size": settings.number("async_training.max_queue_size"),
+        },
+        "has_judge": settings.get("reward.judge") is not None,
+    }
+
+
+def cursor(view: RunView) -> str:
+    """How far somebody has been told."""
+    return ".".join(map(str, (_generation(view), *view.recorded.marks)))
+
+
+def _generation(view: RunView) -> int:
+    """Moves when what was told no longer holds, other settings included."""
+    return view.recorded.generation + view.settings.changes
+
+
+def changes(view: RunView, told: str) -> dict[str, Any] | None:
+    """What came after a cursor. None: what was told no longer holds, or is too far back."""
+    recorded = view.recorded
+    try:
+        generation, steps, evals, pulses, statistics, syncs, events = map(int, told.split("."))
+    except ValueError:
+        return None
+    marks = recorded.marks
+    missed = [new - old for new, old in zip(marks, (steps, evals, pulses, statistics, syncs, events), strict=True)]
+    if generation != _generation(view) or min(missed) < 0 or max(missed) > MOST_CHANGES:
+        return None
+    return {
+        "cursor": cursor(view),
+        "state": view.state,
+        "now": now(view),
+        "ages": ages(view),
+        "steps": recorded.steps.since(steps),
+        "evals": recorded.evals.since(evals),
+        "pulses": recorded.pulses.since(pulses),
+        "metrics": _metrics(recorded),
+        "statistics": missed[3],
+        "syncs": missed[4],
+        "events": msgspec.to_builtins(list(recorded.events)[-missed[5] :] if missed[5] else []),
+    }
+
+
+def now(view: RunView) -> dict[str, Any]:
+    """The run at this moment, in numbers and in words."""
+    recorded = view.recorded
+    pulse, statistics = recorded.last_pulse, recorded.last_statistics
+    queue = statistics.queue if statistics is not None else None
+    found = learning(
+        steps=recorded.steps["step"],
+        rewards=recorded.steps["rollout/reward_mean"],
+        eval_steps=recorded.evals["step"],
+        held_out=recorded.evals["eval/reward"],
+        errors=recorded.evals["eval/reward_se"],
+    )
+    state, step = view.state, view.step
+    gone = missing(recorded, step, view.unread) if state in ("live", "finished", "ended") else []
+    if gone and not 0 < step < FEWEST_STEPS and found.trend == "unknown":
+        found = Learning("unknown", "Whether it learns cannot be said: the rows that would tell are not there")
+    newest = pulse is not None and (statistics is None or pulse.time >= statistics.time)
+    source = recorded.pulses if newest else recorded.statistics
+    of_now = _last if state == "live" else mean_over_time
+    tokens_per_s, at_s = recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]
+    samples_per_s = of_now(recorded.pulses["samples_per_s"], at_s)
+    if pulse is None:
+        at_s = recorded.statistics["elapsed_s"]
+        tokens_per_s = rates(recorded.statistics["generated_tokens"], at_s)
+    return {
+        "state": state,
+        "state_words": STATE_WORDS[state],
+        "step": step,
+        "total_steps": view.settings.number("trainer.total_steps"),
+        "elapsed_s": _elapsed_s(recorded),
+        "eta_s": _eta_s(view),
+        "reward": recorded.steps.last("rollout/reward_mean"),
+        "held_out": recorded.evals.last("eval/reward"),
+        "held_out_se": recorded.evals.last("eval/reward_se"),
+        "held_out_step": recorded.evals.last("step"),
+        "recorded_step": int(recorded.steps.last("step") or 0),
+        "version": source.last("version"),
+        "published_version": source.last("published_version"),
+        "queue_size": source.last("queue_size"),
+        "in_progress": source.last("in_progress"),
+        "tokens_per_s": of_now(tokens_per_s, at_s),
+        "samples_per_s": samples_per_s,
+        "verdict": _verdict(view),
+        "doing": queue.waiting_for if queue is not None else "",
+        "paused": queue.paused if queue is not None else "",
+        "learning": found._asdict(),
+        "waits": _waits(recorded),
+        "last_row": recorded.last_time,
+        "warnings": msgspec.to_builtins(list(view.warnings)[-8:]),
+        "missing": gone,
+    }
+
+
+def _verdict(view: RunView) -> str:
+    """Of a run that goes on what holds it up lately, of one that is over what held it up."""
+    if view.state != "live":
+        return closing(view.recorded, view.settings)
+    pulse = view.recorded.last_pulse
+    return pulse.verdict if pulse is not None else ""
+
+
+def ages(view: RunView) -> dict[str, Any]:
+    """How old the samples of the last steps were when they were trained on: groups by lag in versions."""
+    found = view.recorded.ages
+    longest = max((len(counts) for _, counts in found), default=0)
+    total = [0] * longest
+    for _, counts in found:
+        for lag, count in enumerate(counts):
+            total[lag] += count
+    return {"counts": total, "from_step": found[0][0] if found else None, "to_step": found[-1][0] if found else None}
+
+
+def series(view: RunView, name: str, kind: str, low: float | None, high: float | None) -> dict[str, Any] | None:
+    """One metric, whole or between two steps, and thinned to what a screen can show."""
+    columns = view.metric(name, kind)
+    if columns is None:
+        return None
+    steps = columns["step"]
+    first = 0 if low is None else int(np.searchsorted(steps, low))
+    last = len(steps) if high is None else int(np.searchsorted(steps, high, side="right"))
+    part = slice(max(0, first - 1), last + 1)  # and a neighbour on either side, so that the line goes on to the edge
+    kept = thin(columns[name][part])
+    return {
+        "name": name,
+        "x": plain(steps[part][kept]),
+        "t": plain(columns["elapsed_s"][part][kept]),
+        "y": plain(columns[name][part][kept]),
+    }
+
+
+def _metrics(recorded: Recorded) -> dict[str, list[str]]:
+    return {kind: recorded.metric_names(kind) for kind in ("step", "eval")}
+
+
+def _curves(columns: Columns, x: str) -> dict[str, Any]:
+    names = [name for name in columns.names if name not in (x, "elapsed_s")]
+    return {name: found for name in names if (found := curve(columns[x], columns[name]))["x"]}
+
+
+def _pulses(recorded: Recorded) -> dict[str, Any]:
+    """Over the time since the start; where there are no pulses, what the statistics have of them."""
+    if recorded.pulses.rows:
+        return _curves(recorded.pulses, "elapsed_s")
+    statistics = recorded.statistics
+    found = {name: curve(statistics["elapsed_s"], statistics[name]) for name in ("queue_size", "in_progress")}
+    found["tokens_per_s"] = curve(
+        statistics["elapsed_s"], rates(statistics["generated_tokens"], statistics["elapsed_s"]), MOST_POINTS
+    )
+    return {name: one for name, one in found.items() if one["x"]}
+
+
+def _waits(recorded: Recorded) -> dict[str, dict[str, float]]:
+    """Shares of the last pulses, by part."""
+    parts = dict.fromkeys(part for waits in recorded.waits for part in waits)
+    found = {part: means([waits.get(part, {}) for waits in recorded.waits]) for part in parts}
+    return {part: {name: round(share, 4) for name, share in spans.items()} for part, spans in found.items()}
+
+
+def _elapsed_s(recorded: Recorded) -> float | None:
+    if recorded.first_time is None or recorded.last_time is None:
+        return None
+    return round(recorded.last_time - recorded.first_time, 3)
+
+
+def _eta_s(view: RunView) -> float | None:
+    steps, total = view.recorded.steps, view.settings.number("trainer.total_steps")
+    if total is None or steps.rows < 2 or view.state != "live":
+        return None
+    recent = steps["step"][-RATE_STEPS:], steps["elapsed_s"][-RATE_STEPS:]
+    done, took_s = recent[0][-1] - recent[0][0], recent[1][-1] - recent[1][0]
+    return float((total - recent[0][-1]) * took_s / done) if done > 0 else None
+
+
+def _last(values: Numbers, at_s: Numbers) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if known.size else None
+
+
+MOST_DIFFERENCES = 60
+"""Settings in which compared runs differ that are told."""
+OWN_SETTINGS = ("run_dir",)
+"""Settings in which any two runs differ."""
+ON_ITS_WAY = 1
+"""Versions that an engine may lag in any mode: the newest is being brought to it."""
+
+
+def judge(view: RunView) -> dict[str, Any]:
+    """What scoring did and what it costs."""
+    statistics, last = view.recorded.statistics, view.recorded.last_statistics
+    rewards = last.rollouter.rewards if last is not None else None
+    elapsed = statistics["elapsed_s"]
+    counters = {
+        "scored_per_s": "scored",
+        "sent_per_s": "sent",
+        "throttled_per_s": "throttled",
+        "failed_per_s": "failed",
+        "faults_per_s": "faults",
+        "cost_per_s": "cost",
+    }
+    curves = {name: curve(elapsed, statistics[name]) for name in ("limit", "in_flight", "queued", "scoring", "waiting")}
+    curves |= {name: curve(elapsed, rates(statistics[counter], elapsed)) for name, counter in counters.items()}
+    return {
+        "asked_for": view.settings.get("reward.judge") is not None,
+        "rewards": _rewards(rewards) if rewards is not None else None,
+        "judge": _judge(rewards.judge, live=view.state == "live") if rewards and rewards.judge else None,
+        "curves": {name: found for name, found in curves.items() if found["x"]},
+        "every_s": view.settings.number("observe.statistics_every_s"),
+    }
+
+
+def _rewards(rewards: Rewards) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(rewards)
+    del found["judge"]
+    return found
+
+
+def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
+    saved = numbers.cache_hits + numbers.shared
+    states = [_state(end, live=live) for end in numbers.endpoints]
+    waiting = numbers.queued + numbers.in_flight
+    return {
+        **msgspec.to_builtins(numbers),
+        "endpoints": [
+            {**msgspec.to_builtins(end), "state": state} for end, state in zip(numbers.endpoints, states, strict=True)
+        ],
+        "down": _down(states, waiting, live=live),
+        "waiting": waiting,
+        "tokens": sum(end.prompt_tokens + end.completion_tokens for end in numbers.endpoints),
+        "saved_share": saved / (saved + numbers.sent) if saved + numbers.sent else None,
+        "faults": numbers.faults or {},
+    }
+
+
+def _state(end: EndpointStats, *, live: bool) -> str:
+    """Why nothing but a try is sent to an endpoint; empty while it is up."""
+    if end.halted or end.up:
+        return end.halted
+    if not live:
+        return "unreachable at the end"
+    tried = end.breaker == State.PROBING.value
+    return f"unreachable, {'tried just now' if tried else f'next try within {Breaker.LONGEST_PAUSE_S:g} s'}"
+
+
+def _down(states: Sequence[str], waiting: int, *, live: bool) -> str:
+    """Where no endpoint is up: why, and how many requests wait for that."""
+    if not states or not all(states):
+        return ""
+    gives, wait = ("gives", "wait") if live else ("gave", "waited")
+    return f"The judge {gives} no verdicts: {'; '.join(dict.fromkeys(states))}. {waiting:,} requests {wait}"
+
+
+def weights(view: RunView) -> dict[str, Any]:
+    """Weight versions on their way to the engines, the newest first."""
+    recorded, last = view.recorded, view.recorded.last_statistics
+    return {
+        "recorded": bool(recorded.syncs_seen),
+        "seen": recorded.syncs_seen,
+        "syncs": msgspec.to_builtins(list(reversed(recorded.syncs))),
+        "sync": msgspec.to_builtins(last.sync) if last is not None else None,
+        "engines": _engines(last, _allowed(view.settings)) if last is not None else [],
+        "version": recorded.pulses.last("version"),
+        "published_version": recorded.pulses.last("published_version"),
+    }
+
+
+def _allowed(settings: Settings) -> int | None:
+    """Versions that an engine may be behind the trainer: as far as samples may, one that is on its way included. None
+    where the settings do not say."""
+    threshold = settings.staleness_threshold
+    return None if threshold is None else max(ON_ITS_WAY, threshold)
+
+
+def _engines(last: Statistics, allowed: int | None) -> list[dict[str, Any]]:
+    """Each with its version, held against the trainer's of the same moment."""
+    now = last.queue.version
+    return [
+        {
+            "name": name,
+            "version": version,
+            "fenced": name in last.sync.fenced,
+            "behind": _behind(now - version, allowed),
+        }
+        for name, version in last.sync.versions.items()
+    ]
+
+
+def _behind(lag: float, allowed: int | None) -> int | None:
+    """Versions, where they are too many; None where that cannot be said."""
+    if allowed is None or math.isnan(lag):
+        return None
+    return int(lag) if lag > allowed else 0
+
+
+def ledger(folder: Path) -> dict[str, Any]:
+    """As `freewheel inspect RUN` has it; the words of its error where it has none."""
+    from freewheel.inspect.run import find_run, inspect
+
+    try:
+        return {"report": msgspec.to_builtins(inspect(find_run(str(folder)))), "error": ""}
+    except ConfigError as error:
+        return {"report": None, "error": str(error)}
+
+
+def prompt(folder: Path, ordinal: int) -> dict[str, Any]:
+    """As `freewheel inspect RUN --group N` has it."""
+    from freewheel.inspect.prompt import follow
+    from freewheel.inspect.run import find_run
+    from freewheel.queue.journal import JournalError
+
+    try:
+        return {"life": msgspec.to_builtins(follow(find_run(str(folder)), ordinal)), "error": ""}
+    except (ConfigError, JournalError) as error:
+        return {"life": None, "error": str(error).replace("--group", "prompt")}
+
+
+def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
+    """One metric of several runs, how each did, and which settings they do not share."""
+    rows, names, settings = [], dict[str, None](), []
+    for view in views:
+        with view.reading():
+            recorded = view.recorded
+            rows.append(
+                {
+                    **headline(view),
+                    "curve": series(view, metric, kind, None, None),
+                    "reward": recorded.steps.last("rollout/reward_mean"),
+                    "held_out": recorded.evals.last("eval/reward"),
+                    "best_held_out": _best(recorded.evals["eval/reward"]),
+                    "elapsed_s": recorded.steps.last("elapsed_s"),
+                    "recorded_step": int(recorded.steps.last("step") or 0),
+                    "tokens_per_s": mean_over_time(recorded.pulses["tokens_per_s"], recorded.pulses["elapsed_s"]),
+                }
+            )
+            names |= dict.fromkeys(f"{one} {name}" for one in ("eval", "step") for name in recorded.metric_names(one))
+            settings.append(flat(view.settings.values))
+    return {"metric": metric, "kind": kind, "runs": rows, "metrics": list(names), "differing": differing(settings)}
+
+
+def differing(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+    """Keys whose values are not the same in all."""
+    keys = dict.fromkeys(key for one in settings for key in one if key not in OWN_SETTINGS)
+    found = [{"key": key, "values": [one.get(key, "") for one in settings]} for key in keys]
+    return [one for one in found if len(set(one["values"])) > 1][:MOST_DIFFERENCES]
+
+
+def _best(values: Any) -> float | None:
+    known = values[values == values]
+    return float(known.max()) if known.size else None

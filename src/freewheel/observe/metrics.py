@@ -1,0 +1,347 @@
+"""The metrics by name: what each is, in which unit, and which component counts it.
+
+`docs/metrics.md` has this table, and a test compares them; the Prometheus sink takes its help texts from here. Metrics
+of users' hooks are recorded like these and need no entry.
+
+What may be recorded: anything that a component or a user's hook hands over, made plain.
+
+Recorder, alerts and sinks all see the same plain values. Numbers of numpy and torch are taken by what they can do
+(`item`, `tolist`), so that neither needs to be imported.
+
+How old the samples are that a step trains on, in weight versions and in seconds. Called by the trainer.
+
+Metrics that are worth a warning: thresholds by name, said once when crossed and once when back. Pure.
+
+The recorder hands each row to `Alerts.check` and logs what comes back.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Metric:
+    name: str
+    what: str
+    unit: str
+    component: str
+
+
+def _of(component: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
+    return tuple(Metric(name, what, unit, component) for name, unit, what in rows)
+
+
+COMPONENTS = ("trainer", "rollouter", "queue", "sync")
+"""What `Component Statistics` covers, in this order."""
+
+METRICS = (
+    *_of(
+        "trainer",
+        ("global_steps", "steps", "training steps done, those before a resume included"),
+        ("processed_samples", "responses", "responses trained on"),
+        ("current_param_version", "version", "weight version that the trainer has"),
+        ("param_sync_count", "syncs", "weight versions handed over for the engines"),
+    ),
+    *_of(
+        "rollouter",
+        ("total_generated_samples", "responses", "responses generated"),
+        ("dropped_stale_samples", "responses", "responses dropped because they lagged more than max_staleness_allowed"),
+        (
+            "generation_errors",
+            "groups",
+            "attempts at a group that failed, whether in generation (generation_timeout among them) or scoring",
+        ),
+        (
+            "param_sync_requests",
+            "requests",
+            "times that an engine was asked to take a weight version, retries included",
+        ),
+    ),
+    *_of(
+        "freshness",
+        ("avg_sample_age", "versions", "mean lag of the step's samples: trainer's version less their oldest token's"),
+        ("max_sample_age", "versions", "largest lag among the step's samples"),
+        ("avg_sample_age_s", "s", "mean time since the generation of the step's samples began"),
+        ("max_sample_age_s", "s", "longest time since the generation of a sample of the step began"),
+        ("stale_samples_ratio", "share", "of the step's samples, those with a lag over staleness_threshold"),
+        ("sample_age_counts", "groups", "of the step's groups, how many lag by 0 versions, by 1, and so on: a list"),
+    ),
+    *_of(
+        "queue",
+        ("queue_size", "groups", "groups that are ready to be trained on"),
+        ("total_produced", "groups", "groups put into the queue"),
+        ("total_consumed", "groups", "groups trained on"),
+        ("dropped_samples", "groups", "groups dropped, whatever the reason (by reason in dropped_by_reason)"),
+        ("memory_bytes", "bytes", "memory that the queued groups take"),
+    ),
+    *_of(
+        "sync",
+        (
+            "sync_failures",
+            "attempts",
+            "attempts to bring a version to an engine that failed, were refused or timed out",
+        ),
+        ("last_sync_s", "s", "time of the last sync, from the first transfer to the last confirmation"),
+        ("mean_sync_s", "s", "mean time of a sync"),
+        ("longest_sync_s", "s", "time of the longest sync"),
+    ),
+    *_of(
+        "rollout",
+        ("rollout/reward_mean", "reward", "mean reward of the step's scored responses"),
+        ("rollout/reward_std", "reward", "their standard deviation"),
+        ("rollout/raw_reward_mean", "reward", "the same before shaping (length penalty and the like)"),
+        ("rollout/masked_ratio", "share", "of the step's responses, those whose scoring failed: masked, not zero"),
+        ("rollout/skipped_ratio", "share", "of the step's responses, those that the function does not score"),
+        ("rollout/zero_variance_ratio", "share", "of the step's groups, those whose responses all scored the same"),
+        ("rollout/response_length_mean", "tokens", "mean length of the step's responses, tokens of tools not counted"),
+        ("rollout/response_length_max", "tokens", "length of the longest"),
+        ("rollout/truncation_ratio", "share", "of the step's responses, those cut off at max_new_tokens"),
+        (
+            "rollout/logprob_gap_mean",
+            "nats",
+            "mean gap between the engine's and the trainer's log-probability of a token",
+        ),
+        ("rollout/logprob_gap_max", "nats", "the largest gap"),
+    ),
+    *_of(
+        "actor",
+        ("actor/loss", "", "the policy's loss"),
+        ("actor/lr", "", "learning rate of the step"),
+        ("actor/grad_norm", "", "norm of the gradient before clipping"),
+        ("actor/skipped_nonfinite", "updates", "updates of the step left out because loss or gradient was not finite"),
+        ("actor/clip_ratio_low", "share", "tokens clipped at 1 − clip_low"),
+        ("actor/clip_ratio_high", "share", "tokens clipped at 1 + clip_high"),
+        ("actor/kl", "nats", "mean log-ratio of the sampling policy to the trained one: how far it has moved since"),
+        ("actor/kl_k3", "nats", "the same by an estimator that is never negative"),
+        ("actor/kl_reference", "nats", "divergence from the reference model, where kl_coef is above 0"),
+        ("actor/entropy", "nats", "mean entropy of the policy at the trained tokens"),
+        ("actor/ess", "share", "effective sample size of the importance weights, a weight a token; 1 is on-policy"),
+        ("actor/ess_sequence", "share", "the same with a weight a response"),
+        ("actor/importance_weight", "", "mean importance weight, where a correction is on"),
+        ("actor/importance_masked", "share", "tokens that the correction left out"),
+        ("actor/ratio_max", "", "largest probability ratio of the step"),
+    ),
+    *_of(
+        "critic",
+        ("critic/loss", "", "the critic's loss (ppo)"),
+        ("critic/lr", "", "its learning rate"),
+        ("critic/grad_norm", "", "norm of its gradient before clipping"),
+        ("critic/skipped_nonfinite", "updates", "its updates left out because loss or gradient was not finite"),
+        ("critic/value", "reward", "mean predicted value"),
+        ("critic/return", "reward", "mean return"),
+        ("critic/error", "reward²", "mean squared error of the prediction"),
+        ("critic/clip_ratio", "share", "values held back by the value clip"),
+    ),
+    *_of(
+        "evaluation",
+        ("eval/reward", "reward", "mean reward on held-out prompts; accuracy, where a right answer is worth 1"),
+        ("eval/reward_se", "reward", "its standard error; a prompt counts once, whatever its samples"),
+        ("eval/prompts", "prompts", "held-out prompts of the evaluation"),
+        ("eval/failed", "responses", "responses to them that could not be made or scored; they are not in the mean"),
+        ("eval/response_length_mean", "tokens", "mean length of their responses"),
+        ("eval/truncation_ratio", "share", "of their responses, those cut off at max_new_tokens"),
+        ("eval/version_min", "version", "oldest weight version that generated for the evaluation"),
+        ("eval/version_max", "version", "newest one: generation goes on meanwhile"),
+    ),
+)
+
+
+def describe() -> dict[str, Metric]:
+    """Every metric with a fixed meaning, by name."""
+    return {metric.name: metric for metric in METRICS}
+
+
+DEEPEST = 8
+"""Levels of nesting that are kept. Statistics have three; a structure that contains itself must end somewhere."""
+
+
+def plain(value: Any, *, levels: int = DEEPEST) -> Any:
+    """`value` out of dictionaries with text keys, lists, numbers, text, booleans and None. Never raises: what is
+    nothing of the sort is written as its text."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if not levels:
+        return _text(value)
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner, levels=levels - 1) for name, inner in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(inner, levels=levels - 1) for inner in value]
+    for method in ("item", "tolist"):  # an array or tensor of one number, then of several
+        try:
+            return plain(getattr(value, method)(), levels=levels - 1)
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            continue
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except Exception:  # noqa: BLE001  # a user's class may raise anything from __str__
+        return f"<{type(value).__name__}>"
+
+
+def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers in plain values by their path (`queue/queue_size`). Booleans, text and lists are none."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + name, as_float(value)
+
+
+def as_float(value: int | float) -> float:
+    """Python's whole numbers have no bound, and floats do."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def without_nonfinite(value: Any, path: str = "") -> tuple[Any, list[str]]:
+    """Plain `value` with NaN and infinities as None, which JSON has, and the paths at which they were."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None, [path]
+    if isinstance(value, dict):
+        inner = {name: without_nonfinite(one, f"{path}/{name}" if path else name) for name, one in value.items()}
+        return {name: one for name, (one, _) in inner.items()}, [at for _, found in inner.values() for at in found]
+    if isinstance(value, list):
+        items = [without_nonfinite(one, path) for one in value]
+        return [one for one, _ in items], sorted({at for _, found in items for at in found})
+    return value, []
+
+
+Numbers = Sequence[float] | npt.NDArray[np.number]
+
+
+def freshness(lags: Numbers, ages_s: Numbers, *, staleness_threshold: int) -> dict[str, float]:
+    """`lags`: for each sample, the trainer's version less the oldest version among its tokens. `ages_s`: for each, the
+    seconds since it was generated. `stale_samples_ratio` is the share with a lag over the threshold; at the threshold
+    a sample is as old as the user allowed, not stale.
+
+    A batch without samples has no age: nothing is said of it.
+    """
+    lag, age = np.asarray(lags, dtype=np.float64), np.asarray(ages_s, dtype=np.float64)
+    if lag.shape != age.shape:
+        raise ValueError(f"{lag.size} lags and {age.size} ages: each sample has one of both")
+    if not lag.size:
+        return {}
+    return {
+        "avg_sample_age": float(lag.mean()),
+        "max_sample_age": float(lag.max()),
+        "avg_sample_age_s": float(age.mean()),
+        "max_sample_age_s": float(age.max()),
+        "stale_samples_ratio": float((lag > staleness_threshold).mean()),
+    }
+
+
+def age_counts(lags: Sequence[int]) -> list[int]:
+    """How many of the groups have a lag of 0, of 1, and so on: `lags` has one for each."""
+    return [int(count) for count in np.bincount(np.maximum(np.asarray(lags, dtype=np.int64), 0))]
+
+
+KEY = "observe.alerts"
+
+
+class Threshold(Protocol):
+    """A number over `above` or under `below` is out of bounds; None has no bound there."""
+
+    @property
+    def above(self) -> float | None: ...
+
+    @property
+    def below(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A `Threshold`, for those who have none of their own."""
+
+    above: float | None = None
+    below: float | None = None
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something to log."""
+
+    level: int
+    """`logging.WARNING` when a threshold is crossed, `logging.INFO` when the metric is back."""
+    name: str
+    """The metric, with its component where it has one."""
+    text: str
+
+
+class Alerts:
+    """Says a thing once: a metric that stays out of bounds is silent until it is back, or out on the other side.
+
+    A threshold for `queue_size` watches every metric of this name (`queue/queue_size` among them), each with a state
+    of its own; one for `queue/queue_size` watches that one only.
+    """
+
+    def __init__(self, thresholds: Mapping[str, Threshold]) -> None:
+        self._thresholds = dict(thresholds)
+        self._unseen = set(self._thresholds)
+        self._wrong: dict[tuple[str, str], str] = {}
+        self._active: dict[tuple[str, str], str] = {}
+
+    def check(self, values: Mapping[str, Any]) -> list[Notice]:
+        """What is to be said about a row of plain values. A metric that is not in it stays as it was."""
+        found = []
+        for path, value in numbers(values):
+            for name in dict.fromkeys((path, path.rpartition("/")[2])):
+                if name in self._thresholds:
+                    self._unseen.discard(name)
+                    found += self._look(name, path, value)
+        return found
+
+    def _look(self, name: str, path: str, value: float) -> list[Notice]:
+        threshold, key = self._thresholds[name], f"{KEY}.{name}"
+        wrong = _wrong(threshold, value)
+        before = self._wrong.get((name, path))
+        if wrong == before:
+            return []
+        if wrong is None:
+            del self._wrong[name, path], self._active[name, path]
+            return [Notice(logging.INFO, path, f"{path} = {value:g} is back within {key} ({_bounds(threshold)})")]
+        self._wrong[name, path] = wrong
+        text = f"{path} = {value:g} is {wrong} ({key}: {_bounds(threshold)})"
+        self._active[name, path] = text
+        return [Notice(logging.WARNING, path, text)]
+
+    @property
+    def active(self) -> list[str]:
+        """What was said last of each metric that is out of bounds now."""
+        return list(self._active.values())
+
+    @property
+    def unseen(self) -> list[str]:
+        """Names of thresholds that no metric has had so far: misspelt, most likely."""
+        return sorted(self._unseen)
+
+
+def _wrong(threshold: Threshold, value: float) -> str | None:
+    if math.isnan(value):
+        return "not a number"
+    if threshold.above is not None and value > threshold.above:
+        return "too high"
+    if threshold.below is not None and value < threshold.below:
+        return "too low"
+    return None
+
+
+def _bounds(threshold: Threshold) -> str:
+    said = [f"{side} {bound:g}" for side in ("above", "below") if (bound := getattr(threshold, side)) is not None]
+    return ", ".join(said)
