@@ -41,9 +41,8 @@ from common import (
     write_json,
 )
 from freewheel.data.group import Block, Ticket
-from freewheel.queue import journal_file
-from freewheel.queue.journal import Committed, Event, Journal, Stored, Took
-from freewheel.queue.journal_writer import JournalWriter
+from freewheel.queue import journal as journal_file
+from freewheel.queue.journal import Committed, Event, Journal, JournalWriter, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds

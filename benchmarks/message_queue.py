@@ -44,7 +44,7 @@ from common import (
     write_json,
 )
 from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
-from freewheel.queue.restoring import CheckpointMark
+from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime.actors import MANY, QueueActor
 from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.config import TrainConfig

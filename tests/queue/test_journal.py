@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freewheel.data.group import Ticket
+from freewheel.queue import journal as journal_file
 from freewheel.queue import journal as journal_module
-from freewheel.queue import journal_file
 from freewheel.queue.journal import (
     NO_SEQUENCE,
     Abandoned,

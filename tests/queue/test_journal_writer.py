@@ -13,9 +13,22 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import Ticket
-from freewheel.queue import journal_writer
-from freewheel.queue.journal import Committed, Event, Journal, JournalDamaged, JournalFull, Reserved, Stored, Took
-from freewheel.queue.journal_writer import Job, JournalClosed, JournalWriter, passing, together
+from freewheel.queue import journal as journal_writer
+from freewheel.queue.journal import (
+    Committed,
+    Event,
+    Job,
+    Journal,
+    JournalClosed,
+    JournalDamaged,
+    JournalFull,
+    JournalWriter,
+    Reserved,
+    Stored,
+    Took,
+    passing,
+    together,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -21,10 +21,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from freewheel.data.group import Block, Ticket
 from freewheel.queue.client import Taken
-from freewheel.queue.journal import Journal, JournalDamaged
+from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
-from freewheel.queue.restoring import CheckpointMark, restore
+from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
 
 from .journals import ManualWriter, MemoryJournal, light_block

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.queue.journal import Journal, JournalBusy, JournalFull
-from freewheel.queue.restoring import CheckpointMark
+from freewheel.queue.journal import CheckpointMark, Journal, JournalBusy, JournalFull
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime import queue_opening
 from freewheel.runtime.queue_opening import open_queue

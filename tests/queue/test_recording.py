@@ -12,13 +12,12 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.client import Taken
-from freewheel.queue.journal import Journal, JournalDamaged, JournalFull, Reserved
-from freewheel.queue.journal_writer import JournalWriter
+from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull, JournalWriter, Reserved
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
-from freewheel.queue.recording import RESERVED_AT_ONCE, Recording, durable
-from freewheel.queue.restoring import CheckpointMark, restore
+from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
+from freewheel.queue.steps import RESERVED_AT_ONCE, Recording, durable
 
 from .journals import ManualWriter, MemoryJournal, block
 

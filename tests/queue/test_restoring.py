@@ -12,6 +12,7 @@ import pytest
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import (
     Abandoned,
+    CheckpointMark,
     Committed,
     Event,
     Failed,
@@ -24,7 +25,7 @@ from freewheel.queue.journal import (
     VersionCompleted,
 )
 from freewheel.queue.ledger import BUDGETS, Frontier, Kind, infra_failure
-from freewheel.queue.restoring import CheckpointMark, Restored, restore
+from freewheel.queue.restore import Restored, restore
 
 from .journals import MemoryJournal
 

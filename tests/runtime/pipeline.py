@@ -17,9 +17,9 @@ import msgspec
 import torch
 
 from freewheel.data.group import PromptGroup
+from freewheel.queue.journal import CheckpointMark
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
-from freewheel.queue.restoring import CheckpointMark
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import RolloutSide, TrainSide, evaluation_metrics, model_folder, synchronizer

@@ -11,8 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from freewheel.data.group import Ticket
+from freewheel.queue.journal import CheckpointMark
 from freewheel.queue.ledger import Frontier
-from freewheel.queue.restoring import CheckpointMark
 from freewheel.runtime.building import model_folder
 from freewheel.trainer.saving import Resumed
 

@@ -10,9 +10,17 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.observe.run_folder import JOURNAL
-from freewheel.queue.journal import Committed, Event, Journal, JournalDamaged, JournalFormat, Stored, Took
+from freewheel.queue.journal import (
+    CheckpointMark,
+    Committed,
+    Event,
+    Journal,
+    JournalDamaged,
+    JournalFormat,
+    Stored,
+    Took,
+)
 from freewheel.queue.ledger import Frontier
-from freewheel.queue.restoring import CheckpointMark
 from freewheel.runtime.queue_opening import OpenedQueue, open_queue
 
 from .pipeline import small_config

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.queue.journal import Journal
-from freewheel.queue.journal_writer import JournalWriter
+from freewheel.queue.journal import Journal, JournalWriter
 from freewheel.trainer import checkpointing
 from freewheel.trainer.trainer import TrainingFailed
 

@@ -1,4 +1,4 @@
-"""Tickets for many rollouters at once: the rule of `freewheel.queue.routing`, by a heap instead of a search.
+"""Tickets for many rollouters at once: the rule of `freewheel.queue.message_queue`, by a heap instead of a search.
 
 `least_loaded` looks at everybody for each ticket, which is nothing for the few that ask at a time in a run, and too
 slow for a sweep over thousands of replicas. The order is the same (a test compares them): least pressure, ties to who
@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from freewheel.data.group import Ticket
-from freewheel.queue.routing import Asking
+from freewheel.queue.message_queue import Asking
 
 
 def deal(asking: Sequence[Asking], room: int, issue: Callable[[], Ticket]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freewheel.plan.engine import Engine, Group
-from freewheel.queue.routing import Asking
+from freewheel.queue.message_queue import Asking
 from freewheel.rollout.lookahead import Lookahead
 
 DOING = ("generate", "wait_reward", "wait_room")

@@ -27,7 +27,7 @@ from freewheel.plan.judging import LimitedJudge
 from freewheel.plan.outcome import BUSY, FILLED, Mark, Outcome, Tally, between
 from freewheel.plan.replica import Replica
 from freewheel.plan.scene import Scene
-from freewheel.queue.routing import Asking
+from freewheel.queue.message_queue import Asking
 from freewheel.queue.staleness import StalenessPolicy
 
 Event = tuple[float, int, Callable[[Any], None], Any]

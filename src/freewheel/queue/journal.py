@@ -1,4 +1,15 @@
-"""`Journal`: scored groups and what became of them, in one SQLite file that outlives every process of a run.
+"""What a `Journal` is told, and what it tells: facts about one run, each a small struct.
+
+MessageQueue ── Event ──▶ JournalWriter ──▶ Journal ── CheckpointMark, Step, Stored, Failed ──▶ restore, inspect
+
+`JournalFile`: the journal's SQLite file: made private, locked for one writer, opened, checked; its errors named.
+
+Journal ─▶ JournalFile ─▶ journal.sqlite          the file: pages that deletion frees are used again
+                       ├▶ journal.sqlite-wal      the log: commits go there, a checkpoint copies them into the file
+                       ├▶ journal.sqlite-shm      the log's index
+                       └▶ journal.sqlite.lock     empty; locked by the one who writes
+
+`Journal`: scored groups and what became of them, in one SQLite file that outlives every process of a run.
 
     MessageQueue ─ JournalWriter ─ append ─▶ groups     a row per scored group, until a checkpoint covers its step
                                          ├─▶ steps      what each step was made of; once its groups are gone,
@@ -10,47 +21,46 @@
 Synchronous, one thread, one writer. Rows of groups are never changed: which step a group belongs to is said by that
 step's row, so a take and a commit write bytes, not groups. Every row has a checksum, and one that fails it counts as
 missing. Reads go by pages, each its own short look at the file: a slow reader keeps no log from being used again.
+
+`JournalWriter`: a `Journal` for an event loop. One thread owns the file; the loop never waits for a disk.
+
+    MessageQueue ── write(events) ─▶ buffer ─▶ thread ── one transaction of all that is there ─▶ Journal
+                 ◀─ future: durable ──────────────┘  no room: rolled back, kept, tried again every second
+                 ── read(work) ────▶ after all that was written before it; ahead of what there is no room for, where
+                                     it makes room
+
+Order of calls is order on disk. A transaction takes what came in while the one before was written, so many small puts
+cost as much as one large one, and a lonely one does not wait for company.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import itertools
 import logging
+import os
+import shutil
+import sqlite3
 import struct
+import threading
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
 import freewheel
 from freewheel.data.group import Ticket
-from freewheel.queue.journal_events import (
-    NO_SEQUENCE,
-    Abandoned,
-    CheckpointMark,
-    Committed,
-    Event,
-    Failed,
-    GivenBack,
-    Reserved,
-    Step,
-    Stored,
-    Took,
-    VersionCompleted,
-)
-from freewheel.queue.journal_file import (
-    JournalBusy,
-    JournalDamaged,
-    JournalError,
-    JournalFile,
-    JournalFormat,
-    JournalFull,
-    set_aside,
-)
+from freewheel.judge.store.file import Trouble, diagnose
 from freewheel.queue.ledger import Frontier
+from freewheel.utils.files import open_private
 
 __all__ = [
     "NO_SEQUENCE",
@@ -73,6 +83,330 @@ __all__ = [
     "VersionCompleted",
     "set_aside",
 ]
+
+NO_SEQUENCE = -1
+"""The sequence of a ticket whose group is gone: only its ordinal is kept."""
+
+
+# -- what is written --------------------------------------------------------------------------------------------------
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A scored group."""
+
+    ticket: Ticket
+    min_version: int
+    data: bytes
+    """As `PromptGroup.encode` made it."""
+    wall_s: float
+
+
+class Took(msgspec.Struct, frozen=True):
+    """What `step` is made of. Said again, before it is committed, it replaces what was said."""
+
+    step: int
+    tickets: tuple[Ticket, ...]
+    missing: int = 0
+    """Groups that are being replaced, because they turned out stale."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """`step` was trained."""
+
+    step: int
+    version: int
+    """After it."""
+    wall_s: float
+
+
+class VersionCompleted(msgspec.Struct, frozen=True):
+    """The run ended between two versions, after `step`: what was trained since the last one became `version`."""
+
+    step: int
+    version: int
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """An attempt came to nothing. If its group was stored, it is deleted."""
+
+    ticket: Ticket
+    kind: str | None
+    """`failures.Kind`; None for what costs no budget: a stale group, a ticket that nobody received ("lost"). What is
+    lost with a replica that died has a kind: it may have been the prompt that killed it."""
+    reason: str
+    detail: str
+    wall_s: float
+
+
+class Abandoned(msgspec.Struct, frozen=True):
+    """A prompt ended without being trained."""
+
+    ordinal: int
+    attempt: int
+    reason: str
+    wall_s: float
+
+
+class GivenBack(msgspec.Struct, frozen=True):
+    """Nobody will commit what `step` took: its groups are stored again. Of a committed step it changes nothing."""
+
+    step: int
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """Sequences below this may have been given out."""
+
+    below: int
+
+
+Event = Stored | Took | Committed | VersionCompleted | Failed | Abandoned | GivenBack | Reserved
+
+
+# -- what is read -----------------------------------------------------------------------------------------------------
+
+
+class CheckpointMark(msgspec.Struct, frozen=True):
+    """What a checkpoint says of its moment; all zeros before the first. The journal's base is one: the recorded steps
+    begin after it."""
+
+    step: int = 0
+    version: int = 0
+    frontier: Frontier = Frontier()
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A step's row. Of steps up to the base, tickets may have `NO_SEQUENCE`."""
+
+    step: int
+    version: int | None
+    """After it; None: taken, not committed."""
+    tickets: tuple[Ticket, ...]
+    missing: int
+    wall_s: float
+    """When it was committed; 0 before that."""
+    min_version: int | None = None
+    """Of its oldest group, once data of its groups was dropped; before that they say it themselves."""
+
+
+PAGE_BYTES = 65536
+"""SQLite's largest: a group of 80 KB costs 144 us of CPU, compaction included; 181 with 16 KiB and 299 with 4 KiB. One
+of 10 KB costs 48 us, with 4 KiB 53."""
+SYNCHRONOUS = "NORMAL"
+"""A commit reaches the operating system and is synced at the next checkpoint: docs/durability.md has the argument."""
+CHECKPOINT_BYTES = 16 << 20
+"""Of log before it is copied into the file. The commit that does it took 69 ms at worst on a busy disk, and 165 ms with
+64 MiB; 4 MiB made it 57 ms, four times as often."""
+LOG_LIMIT_BYTES = 64 << 20
+"""The log is cut back to this once it begins anew, where a large transaction or a reader made it longer."""
+CACHE_KIB = 4 * 1024
+"""Of pages in memory. A transaction that is larger spills into the log early; 16 MiB cost a tenth more CPU."""
+BUSY_TIMEOUT_S = 5.0
+"""Readers never block the writer; a backup tool that locks the file may, for a moment."""
+LOCK_WAIT_S, LOCK_POLL_S = 5.0, 0.05
+"""For the writer before, whose process was killed: it is gone in milliseconds, or somebody else's."""
+LITTLE_ROOM_BYTES = 32 << 20
+"""Below it an input/output error is put down to the disk being full: a log and its index need more than this."""
+WRITE_ERRORS = (sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_TRUNCATE)
+"""What SQLite makes of a quota, a limit on file sizes or a full tmpfs; it says FULL for ENOSPC alone."""
+COMPANIONS = ("-wal", "-shm")
+
+
+class JournalError(Exception):
+    """Anything that keeps the journal from being used."""
+
+
+class JournalFull(JournalError):
+    """There is no room to write; what was to be written can be written later. Says the path and the MB free."""
+
+
+class JournalDamaged(JournalError):
+    """The file cannot be read: not a journal, cut off, or overwritten."""
+
+
+class JournalFormat(JournalDamaged):
+    """Written by a later freewheel, in a way that this one does not know."""
+
+
+class JournalBusy(JournalError):
+    """Another process writes it."""
+
+
+class JournalFile:
+    """A connection. SQLite's errors go through `errors`: no room and damage have names, all else stays what it is."""
+
+    def __init__(self, path: Path, *, readonly: bool) -> None:
+        """Makes the file where there is none, unless `readonly`: then nothing is made beside one that nobody writes."""
+        self.path = path
+        self._lock: int | None = None
+        self._still: tuple[int, ...] | None = None
+        """How the file was that is read as one that nobody writes."""
+        if readonly and not path.exists():
+            raise FileNotFoundError(f"{path}: there is no journal")
+        try:
+            with self.errors():
+                mode = "rw"
+                if readonly:
+                    self._still = self._unwritten()
+                    mode = "ro" if self._still is None else "ro&immutable=1"
+                else:
+                    self._lock = _locked(path)
+                    self._make()
+                # Not tied to a thread: whoever restores from it hands it to its writer's thread afterwards.
+                self.db = sqlite3.connect(
+                    f"file:{quote(str(path))}?mode={mode}",
+                    uri=True,
+                    timeout=BUSY_TIMEOUT_S,
+                    isolation_level=None,
+                    check_same_thread=False,
+                )
+        except BaseException:
+            self._unlock()
+            raise
+        try:
+            self.db.text_factory = bytes  # text where none should be is for a checksum to find, not for a decoder
+            with self.errors():
+                self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _log(self) -> Path:
+        return self.path.with_name(self.path.name + "-wal")
+
+    def _unwritten(self) -> tuple[int, ...] | None:
+        """How the file is, where there is no log: nobody writes it and all is in it, so that SQLite need not make a log
+        and an index to read it, which it cannot in a folder of somebody else's."""
+        about = _mark(self.path)  # before the log is looked for: who begins to write in between changes it
+        return None if self._log.exists() else about
+
+    def _check_still(self) -> None:
+        if self._still is not None and _mark(self.path) != self._still:
+            raise JournalBusy(f"{self.path} began to be written while it was read: look again")
+
+    def _make(self) -> None:
+        log = self._log
+        if not self.path.exists() and log.exists() and log.stat().st_size:  # it would be replayed into the new file
+            raise JournalDamaged(f"{self.path} is gone, and {log.name} is left of it")
+        os.close(open_private(self.path, os.O_RDWR))  # SQLite gives its log the same mode
+
+    def _set_up(self) -> None:
+        for setting in (
+            f"page_size = {PAGE_BYTES}",
+            f"cache_size = -{CACHE_KIB}",
+            f"synchronous = {SYNCHRONOUS}",
+            f"wal_autocheckpoint = {CHECKPOINT_BYTES // PAGE_BYTES}",
+            f"journal_size_limit = {LOG_LIMIT_BYTES}",
+            "cell_size_check = ON",
+            "secure_delete = OFF",  # some builds of SQLite overwrite what is deleted: as much to write as it was
+            "temp_store = MEMORY",
+        ):
+            self.db.execute(f"PRAGMA {setting}").fetchall()
+
+    def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):  # a last checkpoint that does not fit: the log stays, and holds it
+            self.db.close()
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def pages(self, query: str, after: int) -> Iterator[Any]:
+        """Rows of a query by its first column, a page at a time: nothing is held open in between."""
+        while True:
+            with self.errors():
+                page = self.db.execute(query, (after,)).fetchall()
+            for row in page:
+                if row[0] <= after:
+                    raise JournalDamaged(f"{self.path} is damaged: {row[0]} comes after {after}")
+                after = row[0]
+                yield row
+            if not page:
+                return
+
+    def row(self, query: str, key: int | str) -> Any:
+        with self.errors():
+            return self.db.execute(query, (key,)).fetchone()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        with self.errors():
+            self.db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self.db
+                self.db.execute("COMMIT")
+            except BaseException:
+                with contextlib.suppress(sqlite3.Error):
+                    if self.db.in_transaction:
+                        self.db.execute("ROLLBACK")
+                raise
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._check_still()  # what was read at two moments looks like damage
+            if isinstance(error, sqlite3.Error | OSError):
+                self._raise(error)
+            raise
+        self._check_still()
+
+    def _raise(self, error: sqlite3.Error | OSError) -> NoReturn:
+        trouble = diagnose(error)
+        free = _free_bytes(self.path)
+        code = getattr(error, "sqlite_errorcode", None)
+        io_for_room = code is not None and trouble in (Trouble.IO, Trouble.CANNOT_OPEN) and free < LITTLE_ROOM_BYTES
+        if trouble is Trouble.FULL or code in WRITE_ERRORS or io_for_room:
+            raise JournalFull(f"{self.path} cannot be written: no room ({free / 1e6:.0f} MB free; {error})") from error
+        if trouble is Trouble.CORRUPT:
+            raise JournalDamaged(f"{self.path} is damaged: {error}") from error
+        raise error
+
+
+def set_aside(path: Path) -> Path:
+    """Moves a journal that cannot be read, and its log, out of the way of a new one. Gives where it is now."""
+    target = next(
+        one for number in itertools.count(1) if not (one := path.with_name(f"{path.name}.damaged-{number}")).exists()
+    )
+    for suffix in ("", *COMPANIONS):
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + suffix).rename(target.with_name(target.name + suffix))
+    return target
+
+
+def _locked(path: Path) -> int:
+    """An open file that is locked for this writer, and by the death of its process no longer."""
+    lock = open_private(path.with_name(path.name + ".lock"), os.O_RDWR)
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise JournalBusy(f"{path} is written by another process: end that run first") from None
+        time.sleep(LOCK_POLL_S)
+
+
+def _mark(path: Path) -> tuple[int, ...] | None:
+    """Another one after each checkpoint, which alone writes into the file."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return (about.st_ino, about.st_size, about.st_mtime_ns)
+
+
+def _free_bytes(path: Path) -> int:
+    try:
+        return shutil.disk_usage(path.parent).free
+    except OSError:
+        return 0
+
 
 log = logging.getLogger("freewheel.queue")
 
@@ -445,3 +779,194 @@ def _sealed(key: object, value: object) -> tuple[int, bytes]:
 
 def _crc(key: object, body: bytes) -> int:
     return zlib.crc32(body, zlib.crc32(str(key).encode()))
+
+
+TRANSACTION_BYTES = 32 << 20
+"""Of groups in one transaction. After a pause a lot has gathered: where room comes back bit by bit, so does the run."""
+RETRY_S = 1.0
+"""Between two tries to write while there is no room: a person makes it, or a clean-up job."""
+CLOSE_S = 30.0
+"""For what is buffered at the close. A disk that needs longer does not answer any more."""
+
+
+class JournalClosed(JournalError):
+    """What was to be written was not: the journal is closed, or closing while there is no room."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """Something for the thread: events to write, or work on the journal."""
+
+    future: asyncio.Future[Any]
+    events: tuple[Event, ...] = ()
+    work: Callable[[Journal], Any] | None = None
+    makes_room: bool = False
+    """Needs nothing that was written before it."""
+
+    @property
+    def data_bytes(self) -> int:
+        return sum(len(event.data) for event in self.events if isinstance(event, Stored))
+
+
+def together(jobs: Iterable[Job], limit_bytes: int = TRANSACTION_BYTES) -> list[Job]:
+    """The first jobs that make one transaction: writes up to `limit_bytes`, one at least; or one read, alone."""
+    chosen: list[Job] = []
+    size = 0
+    for job in jobs:
+        size += job.data_bytes
+        if chosen and (job.work is not None or size > limit_bytes):
+            break
+        chosen.append(job)
+        if job.work is not None:
+            break
+    return chosen
+
+
+def passing(error: Exception) -> bool:
+    """Whether the same may well work later: no room, or another process that locks the file."""
+    if isinstance(error, sqlite3.Error):
+        return diagnose(error) is Trouble.LOCKED
+    return isinstance(error, JournalFull)
+
+
+class JournalWriter:
+    """A future that is resolved stands for rows that a kill of this process does not lose.
+
+    After an error that does not pass, nothing is written any more: a later event must not be there without an earlier.
+    """
+
+    def __init__(self, *, journal: Journal) -> None:
+        """Takes `journal` over: it is used and closed by the thread."""
+        self.paused = ""
+        """Why nothing can be written now, in words; "" while it can."""
+        self._journal = journal
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._broken: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="freewheel-journal", daemon=True)
+        self._thread.start()
+
+    # -- the loop's side ----------------------------------------------------------------------------------------------
+
+    def write(self, *events: Event) -> asyncio.Future[None]:
+        """Resolved when they are durable, all or none of them. Need not be awaited."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.add_done_callback(_seen)
+        self._add(Job(future, events=events))
+        return future
+
+    async def read(self, work: Callable[[Journal], T], *, makes_room: bool = False) -> T:
+        """What `work` gives, done in the thread after all that was written before. Gives data, no iterator: the journal
+        goes on meanwhile. `makes_room`: while nothing can be written, it does not wait for that."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._add(Job(future, work=work, makes_room=makes_room))
+        return await future
+
+    async def flush(self) -> None:
+        """Returns when all that was written before is durable."""
+        await self.write()
+
+    async def close(self) -> None:
+        """Writes what is buffered, if that can be done now, and closes the journal. What is not written is told so."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join, CLOSE_S)
+        if self._thread.is_alive():
+            self._fail(JournalClosed(f"{self._journal.path} did not answer within {CLOSE_S:g} s of the close"))
+        await asyncio.sleep(0)  # futures that the thread resolved last are so when this returns
+
+    def _add(self, job: Job) -> None:
+        with self._changed:
+            if not self._closing and self._broken is None:
+                self._jobs.append(job)
+                self._changed.notify()
+                return
+        job.future.set_exception(self._broken or JournalClosed(f"{self._journal.path} is closed"))
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while jobs := self._next():
+                self._do(jobs)
+        finally:
+            self._journal.close()
+
+    def _next(self) -> list[Job]:
+        """What to do now; they stay in the buffer until they are done. Nothing: closed, and all is done."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._jobs or self._closing)
+            first = next((job for job in self._jobs if job.makes_room), None) if self.paused else None
+            return together(self._jobs) if first is None else [first]
+
+    def _do(self, jobs: list[Job]) -> None:
+        work = jobs[0].work
+        result = None
+        try:
+            if work is not None:
+                result = work(self._journal)
+            else:
+                self._journal.append([event for job in jobs for event in job.events])
+        except Exception as error:  # noqa: BLE001  whatever it is, whoever waits must hear of it
+            if work is not None:
+                self._done(jobs, error=error)
+            elif passing(error):
+                self._pause(error)
+            else:
+                log.error("The journal cannot be written any more: %s", error)
+                self._fail(error)
+            return
+        if work is None and self.paused:
+            self.paused = ""
+            log.warning("%s can be written again", self._journal.path)
+        self._done(jobs, result=result)
+
+    def _pause(self, error: Exception) -> None:
+        if not self.paused:
+            log.error("%s; nothing is lost, and the run goes on when there is room", error)
+        self.paused = str(error)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, RETRY_S)
+            closing = self._closing
+        if closing:
+            self._fail(JournalClosed(f"closed before it could be written: {error}"))
+
+    def _done(self, jobs: list[Job], *, result: Any = None, error: Exception | None = None) -> None:
+        with self._changed:
+            if self._jobs:  # else given up at the close meanwhile
+                for job in jobs:
+                    self._jobs.remove(job)
+        _resolve(jobs, result, error)
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing more is written."""
+        with self._changed:
+            self._broken = self._broken or error
+            jobs = list(self._jobs)
+            self._jobs.clear()
+        _resolve(jobs, None, error)
+
+
+def _resolve(jobs: list[Job], result: Any, error: Exception | None) -> None:
+    """On the loop of whoever waits; one wake-up for all."""
+
+    def tell() -> None:
+        for job in jobs:
+            if job.future.done():
+                continue
+            if error is None:
+                job.future.set_result(result)
+            else:
+                job.future.set_exception(error)
+
+    if jobs:
+        with contextlib.suppress(RuntimeError):  # its loop is closed: nobody waits
+            jobs[0].future.get_loop().call_soon_threadsafe(tell)
+
+
+def _seen(future: asyncio.Future[None]) -> None:
+    """An error is told to those who wait and is in the log: that nobody waited is no news."""
+    if not future.cancelled():
+        future.exception()

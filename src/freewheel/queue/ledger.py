@@ -5,7 +5,7 @@
       └── re-issue while its budget lasts ◀──────┴─▶ abandoned(reason)
 
 Held in memory. A checkpoint keeps its `Frontier`; what a journal knows beyond that is said to a new one by `reopen`
-(`freewheel.queue.restoring`): attempts that still live, and failures that still count.
+(`freewheel.queue.restore`): attempts that still live, and failures that still count.
 
 Why an attempt at a group failed: said before it crosses a process, because the remedies differ.
 

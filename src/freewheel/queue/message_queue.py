@@ -10,6 +10,8 @@ Plain asyncio on one loop: calls interleave only where a method awaits. Every wa
 an empty answer says "not yet", and the caller looks after its peers before it asks again. Every call may come twice: a
 caller that met a dead queue asks its successor, which `Restored` tells what was written.
 Decisions are `StalenessPolicy`'s, `Ledger`'s and `least_loaded`'s. Groups are kept as the bytes they came in.
+
+Which of the rollouters that ask for work gets the next ticket: the least loaded. Pure.
 """
 
 from __future__ import annotations
@@ -19,21 +21,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from freewheel.data.group import Block, Ticket
 from freewheel.queue.client import Admission, Taken
-from freewheel.queue.journal import Abandoned, Committed, Event, Failed, Stored, VersionCompleted
-from freewheel.queue.journal_writer import JournalWriter
+from freewheel.queue.journal import Abandoned, Committed, Event, Failed, JournalWriter, Stored, VersionCompleted
 from freewheel.queue.ledger import Failure, Frontier, Kind, Ledger, infra_failure
-from freewheel.queue.recorded import RecordedSteps
-from freewheel.queue.recording import Recording, Written, durable
-from freewheel.queue.restoring import Restored
-from freewheel.queue.routing import Asking, least_loaded
-from freewheel.queue.signal import Signal
+from freewheel.queue.restore import Restored
 from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
-from freewheel.queue.steps import Steps
+from freewheel.queue.steps import RecordedSteps, Recording, Steps, Written, durable
+from freewheel.utils.waiting import Signal
 
 log = logging.getLogger("freewheel.queue")
 
@@ -443,3 +442,26 @@ class MessageQueue:
         self._owners.pop(sequence, None)
         stored = self._stored.pop(sequence, None)
         self.memory_bytes -= len(stored.data) if stored else 0
+
+
+@dataclass(eq=False)  # two calls of one rollouter are two, however alike
+class Asking:
+    """A rollouter that waits for tickets."""
+
+    replica: str
+    want: int
+    """Groups that it could begin now; 0 once nobody would read the answer."""
+    load: int
+    """Groups that it has in generation."""
+    tickets: list[Ticket] = field(default_factory=list)
+    """What it was given."""
+
+    @property
+    def pressure(self) -> float:
+        """Its load after what it was given, as a share of what it can carry."""
+        return (self.load + len(self.tickets)) / (self.load + self.want)
+
+
+def least_loaded(asking: list[Asking]) -> Asking | None:
+    """The one that should get the next ticket; None where nobody can take one. Ties go to the first that asked."""
+    return min((one for one in asking if len(one.tickets) < one.want), key=lambda one: one.pressure, default=None)

@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import OwnerDiedError
 
 from freewheel.data.group import Ticket
-from freewheel.queue.restoring import CheckpointMark
+from freewheel.queue.journal import CheckpointMark
 from freewheel.rollout.engine import EngineDied
 from freewheel.runtime.clients import RemotePublisher, RemoteQueue, RemoteReplica
 from freewheel.runtime.config import TrainConfig

@@ -28,7 +28,7 @@ import ray
 from ray.exceptions import RayError
 
 from freewheel.data.group import Ticket
-from freewheel.queue.restoring import CheckpointMark
+from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime import actors
 from freewheel.runtime.actors import MANY
 from freewheel.runtime.building import model_folder

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from freewheel.queue.signal import Signal
+from freewheel.utils.waiting import Signal
 
 START_S = 600.0
 """Longest time for an actor to load its model."""

@@ -18,10 +18,19 @@ from pathlib import Path
 
 from freewheel.data.group import Ticket
 from freewheel.observe.run_folder import JOURNAL
-from freewheel.queue.journal import Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat, set_aside
-from freewheel.queue.journal_writer import JournalWriter, passing
+from freewheel.queue.journal import (
+    CheckpointMark,
+    Journal,
+    JournalBusy,
+    JournalDamaged,
+    JournalError,
+    JournalFormat,
+    JournalWriter,
+    passing,
+    set_aside,
+)
 from freewheel.queue.message_queue import MessageQueue
-from freewheel.queue.restoring import CheckpointMark, Restored, restore
+from freewheel.queue.restore import Restored, restore
 from freewheel.runtime.config import TrainConfig
 
 log = logging.getLogger("freewheel.queue")

@@ -28,10 +28,13 @@ from freewheel.queue.journal import (
     Stored,
 )
 from freewheel.queue.ledger import BUDGETS, Kind, Ledger
-from freewheel.queue.recorded import frontier_at
 from freewheel.queue.staleness import Standing
+from freewheel.queue.steps import frontier_at
 
-__all__ = ["CheckpointMark", "Restored", "restore"]
+__all__ = [
+    "Restored",
+    "restore",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
