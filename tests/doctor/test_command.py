@@ -16,9 +16,10 @@ import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli import app
-from freewheel.doctor import a_run, gpu, host, settings, software, storage
-from freewheel.doctor.child import Answer
-from freewheel.doctor.finding import GIB, Finding, State
+from freewheel.doctor import machine, software
+from freewheel.doctor import run as doctor_run
+from freewheel.doctor import run as settings
+from freewheel.doctor.findings import GIB, ChildAnswer, Finding, State
 from freewheel.judge.testing import JudgeProfile, MockJudge
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
@@ -32,7 +33,7 @@ from freewheel.trainer.checkpoint_files import write_state
 
 WAIT_S = 120.0
 """Longer than anything here takes on a busy machine."""
-WELL = host.Host(files=1 << 20, files_at_most=1 << 20, processes=1 << 62, processes_now=0, memory_free=64 * GIB)
+WELL = machine.Host(files=1 << 20, files_at_most=1 << 20, processes=1 << 62, processes_now=0, memory_free=64 * GIB)
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +42,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(placement, "_ask_smi", lambda: "")
-    monkeypatch.setattr(gpu, "look", lambda: gpu.Driver())
-    monkeypatch.setattr(host, "look", lambda: WELL)
-    monkeypatch.setattr(storage, "leftovers", lambda folder: [])
-    monkeypatch.setattr(storage, "judged_shared", lambda *facts: software.ok("shared memory", "enough"))
-    monkeypatch.setattr(software, "ask", lambda code, limit_s: Answer(values={"version": "2.13", "cuda": None}))
+    monkeypatch.setattr(machine, "read_driver", lambda: machine.GpuDriver())
+    monkeypatch.setattr(machine, "read_host", lambda: WELL)
+    monkeypatch.setattr(machine, "find_leftovers", lambda folder: [])
+    monkeypatch.setattr(machine, "judge_shared_memory", lambda *facts: software.ok("shared memory", "enough"))
+    monkeypatch.setattr(
+        software, "run_in_child", lambda code, limit_s: ChildAnswer(values={"version": "2.13", "cuda": None})
+    )
     return tmp_path
 
 
@@ -91,16 +94,16 @@ def test_too_little_memory_free_may_do_and_too_little_of_it_does_not(
     monkeypatch: pytest.MonkeyPatch, total: int, code: int, says: str
 ) -> None:
     monkeypatch.setattr(placement, "_memory_bytes", lambda: total * GIB)
-    monkeypatch.setattr(host, "look", lambda: replace(WELL, memory_free=GIB // 2))
+    monkeypatch.setattr(machine, "read_host", lambda: replace(WELL, memory_free=GIB // 2))
     done = freewheel("doctor")
     assert done.exit_code == code and done.stdout.splitlines()[-1].endswith(says), done.stdout
 
 
 def test_a_gpu_that_cannot_be_looked_at_is_a_problem_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaks() -> gpu.Driver:
+    def breaks() -> machine.GpuDriver:
         raise RuntimeError("odd")
 
-    monkeypatch.setattr(gpu, "look", breaks)
+    monkeypatch.setattr(machine, "read_driver", breaks)
     done = freewheel("doctor", "--json")
     (told,) = [one for one in json.loads(done.stdout)["findings"] if "odd" in one["detail"]]
     assert (done.exit_code, told["what"], told["state"]) == (1, "GPU", "problem")
@@ -295,32 +298,32 @@ def plan_of(*, gpus: int = 0, **sections: Any) -> Plan:
 
 def test_what_a_run_asks_of_its_machine_follows_from_its_plan() -> None:
     plan = plan_of(rollout={"replicas": 2, "threads": 2})
-    needs = a_run.needs(plan)
+    needs = doctor_run.run_needs(plan)
     assert (needs.actors, needs.threads, needs.connections) == (5, 5, 0)
     assert needs.memory_bytes == sum(plan.memory_trainer.values()) + 2 * sum(plan.memory_replica.values())
-    assert a_run.weights_bytes(plan) == 4 * GIB
+    assert doctor_run.weights_bytes(plan) == 4 * GIB
     kept = plan.config.trainer.keep_last + 1
-    assert a_run.checkpoint_bytes(plan) == kept * (4 + 8 + 4) * GIB + 2 * 4 * GIB
+    assert doctor_run.checkpoint_bytes(plan) == kept * (4 + 8 + 4) * GIB + 2 * 4 * GIB
     on_gpu = plan_of(gpus=1)
-    assert a_run.needs(on_gpu).memory_bytes == 0 and a_run.weights_bytes(on_gpu) == 0, "within the GPU"
+    assert doctor_run.run_needs(on_gpu).memory_bytes == 0 and doctor_run.weights_bytes(on_gpu) == 0, "within the GPU"
     together = sum(on_gpu.memory_trainer.values()) + sum(on_gpu.memory_replica.values())
-    assert a_run.gpu_bytes(on_gpu) == together and a_run.gpu_bytes(plan) == 0
+    assert doctor_run.gpu_bytes(on_gpu) == together and doctor_run.gpu_bytes(plan) == 0
     apart = plan_of(gpus=2, rollout={"engine": "vllm"})
-    assert a_run.gpu_bytes(apart) == int(0.9 * 140 * GIB), "vLLM takes its share whole"
-    assert a_run.needs(None) == host.Needs() and a_run.checkpoint_bytes(None) == 0
+    assert doctor_run.gpu_bytes(apart) == int(0.9 * 140 * GIB), "vLLM takes its share whole"
+    assert doctor_run.run_needs(None) == machine.Needs() and doctor_run.checkpoint_bytes(None) == 0
     joined = plan_of(gpus=1, ray={"address": "10.0.0.5:6379"}, trainer={"device": "cpu"})
-    assert a_run.gpu_bytes(joined) == 0, "its actors are where the cluster has room"
-    assert (a_run.needs(joined).actors, a_run.needs(joined).memory_bytes) == (0, 0)
+    assert doctor_run.gpu_bytes(joined) == 0, "its actors are where the cluster has room"
+    assert (doctor_run.run_needs(joined).actors, doctor_run.run_needs(joined).memory_bytes) == (0, 0)
 
 
 def test_a_judges_connections_are_bounded_by_what_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = {"api_endpoint": "http://127.0.0.1:1/v1", "model_name": "j"}
-    assert a_run.connections(plan_of(reward={"judge": judge})) == 0, "without a key it is off"
+    assert doctor_run.judge_connections(plan_of(reward={"judge": judge})) == 0, "without a key it is off"
     monkeypatch.setenv("OPENAI_API_KEY", "sk-some-some-some")
-    assert a_run.connections(plan_of(reward={"judge": judge})) == 2048
-    assert a_run.connections(plan_of(reward={"judge": judge, "concurrency": 64})) == 64
+    assert doctor_run.judge_connections(plan_of(reward={"judge": judge})) == 2048
+    assert doctor_run.judge_connections(plan_of(reward={"judge": judge, "concurrency": 64})) == 64
     bounded = {**judge, "max_concurrent_requests": 10}
-    assert a_run.connections(plan_of(reward={"judge": bounded})) == 10
+    assert doctor_run.judge_connections(plan_of(reward={"judge": bounded})) == 10
 
 
 # -- the dry run ------------------------------------------------------------------------------------------------------
@@ -334,7 +337,9 @@ def dry_run(*settings: str) -> str:
 
 def test_a_dry_run_lists_what_the_machine_has_against_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Against this run here" not in dry_run()
-    monkeypatch.setattr(host, "look", lambda: host.Host(**{**WELL.__dict__, "files": 256, "files_at_most": 256}))
+    monkeypatch.setattr(
+        machine, "read_host", lambda: machine.Host(**{**WELL.__dict__, "files": 256, "files_at_most": 256})
+    )
     text = dry_run("reward.judge={api_endpoint: 'http://127.0.0.1:1/v1'}")
     against = text.partition("Against this run here")[2]
     assert "judge: no API key for http://127.0.0.1:1/v1" in against and "→ export OPENAI_API_KEY=YOUR_KEY" in against
@@ -342,11 +347,13 @@ def test_a_dry_run_lists_what_the_machine_has_against_the_run(monkeypatch: pytes
 
 
 def test_a_dry_run_names_who_else_is_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = gpu.Card(index="0", name="H200", total_bytes=140 * GIB, used_bytes=130 * GIB)
-    monkeypatch.setattr(gpu, "look", lambda: gpu.Driver(gpus=(card,)))
-    (found,) = [one for one in a_run.concerns(plan_of(gpus=1)) if one.what == "GPU 0"]
+    card = machine.GpuCard(index="0", name="H200", total_bytes=140 * GIB, used_bytes=130 * GIB)
+    monkeypatch.setattr(machine, "read_driver", lambda: machine.GpuDriver(gpus=(card,)))
+    (found,) = [one for one in doctor_run.find_concerns(plan_of(gpus=1)) if one.what == "GPU 0"]
     assert "10.0 GiB of 140.0 GiB free, and the run wants about" in found.detail
-    assert not any(one.what == "GPU 0" for one in a_run.concerns(plan_of())), "one on the CPU has no use for it"
+    assert not any(one.what == "GPU 0" for one in doctor_run.find_concerns(plan_of())), (
+        "one on the CPU has no use for it"
+    )
 
 
 def test_a_dry_run_lists_a_vllm_that_is_missing_and_a_run_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

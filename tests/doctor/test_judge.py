@@ -9,8 +9,8 @@ import pytest
 
 from freewheel.cli.doctor import _of_judges
 from freewheel.doctor import judge as judging
-from freewheel.doctor.a_run import Run
-from freewheel.doctor.finding import Finding, State, examine, ok
+from freewheel.doctor.findings import Finding, State, ok, run_checks
+from freewheel.doctor.run import Run
 from freewheel.errors import ConfigError
 from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.testing import JudgeProfile, MockJudge
@@ -94,7 +94,7 @@ def test_each_endpoint_is_asked() -> None:
     with MockJudge(JudgeProfile()).in_thread() as well, MockJudge(JudgeProfile(api_key=KEY)).in_thread() as locked:
         endpoints = [{"url": well.base_url}, {"url": locked.base_url}]
         config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
-        found = examine(_of_judges(Run(), [config]))
+        found = run_checks(_of_judges(Run(), [config]))
     assert [one.state for one in found] == [State.OK, State.PROBLEM]
 
 
@@ -107,7 +107,7 @@ def test_an_endpoint_that_cannot_be_looked_at_takes_no_other_with_it(monkeypatch
     monkeypatch.setattr(judging, "_asked", breaks)
     endpoints = [{"url": "http://broken.invalid/v1"}, {"url": "http://well.invalid/v1"}]
     config = JudgeConfig(endpoint=endpoints, model="any", cache=False)  # type: ignore[arg-type]
-    broken, well = examine(_of_judges(Run(), [config]))
+    broken, well = run_checks(_of_judges(Run(), [config]))
     assert broken.state is State.PROBLEM and "http://broken.invalid/v1" in broken.what
     assert well.state is State.OK
 

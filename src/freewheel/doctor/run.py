@@ -6,6 +6,14 @@
     Plan ─▶ concerns: what `freewheel train --dry-run` lists
 
 Needs no torch and no Ray; hydra merges the configuration.
+
+Every setting that `freewheel train` would refuse, not the first alone.
+
+    overrides, a file ─▶ read_config ─▶ a config
+         ▲                   └─ refused: told, and left out ─┐
+         └───────────────────────────────────────────────────┘
+
+What follows from that alone, a second word about the same key, is not told.
 """
 
 from __future__ import annotations
@@ -17,22 +25,23 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from freewheel.doctor import gpu, host, judge, storage
-from freewheel.doctor.finding import Check, Finding, State, examine, ok, problem, warning
+from freewheel.doctor import judge, machine
+from freewheel.doctor.findings import Check, Finding, State, ok, problem, run_checks, warning
 from freewheel.errors import ConfigError, DataError
 from freewheel.judge.config import parse_concurrency
 from freewheel.observe.run_folder import CONFIG, saved_steps
+from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.reaching import KEY as RAY
-from freewheel.runtime.run_dir import RUNS
+from freewheel.runtime.run_dir import RESUME, RUNS, is_resume
+from freewheel.runtime.starting import read_config
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
-    from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.plan import Plan
 
 WHAT = "configuration"
 MERGES = "hydra"
-GPU_S = 3 * gpu.SMI_S
+GPU_S = 3 * machine.SMI_S
 """nvidia-smi is asked three things."""
 FOLDERS_BESIDE = 2
 """`best/` and `final/`, each with a model's weights."""
@@ -49,17 +58,17 @@ class Run:
     findings: list[Finding] = field(default_factory=list)
 
 
-def read(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
+def read_run(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
     """As `freewheel train` would, and further: everything that it would refuse is found, not the first alone."""
     if find_spec(MERGES) is None:
         said = "it cannot be read without hydra-core, which merges settings"
         return Run(findings=[warning(WHAT, said, "pip install 'freewheel[train]'")])
-    from freewheel.doctor.settings import read_all
+    from freewheel.doctor.run import read_every_error
 
-    config, refused = read_all(overrides, config_path, config_name)
+    config, refused = read_every_error(overrides, config_path, config_name)
     if config is None:
         return Run(findings=[problem(WHAT, str(error)) for error in refused])
-    plan, against = _planned(config)
+    plan, against = _make_plan(config)
     told = {error.key for error in refused}
     against = [*refused, *(error for error in against if getattr(error, "key", None) not in told)]
     if refused:
@@ -72,7 +81,7 @@ def read(overrides: Sequence[str], config_path: str | None, config_name: str | N
     return Run(config=config, plan=plan, findings=[ok(WHAT, said)])
 
 
-def _planned(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
+def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
     """With everything against it; None where what it names is not there."""
     from freewheel.runtime.checks import held_out_file, step_in_memory
     from freewheel.runtime.placement import Machine, place
@@ -88,18 +97,18 @@ def _planned(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataE
     return plan, [error for error in plan.problems if error.key != RAY]  # which has a check of its own
 
 
-def needs(plan: Plan | None) -> host.Needs:
+def run_needs(plan: Plan | None) -> machine.Needs:
     """Of the machine. None: of the smallest run. In a cluster the actors are wherever that has room."""
     if plan is None:
-        return host.Needs()
-    at_once = max(connections(plan), plan.slots if plan.config.rollout.urls else 0)
+        return machine.Needs()
+    at_once = max(judge_connections(plan), plan.slots if plan.config.rollout.urls else 0)
     if plan.config.ray.address is not None:
-        return host.Needs(connections=at_once, actors=0, threads=0)
+        return machine.Needs(connections=at_once, actors=0, threads=0)
     on_cpu = plan.world_size * sum(plan.memory_trainer.values()) * (plan.device_trainer == "cpu")
     on_cpu += plan.replicas * sum(plan.memory_replica.values()) * (plan.device_rollout == "cpu")
     threads = plan.world_size * plan.threads_trainer * (plan.device_trainer == "cpu")
     threads += plan.replicas * plan.threads_rollout * (plan.device_rollout == "cpu")
-    return host.Needs(
+    return machine.Needs(
         connections=at_once,
         actors=sum(actor.count for actor in plan.actors),
         memory_bytes=on_cpu,
@@ -107,7 +116,7 @@ def needs(plan: Plan | None) -> host.Needs:
     )
 
 
-def connections(plan: Plan) -> int:
+def judge_connections(plan: Plan) -> int:
     """To a judge, at once, by the process that asks it; 0 without one."""
     found, _ = judge.of_run(plan.config.reward.judge)
     if found is None:
@@ -142,7 +151,7 @@ def checkpoint_bytes(plan: Plan | None) -> int:
     return kept * (state + plan.sync_bytes) + FOLDERS_BESIDE * plan.sync_bytes
 
 
-def folder(config: TrainConfig | None) -> str:
+def run_folder(config: TrainConfig | None) -> str:
     return (config.run_dir if config is not None else None) or RUNS
 
 
@@ -150,7 +159,7 @@ def named_judge(config: TrainConfig | None) -> tuple[JudgeConfig | None, list[Fi
     return (None, []) if config is None else judge.of_run(config.reward.judge)
 
 
-def ports(config: TrainConfig | None) -> Iterator[Finding]:
+def check_ports(config: TrainConfig | None) -> Iterator[Finding]:
     """Those that a run is told to listen on, and cannot."""
     from freewheel.utils.http import HOST, listen
 
@@ -170,7 +179,7 @@ def ports(config: TrainConfig | None) -> Iterator[Finding]:
                 yield judged("port", f"{key} = {port}: it cannot be listened on ({error.strerror}){so}", f"{key}=0")
 
 
-def begun(config: TrainConfig | None) -> Iterator[Finding]:
+def check_existing_run(config: TrainConfig | None) -> Iterator[Finding]:
     """What is against a run that goes on, in its folder."""
     if config is None or config.run_dir is None or not (Path(config.run_dir) / CONFIG).exists():
         return
@@ -185,35 +194,95 @@ def begun(config: TrainConfig | None) -> Iterator[Finding]:
         yield warning("run directory", f"{folder} has {none}: the run begins anew, with what its journal has")
 
 
-def concerns(plan: Plan) -> list[Finding]:
+def find_concerns(plan: Plan) -> list[Finding]:
     """What is not as it should be for this run here, and can be seen without a call, a measurement or a wait."""
-    wanted = needs(plan)
+    wanted = run_needs(plan)
     checks = (
         Check(what="judge", look=lambda: named_judge(plan.config)[1]),
         Check(what="GPU", look=lambda: _gpus(gpu_bytes(plan)), limit_s=GPU_S),
         Check(what="shared memory", look=lambda: _shared(weights_bytes(plan))),
         Check(what="run directory", look=lambda: _disk(plan)),
-        Check(what="run directory", look=lambda: begun(plan.config)),
-        Check(what="port", look=lambda: ports(plan.config)),
+        Check(what="run directory", look=lambda: check_existing_run(plan.config)),
+        Check(what="port", look=lambda: check_ports(plan.config)),
         Check(what="limits", look=lambda: _limits(wanted)),
     )
-    return [finding for finding in examine(checks) if finding.state is not State.OK]
+    return [finding for finding in run_checks(checks) if finding.state is not State.OK]
 
 
 def _gpus(needed: int) -> list[Finding]:
-    return list(gpu.memory(gpu.look(), needed_bytes=needed)) if needed else []
+    return list(machine.check_gpus(machine.read_driver(), needed_bytes=needed)) if needed else []
 
 
 def _shared(needed: int) -> list[Finding]:
     """Leftovers matter to a run where they leave it no room."""
-    found = list(storage.shared_memory(needed_bytes=needed))
+    found = list(machine.check_shared_memory(needed_bytes=needed))
     return found if found and found[0].state is not State.OK else []
 
 
 def _disk(plan: Plan) -> list[Finding]:
-    return list(storage.run_folder(folder(plan.config), needed_bytes=checkpoint_bytes(plan), timed=False))
+    return list(machine.check_run_folder(run_folder(plan.config), needed_bytes=checkpoint_bytes(plan), timed=False))
 
 
-def _limits(wanted: host.Needs) -> list[Finding]:
-    here = host.look()
-    return [host.files(here, wanted), host.processes(here, wanted)]
+def _limits(wanted: machine.Needs) -> list[Finding]:
+    here = machine.read_host()
+    return [machine.check_files(here, wanted), machine.check_processes(here, wanted)]
+
+
+GRAMMAR = "override"
+"""The key of an override that cannot be read."""
+
+
+def read_every_error(
+    overrides: Sequence[str], config_path: str | None, config_name: str | None
+) -> tuple[TrainConfig | None, list[ConfigError]]:
+    """What holds without what is refused; None where that cannot be left out, such as a file that is not YAML."""
+    left, found = list(overrides), list[ConfigError]()
+    read = _read(left, config_path, config_name)
+    while isinstance(read, ConfigError):
+        refused = read
+        if refused.key != GRAMMAR and any(refused.key == told.key for told in found):
+            return None, found
+        found.append(refused)
+        for rest in _without(left, refused.key, in_file=bool(config_path or config_name)):
+            read = _read(rest, config_path, config_name)
+            if _settles(read, refused):
+                left = rest
+                break
+        else:
+            return None, found
+    return read, found
+
+
+def _read(overrides: list[str], config_path: str | None, config_name: str | None) -> TrainConfig | ConfigError:
+    try:
+        return read_config(overrides, config_path, config_name).config
+    except ConfigError as error:
+        return error
+
+
+def _settles(now: TrainConfig | ConfigError, before: ConfigError) -> bool:
+    """Whether what was refused is refused no more."""
+    if isinstance(now, TrainConfig):
+        return True
+    return str(now) != str(before) if before.key == GRAMMAR else now.key not in (before.key, GRAMMAR)
+
+
+def _without(overrides: list[str], key: str, *, in_file: bool) -> Iterator[list[str]]:
+    """Ways to leave out what a key is refused for: what sets it, what a file has for it, and what it contradicts. Never
+    the run that goes on: what is left would be said of another run."""
+    if key == RESUME:
+        return
+    others = [override for override in overrides if is_resume(override) or not _sets(override, key)]
+    if len(others) < len(overrides):
+        yield others
+    if in_file:  # which may have another one that is wrong
+        yield [*others, f"~{key}"]
+    for place, override in enumerate(overrides):
+        if not is_resume(override):
+            yield [*overrides[:place], *overrides[place + 1 :]]
+
+
+def _sets(override: str, key: str) -> bool:
+    """The key, or what it is a part of."""
+    given = override.lstrip("+~").partition("=")[0]
+    return f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")

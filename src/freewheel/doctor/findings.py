@@ -3,14 +3,23 @@
     Check.look() ── in a thread, `limit_s` at most ─▶ Finding, Finding, …
 
 A check that is late or that raises is a finding too: whoever looks must not hang or break with what it looks at.
+
+Asking a child what a package says of itself: an import may take seconds, hang in a driver, or end the process.
+
+ask(code) ─▶ python -P -c code ─▶ the JSON object on its last line, or why there is none
 """
 
 from __future__ import annotations
 
+import json
 import shlex
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from freewheel.utils.processes import within
 
@@ -61,16 +70,16 @@ class Check:
     limit_s: float = LIMIT_S
 
 
-def examine(checks: Iterable[Check], *, begun: Callable[[str], None] = lambda what: None) -> list[Finding]:
+def run_checks(checks: Iterable[Check], *, begun: Callable[[str], None] = lambda what: None) -> list[Finding]:
     """Everything that they found, in their order. `begun`: told of each check before it is made."""
     found: list[Finding] = []
     for check in checks:
         begun(check.what)
-        found += _made(check)
+        found += _run_check(check)
     return found
 
 
-def _made(check: Check) -> Sequence[Finding]:
+def _run_check(check: Check) -> Sequence[Finding]:
     try:
         return within(check.limit_s, lambda: list(check.look()))
     except TimeoutError as error:
@@ -84,7 +93,7 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes / MIB:.0f} MiB" if n_bytes < GIB else f"{n_bytes / GIB:.1f} GiB"
 
 
-def counted(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -92,3 +101,43 @@ def shell_words(words: Iterable[str], most: int) -> tuple[str, int]:
     """The first `most` as arguments of a command, and how many are left out."""
     listed = list(words)
     return " ".join(map(shlex.quote, listed[:most])), max(0, len(listed) - most)
+
+
+LAST_CHARS = 300
+"""Of an error's last line, which says what went wrong."""
+
+
+@dataclass(frozen=True)
+class ChildAnswer:
+    """What a child said. Either `values`, or `why` there are none."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+def run_in_child(code: str, *, limit_s: float) -> ChildAnswer:
+    """`code` prints a JSON object last. It is not shown the working directory: what lies there is no package."""
+    command = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace")
+    except subprocess.TimeoutExpired:
+        return ChildAnswer(why=f"no answer within {limit_s:g} s")
+    except OSError as error:
+        return ChildAnswer(why=f"Python could not be started: {error.strerror}")
+    lines = done.stdout.strip().splitlines()
+    if done.returncode == 0 and lines:
+        try:
+            found = json.loads(lines[-1])
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return ChildAnswer(values=found)
+    return ChildAnswer(why=_last_words(done))
+
+
+def _last_words(done: subprocess.CompletedProcess[str]) -> str:
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name if -done.returncode in list(signal.Signals) else "a signal"
+        return f"it was ended by {name}"
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1].strip()[:LAST_CHARS] if lines else f"it ended with {done.returncode} and said nothing"

@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from freewheel.doctor import gpu, host, software, storage
-from freewheel.doctor.child import Answer, ask
-from freewheel.doctor.finding import GIB, MIB, Check, Finding, State, examine, ok
-from freewheel.doctor.gpu import Card, Driver, Holder
+from freewheel.doctor import machine, software
+from freewheel.doctor.findings import GIB, MIB, Check, ChildAnswer, Finding, State, ok, run_checks, run_in_child
+from freewheel.doctor.machine import GpuCard as Card
+from freewheel.doctor.machine import GpuDriver
+from freewheel.doctor.machine import GpuProcess as Holder
 from freewheel.doctor.software import Requirement
 from freewheel.runtime.placement import Machine
 
-OLD = 2 * storage.OLD_S
+OLD = 2 * machine.OLD_S
 H200 = Card(index="0", name="NVIDIA H200", total_bytes=140 * GIB, used_bytes=0)
-DRIVER = Driver(release="570.1", cuda=(12, 8), gpus=(H200,))
+DRIVER = GpuDriver(release="570.1", cuda=(12, 8), gpus=(H200,))
 TORCH = {"version": "2.13.0", "cuda": "12.8", "hip": None, "available": True, "why": ""}
-HOST = host.Host(files=1 << 20, files_at_most=1 << 20, processes=1 << 62, processes_now=0, memory_free=64 * GIB)
+HOST = machine.Host(files=1 << 20, files_at_most=1 << 20, processes=1 << 62, processes_now=0, memory_free=64 * GIB)
 MACHINE = Machine(cpus=8, memory_bytes=128 * GIB)
 
 
@@ -50,18 +51,26 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_are_made() -> 
         Check(what="two", look=hangs, limit_s=0.05),
         Check(what="three", look=lambda: [ok("three", "fine")]),
     ]
-    found = examine(checks, begun=begun.append)
+    found = run_checks(checks, begun=begun.append)
     assert begun == ["one", "two", "three"]
     assert [one.state for one in found] == [State.PROBLEM, State.PROBLEM, State.OK]
     assert "RuntimeError: odd" in found[0].detail and "no answer within 0.05 s" in found[1].detail
 
 
 def test_a_child_says_what_it_found_or_why_it_could_not() -> None:
-    assert ask("import json; print('noise'); print(json.dumps({'a': 1}))", limit_s=20) == Answer(values={"a": 1})
-    assert ask("import no_such_package", limit_s=20).why == "ModuleNotFoundError: No module named 'no_such_package'"
-    assert "no answer within 0.2 s" in ask("import time; time.sleep(20)", limit_s=0.2).why
-    assert ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", limit_s=20).why == "it was ended by SIGSEGV"
-    assert "said nothing" in ask("pass", limit_s=20).why
+    assert run_in_child("import json; print('noise'); print(json.dumps({'a': 1}))", limit_s=20) == ChildAnswer(
+        values={"a": 1}
+    )
+    assert (
+        run_in_child("import no_such_package", limit_s=20).why
+        == "ModuleNotFoundError: No module named 'no_such_package'"
+    )
+    assert "no answer within 0.2 s" in run_in_child("import time; time.sleep(20)", limit_s=0.2).why
+    assert (
+        run_in_child("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", limit_s=20).why
+        == "it was ended by SIGSEGV"
+    )
+    assert "said nothing" in run_in_child("pass", limit_s=20).why
 
 
 def test_a_child_does_not_take_files_of_the_working_directory_for_packages(
@@ -69,7 +78,7 @@ def test_a_child_does_not_take_files_of_the_working_directory_for_packages(
 ) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError('shadow')\n")
     monkeypatch.chdir(tmp_path)
-    assert ask("import json; print(json.dumps({'a': 1}))", limit_s=20).values == {"a": 1}
+    assert run_in_child("import json; print(json.dumps({'a': 1}))", limit_s=20).values == {"a": 1}
 
 
 # -- software ---------------------------------------------------------------------------------------------------------
@@ -141,27 +150,29 @@ def test_this_environment_is_complete() -> None:
     ("values", "driver", "state", "says"),
     [
         ({}, DRIVER, "ok", "built for CUDA 12.8; driver 570.1"),
-        ({"cuda": None, "available": False}, Driver(), "ok", "built without CUDA"),
+        ({"cuda": None, "available": False}, GpuDriver(), "ok", "built without CUDA"),
         ({"cuda": None, "available": False}, DRIVER, "problem", "NVIDIA H200 is here and cannot be used"),
         ({"cuda": "13.0", "available": False}, DRIVER, "problem", "goes up to CUDA 12.8"),
         ({"cuda": "12.9"}, DRIVER, "ok", "a later minor release runs on an earlier driver"),
         ({"available": False, "why": "no device"}, DRIVER, "problem", "it cannot use NVIDIA H200: no device"),
     ],
 )
-def test_torch_is_held_against_driver_and_gpus(values: dict[str, Any], driver: Driver, state: str, says: str) -> None:
-    found = software.judged_torch(Answer(values=TORCH | values), driver)
+def test_torch_is_held_against_driver_and_gpus(
+    values: dict[str, Any], driver: GpuDriver, state: str, says: str
+) -> None:
+    found = software.judged_torch(ChildAnswer(values=TORCH | values), driver)
     assert found.state == state and (says in found.detail or state == "ok"), found
     if state == "problem" and "why" not in values:
         assert found.remedy.endswith("/whl/cu128")
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem() -> None:
-    found = software.judged_torch(Answer(why="ImportError: libcudart.so.12"), Driver())
+    found = software.judged_torch(ChildAnswer(why="ImportError: libcudart.so.12"), GpuDriver())
     assert found.state is State.PROBLEM and "libcudart.so.12" in found.detail
 
 
 def test_torch_here_is_well() -> None:
-    (found,) = software.torch(gpu.look())
+    (found,) = software.torch(machine.read_driver())
     assert found.state is State.OK, found
 
 
@@ -192,44 +203,44 @@ BANNER = "| NVIDIA-SMI 570.86.10   Driver Version: 570.86.10   CUDA Version: 12.
 
 
 def test_nvidia_smi_is_read() -> None:
-    driver = gpu.read(TABLE, "GPU-bb, 4711, 89000, /usr/bin/python, a\nGPU-bb, [N/A], 1, x\n", BANNER)
+    driver = machine.parse_driver(TABLE, "GPU-bb, 4711, 89000, /usr/bin/python, a\nGPU-bb, [N/A], 1, x\n", BANNER)
     assert (driver.release, driver.cuda, len(driver.gpus)) == ("570.86.10", (12, 8), 2)
     assert driver.gpus[1].holders == (Holder(process=4711, name="python, a", n_bytes=89000 * MIB),)
-    free, taken = gpu.memory(driver, {})
+    free, taken = machine.check_gpus(driver, {})
     assert free.state is State.OK and "139.9 GiB of 140.4 GiB free" in free.detail
     assert taken.state is State.WARNING and "process 4711 (python, a, 86.9 GiB) holds the rest" in taken.detail
     assert taken.remedy == "ps -o pid,user,etime,args -p 4711"
 
 
 def test_a_run_that_wants_more_than_is_free_is_told() -> None:
-    little = Driver(gpus=(replace(H200, used_bytes=5 * GIB),))
-    (well,) = gpu.memory(little, {}, needed_bytes=100 * GIB)
-    (short,) = gpu.memory(little, {}, needed_bytes=138 * GIB)
+    little = GpuDriver(gpus=(replace(H200, used_bytes=5 * GIB),))
+    (well,) = machine.check_gpus(little, {}, needed_bytes=100 * GIB)
+    (short,) = machine.check_gpus(little, {}, needed_bytes=138 * GIB)
     assert well.state is State.OK
-    assert said(short) == ("warning", gpu.LESS) and "the run wants about 138.0 GiB" in short.detail
+    assert said(short) == ("warning", machine.SMALLER_STEP) and "the run wants about 138.0 GiB" in short.detail
 
 
 @pytest.mark.parametrize("used", [0, 100 * GIB])
 def test_a_run_that_fits_on_no_gpu_here_is_a_problem(used: int) -> None:
     full, small = replace(H200, used_bytes=used), replace(H200, index="1", total_bytes=24 * GIB)
-    found = list(gpu.memory(Driver(gpus=(full, small)), {}, needed_bytes=200 * GIB))
-    assert [said(one) for one in found] == [("problem", gpu.LESS)] * 2
+    found = list(machine.check_gpus(GpuDriver(gpus=(full, small)), {}, needed_bytes=200 * GIB))
+    assert [said(one) for one in found] == [("problem", machine.SMALLER_STEP)] * 2
     assert "the run wants about 200.0 GiB: more than any GPU here has" in found[0].detail
-    large, beside = gpu.memory(Driver(gpus=(H200, small)), {}, needed_bytes=100 * GIB)
+    large, beside = machine.check_gpus(GpuDriver(gpus=(H200, small)), {}, needed_bytes=100 * GIB)
     assert large.state is State.OK and beside.state is State.WARNING, "it may get the large one"
-    (unknown,) = gpu.memory(Driver(gpus=(replace(H200, total_bytes=0),)), {}, needed_bytes=GIB)
+    (unknown,) = machine.check_gpus(GpuDriver(gpus=(replace(H200, total_bytes=0),)), {}, needed_bytes=GIB)
     assert unknown.state is State.WARNING, "the driver does not tell how large it is"
 
 
 def test_memory_that_somebody_unseen_holds_is_told() -> None:
-    _, taken = gpu.memory(gpu.read(TABLE, "", BANNER), {})
+    _, taken = machine.check_gpus(machine.parse_driver(TABLE, "", BANNER), {})
     assert taken.state is State.WARNING and "cannot be seen from here" in taken.detail
 
 
 def test_a_driver_that_does_not_answer_is_a_problem_and_no_gpu_is_none() -> None:
-    (stuck,) = gpu.memory(Driver(why="nvidia-smi gave no answer within 10 s: the driver is stuck"), {})
-    (none,) = gpu.memory(Driver(), {})
-    (hidden,) = gpu.memory(DRIVER, {"CUDA_VISIBLE_DEVICES": ""})
+    (stuck,) = machine.check_gpus(GpuDriver(why="nvidia-smi gave no answer within 10 s: the driver is stuck"), {})
+    (none,) = machine.check_gpus(GpuDriver(), {})
+    (hidden,) = machine.check_gpus(DRIVER, {"CUDA_VISIBLE_DEVICES": ""})
     assert said(stuck) == ("problem", "nvidia-smi") and none.state is State.OK
     assert said(hidden) == ("warning", "unset CUDA_VISIBLE_DEVICES")
 
@@ -249,8 +260,8 @@ def test_nvidia_smi_itself_may_hang_or_fail(
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(gpu, "SMI_S", 0.5)
-    assert why in gpu.look().why
+    monkeypatch.setattr(machine, "SMI_S", 0.5)
+    assert why in machine.read_driver().why
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -269,16 +280,16 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_shared_memory_of_a_container_is_too_small(shared: Path) -> None:
-    (found,) = storage.shared_memory(folder=shared)
+    (found,) = machine.check_shared_memory(folder=shared)
     assert found.state is State.WARNING and f"{shared} has 16 MiB: " in found.detail
     assert found.remedy == f"mount -o remount,size=4G {shared}"
-    (found,) = storage.shared_memory(folder=shared, needed_bytes=3 * GIB)
+    (found,) = machine.check_shared_memory(folder=shared, needed_bytes=3 * GIB)
     assert "a version of the weights takes 3.0 GiB" in found.detail and "size=6G" in found.remedy
 
 
 def test_shared_memory_with_room_is_well() -> None:
-    assert storage.judged_shared(8 * GIB, 7 * GIB, GIB).state is State.OK
-    assert storage.judged_shared(8 * GIB, GIB // 2, GIB).state is State.WARNING
+    assert machine.judge_shared_memory(8 * GIB, 7 * GIB, GIB).state is State.OK
+    assert machine.judge_shared_memory(8 * GIB, GIB // 2, GIB).state is State.WARNING
 
 
 def left(folder: Path, name: str, n_bytes: int = 8192) -> Path:
@@ -300,41 +311,41 @@ def test_what_dead_processes_left_is_found_and_nothing_that_lives(tmp_path: Path
     with mapped.open("rb") as file:
         memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     with opened.open("rb"):
-        found = storage.leftovers(tmp_path)
+        found = machine.find_leftovers(tmp_path)
     memory.close()
     assert [one.path for one in found] == sorted(map(str, dead))
-    finding = storage.judged_leftovers(found)
+    finding = machine.judge_leftovers(found)
     assert finding.state is State.OK and "2 files, 1 MiB, that no process here uses" in finding.detail
     assert finding.remedy == f"rm -f {dead[1]} {dead[0]}", "the largest first"
     subprocess.run(finding.remedy, shell=True, check=True)
-    assert [one.path for one in storage.leftovers(tmp_path)] == sorted([str(mapped), str(opened)])
+    assert [one.path for one in machine.find_leftovers(tmp_path)] == sorted([str(mapped), str(opened)])
 
 
 def test_a_command_lists_the_largest_only() -> None:
-    found = [storage.Leftover(path=f"/dev/shm/psm_{n}", n_bytes=n * 16 * MIB) for n in range(storage.NAMED + 5)]
-    finding = storage.judged_leftovers(found)
+    found = [machine.Leftover(path=f"/dev/shm/psm_{n}", n_bytes=n * 16 * MIB) for n in range(machine.NAMED + 5)]
+    finding = machine.judge_leftovers(found)
     assert finding.state is State.WARNING
-    assert len(finding.remedy.split()) == 2 + storage.NAMED and f"psm_{storage.NAMED + 4}" in finding.remedy
-    assert f"the largest {storage.NAMED}" in finding.detail
+    assert len(finding.remedy.split()) == 2 + machine.NAMED and f"psm_{machine.NAMED + 4}" in finding.remedy
+    assert f"the largest {machine.NAMED}" in finding.detail
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_disk_is_a_problem_and_what_is_asked_of_it_is_told(shared: Path) -> None:
-    (found,) = storage.run_folder(str(shared / "runs" / "one"))
+    (found,) = machine.check_run_folder(str(shared / "runs" / "one"))
     assert found.state is State.PROBLEM and f"{shared}: 16 MiB free" in found.detail
     assert not list(shared.iterdir()), "it was looked at, and left as it was"
 
 
 def test_a_disk_is_measured_and_nothing_is_left_on_it(tmp_path: Path) -> None:
-    first, *_ = storage.run_folder(str(tmp_path / "runs"))
+    first, *_ = machine.check_run_folder(str(tmp_path / "runs"))
     assert first.state is State.OK and "ms until something is safe there" in first.detail
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem() -> None:
-    (found,) = storage.run_folder("/proc/nothing/here")
+    (found,) = machine.check_run_folder("/proc/nothing/here")
     assert found.state is State.PROBLEM and "cannot be written" in found.detail
 
 
@@ -351,45 +362,45 @@ def test_a_folder_that_cannot_be_written_is_a_problem() -> None:
     ],
 )
 def test_a_disk_is_judged_by_room_speed_kind_and_clock(facts: dict[str, Any], needed: int, states: list[str]) -> None:
-    disk = storage.Disk(**{"folder": Path("/data"), "free_bytes": 100 * GIB, **facts})
-    assert [one.state for one in storage.judged_disk(disk, needed)] == states
+    disk = machine.Disk(**{"folder": Path("/data"), "free_bytes": 100 * GIB, **facts})
+    assert [one.state for one in machine.judge_disk(disk, needed)] == states
 
 
 def test_the_kind_of_a_disk_is_that_of_its_mount() -> None:
     mounts = ["overlay / overlay rw 0 0", "srv:/x /data nfs4 rw 0 0", "tmpfs /data/fast tmpfs rw 0 0"]
-    assert storage.kind_of(Path("/data/runs"), mounts) == "nfs4"
-    assert storage.kind_of(Path("/data/fast/runs"), mounts) == "tmpfs"
-    assert storage.kind_of(Path("/database"), mounts) == "overlay"
+    assert machine.find_file_system(Path("/data/runs"), mounts) == "nfs4"
+    assert machine.find_file_system(Path("/data/fast/runs"), mounts) == "tmpfs"
+    assert machine.find_file_system(Path("/database"), mounts) == "overlay"
 
 
 def test_a_full_disk_stops_ray() -> None:
-    assert storage.judged_ray_folder(Path("/tmp"), 100 * GIB, 4 * GIB).state is State.WARNING
-    assert storage.judged_ray_folder(Path("/tmp"), 100 * GIB, 40 * GIB).state is State.OK
+    assert machine.judge_ray_folder(Path("/tmp"), 100 * GIB, 4 * GIB).state is State.WARNING
+    assert machine.judge_ray_folder(Path("/tmp"), 100 * GIB, 40 * GIB).state is State.OK
 
 
 @pytest.mark.parametrize("variable", ["RAY_TMPDIR", "TMPDIR"])
 def test_a_folder_in_which_ray_cannot_start_is_a_problem(variable: str) -> None:
-    (found,) = storage.ray_folder({variable: "/proc/nothing/here"})
+    (found,) = machine.check_ray_folder({variable: "/proc/nothing/here"})
     assert said(found) == ("problem", "export RAY_TMPDIR=A_FOLDER_OF_YOURS") and "cannot be written" in found.detail
-    room = storage.SOCKET_BYTES - len("/" + storage.SOCKET.format(process=os.getpid()))
+    room = machine.SOCKET_BYTES - len("/" + machine.SOCKET.format(process=os.getpid()))
     longest = "/tmp/é" + "x" * (room - len("/tmp/é".encode()))
-    (found,) = storage.ray_folder({variable: longest})
+    (found,) = machine.check_ray_folder({variable: longest})
     assert found.state is not State.PROBLEM
-    (found,) = storage.ray_folder({variable: longest + "x"})
+    (found,) = machine.check_ray_folder({variable: longest + "x"})
     assert said(found) == ("problem", "export RAY_TMPDIR=/tmp") and "paths of 108 bytes" in found.detail
 
 
 # -- the host ---------------------------------------------------------------------------------------------------------
 
 
-def changed(**facts: Any) -> host.Host:
-    return host.Host(**{**HOST.__dict__, **facts})
+def changed(**facts: Any) -> machine.Host:
+    return machine.Host(**{**HOST.__dict__, **facts})
 
 
 def test_this_host_can_be_looked_at() -> None:
-    here = host.look()
+    here = machine.read_host()
     assert here.files > 0 and here.files_at_most >= here.files and 0 < here.memory_free < 1 << 60
-    assert len(list(host.judged(here, Machine.of_host(), host.Needs()))) == 4
+    assert len(list(machine.check_limits(here, Machine.of_host(), machine.Needs()))) == 4
 
 
 @pytest.mark.parametrize(
@@ -397,37 +408,39 @@ def test_this_host_can_be_looked_at() -> None:
     [(1024, 1 << 20, 2048, "ok"), (1024, 1024, 0, "warning"), (4096, 4096, 4000, "warning"), (8192, 8192, 4000, "ok")],
 )
 def test_open_files_are_held_against_a_judges_connections(soft: int, hard: int, connections: int, state: str) -> None:
-    found = host.files(changed(files=soft, files_at_most=hard), host.Needs(connections=connections))
+    found = machine.check_files(changed(files=soft, files_at_most=hard), machine.Needs(connections=connections))
     assert found.state == state
     if state == "warning" and connections:
         assert "4,000 connections at once want 4,512" in found.detail
 
 
 def test_limits_of_processes_memory_and_cpus() -> None:
-    assert host.processes(changed(processes=700, processes_now=300), host.Needs()).state is State.WARNING
-    assert host.processes(HOST, host.Needs()).state is State.OK
-    assert host.memory(changed(memory_free=GIB), MACHINE, host.Needs()).state is State.WARNING
-    assert host.memory(HOST, MACHINE, host.Needs(memory_bytes=40 * GIB)).state is State.OK
-    large = host.Needs(memory_bytes=130 * GIB)
-    found = host.memory(HOST, MACHINE, large)
-    assert said(found) == ("problem", host.LESS) and "more than this machine has" in found.detail
-    assert host.memory(HOST, replace(MACHINE, memory_bytes=0), large).state is State.WARNING, "its size is not known"
-    assert host.cpus(MACHINE, host.Needs(threads=9)).state is State.WARNING
-    assert host.cpus(MACHINE, host.Needs(threads=8)).state is State.OK
+    assert machine.check_processes(changed(processes=700, processes_now=300), machine.Needs()).state is State.WARNING
+    assert machine.check_processes(HOST, machine.Needs()).state is State.OK
+    assert machine.check_memory(changed(memory_free=GIB), MACHINE, machine.Needs()).state is State.WARNING
+    assert machine.check_memory(HOST, MACHINE, machine.Needs(memory_bytes=40 * GIB)).state is State.OK
+    large = machine.Needs(memory_bytes=130 * GIB)
+    found = machine.check_memory(HOST, MACHINE, large)
+    assert said(found) == ("problem", machine.SMALLER_RUN) and "more than this machine has" in found.detail
+    assert machine.check_memory(HOST, replace(MACHINE, memory_bytes=0), large).state is State.WARNING, (
+        "its size is not known"
+    )
+    assert machine.check_cpus(MACHINE, machine.Needs(threads=9)).state is State.WARNING
+    assert machine.check_cpus(MACHINE, machine.Needs(threads=8)).state is State.OK
 
 
 @pytest.mark.parametrize(("value", "state"), [(None, "ok"), ("4", "ok"), ("0", "warning"), ("many", "warning")])
 def test_a_number_of_threads_that_is_none_is_noticed(value: str | None, state: str) -> None:
-    assert host.threads({} if value is None else {"OMP_NUM_THREADS": value}).state == state
+    assert machine.check_threads({} if value is None else {"OMP_NUM_THREADS": value}).state == state
 
 
 def test_a_container_has_what_it_was_given() -> None:
     meminfo = "MemTotal: 16777216 kB\nMemAvailable: 8388608 kB\n"
-    assert host.memory_free(meminfo, "max", 0) == 8 * GIB
-    assert host.memory_free(meminfo, str(2 * GIB), GIB) == GIB
-    assert host.memory_free(meminfo, str(64 * GIB), GIB) == 8 * GIB
+    assert machine.memory_free(meminfo, "max", 0) == 8 * GIB
+    assert machine.memory_free(meminfo, str(2 * GIB), GIB) == GIB
+    assert machine.memory_free(meminfo, str(64 * GIB), GIB) == 8 * GIB
 
 
 def test_a_clock_that_was_never_set_is_noticed() -> None:
-    assert host.clock().state is State.OK
-    assert host.clock(0.0).state is State.PROBLEM
+    assert machine.check_clock().state is State.OK
+    assert machine.check_clock(0.0).state is State.PROBLEM
