@@ -194,7 +194,7 @@ def test_no_command_line_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return read(overrides, *file)
 
     monkeypatch.setattr(settings, "read_config", counting)
-    config, refused = settings.read_all(["rollout.n=0", "seed=-1", "mode=sync"], None, None)
+    config, refused = settings.read_every_error(["rollout.n=0", "seed=-1", "mode=sync"], None, None)
     assert config is not None and [error.key for error in refused] == ["rollout.n", "seed"]
     assert asked == [("rollout.n=0", "seed=-1", "mode=sync"), ("seed=-1", "mode=sync"), ("mode=sync",)]
 
