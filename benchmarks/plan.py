@@ -42,14 +42,10 @@ from common import (
     write_json,
 )
 from freewheel.observe.recorder import read_metrics
-from freewheel.plan.draws import Lognormal, Measured, Uniform
-from freewheel.plan.measured import beside, scene_of
-from freewheel.plan.outcome import Outcome
-from freewheel.plan.planning import settings_of
-from freewheel.plan.recorded import Recorded, read
-from freewheel.plan.scene import Beside, Generation, Scene, Scores, Training
+from freewheel.plan.calibration import Recorded, beside, read, scene_of
+from freewheel.plan.planner import ending, settings_of
+from freewheel.plan.scene import Beside, Generation, Lognormal, Measured, Outcome, Scene, Scores, Training, Uniform
 from freewheel.plan.simulation import simulate
-from freewheel.plan.sweep import ending
 from freewheel.queue.staleness import Bounds
 
 MOST_ERROR = 0.10

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from freewheel.doctor import machine, software
-from freewheel.doctor.findings import GIB, MIB, Check, ChildAnswer, Finding, State, ok, run_checks, run_in_child
 from freewheel.doctor.machine import GpuCard as Card
 from freewheel.doctor.machine import GpuDriver
 from freewheel.doctor.machine import GpuProcess as Holder
 from freewheel.doctor.software import Requirement
 from freewheel.runtime.placement import Machine
+from freewheel.utils.findings import GIB, MIB, Check, ChildAnswer, Finding, State, ok, run_checks, run_in_child
 
 OLD = 2 * machine.OLD_S
 H200 = Card(index="0", name="NVIDIA H200", total_bytes=140 * GIB, used_bytes=0)

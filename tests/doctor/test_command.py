@@ -19,7 +19,6 @@ from freewheel.cli import app
 from freewheel.doctor import machine, software
 from freewheel.doctor import run as doctor_run
 from freewheel.doctor import run as settings
-from freewheel.doctor.findings import GIB, ChildAnswer, Finding, State
 from freewheel.judge.testing import JudgeProfile, MockJudge
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
@@ -30,6 +29,7 @@ from freewheel.runtime.run_dir import write_config
 from freewheel.runtime.typed import to_config
 from freewheel.trainer.checkpoint import STATE, RunLock
 from freewheel.trainer.checkpoint_files import write_state
+from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
 
 WAIT_S = 120.0
 """Longer than anything here takes on a busy machine."""

@@ -9,11 +9,11 @@ import pytest
 
 from freewheel.cli.doctor import _of_judges
 from freewheel.doctor import judge as judging
-from freewheel.doctor.findings import Finding, State, ok, run_checks
 from freewheel.doctor.run import Run
 from freewheel.errors import ConfigError
 from freewheel.judge.config import Endpoint, JudgeConfig
 from freewheel.judge.testing import JudgeProfile, MockJudge
+from freewheel.utils.findings import Finding, State, ok, run_checks
 
 KEY = "sk-of-the-tests-0123456789"
 

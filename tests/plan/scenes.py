@@ -6,8 +6,19 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from freewheel.plan.draws import Constant, Lognormal, Measured, Uniform
-from freewheel.plan.scene import Beside, Generation, HandOver, Scene, Scores, Training, Weights
+from freewheel.plan.scene import (
+    Beside,
+    Constant,
+    Generation,
+    HandOver,
+    Lognormal,
+    Measured,
+    Scene,
+    Scores,
+    Training,
+    Uniform,
+    Weights,
+)
 from freewheel.queue.staleness import Bounds
 
 INSTANT = HandOver(linger_s=0.0, interval_s=0.0)

@@ -10,9 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli import app
-from freewheel.plan.planning import of_run
+from freewheel.plan.planner import best, of_run
 from freewheel.plan.scene import Scores
-from freewheel.plan.sweep import best
 from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.typed import to_config
 
@@ -256,7 +255,7 @@ def test_what_cannot_work_is_said_in_a_line(flags, said):
 def test_neither_torch_nor_ray_is_imported():
     code = (
         "import sys\n"
-        "import freewheel.plan.planning, freewheel.plan.report, freewheel.plan.picture, freewheel.runtime.bottleneck\n"
+        "import freewheel.plan.planner, freewheel.plan.report, freewheel.plan.report, freewheel.runtime.bottleneck\n"
         "sys.exit(' '.join(name for name in ('torch', 'ray', 'transformers') if name in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.data.group import Ticket
-from freewheel.plan.dealing import deal
+from freewheel.plan.simulation import deal
 from freewheel.queue.message_queue import Asking, least_loaded
 
 asked = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8)

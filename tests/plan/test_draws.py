@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.plan.draws import Constant, Lognormal, Measured, Uniform, stream, whole_stream
+from freewheel.plan.scene import Constant, Lognormal, Measured, Uniform, stream, whole_stream
 
 DRAWS = [
     Constant(3.0),

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from freewheel.plan.engine import Engine, Group
 from freewheel.plan.scene import Generation
+from freewheel.plan.simulation import Engine, Group
 
 
 def engine(lengths, **model):

@@ -6,11 +6,8 @@ import itertools
 
 import pytest
 
-from freewheel.plan.draws import Constant
-from freewheel.plan.engine import Group
-from freewheel.plan.judging import LimitedJudge
-from freewheel.plan.scene import Generation, Scores
-from freewheel.plan.simulation import simulate
+from freewheel.plan.scene import Constant, Generation, Scores
+from freewheel.plan.simulation import Group, LimitedJudge, simulate
 from freewheel.runtime.bottleneck import Setting
 
 from .scenes import scene

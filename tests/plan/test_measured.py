@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.plan.draws import Measured
-from freewheel.plan.measured import RunSettings, beside, scene_of
-from freewheel.plan.measured_cluster import MeasuredCluster
-from freewheel.plan.recorded import Recorded, decode_step, read
-from freewheel.plan.scene import Beside, Generation, HandOver, Scores, Training, Weights
+from freewheel.plan.calibration import MeasuredCluster, Recorded, RunSettings, beside, decode_step, read, scene_of
+from freewheel.plan.scene import Beside, Generation, HandOver, Measured, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
 
 from .scenes import bounds, scene

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from freewheel.plan.draws import Constant, Lognormal, Uniform
-from freewheel.plan.scene import Beside, Generation, Scores, Training, Weights
+from freewheel.plan.scene import Beside, Constant, Generation, Lognormal, Scores, Training, Uniform, Weights
 from freewheel.plan.simulation import Simulation, simulate
 
 from .scenes import scene, scenes

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from freewheel.plan import slicing
-from freewheel.plan.draws import Constant, Lognormal
-from freewheel.plan.scene import Generation, Scores, Training, Weights
+from freewheel.plan import calibration
+from freewheel.plan.calibration import simulate_slice, sliced
+from freewheel.plan.scene import Constant, Generation, Lognormal, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
-from freewheel.plan.slicing import simulate_slice, sliced
 
 from .scenes import bounds, scene
 
@@ -26,8 +25,8 @@ LARGE = scene(
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    monkeypatch.setattr(slicing, "MOST_GROUPS", 80)
-    monkeypatch.setattr(slicing, "LEAST_REPLICAS", 4)
+    monkeypatch.setattr(calibration, "MOST_GROUPS", 80)
+    monkeypatch.setattr(calibration, "LEAST_REPLICAS", 4)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,11 @@ import pytest
 
 from freewheel.errors import ConfigError
 from freewheel.plan import report
-from freewheel.plan.draws import Constant
+from freewheel.plan.calibration import simulate_slice, sliced
 from freewheel.plan.hardware import ACCELERATORS, SHAPES, Cluster, Workload, accelerator, shape
-from freewheel.plan.picture import draw
-from freewheel.plan.scene import Scores
-from freewheel.plan.slicing import simulate_slice, sliced
-from freewheel.plan.sweep import HUGE_LIVES, _jobs, best, between, candidates_of, ending, scaling, splits, sweep
+from freewheel.plan.planner import HUGE_LIVES, _jobs, best, between, candidates_of, ending, scaling, splits, sweep
+from freewheel.plan.report import draw
+from freewheel.plan.scene import Constant, Scores
 
 from .scenes import bounds
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from freewheel.doctor.findings import Check, Finding
     from freewheel.doctor.machine import GpuDriver
     from freewheel.doctor.run import Run
     from freewheel.judge.config import JudgeConfig
+    from freewheel.utils.findings import Check, Finding
 
 EPILOG = """
 Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag cannot work.
@@ -99,7 +99,7 @@ def _findings(
     begun: Callable[[str], None],
 ) -> list[Finding]:
     from freewheel.doctor import run as doctor_run
-    from freewheel.doctor.findings import Check, run_checks
+    from freewheel.utils.findings import Check, run_checks
 
     only_judge = bool(judges) and not (overrides or config_path or config_name)
     driver = _driver(begun)
@@ -122,7 +122,7 @@ def _driver(begun: Callable[[str], None]) -> GpuDriver:
     """What nvidia-smi tells; where it could not be asked, why."""
     from freewheel.doctor import machine
     from freewheel.doctor import run as doctor_run
-    from freewheel.doctor.findings import Check, run_checks
+    from freewheel.utils.findings import Check, run_checks
 
     told: list[GpuDriver] = []
 
@@ -136,7 +136,7 @@ def _driver(begun: Callable[[str], None]) -> GpuDriver:
 
 def _of_software(driver: GpuDriver, *, trains: bool) -> Iterator[Check]:
     from freewheel.doctor import software
-    from freewheel.doctor.findings import Check
+    from freewheel.utils.findings import Check
 
     yield Check(what="Python", look=lambda: [software.python_release()])
     yield Check(what="packages", look=lambda: software.packages(trains=trains))
@@ -146,8 +146,8 @@ def _of_software(driver: GpuDriver, *, trains: bool) -> Iterator[Check]:
 def _of_machine(driver: GpuDriver, run: Run) -> Iterator[Check]:
     from freewheel.doctor import machine, software
     from freewheel.doctor import run as doctor_run
-    from freewheel.doctor.findings import Check
     from freewheel.runtime.placement import Machine
+    from freewheel.utils.findings import Check
 
     config, plan = run.config, run.plan
     wants_vllm = config is not None and config.rollout.engine == "vllm" and config.rollout.urls is None
@@ -174,7 +174,7 @@ def _of_machine(driver: GpuDriver, run: Run) -> Iterator[Check]:
 def _of_judges(run: Run, judges: list[JudgeConfig]) -> Iterator[Check]:
     from freewheel.doctor import judge as judging
     from freewheel.doctor import run as doctor_run
-    from freewheel.doctor.findings import Check
+    from freewheel.utils.findings import Check
 
     named, said = doctor_run.named_judge(run.config)
     if said:
@@ -250,7 +250,7 @@ def _lines(findings: list[Finding]) -> Iterator[str]:
 
 
 def _summary(findings: list[Finding]) -> str:
-    from freewheel.doctor.findings import count_of
+    from freewheel.utils.findings import count_of
 
     problems, warnings = (_count(findings, state) for state in ("problem", "warning"))
     if problems:

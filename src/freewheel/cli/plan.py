@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from freewheel.plan.planning import Planned
+    from freewheel.plan.planner import Planned, Row
     from freewheel.plan.scene import Scores
-    from freewheel.plan.sweep import Row
 
 EPILOG = """
 Simulated with the classes that decide in a run, under a virtual clock. Every line tells what is measured from what is
@@ -152,7 +151,7 @@ def plan(
     with plain_errors():
         from freewheel.errors import ConfigError
         from freewheel.plan.hardware import Workload, shape
-        from freewheel.plan.planning import GROUPS_PER_ACCELERATOR, of_model, of_run
+        from freewheel.plan.planner import GROUPS_PER_ACCELERATOR, of_model, of_run
         from freewheel.plan.scene import Scores
 
         if run is not None and model is not None:
@@ -223,8 +222,7 @@ def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
 
 def _scores(latency_s: float | None, rate_per_s: float | None, knee: int | None) -> Scores | None:
     """None: nothing was said of it."""
-    from freewheel.plan.draws import Constant
-    from freewheel.plan.scene import Scores
+    from freewheel.plan.scene import Constant, Scores
 
     if latency_s is None and rate_per_s is None and knee is None:
         return None
@@ -240,7 +238,7 @@ def _title(planned: Planned) -> str:
 def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:
     from freewheel.cli.console import print_json, print_text
     from freewheel.plan import report
-    from freewheel.plan.sweep import best
+    from freewheel.plan.planner import best
 
     if as_json:
         print_json(
@@ -261,7 +259,7 @@ def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float 
 def _draw(path: Path, planned: Planned, rows: list[Row], scaled: list[Row]) -> None:
     from freewheel.cli.console import say
     from freewheel.errors import ConfigError
-    from freewheel.plan.picture import draw
+    from freewheel.plan.report import draw
 
     try:
         path.write_text(draw(rows, scaled, title=_title(planned)), encoding="utf-8")

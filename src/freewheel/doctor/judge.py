@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from freewheel.doctor.findings import Finding, ok, problem, warning
 from freewheel.errors import ConfigError
 from freewheel.judge.body import BodyWriter
 from freewheel.judge.client import ChatClient, open_connector
@@ -23,6 +22,7 @@ from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder, local_secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.runtime.checks import has_key
+from freewheel.utils.findings import Finding, ok, problem, warning
 
 CALL_S = 20.0
 """A judge that has not answered by then is too slow to be told from one that is gone."""

@@ -30,8 +30,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from freewheel.doctor.findings import GIB, MIB, Finding, State, count_of, ok, problem, shell_words, size, warning
 from freewheel.runtime.placement import Machine
+from freewheel.utils.findings import GIB, MIB, Finding, State, count_of, ok, problem, shell_words, size, warning
 
 FILES_ASIDE = 512
 """Open files of a process beside its connections: libraries, logs, Ray's sockets."""

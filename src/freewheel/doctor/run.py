@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from freewheel.doctor import judge, machine
-from freewheel.doctor.findings import Check, Finding, State, ok, problem, run_checks, warning
 from freewheel.errors import ConfigError, DataError
 from freewheel.judge.config import parse_concurrency
 from freewheel.observe.run_folder import CONFIG, saved_steps
@@ -34,6 +33,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.reaching import KEY as RAY
 from freewheel.runtime.run_dir import RESUME, RUNS, is_resume
 from freewheel.runtime.starting import read_config
+from freewheel.utils.findings import Check, Finding, State, ok, problem, run_checks, warning
 
 if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import freewheel
-from freewheel.doctor.findings import ChildAnswer, Finding, ok, problem, run_in_child, warning
 from freewheel.doctor.machine import GpuDriver
 from freewheel.errors import ConfigError
+from freewheel.utils.findings import ChildAnswer, Finding, ok, problem, run_in_child, warning
 
 PACKAGE = "freewheel"
 TRAIN = "train"

@@ -16,8 +16,7 @@ import re
 from dataclasses import dataclass, field
 
 from freewheel.errors import ConfigError
-from freewheel.plan.draws import Lognormal
-from freewheel.plan.scene import MESSAGE_S, Generation, HandOver, Scene, Scores, Training, Weights
+from freewheel.plan.scene import MESSAGE_S, Generation, HandOver, Lognormal, Scene, Scores, Training, Weights
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime.config import AsyncTrainingConfig
 

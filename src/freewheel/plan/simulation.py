@@ -7,28 +7,71 @@
 Each arrow is an event: a time, what happens, to whom. The next batch is asked for while a step trains, a version that
 waits is superseded by the next, groups that finish together share a message: as in a run. What is left out: failures,
 evaluations and checkpoints. The same scene and seed give the same outcome, to the bit.
+
+One engine's decoding under a virtual clock: slots, steps, who ends when. `simulation` has the events.
+
+    add ─▶ waiting ─ free slots ─▶ running: ends at step now + its length ─▶ finish: all that end at this step
+                                   a step takes `Generation.token_s` of how many run; pauses and prefills stop the steps
+
+Sequences enter between two steps and have whole lengths, so that many end at once and one event serves them all.
+
+A simulated rollouter: its engine, what it has asked for, its outbox, and what it spends its time on.
+
+Tickets for many rollouters at once: the rule of `freewheel.queue.message_queue`, by a heap instead of a search.
+
+`least_loaded` looks at everybody for each ticket, which is nothing for the few that ask at a time in a run, and too
+slow for a sweep over thousands of replicas. The order is the same (a test compares them): least pressure, ties to who
+asked first.
+
+Scoring under a virtual clock: `LimitedJudge`, a judge that has limits, asked by the engine's own limiter and pacer.
+
+    submit ─▶ waiting ─ Pacer.ready_at, Limiter.has_room ─▶ VirtualJudge ─ done ─▶ scored
+                 ▲                                              │ refused
+                 └──── backoff_s, the slot is free ◀────────────┘
+
+One for all replicas, as behind `freewheel serve`. A judge without limits needs none of this: `simulation` then knows
+when a score comes at the moment it is asked for.
+
+Where a simulated length or latency comes from: a number, a shape, or what was measured.
+
+A draw is a fact (frozen, comparable, printable); `stream` turns it into numbers, a block at a time, from a generator
+that the caller seeds: the same seed gives the same run.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
 import numpy as np
 
 from freewheel.data.group import Ticket
-from freewheel.plan.dealing import deal
-from freewheel.plan.draws import stream, whole_stream
-from freewheel.plan.engine import Engine, Group
-from freewheel.plan.judging import LimitedJudge
-from freewheel.plan.outcome import BUSY, FILLED, Mark, Outcome, Tally, between
-from freewheel.plan.replica import Replica
-from freewheel.plan.scene import Scene
+from freewheel.judge.limiter import Limiter
+from freewheel.judge.limiter import Ticket as JudgeTicket
+from freewheel.judge.pacing import MINUTE_S, Pacer
+from freewheel.judge.retry import backoff_s
+from freewheel.judge.testing.virtual import REFUSAL_S, Answer, Profile, VirtualJudge
+from freewheel.plan.scene import (
+    BUSY,
+    FILLED,
+    Generation,
+    Mark,
+    Outcome,
+    Scene,
+    Scores,
+    Tally,
+    between,
+    stream,
+    whole_stream,
+)
 from freewheel.queue.message_queue import Asking
 from freewheel.queue.staleness import StalenessPolicy
+from freewheel.rollout.lookahead import Lookahead
 
 Event = tuple[float, int, Callable[[Any], None], Any]
 
@@ -419,3 +462,300 @@ class Simulation:
 
 def simulate(scene: Scene, *, seed: int = 0) -> Outcome:
     return Simulation(scene, seed=seed).run()
+
+
+SLACK = 1e-6
+"""Of a step: what adding up fractions of steps may be off by."""
+
+
+class Group:
+    """One group on its way."""
+
+    __slots__ = ("replica", "scored_at", "sequence", "tokens", "unmade", "unscored", "version")
+
+    def __init__(self, sequence: int, n: int, replica: int) -> None:
+        self.sequence = sequence
+        self.replica = replica
+        self.unmade = n
+        """Responses that are not generated yet."""
+        self.unscored = n
+        self.scored_at = 0.0
+        """When the last of those that have ended is scored, where that is known ahead."""
+        self.tokens = 0
+        self.version = -1
+        """That the engine held when its first token was made."""
+
+
+class Engine:
+    """Every response that is added ends once, after as many steps as it has tokens."""
+
+    __slots__ = (
+        "_at", "_due", "_keys", "_lengths", "_model", "_samples_waiting", "_stall_s", "_steps", "_token_s", "_waiting",
+        "busy_s", "paused", "running", "sequence_s", "slowed", "tokens", "version",
+    )  # fmt: skip
+
+    def __init__(self, model: Generation, lengths: Iterator[int]) -> None:
+        self._model = model
+        self._lengths = lengths
+        self._at = 0.0
+        self._steps = 0.0
+        self._token_s = model.step_s
+        self._stall_s = 0.0  # prompts that are still to be read before the next step
+        self._due: dict[int, list[Group]] = {}
+        self._keys: list[int] = []  # of `_due`, a heap
+        self._waiting: deque[list[object]] = deque()  # [group, samples that have no slot]
+        self._samples_waiting = 0
+        self.running = 0
+        self.version = 0
+        self.paused = False
+        self.slowed = 1.0
+        """By what goes on beside it, as a factor."""
+        self.busy_s = 0.0
+        self.sequence_s = 0.0
+        """The same times the sequences that ran."""
+        self.tokens = 0
+        """Of what has a slot or had one."""
+
+    def advance(self, now: float) -> None:
+        elapsed = now - self._at
+        self._at = now
+        if not self.running or self.paused:
+            return
+        self.busy_s += elapsed
+        self.sequence_s += elapsed * self.running
+        if self._stall_s:
+            if self._stall_s >= elapsed:
+                self._stall_s -= elapsed
+                return
+            elapsed -= self._stall_s
+            self._stall_s = 0.0
+        self._steps += elapsed / self._token_s
+
+    def due_at(self) -> float:
+        """When the next response ends, if nothing changes before."""
+        if not self.running or self.paused:
+            return math.inf
+        return self._at + self._stall_s + max(0.0, self._keys[0] - self._steps) * self._token_s
+
+    def add(self, group: Group, samples: int) -> None:
+        """After `advance`; `enter` then gives them slots."""
+        self._waiting.append([group, samples])
+        self._samples_waiting += samples
+
+    def finish(self, now: float) -> list[Group]:
+        """The step at `due_at` is done: the group of each response that ended with it. Others take their slots."""
+        self.advance(now)
+        step = heapq.heappop(self._keys)
+        self._steps = float(step)
+        ended = self._due.pop(step)
+        self.running -= len(ended)
+        self.enter()
+        return ended
+
+    def enter(self) -> None:
+        """Free slots go to what waits, but not a few of them at a time."""
+        model = self._model
+        free = model.slots - self.running
+        if self._waiting and free and (not self.running or free >= min(model.refill, self._samples_waiting)):
+            start = math.ceil(self._steps - SLACK)
+            if not self.running:
+                self._steps = float(start)
+            due, lengths, keys, waiting = self._due, self._lengths, self._keys, self._waiting
+            apart = model.resolution
+            while free and waiting:
+                entry = waiting[0]
+                group: Group = entry[0]  # type: ignore[assignment]
+                samples: int = entry[1]  # type: ignore[assignment]
+                count = free if free < samples else samples
+                if group.version < 0:
+                    group.version = self.version
+                    self._stall_s += model.prefill_s * self.slowed
+                for _ in range(count):
+                    length = next(lengths)
+                    group.tokens += length
+                    self.tokens += length
+                    step = start + length
+                    if apart > 1:
+                        step = max((step + apart // 2) // apart, start // apart + 1) * apart
+                    there = due.get(step)
+                    if there is None:
+                        due[step] = [group]
+                        heapq.heappush(keys, step)
+                    else:
+                        there.append(group)
+                free -= count
+                self.running += count
+                self._samples_waiting -= count
+                if count == samples:
+                    waiting.popleft()
+                else:
+                    entry[1] = samples - count
+        self._token_s = model.token_s(self.running) * self.slowed
+
+    def slow(self, factor: float) -> None:
+        """After `advance`."""
+        self._stall_s *= factor / self.slowed
+        self.slowed = factor
+        self._token_s = self._model.token_s(self.running) * factor
+
+
+DOING = ("generate", "wait_reward", "wait_room")
+
+
+class Replica:
+    """State only: `simulation` decides what happens."""
+
+    __slots__ = (
+        "_doing", "_since", "_spent", "asking", "engine", "event", "generating", "loading_s", "loading_since",
+        "lookahead", "mail", "making", "place", "post", "rest", "resting",
+    )  # fmt: skip
+
+    def __init__(self, place: int, engine: Engine, *, slots: int, n: int) -> None:
+        self.place = place
+        self.engine = engine
+        self.lookahead = Lookahead(capacity=max(1, slots // n), n=n)
+        self.generating = 0
+        self.making = 0
+        """Groups in generation or scoring."""
+        self.asking: Asking | None = None
+        self.resting = False
+        """It asks again when responses leave the engine, or after the interval."""
+        self.mail: list[Group] = []
+        self.loading_s = 0.0
+        self.loading_since: float | None = None
+        self.event = self.rest = self.post = 0
+        """Numbers of what is expected last: an event with another number is void."""
+        self._doing = "wait_room"
+        self._since = 0.0
+        self._spent = dict.fromkeys(DOING, 0.0)
+
+    def note(self, now: float) -> None:
+        """What it does now, by the rule of `Rollouter`."""
+        doing = "generate" if self.generating else "wait_reward" if self.making else "wait_room"
+        if doing != self._doing:
+            self._spent[self._doing] += now - self._since
+            self._doing, self._since = doing, now
+
+    def spans(self, now: float) -> dict[str, float]:
+        """Seconds by name until now."""
+        loading_s = 0.0 if self.loading_since is None else now - self.loading_since
+        spent = {**self._spent, "load_weights": self.loading_s + loading_s}
+        spent[self._doing] += now - self._since
+        return spent
+
+
+def deal(asking: Sequence[Asking], room: int, issue: Callable[[], Ticket]) -> None:
+    """Gives up to `room` tickets to those who ask, as many as they want."""
+    if len(asking) == 1:
+        one = asking[0]
+        one.tickets += [issue() for _ in range(min(room, one.want - len(one.tickets)))]
+        return
+    order = [(one.pressure, place) for place, one in enumerate(asking) if len(one.tickets) < one.want]
+    heapq.heapify(order)
+    while room and order:
+        _, place = order[0]
+        one = asking[place]
+        one.tickets.append(issue())
+        room -= 1
+        if len(one.tickets) < one.want:
+            heapq.heapreplace(order, (one.pressure, place))
+        else:
+            heapq.heappop(order)
+
+
+class LimitedJudge:
+    """Every response that is submitted is scored once. `pump` is to be called at `next_at`, and after `submit`."""
+
+    def __init__(self, scores: Scores, latencies: Iterator[float], seed: int) -> None:
+        knee = scores.knee
+        self._judge = VirtualJudge(
+            Profile(
+                "plan",
+                "as the scene has it",
+                (lambda n: float(n)) if knee is None else (lambda n: float(min(n, knee))),
+                refuse_above=scores.refuse_above,
+                rate_per_s=scores.rate_per_s,
+                labelled=True,
+            )
+        )
+        self.limiter = Limiter()
+        per_minute = None if scores.rate_per_s is None else scores.rate_per_s * MINUTE_S
+        self._pacer = Pacer(requests_per_minute=per_minute)
+        self._latencies = latencies
+        self._random = random.Random(seed).random
+        self._asked: dict[int, tuple[Group, float]] = {}  # by number, until it is scored: its group and its work
+        self._fresh: deque[int] = deque()
+        self._resting: list[tuple[float, int]] = []
+        self._refusals: list[tuple[float, int, Answer]] = []
+        self._tickets: dict[int, JudgeTicket] = {}
+        self._failures: dict[int, int] = {}
+        self._numbers = 0
+        self._wake_at = math.inf
+        self._now = 0.0
+        self._holds_back = False
+        self.held_back_s = 0.0
+        """For which responses waited to be sent."""
+
+    @property
+    def refused(self) -> int:
+        return self._judge.refused
+
+    def submit(self, group: Group) -> None:
+        number = self._numbers
+        self._numbers += 1
+        self._asked[number] = (group, next(self._latencies))
+        self._fresh.append(number)
+
+    def pump(self, now: float) -> list[Group]:
+        """What the time up to `now` has brought, and what may be sent is: the group of each score that came."""
+        if self._holds_back:
+            self.held_back_s += now - self._now
+        self._now = now
+        done, _ = self._judge.advance(now)
+        scored = []
+        for number in done:
+            group, work_s = self._asked.pop(number)
+            self.limiter.succeeded(self._tickets.pop(number), now)
+            self._pacer.settled(now, 0, 0, work_s)
+            self._failures.pop(number, None)
+            scored.append(group)
+        self._hear_refusals(now)
+        self._send(now)
+        self._holds_back = bool(self._fresh or self._resting)
+        return scored
+
+    def _hear_refusals(self, now: float) -> None:
+        while self._refusals and self._refusals[0][0] <= now:
+            _, number, answer = heapq.heappop(self._refusals)
+            ticket = self._tickets.pop(number)
+            failures = self._failures[number] = self._failures.get(number, 0) + 1
+            if answer is Answer.RATE_LIMITED:
+                self.limiter.released(ticket, now)
+                self._pacer.rejected(now, None)
+            else:
+                self.limiter.throttled(ticket, now)
+            heapq.heappush(self._resting, (now + backoff_s(failures, None, self._random), number))
+
+    def _send(self, now: float) -> None:
+        self._wake_at = math.inf
+        while self.limiter.has_room():
+            rested = bool(self._resting) and self._resting[0][0] <= now
+            if not rested and not self._fresh:
+                if self._resting:
+                    self._wake_at = self._resting[0][0]
+                return
+            at = max(self.limiter.quiet_until, self._pacer.ready_at(now, 0))
+            if at > now:
+                self._wake_at = at
+                return
+            number = heapq.heappop(self._resting)[1] if rested else self._fresh.popleft()
+            self._pacer.sent(now, 0)
+            self._tickets[number] = self.limiter.sent(now)
+            answer = self._judge.offer(number, self._asked[number][1])
+            if answer is not Answer.ACCEPTED:
+                heapq.heappush(self._refusals, (now + REFUSAL_S, number, answer))
+
+    def next_at(self) -> float:
+        """When something happens by itself."""
+        at = min(self._judge.next_event_at(), self._wake_at)
+        return min(at, self._refusals[0][0]) if self._refusals else at

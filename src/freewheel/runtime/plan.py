@@ -28,7 +28,7 @@ from freewheel.trainer.options import describe
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from freewheel.doctor.findings import Finding
+    from freewheel.utils.findings import Finding
 
 SET_BY_MODE = ("staleness_threshold", "selection_window", "in_flight_updates")
 """Keys of `async_training` that `mode` decides in the two synchronous modes."""

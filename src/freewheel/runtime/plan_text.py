@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from freewheel.doctor.findings import Finding, State
 from freewheel.runtime.plan import Actor, Plan
+from freewheel.utils.findings import Finding, State
 
 LABEL = 24
 """Columns of what stands at the left; the longest name of an actor fits."""

@@ -1,26 +1,229 @@
-"""`Recorded`: what a run directory says of a run, in numbers. Read beside a live run or on a dead one; never written.
+"""From what a run recorded to a `Scene`: its distributions as they are, and what no file says found by replay.
+
+    Recorded ─▶ Scene ─▶ simulate ─▶ engine time a token, wall time a step ─┐
+                  ▲                                                         │ compared with the run's own
+                  └──────── the time of a prompt, of a message ◀────────────┘
+
+Two numbers are found this way. What a prompt costs an engine: the decoding step shows in when the responses of a group
+end, and what is left of the engine's time is for reading prompts and giving them slots. (Where lengths do not tell the
+step, prompts are taken to cost nothing.) A message between components: in turns it is what generation and training
+leave of a step; where they overlap, what a group took to be stored stands for it.
+
+`MeasuredCluster`: a run that was measured, on other numbers of the same accelerators.
+
+`Recorded`: what a run directory says of a run, in numbers. Read beside a live run or on a dead one; never written.
 
     RUN/metrics.jsonl ─┬─ step: train_s, response lengths, wall time ─┐
                        ├─ event: whether a GPU was shared             │
-                       └─ statistics: engine time, tokens, slots      ├─▶ Recorded ─▶ `freewheel.plan.measured`
+                       └─ statistics: engine time, tokens, slots      ├─▶ Recorded ─▶ `freewheel.plan.calibration`
     RUN/trace/*.jsonl ─── lengths, scores, packing, loading, storing ─┘
 
 What is not recorded is None, or empty, and said in `notes`. Imports neither torch nor ray.
+
+A large run by a slice of it: as many engines, groups and verdicts for each other, fewer of all. Pure.
+
+Engines are alike, and a step takes its groups from all of them: a tenth of the engines, a tenth of the groups a step
+and a judge with a tenth of the rate behave as the whole does, as long as there are enough of each to average over. What
+does not shrink (the time of a step, of a version, of a message) is as it was. A test compares slices with wholes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import msgspec
+
 from freewheel.errors import ConfigError
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.trace import read_trace
+from freewheel.plan.hardware import SCALING, training_at_once
+from freewheel.plan.scene import (
+    MESSAGE_S,
+    Beside,
+    Generation,
+    HandOver,
+    Measured,
+    Outcome,
+    Scene,
+    Scores,
+    Training,
+    Weights,
+)
+from freewheel.plan.simulation import simulate
+from freewheel.queue.staleness import Bounds
 from freewheel.rollout.outbox import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back, settled
+
+REPLAYS = 4
+"""Rounds until replay and run agree: time scales with the step, so that the second is close already."""
+MOST_VALUES = 20_000
+"""Of a distribution: more say nothing more."""
+NATIVE_REFILL = 8
+"""The native engine fills an eighth of its slots at a time; vLLM every one as it is free."""
+MESSAGES = 4
+"""Admit, put, take, commit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What of a run's configuration matters here. `bounds` with the steps that are to be simulated."""
+
+    bounds: Bounds
+    n: int
+    is_native: bool
+    interval_s: float
+    is_judge: bool = False
+
+
+def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured | None = None) -> Scene:
+    """The run as it was. `generated`: lengths that the engine made, where what was trained on is only a part."""
+    per_token_s = sum(recorded.train_s) / sum(recorded.step_tokens)
+    varies = Measured.of(
+        [took / (per_token_s * tokens) for took, tokens in zip(recorded.train_s, recorded.step_tokens, strict=True)]
+    )
+    lengths = Measured(_thinned(recorded.lengths))
+    scene = Scene(
+        bounds=settings.bounds,
+        n=settings.n,
+        lengths=generated or lengths,
+        trained_lengths=lengths if generated else None,
+        generation=Generation(
+            replicas=recorded.replicas,
+            slots=recorded.slots,
+            step_s=recorded.decode_s or recorded.busy_per_token_s * recorded.slots,
+            refill=max(1, recorded.slots // NATIVE_REFILL) if settings.is_native else 1,
+        ),
+        scores=Scores(
+            is_judge=settings.is_judge,
+            latency_s=Measured(_thinned(recorded.latencies_s)),
+            rate_per_s=recorded.scored_per_s,
+        ),
+        training=Training(
+            per_token_s=per_token_s * fmean(recorded.step_tokens) / _step_tokens(lengths, settings),
+            varies=varies,
+            pack_s=recorded.pack_s,
+        ),
+        weights=Weights(transfer_s=max(0.0, recorded.sync_s - recorded.load_s), pause_s=recorded.load_s),
+        hand_over=_hand_over(recorded.put_s or MESSAGE_S, settings),
+    )
+    scene = _with_prompts(scene, recorded) if recorded.decode_s else _with_step(scene, recorded)
+    if settings.bounds.in_turns:
+        scene = _with_messages(scene, recorded, settings)
+    return scene
+
+
+def beside(alone: Scene, together: Recorded, bounds: Bounds) -> Beside:
+    """What the two sides cost each other: `alone` as it was measured in turns, `together` a run of the same, side by
+    side on the same machine, under `bounds`. Each side felt the other for as long as that was at work."""
+    expected = simulate(replace(alone, bounds=bounds))
+    per_token_s = sum(together.train_s) / sum(together.step_tokens)
+    slower_training = per_token_s / (alone.training.per_token_s * alone.training.varies.mean)
+    slower_generation = together.busy_per_token_s / expected.busy_per_token_s
+    trains = sum(together.train_s) / (together.steps * together.step_s)
+    return Beside(
+        generation=max(1.0, 1 + (slower_generation - 1) / min(1.0, trains)),
+        training=max(1.0, 1 + (slower_training - 1) / expected.engine_busy),
+    )
+
+
+def _step_tokens(lengths: Measured, settings: RunSettings) -> float:
+    return settings.bounds.groups_per_step * settings.n * lengths.mean
+
+
+def _hand_over(message_s: float, settings: RunSettings) -> HandOver:
+    return HandOver(
+        admit_s=message_s, put_s=message_s, take_s=message_s, commit_s=message_s, interval_s=settings.interval_s
+    )
+
+
+def _with_step(scene: Scene, recorded: Recorded) -> Scene:
+    """The decoding step that makes engines take the time a token that they took."""
+    for _ in range(REPLAYS):
+        found = simulate(scene).busy_per_token_s
+        step_s = scene.generation.step_s * recorded.busy_per_token_s / found
+        scene = replace(scene, generation=replace(scene.generation, step_s=step_s))
+    return scene
+
+
+def _with_prompts(scene: Scene, recorded: Recorded) -> Scene:
+    """The same for what a prompt costs, with a step that is known; where that is more than all, the step is less."""
+    tokens = scene.n * scene.lengths.mean
+    for _ in range(REPLAYS):
+        missing_s = (recorded.busy_per_token_s - simulate(scene).busy_per_token_s) * tokens
+        prefill_s = scene.generation.prefill_s + missing_s
+        if prefill_s < 0:
+            return _with_step(replace(scene, generation=replace(scene.generation, prefill_s=0.0)), recorded)
+        scene = replace(scene, generation=replace(scene.generation, prefill_s=prefill_s))
+    return scene
+
+
+def _with_messages(scene: Scene, recorded: Recorded, settings: RunSettings) -> Scene:
+    """In turns everything adds up: what is missing in a step is what messages took."""
+    message_s = scene.hand_over.put_s
+    for _ in range(REPLAYS):
+        missing_s = recorded.step_s - simulate(scene).step_s
+        message_s = max(0.0, message_s + missing_s / MESSAGES)
+        scene = replace(scene, hand_over=_hand_over(message_s, settings))
+    return scene
+
+
+def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:
+    """Evenly over the run: lengths change while a model learns."""
+    every = -(-len(values) // MOST_VALUES)
+    return values[::every]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCluster:
+    """What was measured holds as it is for the run's own split. With more or fewer, engines are as fast each, a
+    training step is divided among those that train, and a version takes longer to bring to more engines."""
+
+    run: Scene
+    trainers: int
+    """Accelerators (or processes, on CPUs) that trained."""
+    per_replica: int = 1
+    least_trainers: int = 1
+    as_measured: bool = True
+    """False where a part is not as it was in the run, or may not have had an accelerator of its own there."""
+
+    @property
+    def generators(self) -> int:
+        return self.run.generation.replicas * self.per_replica
+
+    @property
+    def accelerators(self) -> int:
+        return self.trainers + self.generators
+
+    def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool:
+        """With the run's own settings only: how often sides wait for each other depends on them."""
+        same = replace(bounds, total_groups=self.run.bounds.total_groups) == self.run.bounds
+        return self.as_measured and same and (trainers, generators) == (self.trainers, self.generators)
+
+    def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
+        replicas = generators // self.per_replica
+        if replicas < 1 or trainers < 1:
+            raise ConfigError("split", f"{trainers} + {generators}", f"a replica needs {self.per_replica} to generate")
+        run = self.run
+        more = training_at_once(trainers, bounds, run.n) / training_at_once(self.trainers, run.bounds, run.n)
+        speed = more * SCALING ** abs(math.log2(more)) if more > 1 else more
+        return replace(
+            run,
+            bounds=bounds,
+            generation=replace(run.generation, replicas=replicas),
+            training=replace(
+                run.training, base_s=run.training.base_s / speed, per_token_s=run.training.per_token_s / speed
+            ),
+            weights=replace(
+                run.weights, transfer_s=run.weights.transfer_s * max(1.0, replicas / run.generation.replicas)
+            ),
+            window=None,
+        )
+
 
 LEAST_STEPS = 3
 """Of fewer nothing can be told: the first waits for everything to start."""
@@ -292,3 +495,66 @@ def _asked_alone(rollouter: Mapping[str, Any]) -> tuple[float, ...]:
     """What the judge itself takes, without the wait for its limit; empty where it has not said."""
     endpoints = _part(_part(rollouter, "rewards"), "judge").get("endpoints") or ()
     return tuple(median_s for one in endpoints if (median_s := _number(one.get("latency_p50_s"))))
+
+
+MOST_GROUPS = 768
+"""Groups a step of a slice, about: their lengths average out to a percent."""
+LEAST_REPLICAS = 8
+"""Engines of a slice, at least; one is enough where each has as many groups to itself."""
+
+
+def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
+    """As `simulate`, for scenes of any size; small ones are simulated whole."""
+    one, parts = sliced(scene)
+    found = simulate(one, seed=seed)
+    if parts == 1.0:
+        return found
+    return msgspec.structs.replace(
+        found,
+        groups=round(found.groups * parts),
+        samples=round(found.samples * parts),
+        tokens=round(found.tokens * parts),
+        lag_counts=[round(count * parts) for count in found.lag_counts],
+        ready_mean=found.ready_mean * parts,
+        scores_per_s=found.scores_per_s * parts,
+        judge_limit=None if found.judge_limit is None else round(found.judge_limit * parts),
+        judge_refused=round(found.judge_refused * parts),
+        lives=round(found.lives * parts),
+    )
+
+
+def sliced(scene: Scene) -> tuple[Scene, float]:
+    """A slice, and how many of it make the whole."""
+    bounds, made = scene.bounds, scene.generation
+    fewest = LEAST_REPLICAS if bounds.groups_per_step < MOST_GROUPS * made.replicas else 1
+    into = min(bounds.groups_per_step // MOST_GROUPS, made.replicas // fewest)
+    if into < 2:
+        return scene, 1.0
+    replicas = round(made.replicas / into)
+    groups = round(bounds.groups_per_step * replicas / made.replicas)
+    parts = bounds.groups_per_step / groups
+    return (
+        replace(
+            scene,
+            bounds=replace(
+                bounds,
+                groups_per_step=groups,
+                window=round((bounds.window - 1) / parts) + 1,
+                max_alive=max(groups * bounds.steps_per_version, round(bounds.max_alive / parts)),
+                total_groups=scene.steps * groups,
+            ),
+            generation=replace(made, replicas=replicas),
+            scores=replace(
+                scene.scores,
+                knee=_cut_slice(scene.scores.knee, parts),
+                refuse_above=_cut_slice(scene.scores.refuse_above, parts),
+                rate_per_s=None if scene.scores.rate_per_s is None else scene.scores.rate_per_s / parts,
+            ),
+            training=replace(scene.training, per_token_s=scene.training.per_token_s * parts),
+        ),
+        parts,
+    )
+
+
+def _cut_slice(count: int | None, parts: float) -> int | None:
+    return None if count is None else max(1, round(count / parts))
