@@ -22,8 +22,7 @@ import msgspec
 
 from freewheel.judge import Judge, JudgeConfig
 from freewheel.judge.testing import Counts, JudgeProfile
-from freewheel.judge.testing.behaviour import plan_for
-from freewheel.judge.testing.replies import Content
+from freewheel.judge.testing.profile import Content, plan_for
 
 PACKAGES = ("freewheel", "aiohttp", "uvloop", "msgspec")
 """Whose versions move a figure of the judge engine."""

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from freewheel.judge.cache import CACHE_FILE, CachedReply, MemoryCache, Store
+from freewheel.judge.cache import CACHE_FILE, MemoryCache
+from freewheel.judge.store import CachedReply, Store
 
 TEXT_BYTES = 600
 LOOKUP_KEYS = 256

@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from freewheel.judge import wording
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import CODE_HEX_DIGITS, PromptBuilder
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.rubric import BUILTIN
+from freewheel.judge.rubric import ANNOUNCE, BUILTIN, DATA_RULE
 
 from .attacks import ATTACKS, WANTED
 
@@ -27,7 +26,7 @@ def lines(text: str) -> list[str]:
 
 
 def code_of(message: str) -> str:
-    return message.removeprefix(wording.ANNOUNCE)[:CODE_HEX_DIGITS]
+    return message.removeprefix(ANNOUNCE)[:CODE_HEX_DIGITS]
 
 
 def test_the_corpus_holds_at_least_45_attacks() -> None:
@@ -60,7 +59,7 @@ def test_an_attack_in_any_part_stays_between_the_markers_of_its_part(attack: str
         tail = BUILTIN["integer"].closing_text()
         if asking == "reask":
             tail += "\n\n" + BUILTIN["integer"].reminder_text()
-        assert rest == f"{wording.ANNOUNCE}{code}.\n\n\n\n\n\n\n\n{tail}", "nothing else is said in the message"
+        assert rest == f"{ANNOUNCE}{code}.\n\n\n\n\n\n\n\n{tail}", "nothing else is said in the message"
 
 
 @each_attack
@@ -79,7 +78,7 @@ def test_the_system_message_is_the_same_whatever_is_judged(attack: str) -> None:
         before = builder.system
         builder.user(JudgeRequest(attack, attack, attack))
         assert builder.system == before == BUILTIN[name].system_text()
-        assert builder.system.endswith(wording.DATA_RULE)
+        assert builder.system.endswith(DATA_RULE)
 
 
 QUOTING = [

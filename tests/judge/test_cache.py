@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freewheel.judge.cache import CACHE_FILE, CachedReply, CacheUnusableError, MemoryCache, Store, cache_dir
+from freewheel.judge.cache import CACHE_FILE, MemoryCache, cache_dir
 from freewheel.judge.cache import ENTRY_OVERHEAD_BYTES as MEMORY_OVERHEAD_BYTES
+from freewheel.judge.store import CachedReply, CacheUnusableError, Store
 from freewheel.judge.store import writer as store_writer
 
 from .stores import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in

@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.judge.cache import CACHE_FILE, CacheUnusableError, Store
+from freewheel.judge.cache import CACHE_FILE
+from freewheel.judge.store import CacheUnusableError, Store
 from freewheel.judge.store import file as store_file
 from freewheel.judge.store import writer as store_writer
-from freewheel.judge.store.file import Trouble, diagnose
 from freewheel.judge.store.writer import Outage
+from freewheel.utils.sqlite import Trouble, diagnose
 
 from .stores import MIB, Clock, OpenStore, fill, key, present, reply, warnings_in
 
@@ -514,7 +515,7 @@ def test_an_outage_rests_is_said_once_per_kind_and_ends() -> None:
 SHARING = """
     import hashlib, random, sys
     from pathlib import Path
-    from freewheel.judge.cache import CachedReply, Store
+    from freewheel.judge.store import CachedReply, Store
 
     path, worker, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     def key(name): return hashlib.sha256(name.encode()).digest()
@@ -557,7 +558,7 @@ def test_a_process_killed_while_writing_leaves_a_whole_file_with_all_that_was_fl
     endless = """
         import hashlib, sys
         from pathlib import Path
-        from freewheel.judge.cache import CachedReply, Store
+        from freewheel.judge.store import CachedReply, Store
 
         store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
         store.open()
@@ -594,7 +595,7 @@ def test_a_forked_child_and_its_parent_both_go_on_with_connections_of_their_own(
     forking = """
         import hashlib, os, sys, threading
         from pathlib import Path
-        from freewheel.judge.cache import CachedReply, Store
+        from freewheel.judge.store import CachedReply, Store
 
         def key(name): return hashlib.sha256(name.encode()).digest()
         store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.judge.markup import MAX_ANSWER_CHARS
 from freewheel.judge.parse import Reading, Unparseable, make_reader
 from freewheel.judge.rubric import BUILTIN, Rubric
+from freewheel.judge.scores import MAX_ANSWER_CHARS
 
 from .replies import READ_AS_SEVEN, REFUSED
 

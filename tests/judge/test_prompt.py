@@ -14,10 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge import wording
 from freewheel.judge.prompt import CODE_HEX_DIGITS, SECRET_BYTES, SECRET_FILE, PromptBuilder, local_secret
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.rubric import BUILTIN, Rubric
+from freewheel.judge.rubric import ANNOUNCE, BUILTIN, DATA_RULE, Rubric
 
 SECRET = bytes(range(SECRET_BYTES))
 BUILDER = PromptBuilder(BUILTIN["integer"], SECRET)
@@ -25,7 +24,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def code_of(message: str) -> str:
-    found = re.match(rf"{wording.ANNOUNCE}([0-9a-f]{{{CODE_HEX_DIGITS}}})\.\n", message)
+    found = re.match(rf"{ANNOUNCE}([0-9a-f]{{{CODE_HEX_DIGITS}}})\.\n", message)
     assert found
     return found[1]
 
@@ -53,7 +52,7 @@ def test_an_empty_question_and_reference_are_left_out_and_an_empty_response_is_n
 def test_the_system_message_holds_the_rubric_first_and_then_the_rule_about_data() -> None:
     rubric = msgspec.structs.replace(BUILTIN["integer"], system="My own instructions.\n")
     builder = PromptBuilder(rubric, SECRET)
-    assert builder.system == f"My own instructions.\n\n{wording.DATA_RULE}"
+    assert builder.system == f"My own instructions.\n\n{DATA_RULE}"
     before = builder.system
     builder.user(JudgeRequest("a"))
     assert builder.system is before

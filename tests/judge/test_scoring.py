@@ -14,14 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.judge import Endpoint, EndpointStats, Failed, JudgeConfig, JudgeRequest, JudgeStats, Scored, Skipped
-from freewheel.judge.scoring import Fields, Progress, Tally, open_job
-from freewheel.judge.scoring import lines as lines_module
-from freewheel.judge.scoring.accounts import CallsMeter
-from freewheel.judge.scoring.lines import Line, Lines
-from freewheel.judge.scoring.output import FileOutput, Replacement
-from freewheel.judge.scoring.rows import MalformedRowError, RowFormat
-from freewheel.judge.scoring.stopping import FIRST_FAILURES, OUTAGE_ROWS, Ruling, StopRule, is_down
+from freewheel.judge import (
+    Endpoint,
+    EndpointStats,
+    Failed,
+    JudgeConfig,
+    JudgeRequest,
+    JudgeStats,
+    Scored,
+    Skipped,
+    row_files,
+)
+from freewheel.judge.row_files import Fields, FileOutput, Line, Lines, MalformedRowError, Replacement, RowFormat, Tally
+from freewheel.judge.scoring import (
+    FIRST_FAILURES,
+    OUTAGE_ROWS,
+    CallsMeter,
+    Progress,
+    Ruling,
+    StopRule,
+    is_down,
+    open_job,
+)
 from freewheel.judge.testing import RunningJudge
 
 CONFIG = JudgeConfig(endpoint="http://127.0.0.1:1/v1", model="m")
@@ -58,7 +72,7 @@ def test_lines_are_the_same_however_the_reads_fall(texts: list[bytes], ends: boo
     if not expected[-1]:
         expected.pop()
     with pytest.MonkeyPatch.context() as patch, descriptor(data) as fd:
-        patch.setattr(lines_module, "READ_BYTES", block)
+        patch.setattr(row_files, "READ_BYTES", block)
         found = [each for block in Lines(fd).blocks(first) for each in block]
     assert [each.text for each in found] == expected[first - 1 :]
     assert [each.number for each in found] == list(range(first, len(expected) + 1))
@@ -68,7 +82,7 @@ def test_lines_are_the_same_however_the_reads_fall(texts: list[bytes], ends: boo
 
 
 def test_a_line_that_is_too_long_is_marked_and_the_next_one_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines_module, "READ_BYTES", 7)
+    monkeypatch.setattr(row_files, "READ_BYTES", 7)
     with descriptor(b"short\n" + b"x" * 100 + b"\nnext\n") as fd:
         found = [each for block in Lines(fd, max_line_bytes=20).blocks() for each in block]
     assert [(each.text, each.too_long) for each in found] == [(b"short", False), (b"", True), (b"next", False)]

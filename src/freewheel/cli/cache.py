@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import typer
 
 if TYPE_CHECKING:
-    from freewheel.judge.cache import Store, StoreStats
+    from freewheel.judge.store import Store, StoreStats
 
 cache_app = typer.Typer(help="The replies that were paid for once: show, clear or export them.", no_args_is_help=True)
 
@@ -163,7 +163,8 @@ def parse_age_s(text: str) -> float:
 
 @contextlib.contextmanager
 def _store(configured: str | None) -> Iterator[tuple[Store, Path]]:
-    from freewheel.judge.cache import CACHE_FILE, Store, cache_dir
+    from freewheel.judge.cache import CACHE_FILE, cache_dir
+    from freewheel.judge.store import Store
 
     path = cache_dir(configured) / CACHE_FILE
     store = Store(path, max_bytes=_NO_BOUND_BYTES, ttl_s=None)

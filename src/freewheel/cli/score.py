@@ -28,7 +28,8 @@ from freewheel.cli.judge_flags import (
 )
 
 if TYPE_CHECKING:
-    from freewheel.judge.scoring import ScoringJob, Stopped, Summary, Tally
+    from freewheel.judge.row_files import Tally
+    from freewheel.judge.scoring import ScoringJob, Stopped, Summary
 
 EPILOG = """
 Exit codes: 0 every row was scored or skipped; 1 some rows failed or were malformed; 2 a flag, a file or a setting
@@ -104,7 +105,8 @@ def score(
     from freewheel.cli.judge_flags import check_start, judge_config, parse_sampling, parse_temperature
     from freewheel.cli.progress import make_reporter
     from freewheel.errors import ConfigError
-    from freewheel.judge.scoring import Fields, open_job
+    from freewheel.judge.row_files import Fields
+    from freewheel.judge.scoring import open_job
 
     names = {
         "response": response_field, "prompt": prompt_field, "reference": reference_field, "skip": skip_field,
@@ -203,7 +205,7 @@ def describe(summary: Summary, *, shown: int) -> str:
 
 def explain_failed(tally: Tally, *, target: str) -> str:
     """What went wrong first, and how to score those rows again: the same command keeps them as they are."""
-    from freewheel.judge.scoring.output import is_stream
+    from freewheel.judge.row_files import is_stream
 
     text = f"the first that failed: {tally.first_failure}"
     return text if is_stream(target) else f"{text}. Rows that failed are kept: --retry-failed scores them again"
@@ -211,7 +213,7 @@ def explain_failed(tally: Tally, *, target: str) -> str:
 
 def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_env: str | None) -> str:
     """Why it stopped, what to do about it, and how to go on."""
-    from freewheel.judge.scoring.output import is_stream
+    from freewheel.judge.row_files import is_stream
 
     key = api_key_env or "the key"
     remedies = {

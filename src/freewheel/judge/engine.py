@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from freewheel.judge.cache import Replies
 from freewheel.judge.chat import ChatRequest, ChatStream, Relayed
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
@@ -30,7 +31,6 @@ from freewheel.judge.lane import NEVER, Lane, Permit, pick
 from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
 from freewheel.judge.parse import Unparseable
 from freewheel.judge.prompt import local_secret
-from freewheel.judge.replies import Replies
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.retry import backoff_s
 from freewheel.judge.stats import JudgeStats

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from freewheel.judge.body import BodyWriter
-from freewheel.judge.cache import CachedReply
 from freewheel.judge.chat import ChatRequest, ChatStream, HungUp, Relayed, read_chat
 from freewheel.judge.client import ChatClient
 from freewheel.judge.config import JudgeConfig
@@ -24,6 +23,7 @@ from freewheel.judge.outcome import Failure, Reply
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder
 from freewheel.judge.request import JudgeRequest, RequestHasher
+from freewheel.judge.store import CachedReply
 from freewheel.judge.verdict import Scored, Usage
 
 CHAT_VERSION = b"freewheel-chat-1"

@@ -13,10 +13,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
-from freewheel.judge.markup import Unparseable, plain, shorten, split_thinking
-from freewheel.judge.rubric import PARSERS, Rubric
-from freewheel.judge.scores import Quotes, ScoreFinder, reported_by_nobody
-from freewheel.judge.wording import number_text
+from freewheel.judge.rubric import PARSERS, Rubric, number_text
+from freewheel.judge.scores import Quotes, ScoreFinder, Unparseable, plain, reported_by_nobody, shorten, split_thinking
 
 __all__ = ["Reading", "Unparseable", "make_reader"]
 

@@ -16,9 +16,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from freewheel.judge import wording
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.rubric import Rubric, template_parts
+from freewheel.judge.rubric import ANNOUNCE, BEGIN, END, LABELS, MARKER_CLOSE, Rubric, template_parts
 
 logger = logging.getLogger("freewheel.judge")
 
@@ -45,9 +44,9 @@ class PromptBuilder:
             raise ValueError(f"the secret has {len(secret)} bytes; it needs at least {SECRET_BYTES}")
         self.system = rubric.system_text()
         self._secret = secret
-        self._begin = {field: f"{wording.BEGIN}{label} " for field, label in wording.LABELS.items()}
+        self._begin = {field: f"{BEGIN}{label} " for field, label in LABELS.items()}
         self._end = {
-            field: f"\n{wording.END}{label} " for field, label in wording.LABELS.items()
+            field: f"\n{END}{label} " for field, label in LABELS.items()
         }  # a line of its own, whatever the text ends with
         self._parts = _lines(template_parts(rubric.template))
         self._tail = rubric.closing_text()
@@ -61,8 +60,8 @@ class PromptBuilder:
             request = request.encodable()
             fields = (request.prompt.encode(), request.reference.encode(), request.response.encode())
         code = self._code(fields)
-        close = code + wording.MARKER_CLOSE
-        pieces = [wording.ANNOUNCE, code, ".\n\n"]
+        close = code + MARKER_CLOSE
+        pieces = [ANNOUNCE, code, ".\n\n"]
         for text, field in self._parts:
             if text:
                 pieces.append(text)

@@ -1,34 +1,239 @@
-"""Finding the one score in a judge's prose, and refusing where there could be two.
-
-    plain text ──▶ tokens that hold digits ──▶ claims (numbers put forward as the score) ──▶ one value, or refused
-                                          └──▶ no claim: a lone number that stands by itself
-
-A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, over the top of the scale (`7/10`), alone
-on its line, or opening or closing the reply. Quoted claims and those that the judge merely reports ("the response
-says Score: 10") can contradict a reading but never make one: whoever wrote the response cannot speak for the judge.
-Nor can a label that names something else (`Answer: 7`): a judge that restates an answer and forgets the score gives
-none.
-"""
+"""Read a score from a judge's reply."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from freewheel.judge.labels import (
-    LABEL,
-    LEAD_CHARS,
-    SHORT_LABEL,
-    VERDICT_WORD,
-    claims_a_score,
-    is_lone_verdict,
-    restates,
-    stands_under_another_label,
+from freewheel.judge.rubric import number_text
+
+
+class Unparseable(ValueError):
+    """The reply holds no score that the rubric allows; the message says what was seen."""
+
+
+SHOWN_CHARS = 80
+"""How much of a reply an error message shows: enough to recognise it, short enough for a log line."""
+MAX_ANSWER_CHARS = 65_536
+"""The longest answer, its thinking not counted, that is read: the engine's loop waits while a reply is read."""
+
+_THINK_TAG = re.compile(r"<(/?)(?:seed:)?(?:think(?:ing)?|thought)>|\[(/?)THINK\]|◁(/?)think▷", re.IGNORECASE)
+_OPENING_VERDICT = re.compile(r"\A[\s*_#>`\"'-]{0,8}(?:[^\W\d_]{1,16}[\s*_:]{1,4}){0,3}\d{1,4}(?=[\s*_.,;:/!)-]|$)")
+
+_FENCE_LINE = re.compile(r"(?m)^[ \t]*(?:`{3,}|~{3,})[ \t]*[A-Za-z]{0,16}[ \t]*$")
+_FORMAT_TAG = re.compile(r"</?(?:b|strong|em|i|u|p|br|div|span|code|pre|h[1-6]|mark|center)\s?/?>", re.IGNORECASE)
+_CLOSING_TAG = re.compile(r"</[A-Za-z][\w-]{0,30}>")
+_OPENING_TAG = re.compile(r"<([A-Za-z][\w-]{0,30})>")
+_ANSWER_MARK = re.compile(r"(?m)^[ \t>*_]{0,8}#{4}[ \t*_]{0,4}(?=[-+$]?\d)")
+"""GSM8K's mark of an answer: a judge that restates one gives no score."""
+_LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathbf|mathrm|bold|bf)\s{0,2}\{")
+_INVISIBLE = "\u200b"
+_HIDDEN_JOIN = re.compile(rf"\d{_INVISIBLE}+(?=\d)")
+
+_DASHES = "‐‑‒–—―−﹣－"
+_WAVES = "~～〜∼"
+_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉"
+_KEYCAP_PARTS = (0x20E3, *range(0xFE00, 0xFE10))
+
+
+class _Uniform(dict[int, str]):
+    """What each character counts as, worked out on first sight. Per character, so that the cost stays linear."""
+
+    def __missing__(self, point: int) -> str:
+        char = chr(point)
+        if char in _DASHES:
+            found = "-"
+        elif char in _WAVES:
+            found = "~"
+        elif char in _SUPERSCRIPTS:
+            found = "^"  # 7² is not 72
+        elif char in "⁄∕":
+            found = "/"
+        elif char == "٫":
+            found = "."
+        elif point in _KEYCAP_PARTS:
+            found = ""
+        elif unicodedata.category(char) == "Cf":
+            found = _INVISIBLE
+        else:
+            found = unicodedata.normalize("NFKC", char).replace("\u2044", "/")
+            if len(found) == 1 and found.isdecimal():
+                found = str(unicodedata.decimal(found))
+        self[point] = found
+        return found
+
+
+_UNIFORM = _Uniform()
+
+
+def shorten(text: str) -> str:
+    """`text` for an error message."""
+    return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…")
+
+
+class Parts(NamedTuple):
+    """A reply, taken apart."""
+
+    answer: str
+    unopened: str
+    """Text before a closing think tag that was never opened: thinking, most likely, or a verdict and a quoted tag."""
+
+
+def split_thinking(reply: str) -> Parts:
+    """`reply` without the thinking before its answer.
+
+    Thinking stands first: `<think>…</think>`, nested or several, or only its end where the server's chat template
+    swallowed the opening tag. A tag elsewhere may be a quotation, and is refused where it could change the verdict.
+    """
+    tags = list(_THINK_TAG.finditer(reply))
+    depth, cut = 0, 0
+    unopened: list[str] = []
+    for tag in tags:
+        outside = "" if depth else reply[cut : tag.start()]
+        if "/" not in tag[0]:
+            if not depth and outside.strip():
+                raise Unparseable(f"thinking begins in the middle of the reply: {shorten(reply[cut:])}")
+            depth += 1
+        elif depth > 1:
+            depth -= 1
+        elif depth:
+            depth, cut = 0, tag.end()
+        else:
+            if tag is tags[0] and outside.strip() and not outside.endswith(("\n", "\r")):
+                raise Unparseable(f"a closing think tag in the middle of a line: {shorten(outside[-SHOWN_CHARS:])}")
+            if _OPENING_VERDICT.match(outside):
+                raise Unparseable(f"a verdict stands before a closing think tag: {shorten(outside)}")
+            unopened.append(outside)
+            cut = tag.end()
+    if depth:
+        raise Unparseable(f"the thinking never ends: {shorten(reply)}")
+    if len(reply) - cut > MAX_ANSWER_CHARS:
+        raise Unparseable(f"an answer of {len(reply) - cut} characters; at most {MAX_ANSWER_CHARS} are read")
+    return Parts(reply[cut:], "\n".join(unopened)[-MAX_ANSWER_CHARS:])
+
+
+def uniform(text: str) -> str:
+    """`text` with digits, dashes and widths of any script in their ASCII form, and without invisible characters."""
+    if text.isascii():
+        return text
+    text = text.translate(_UNIFORM)
+    if _INVISIBLE in text:
+        if _HIDDEN_JOIN.search(text):
+            raise Unparseable(f"an invisible character inside a number: {shorten(text)}")
+        text = text.replace(_INVISIBLE, "")
+    return text
+
+
+def plain(text: str) -> str:
+    """`text` without Markdown, HTML and LaTeX dress, its characters made uniform."""
+    text = _ANSWER_MARK.sub("answer: ", uniform(text))
+    if "`" in text or "~~~" in text:
+        text = _FENCE_LINE.sub("", text).replace("`", " ")
+    if "<" in text:
+        text = _FORMAT_TAG.sub(" ", text)
+        text = _OPENING_TAG.sub(r" ; \1: ", _CLOSING_TAG.sub(" ; ", text))  # a clause of its own, on the same line
+    if "\\" in text:
+        text = _LATEX_TEXT.sub(" ", text)
+    return text.replace("*", " ").replace("$", " ").replace("\r", "\n").strip()
+
+
+LEAD_CHARS = 80
+"""How far back from a label its sentence is looked at."""
+
+_STRONG = (
+    r"scor(?:e|ing)|ratings?|grade|评分|得分|分数|打分|总分|评级|評分|分數|スコア|評価|得点|点数|採点|점수|평점|평가|"
+    r"punktzahl|bewertung|wertung|calificaci[oó]n|puntuaci[oó]n|puntaje|pontua[cç][aã]o|punteggio|valutazione|"
+    r"оценка|балл|рейтинг|الدرجة|التقييم|स्कोर|अंक|puan|điểm|skor"
 )
-from freewheel.judge.markup import Unparseable, plain, shorten, split_thinking
-from freewheel.judge.wording import number_text
+"""Claim a score with a colon or without one."""
+_VERDICT = r"voto|marks?|punkte|overall|final|verdict|evaluation|assessment|judge?ment|decision|評定|評点"
+"""Claim a score only with a colon after them and nothing but the number behind it."""
+_GRADED = r"notes?|nota|points?|total"
+"""Claim a score only if it is written over the top of the scale: "Note: 7" is a remark, "Note : 7/10" is a grade."""
+_RESTATED = r"answers?|results?|quality|итог|结果|结论|النتيجة"
+"""Name what was judged, or a part of the verdict. They may contradict a score, and never claim one."""
+LABEL = re.compile(
+    rf"(?<![A-Za-z/\\])(?:(?P<strong>{_STRONG})|(?P<verdict>{_VERDICT})|(?P<graded>{_GRADED})|(?P<restated>{_RESTATED}))"
+    r"(?![a-zA-Z])",
+    re.IGNORECASE,
+)
+_NOT_THE_VERDICT = re.compile(
+    r"\b(?:confidence|certainty|max(?:imum|imal)?|highest|possible|min(?:imum|imal)?|lowest|passing|reference|expected|"
+    r"example)[ \t_-]{1,2}$",
+    re.IGNORECASE,
+)
+"""Before a label: "Confidence score: 9" and "Maximum score: 10" are not what the response got."""
+_LONE_VERDICT = re.compile(
+    rf"(?<![A-Za-z/\\])(?:{_STRONG}|scores|verdict|(?:note|nota|voto) (?:finale?|globale?|total|totale))(?![a-zA-Z])"
+    r"(?!.*\b(?:difference|gap|level|range|change|count|threshold|confidence)\b)",
+    re.IGNORECASE,
+)
+"""What a label of a few words must hold to claim a score ("Bewertung der Antwort: 7")."""
+_RESTATED_LEAD = re.compile(
+    rf"(?<![A-Za-z])(?:{_RESTATED}|solutions?|values?|probability|fraction|ответ|答案|antwort|réponse|respuesta)"
+    r"(?: (?:is|was|are|equals?|should be|would be|must be|ist|est|es)|为|是)?[\s:=,_\"'(\[{|-]{0,8}$",
+    re.IGNORECASE,
+)
+"""Before a `7/10`, a `\\boxed{7}` or a line with a 7 alone: it is an answer."""
+_SCORE_OF = re.compile(
+    rf"(?<![A-Za-z])(?:{_STRONG}) (?:of|for|to)(?: (?:the|this|that|its|final|model's|student's)){{0,3}} $|"
+    r"(?:scoring|grading|评分|得分|打分|評分)[ 的]?$",
+    re.IGNORECASE,
+)
+"""Before a label that claims nothing by itself: "Score for the answer: 7" and "评分结果：7" do."""
+_HEADING_WORDS = 4
+"""A line of more words without a colon is prose, and no heading of what stands under it."""
+_LEADS_ON = re.compile(r"(?:[:=]|\b(?:is|was|are|equals?|be|ist|est|es)|为|是)[\s\"']{0,4}$", re.IGNORECASE)
+_EQUALS = re.compile(r"=[\s(\[{]{0,4}$")
+SHORT_LABEL = re.compile(
+    r"(?:^|\n)[ \t#>|;_\"'(\[{•-]{0,8}[^\W\d_][^\s:=]{0,24}(?:[ \t]{1,2}[^\s:=]{1,24}){0,2}[ \t]{0,2}[:=][ \t\"']{0,4}$"
+)
+VERDICT_WORD = re.compile(r"overall|final|result|verdict|evaluation|assessment|judge?ment|decision", re.IGNORECASE)
+"""With a colon and prose behind the number ("Result: 3 of 4 tests pass") these may still contradict a score."""
+
+
+def claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: bool) -> bool:
+    """Whether a number with this label can be the score, and not what was judged or a part of the verdict.
+
+    `over_top`: it is written as 7/10. `ends`: nothing that belongs to it comes after it.
+    """
+    lead = text[max(0, label.start() - LEAD_CHARS) : label.start()]
+    if label["restated"]:
+        return _SCORE_OF.search(lead) is not None
+    if label["graded"] and not (over_top and ends):
+        return False
+    return not _NOT_THE_VERDICT.search(lead)
+
+
+def is_lone_verdict(label: str) -> bool:
+    """Whether a label of a few words claims a score."""
+    verdict = _LONE_VERDICT.search(label)
+    return verdict is not None and not _NOT_THE_VERDICT.search(label[: verdict.start()])
+
+
+def restates(text: str, begin: int) -> bool:
+    """Whether what leads up to `begin` says that a number there is an answer ("so x = 7/10") and not a score."""
+    before = text[max(0, begin - LEAD_CHARS) : begin]
+    if _RESTATED_LEAD.search(before):
+        return True
+    label = SHORT_LABEL.search(before)
+    if label is None and not _EQUALS.search(before):
+        return False
+    named = label[0] if label else before.rpartition("\n")[2]
+    return not any(found["strong"] or found["verdict"] or found["graded"] for found in LABEL.finditer(named))
+
+
+def stands_under_another_label(text: str, begin: int) -> bool:
+    """Whether the line above says that a number alone on its line is an answer ("## Answer") and not a score."""
+    above = text[max(0, begin - LEAD_CHARS) : begin].rstrip(" \t\n#>|_\"'([{•-")
+    line = above.rpartition("\n")[2]
+    if not line.strip() or not (_LEADS_ON.search(line) or len(line.split()) <= _HEADING_WORDS):
+        return False
+    return restates(above, len(above))
+
 
 _NUMBER_CHARS = 32
 """Longer digit strings are no scores; the bound also keeps `float` away from megabytes of digits."""

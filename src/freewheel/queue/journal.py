@@ -58,9 +58,9 @@ import msgspec
 
 import freewheel
 from freewheel.data.group import Ticket
-from freewheel.judge.store.file import Trouble, diagnose
 from freewheel.queue.ledger import Frontier
 from freewheel.utils.files import open_private
+from freewheel.utils.sqlite import Trouble, diagnose
 
 __all__ = [
     "NO_SEQUENCE",

@@ -9,10 +9,23 @@ from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile
-from freewheel.judge.testing.behaviour import Behaviour, Decision, Fault, Outage, Plan, Refusal, inside, plan_for
-from freewheel.judge.testing.profile import SHARES
-from freewheel.judge.testing.rates import Bucket, RateLimits, duration
-from freewheel.judge.testing.replies import Ask, Content, Message
+from freewheel.judge.testing.profile import (
+    SHARES,
+    Ask,
+    Behaviour,
+    Bucket,
+    Content,
+    Decision,
+    Fault,
+    Message,
+    Outage,
+    Plan,
+    RateLimits,
+    Refusal,
+    duration,
+    inside,
+    plan_for,
+)
 
 EVEN_SHARES = dict.fromkeys(SHARES, 1 / len(SHARES))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.judge.testing import JudgeProfile, expected_score
-from freewheel.judge.testing.replies import (
+from freewheel.judge.testing.profile import (
     STYLES,
     UNPARSEABLE_REPLY,
     Ask,

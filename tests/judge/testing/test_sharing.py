@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.testing.sharing import ProcessorSharing
+from freewheel.judge.testing.server import ProcessorSharing
 
 SERVICE = st.floats(min_value=0.01, max_value=10.0)
 ARRIVALS = st.lists(st.tuples(st.floats(min_value=0.0, max_value=20.0), SERVICE), min_size=1, max_size=30)

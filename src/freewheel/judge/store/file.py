@@ -21,12 +21,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 from freewheel.judge.store.tables import APPLICATION_ID, SCHEMA, SCHEMA_VERSION, pragma
+from freewheel.utils.sqlite import Trouble, diagnose
 
 if sys.platform != "win32":
     import fcntl
@@ -46,54 +46,6 @@ WAL_LIMIT_BYTES = 16 * 2**20
 """The write-ahead log is cut back to this after a checkpoint, where a burst made it longer."""
 PAGE_CACHE_KIB = 8 * 1024
 """Per connection: holds the upper levels of both indexes of a file of several hundred thousand entries."""
-
-
-class Trouble(StrEnum):
-    """What kind of failure an error of the file is. What is done about each is `Store`'s matter."""
-
-    LOCKED = "locked by another process"
-    FULL = "the disk is full"
-    READ_ONLY = "it cannot be written"
-    CORRUPT = "it is damaged"
-    IO = "an input/output error"
-    CANNOT_OPEN = "it cannot be opened"
-    OTHER = "an unexpected error"
-
-
-_BY_SQLITE_CODE = {
-    sqlite3.SQLITE_BUSY: Trouble.LOCKED,
-    sqlite3.SQLITE_LOCKED: Trouble.LOCKED,
-    sqlite3.SQLITE_PROTOCOL: Trouble.LOCKED,
-    sqlite3.SQLITE_FULL: Trouble.FULL,
-    sqlite3.SQLITE_READONLY: Trouble.READ_ONLY,
-    sqlite3.SQLITE_PERM: Trouble.READ_ONLY,
-    sqlite3.SQLITE_CORRUPT: Trouble.CORRUPT,
-    sqlite3.SQLITE_NOTADB: Trouble.CORRUPT,
-    sqlite3.SQLITE_IOERR: Trouble.IO,
-    sqlite3.SQLITE_CANTOPEN: Trouble.CANNOT_OPEN,
-}
-_BY_ERRNO = {
-    errno.ENOSPC: Trouble.FULL,
-    errno.EDQUOT: Trouble.FULL,
-    errno.EROFS: Trouble.READ_ONLY,
-    errno.EACCES: Trouble.READ_ONLY,
-    errno.EPERM: Trouble.READ_ONLY,
-    errno.EIO: Trouble.IO,
-    errno.ETIMEDOUT: Trouble.LOCKED,
-}
-_PRIMARY_CODE_MASK = 0xFF
-"""SQLite's extended error codes keep the primary code in their low byte."""
-
-
-def diagnose(error: sqlite3.Error | OSError) -> Trouble:
-    if isinstance(error, OSError):
-        return _BY_ERRNO.get(error.errno or 0, Trouble.CANNOT_OPEN)
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-    if code == sqlite3.SQLITE_IOERR_SHORT_READ:
-        return Trouble.CORRUPT  # the file ends within a page that it says it has
-    if code == sqlite3.SQLITE_ERROR and str(error).startswith(("no such table", "no such column", "malformed")):
-        return Trouble.CORRUPT  # the version is ours, the tables are not
-    return _BY_SQLITE_CODE.get(code & _PRIMARY_CODE_MASK, Trouble.OTHER)
 
 
 class Identity(NamedTuple):

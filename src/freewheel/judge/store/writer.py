@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from freewheel.judge.store import tables
-from freewheel.judge.store.file import CacheFile, Link, Trouble, diagnose
+from freewheel.judge.store.file import CacheFile, Link
 from freewheel.judge.store.tables import CachedReply
+from freewheel.utils.sqlite import Trouble, diagnose
 
 BATCH_ENTRIES = 1024
 """Entries per transaction: beyond it the cost per entry no longer falls, and other processes wait longer."""

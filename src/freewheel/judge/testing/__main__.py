@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from freewheel.judge.testing.mock import DEFAULT_HOST, DEFAULT_PORT, serve
 from freewheel.judge.testing.profile import JudgeProfile
-from freewheel.judge.testing.serving import DEFAULT_HOST, DEFAULT_PORT, serve
 
 
 def main() -> None:

@@ -1,13 +1,16 @@
-"""How the mock judge behaves: one typed description, the only source of its defaults.
-
-Every duration here is in the judge's own seconds; `time_scale` says how long such a second lasts on the wall.
-"""
+"""What the mock judge does."""
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterable
-from math import isfinite
-from typing import Literal
+from email.utils import formatdate
+from enum import StrEnum
+from hashlib import blake2b, sha256
+from math import ceil, exp, floor, isfinite, log
+from statistics import NormalDist
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -184,3 +187,446 @@ def _at_least(name: str, value: float, low: float) -> None:
 def _positive(name: str, value: float) -> None:
     if not (isfinite(value) and value > 0):
         raise ConfigError(name, value, "give a number above 0")
+
+
+MINUTE_S = 60.0
+
+Headers = tuple[tuple[str, str], ...]
+
+
+class Bucket:
+    """Holds at most `per_minute * window_s / 60`, starts full, refills continuously."""
+
+    def __init__(self, per_minute: float, window_s: float) -> None:
+        self._per_s = per_minute / MINUTE_S
+        # A bucket that cannot hold one request would never let one through.
+        self.capacity = max(1.0, self._per_s * window_s)
+        self._level = self.capacity
+        self._at: float | None = None
+
+    def level(self, now: float) -> float:
+        """What is left at `now`."""
+        if self._at is not None:
+            self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self._per_s)
+        self._at = now
+        return self._level
+
+    def wait_s(self, now: float, amount: float) -> float:
+        """Time until `amount` is there; what exceeds the capacity only has to wait until the bucket is full."""
+        return max(0.0, min(amount, self.capacity) - self.level(now)) / self._per_s
+
+    def take(self, now: float, amount: float) -> None:
+        self._level = self.level(now) - min(amount, self.capacity)
+
+    def full_in_s(self, now: float) -> float:
+        """Time until nothing is missing any more."""
+        return (self.capacity - self.level(now)) / self._per_s
+
+
+class RateLimits:
+    """The profile's two limits together: a request passes both or takes from neither."""
+
+    def __init__(self, profile: JudgeProfile) -> None:
+        self._scale = profile.time_scale
+        self._limits: list[tuple[str, float, Bucket]] = []
+        for what, per_minute in (("requests", profile.requests_per_minute), ("tokens", profile.tokens_per_minute)):
+            if per_minute is not None:
+                self._limits.append((what, per_minute, Bucket(per_minute, profile.rate_window_s)))
+
+    def __bool__(self) -> bool:
+        return bool(self._limits)
+
+    def admit(self, now: float, tokens: int) -> tuple[str, float] | None:
+        """None if the request may pass, and is then charged; else what is over its limit, and for how long."""
+        amounts = {"requests": 1.0, "tokens": float(tokens)}
+        for what, _, bucket in self._limits:
+            wait_s = bucket.wait_s(now, amounts[what])
+            if wait_s > 0.0:
+                return what, wait_s
+        for what, _, bucket in self._limits:
+            bucket.take(now, amounts[what])
+        return None
+
+    def headers(self, now: float) -> Headers:
+        """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*`, in the public APIs' notation and in wall time."""
+        lines: list[tuple[str, str]] = []
+        for what, per_minute, bucket in self._limits:
+            lines += (
+                (f"x-ratelimit-limit-{what}", f"{per_minute:g}"),
+                (f"x-ratelimit-remaining-{what}", str(floor(bucket.level(now)))),
+                (f"x-ratelimit-reset-{what}", duration(bucket.full_in_s(now) * self._scale)),
+            )
+        return tuple(lines)
+
+
+def duration(seconds: float) -> str:
+    """`6m0s`, `1.5s`, `20ms`: how the public APIs write a duration. Rounded up to a millisecond."""
+    millis = ceil(seconds * 1000)
+    if millis < 1000:
+        return f"{millis}ms"
+    minutes, millis = divmod(millis, 60_000)
+    rest = f"{millis / 1000:g}s"
+    return f"{minutes}m{rest}" if minutes else rest
+
+
+NONCE = re.compile(r"[0-9a-fA-F]{16,}")
+"""Runs of hex digits this long are a request's nonce or hash, not its content."""
+
+CHARS_PER_TOKEN = 4
+"""The usual estimate for English; `usage` only has to be plausible and the same every time."""
+
+STREAM_PIECES = 4
+"""A streamed reply comes in about this many deltas: more than one, so that a reader has to join them."""
+
+UNPARSEABLE_REPLY = "This answer cannot be rated."
+GARBAGE_BODY = b"upstream connect error or disconnect/reset before headers"
+HTML_BODY = b"<!doctype html><html><body><h1>Sign in to continue</h1></body></html>"
+
+STYLES: Final = ("bare", "bold", "labelled", "json", "think", "chinese")
+"""What `mixed` chooses from."""
+
+
+class Part(msgspec.Struct):
+    """A piece of a message whose content is a list."""
+
+    type: str = "text"
+    text: str = ""
+
+
+class Message(msgspec.Struct):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[Part] | None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(msgspec.Struct):
+    """`stream_options` of a request."""
+
+    include_usage: bool = False
+
+
+class Ask(msgspec.Struct):
+    """The fields of a chat completion request that matter here; the rest is ignored."""
+
+    messages: list[Message]
+    model: str = ""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = 1
+
+    @property
+    def user_content(self) -> str:
+        """The text of the last user message: what is judged."""
+        return next((message.text for message in reversed(self.messages) if message.role == "user"), "")
+
+    @property
+    def prompt_chars(self) -> int:
+        return sum(len(message.text) for message in self.messages)
+
+
+class Content(msgspec.Struct, frozen=True):
+    """What is judged, without its nonce: requests with equal contents are the same question asked again."""
+
+    text: str
+    digest: bytes
+
+    @classmethod
+    def of(cls, user_content: str) -> Content:
+        text = NONCE.sub("", user_content)
+        return cls(text, sha256(text.encode("utf-8", "surrogatepass")).digest())
+
+    @property
+    def key(self) -> str:
+        """The content's name in the counts."""
+        return self.digest.hex()[:32]
+
+
+def expected_score(user_content: str, low: int = 1, high: int = 10) -> int:
+    """The score that the mock judge gives to this user message, nonces in it ignored."""
+    return _score(Content.of(user_content), low, high)
+
+
+def _score(content: Content, low: int, high: int) -> int:
+    return low + int.from_bytes(content.digest[:8], "big") % (high - low + 1)
+
+
+def reply_text(profile: JudgeProfile, content: Content) -> str:
+    """The judge's words about this content."""
+    for part, reply in profile.scores.items():
+        if part in content.text:
+            return reply
+    mixed = profile.reply_style == "mixed"
+    style = STYLES[content.digest[8] % len(STYLES)] if mixed else profile.reply_style
+    return worded(_score(content, profile.score_low, profile.score_high), style, profile.score_low, profile.score_high)
+
+
+def worded(score: int, style: str, low: int, high: int) -> str:
+    """A score as judges write it. `think` names both ends of the scale first, to mislead a careless parser."""
+    match style:
+        case "bare":
+            return f"{score}"
+        case "bold":
+            return f"The answer is to the point, with small gaps.\n\n**{score}**"
+        case "labelled":
+            return f"Score: {score}/{high}"
+        case "json":
+            return f'{{"score": {score}, "reason": "To the point, with small gaps."}}'
+        case "think":
+            return f"<think>\nAt first sight a {high}; on reflection, maybe a {low}?\n</think>\n{score}"
+        case _:
+            return f"回答切题，略有不足。评分：{score}分"
+
+
+def token_count(chars: int) -> int:
+    """Tokens in a text of so many characters, at least one."""
+    return max(1, chars // CHARS_PER_TOKEN)
+
+
+def usage(ask: Ask, text: str) -> dict[str, int]:
+    """The `usage` object for this question and this reply."""
+    prompt, completion = token_count(ask.prompt_chars), token_count(len(text)) * (ask.n or 1)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def completion(
+    ask: Ask, content: Content, text: str | None, *, model: str, used: dict[str, int], choices: bool = True
+) -> bytes:
+    """The body of a whole chat completion."""
+    return msgspec.json.encode(
+        {
+            "id": f"chatcmpl-{content.key}",
+            "object": "chat.completion",
+            "created": int(time.time()),
+            "model": model,
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": text},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                }
+                for index in range((ask.n or 1) if choices else 0)
+            ],
+            "usage": used,
+        }
+    )
+
+
+def stream_events(
+    ask: Ask, content: Content, text: str | None, *, model: str, used: dict[str, int], choices: bool = True
+) -> list[bytes]:
+    """The same as server-sent events: role, deltas, finish, usage if asked for, `[DONE]`."""
+    head: dict[str, Any] = {
+        "id": f"chatcmpl-{content.key}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+    def event(deltas: Iterable[dict[str, Any]], finish: str | None = None) -> bytes:
+        listed = [
+            {"index": index, "delta": delta, "finish_reason": finish}
+            for delta in deltas
+            for index in range((ask.n or 1) if choices else 0)
+        ]
+        return b"data: " + msgspec.json.encode({**head, "choices": listed}) + b"\n\n"
+
+    words = text or ""
+    step = max(1, -(-len(words) // STREAM_PIECES))
+    events = [event([{"role": "assistant", "content": ""}])]
+    events += [event([{"content": words[at : at + step]}]) for at in range(0, len(words), step)]
+    events.append(event([{}], "stop"))
+    if ask.stream_options is not None and ask.stream_options.include_usage:
+        events.append(b"data: " + msgspec.json.encode({**head, "choices": [], "usage": used}) + b"\n\n")
+    events.append(b"data: [DONE]\n\n")
+    return events
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> bytes:
+    """An error in the shape that the OpenAI API gives it."""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+STANDARD_NORMAL = NormalDist()
+
+TWO_TO_53 = 2**53
+"""Number of equally spaced doubles in [0, 1): 53 bits of a hash make one of them."""
+
+RATE_MESSAGE = "Rate limit reached for {what}. Please try again in {wait_s:.3f}s."
+CROWDED_MESSAGE = "Too many requests are in flight."
+BARE_MESSAGE = "Too many requests."
+
+
+class Fault(StrEnum):
+    """What goes wrong with a request that was let in."""
+
+    ERROR = "error"
+    DISCONNECT = "disconnect"
+    TRUNCATE = "truncate"
+    GARBAGE = "garbage"
+    WRONG_TYPE = "wrong_type"
+    HANG = "hang"
+    DRIP = "drip"
+    UNPARSEABLE = "unparseable"
+    EMPTY = "empty"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """A request that was let in."""
+
+    service_s: float
+    """Time it needs when the judge is not crowded. A fault shows after it; a hang needs no service."""
+    fault: Fault | None = None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A request that was not."""
+
+    status: int
+    body: bytes
+    headers: Headers = ()
+
+
+class Outage(msgspec.Struct, frozen=True):
+    """A request that meets no judge: its connection is to be aborted."""
+
+
+Decision = Plan | Refusal | Outage
+
+
+def draws(seed: int, content: Content, attempt: int) -> tuple[float, float]:
+    """Two independent numbers in [0, 1), the same for the same seed, content and attempt on every machine."""
+    bits = blake2b(content.digest + f"{seed}:{attempt}".encode(), digest_size=16).digest()
+    first, second = (int.from_bytes(half, "big") >> 11 for half in (bits[:8], bits[8:]))
+    return first / TWO_TO_53, second / TWO_TO_53
+
+
+def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
+    """What happens to the attempt-th admitted request (from 0) for this content."""
+    luck, pace = draws(profile.seed, content, attempt)
+    fault = None
+    if profile.faults_per_content is None or faults_so_far < profile.faults_per_content:
+        fault = _fault(profile, luck)
+    return Plan(_service_s(profile, pace), fault)
+
+
+def _fault(profile: JudgeProfile, luck: float) -> Fault | None:
+    edge = 0.0
+    for fault, share in zip(Fault, SHARES, strict=True):
+        edge += getattr(profile, share)
+        if luck < edge:
+            return fault
+    return None
+
+
+def _service_s(profile: JudgeProfile, pace: float) -> float:
+    if profile.latency == "fixed" or profile.latency_s == 0.0:
+        return profile.latency_s
+    location = log(profile.latency_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
+    # The quantile of 0 is minus infinity; half a step above it is not.
+    return exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
+
+
+def inside(windows: Windows, elapsed_s: float) -> bool:
+    """Whether one of the (start_s, duration_s) windows holds this moment; its end is outside."""
+    return any(start <= elapsed_s < start + duration for start, duration in windows)
+
+
+class Behaviour:
+    """Decides about each request in turn. It knows the profile, the rates so far and when the schedule began."""
+
+    def __init__(self, profile: JudgeProfile) -> None:
+        self.profile = profile
+        self._rates = RateLimits(profile)
+        self._began: float | None = None
+
+    def begin(self, now: float) -> bool:
+        """Start the schedule's clock; True the first time. The first chat request does it."""
+        if self._began is not None:
+            return False
+        self._began = now
+        return True
+
+    def in_outage(self, now: float) -> bool:
+        """Whether the judge is away; never before the first request."""
+        return self._began is not None and inside(self.profile.outages, now - self._began)
+
+    def decide(
+        self,
+        now: float,
+        ask: Ask | None,
+        content: Content,
+        *,
+        authorization: str | None,
+        tokens: int,
+        in_flight: int,
+        attempt: int,
+        faults_so_far: int = 0,
+        wall_time: float = 0.0,
+    ) -> Decision:
+        """The fate of one request. `ask` is None if its body could not be read as a chat request."""
+        profile = self.profile
+        if self._began is not None:
+            if self.in_outage(now):
+                if profile.outage_kind == "refuse":
+                    return Outage()
+                return Refusal(503, error_body("The judge is away.", "server_error"))
+            if inside(profile.throttle_bursts, now - self._began):
+                return self._too_many(BARE_MESSAGE, wall_time)
+        refusal = self._unacceptable(ask, authorization)
+        if refusal is not None:
+            return refusal
+        if profile.reject_above is not None and in_flight >= profile.reject_above:
+            return self._too_many(CROWDED_MESSAGE, wall_time, code="concurrency_limit_exceeded")
+        over = self._rates.admit(now, tokens) if self._rates else None
+        if over is not None:
+            what, wait_s = over
+            if not profile.label_rate:
+                return self._too_many(BARE_MESSAGE, wall_time)
+            wait_s *= profile.time_scale
+            message = RATE_MESSAGE.format(what=what, wait_s=wait_s)
+            headers = self._retry_after(wait_s, wall_time) + self.rate_headers(now)
+            return Refusal(429, error_body(message, what, "rate_limit_exceeded"), headers)
+        return plan_for(profile, content, attempt, faults_so_far)
+
+    def rate_headers(self, now: float) -> Headers:
+        """What a reply says about the rates; nothing if they are unlabelled or there are none."""
+        return self._rates.headers(now) if self._rates and self.profile.label_rate else ()
+
+    def _unacceptable(self, ask: Ask | None, authorization: str | None) -> Refusal | None:
+        """What no retry of this very request could change."""
+        profile = self.profile
+        if profile.api_key is not None and authorization != f"Bearer {profile.api_key}":
+            return Refusal(401, error_body("Incorrect API key provided.", "invalid_request_error", "invalid_api_key"))
+        if ask is None:
+            return Refusal(400, error_body("The body is not a chat completion request.", "invalid_request_error"))
+        if profile.model is not None and ask.model != profile.model:
+            message = f"The model `{ask.model}` does not exist or you do not have access to it."
+            return Refusal(404, error_body(message, "invalid_request_error", "model_not_found"))
+        if profile.insufficient_quota:
+            message = "You exceeded your current quota, please check your plan and billing details."
+            return Refusal(429, error_body(message, "insufficient_quota", "insufficient_quota"))
+        if profile.max_prompt_chars is not None and ask.prompt_chars > profile.max_prompt_chars:
+            message = f"This model's maximum context length is {profile.max_prompt_chars} characters."
+            return Refusal(400, error_body(message, "invalid_request_error", "context_length_exceeded"))
+        return None
+
+    def _too_many(self, message: str, wall_time: float, code: str | None = None) -> Refusal:
+        wait_s = self.profile.retry_after_s
+        headers = () if wait_s is None else self._retry_after(wait_s * self.profile.time_scale, wall_time)
+        return Refusal(429, error_body(message, "too_many_requests", code), headers)
+
+    def _retry_after(self, wait_s: float, wall_time: float) -> Headers:
+        """The header for a wait in wall seconds, rounded up to a millisecond or, as a date, to a second."""
+        if self.profile.retry_after_s is None:
+            return ()
+        if self.profile.retry_after_style == "date":
+            return (("Retry-After", formatdate(ceil(wall_time + wait_s), usegmt=True)),)
+        return (("Retry-After", f"{ceil(wait_s * 1000) / 1000:g}"),)

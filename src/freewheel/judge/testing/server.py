@@ -1,11 +1,4 @@
-"""The mock judge's HTTP shell: reads a request, asks `Behaviour` what happens to it, and lets it happen.
-
-    aiohttp's low-level server ──▶ Behaviour.decide ──▶ SharedService ──▶ wire
-       parsing, keep-alive            pure                waits           bytes
-
-Paths: POST .../chat/completions, GET /v1/models, GET /healthz, GET /__counts (`?contents=0` leaves the counts by
-content out), GET /__requests, POST /__reset (if its body is a profile, that profile takes over).
-"""
+"""The mock judge over HTTP."""
 
 from __future__ import annotations
 
@@ -13,32 +6,339 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from heapq import heappop, heappush
 from http import HTTPStatus
 from math import ceil
+from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-from freewheel.judge.testing import wire
-from freewheel.judge.testing.behaviour import Behaviour, Fault, Outage, Refusal
-from freewheel.judge.testing.counts import ContentCount, Counts, RecordedRequest
-from freewheel.judge.testing.profile import JudgeProfile
-from freewheel.judge.testing.rates import Headers
-from freewheel.judge.testing.replies import (
+from freewheel.judge.testing.profile import (
     GARBAGE_BODY,
     HTML_BODY,
     UNPARSEABLE_REPLY,
     Ask,
+    Behaviour,
     Content,
+    Fault,
+    Headers,
+    JudgeProfile,
+    Outage,
+    Refusal,
     completion,
     error_body,
     reply_text,
     stream_events,
     usage,
 )
-from freewheel.judge.testing.service import SharedService
 from freewheel.utils.http import server_log
+
+
+class ContentCount(msgspec.Struct):
+    """What happened to one content."""
+
+    received: int = 0
+    """Requests that carried it."""
+    admitted: int = 0
+    """Of these, the ones that were let in: neither refused nor caught by an outage."""
+    answered: int = 0
+    """Whole chat completions sent for it; replies without a score in them included."""
+    rejected: int = 0
+    """Requests for it that got a 429."""
+    faults: int = 0
+    """Faults it met."""
+    text: str = ""
+    """The user message without its nonce (empty with `keep_texts=False`)."""
+
+
+class Counts(msgspec.Struct):
+    """Counts since the start or the last reset. Requests to other paths than chat completions are not in them."""
+
+    received: int = 0
+    answered: int = 0
+    rejected: int = 0
+    gone: int = 0
+    """Admitted requests whose client went away before the reply."""
+    by_status: dict[int, int] = {}
+    """Replies begun, by status; a cut or dripping body is in it, a closed connection is not."""
+    faults: dict[str, int] = {}
+    """Faults met, by kind, as the profile's shares name them (`error`, `hang`, ...), and `outage`."""
+    in_flight: int = 0
+    max_in_flight: int = 0
+    connections: int = 0
+    """Connections that carried a chat request."""
+    connections_refused: int = 0
+    """Connections aborted on arrival, in an outage that refuses."""
+    open_connections: int = 0
+    """Connections open now, for any path."""
+    bytes_received: int = 0
+    """Bytes of request bodies."""
+    bytes_sent: int = 0
+    """Bytes of reply bodies."""
+    contents: dict[str, ContentCount] = {}
+
+    def of(self, user_content: str) -> ContentCount:
+        """What happened to this very user message; all zeros if it never came."""
+        return self.contents.get(Content.of(user_content).key) or ContentCount()
+
+    def containing(self, part: str) -> list[ContentCount]:
+        """The contents whose text holds `part`, in the order of their first arrival."""
+        return [count for count in self.contents.values() if part in count.text]
+
+    @property
+    def most_received(self) -> int:
+        """How often the most frequent content was received; 1 proves that each content was sent once."""
+        return max((count.received for count in self.contents.values()), default=0)
+
+
+class RecordedRequest(msgspec.Struct, frozen=True):
+    """A chat request as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: str
+
+    def json(self) -> Any:
+        """The body, decoded."""
+        return msgspec.json.decode(self.body)
+
+
+class ProcessorSharing:
+    """Who is in service and when each ends. Time is whatever the caller says it is; it must not run backwards."""
+
+    def __init__(self, knee: float | None) -> None:
+        self._knee = knee
+        self._virtual = 0.0
+        self._now = 0.0
+        self._ends: list[tuple[float, int]] = []
+        self._active: set[int] = set()
+        self._finished: list[int] = []
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def join(self, now: float, service_s: float) -> int:
+        """Start a request that needs `service_s` when alone; the ticket comes back from `finished` when it is done."""
+        self._advance(now)
+        ticket = self._tickets
+        self._tickets += 1
+        self._active.add(ticket)
+        heappush(self._ends, (self._virtual + service_s, ticket))
+        return ticket
+
+    def leave(self, now: float, ticket: int) -> None:
+        """Take out a request that nobody waits for any more; the others get its share from now on."""
+        self._advance(now)
+        self._active.discard(ticket)  # its entry in the heap is skipped when it comes up
+
+    def finished(self, now: float) -> list[int]:
+        """The tickets that ended since the last call, in the order in which they ended."""
+        self._advance(now)
+        done, self._finished = self._finished, []
+        return done
+
+    def next_finish(self) -> float | None:
+        """When the next request ends if nobody joins or leaves before; None if none is in service."""
+        if self._finished:
+            return self._now
+        self._skip_the_gone()
+        if not self._ends:
+            return None
+        return self._now + (self._ends[0][0] - self._virtual) / self._rate()
+
+    def _rate(self) -> float:
+        return 1.0 if self._knee is None else min(1.0, self._knee / len(self._active))
+
+    def _skip_the_gone(self) -> None:
+        while self._ends and self._ends[0][1] not in self._active:
+            heappop(self._ends)
+
+    def _advance(self, now: float) -> None:
+        """Move to `now` end by end, since each end changes the rate; a late caller loses no exactness."""
+        while True:
+            self._skip_the_gone()
+            if not self._ends:
+                break
+            end, ticket = self._ends[0]
+            rate = self._rate()
+            ends_at = self._now + (end - self._virtual) / rate
+            if ends_at > now:
+                self._virtual += (now - self._now) * rate
+                break
+            heappop(self._ends)
+            self._active.discard(ticket)
+            self._finished.append(ticket)
+            self._virtual, self._now = end, max(self._now, ends_at)
+        if not self._ends:
+            self._virtual = 0.0  # a fresh origin whenever it is idle keeps the floats small
+        self._now = max(self._now, now)
+
+
+NEVER = float("inf")
+
+MILLISECOND_S = 0.001
+"""uvloop rounds its timers to this; one that fires early would only have to be set again."""
+
+
+class SharedService:
+    """Turns `ProcessorSharing`'s arithmetic into waiting. Belongs to the loop it is made on."""
+
+    def __init__(self, knee: float | None, time_scale: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scale = time_scale
+        self._sharing = ProcessorSharing(knee)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._stuck: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = NEVER
+        self._closed = False
+
+    def now(self) -> float:
+        """The judge's own time in seconds."""
+        return time.monotonic() / self._scale
+
+    async def serve(self, service_s: float) -> None:
+        """Wait for `service_s` of the judge's attention. Cancelling gives the share back."""
+        ticket = self._sharing.join(self.now(), service_s)
+        future = self._waiting[ticket] = self._loop.create_future()
+        self._arm()
+        try:
+            await future
+        finally:
+            if self._waiting.pop(ticket, None) is not None:
+                self._sharing.leave(self.now(), ticket)
+                self._arm()
+
+    async def hang(self) -> None:
+        """Wait until cancelled."""
+        future = self._loop.create_future()
+        self._stuck.add(future)
+        try:
+            await future
+        finally:
+            self._stuck.discard(future)
+
+    def close(self) -> None:
+        """Cancel all who wait."""
+        self._closed = True
+        self._disarm()
+        for future in [*self._waiting.values(), *self._stuck]:
+            future.cancel()
+
+    def _arm(self) -> None:
+        at = NEVER if self._closed else self._sharing.next_finish()
+        if at == self._timer_at:
+            return
+        self._disarm()
+        if at is None or at == NEVER:
+            return
+        delay_s = ceil(max(0.0, at - self.now()) * self._scale / MILLISECOND_S) * MILLISECOND_S
+        self._timer_at = at
+        self._timer = self._loop.call_later(delay_s, self._release)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, NEVER
+
+    def _release(self) -> None:
+        self._timer, self._timer_at = None, NEVER
+        for ticket in self._sharing.finished(self.now()):
+            future = self._waiting.pop(ticket, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+        self._arm()
+
+
+JSON_TYPE: Final = "application/json"
+HTML_TYPE: Final = "text/html; charset=utf-8"
+EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
+
+LAST_CHUNK: Final = b"0\r\n\r\n"
+
+
+class Sent(web.StreamResponse):
+    """Tells aiohttp that the reply is on the wire already, and whether the connection goes on."""
+
+    def __init__(self, *, goes_on: bool) -> None:
+        super().__init__()
+        self._goes_on = goes_on
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return self._goes_on
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Nothing is left to do."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing is left to do."""
+
+
+GOES_ON: Final = Sent(goes_on=True)
+ENDS: Final = Sent(goes_on=False)
+
+
+def _reason(status: int) -> str:
+    """The status line's words; a number that HTTP does not name has none."""
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Unnamed"
+
+
+def _head(request: web.BaseRequest, status: int, content_type: str, length: int | None, headers: Headers = ()) -> bytes:
+    """The status line and headers. Without a length the body comes in chunks."""
+    lines = [
+        f"HTTP/1.1 {status} {_reason(status)}",
+        f"Content-Type: {content_type}",
+        "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}",
+    ]
+    if not request.keep_alive:
+        lines.append("Connection: close")
+    lines.extend(f"{name}: {value}" for name, value in headers)
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+
+
+def _chunk(data: bytes) -> bytes:
+    """One chunk of a body without a length."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _write(request: web.BaseRequest, data: bytes) -> None:
+    """Put bytes on the connection, if it still is one."""
+    transport = request.transport
+    if transport is not None and not transport.is_closing():
+        transport.write(data)
+
+
+async def _drip(request: web.BaseRequest, pieces: list[bytes], duration_s: float) -> None:
+    """Write the pieces evenly over this time."""
+    for piece in pieces:
+        await asyncio.sleep(duration_s / len(pieces))
+        _write(request, piece)
+
+
+def _end(request: web.BaseRequest) -> web.StreamResponse:
+    """The reply is written; the connection goes on if the client wants it to."""
+    return GOES_ON if request.keep_alive else ENDS
+
+
+def _cut(request: web.BaseRequest, *, abort: bool = False) -> web.StreamResponse:
+    """Close the connection after what was written so far; `abort` resets it and drops that too."""
+    transport = request.transport
+    if transport is not None:
+        if abort:
+            transport.abort()
+        else:
+            transport.close()
+    return ENDS
+
 
 CHAT_PATH = "/chat/completions"
 DEFAULT_MODEL = "mock-judge"
@@ -206,7 +506,7 @@ class JudgeServer:
         )
         if isinstance(decision, Outage):
             epoch.count_fault("outage")
-            return wire.cut(request, abort=True)
+            return _cut(request, abort=True)
         if isinstance(decision, Refusal):
             if decision.status == HTTPStatus.TOO_MANY_REQUESTS:
                 counts.rejected += 1
@@ -244,14 +544,14 @@ class JudgeServer:
         """The reply to a request that was let in and served, with its fault if it has one."""
         headers = epoch.behaviour.rate_headers(epoch.service.now())
         if fault is Fault.DISCONNECT:
-            return wire.cut(request)
+            return _cut(request)
         if fault is Fault.ERROR:
             body = error_body("The judge had an error.", "server_error")
             return self._send(epoch, request, epoch.profile.error_status, body, headers=headers)
         if fault is Fault.GARBAGE:
             return self._send(epoch, request, 200, GARBAGE_BODY, headers=headers)
         if fault is Fault.WRONG_TYPE:
-            return self._send(epoch, request, 200, HTML_BODY, content_type=wire.HTML_TYPE, headers=headers)
+            return self._send(epoch, request, 200, HTML_BODY, content_type=HTML_TYPE, headers=headers)
         said: str | None = UNPARSEABLE_REPLY if fault is Fault.UNPARSEABLE else text
         used, choices = usage(ask, said or ""), True
         if fault is Fault.EMPTY:
@@ -259,27 +559,27 @@ class JudgeServer:
         model = ask.model or epoch.profile.model or DEFAULT_MODEL
         if ask.stream:
             events = stream_events(ask, content, said, model=model, used=used, choices=choices)
-            pieces = [wire.chunk(event) for event in events] + [wire.LAST_CHUNK]
-            start = wire.head(request, 200, wire.EVENTS_TYPE, None, headers)
+            pieces = [_chunk(event) for event in events] + [LAST_CHUNK]
+            start = _head(request, 200, EVENTS_TYPE, None, headers)
         else:
             body = completion(ask, content, said, model=model, used=used, choices=choices)
             pieces = _pieces(body) if fault in (Fault.DRIP, Fault.TRUNCATE) else [body]
-            start = wire.head(request, 200, wire.JSON_TYPE, len(body), headers)
+            start = _head(request, 200, JSON_TYPE, len(body), headers)
         if fault is Fault.TRUNCATE:
             kept = b"".join(pieces[: len(pieces) // 2])
             epoch.count_reply(200, len(kept))
-            wire.write(request, start + kept)
-            return wire.cut(request)
+            _write(request, start + kept)
+            return _cut(request)
         whole = b"".join(pieces)
         epoch.count_reply(200, len(whole))
         if fault is Fault.DRIP:
-            wire.write(request, start)
-            await wire.drip(request, pieces, epoch.profile.drip_s * epoch.profile.time_scale)
+            _write(request, start)
+            await _drip(request, pieces, epoch.profile.drip_s * epoch.profile.time_scale)
         else:
-            wire.write(request, start + whole)
+            _write(request, start + whole)
         epoch.counts.answered += 1
         tally.answered += 1
-        return wire.end(request)
+        return _end(request)
 
     def _send(
         self,
@@ -288,13 +588,13 @@ class JudgeServer:
         status: int,
         body: bytes,
         *,
-        content_type: str = wire.JSON_TYPE,
+        content_type: str = JSON_TYPE,
         headers: Headers = (),
     ) -> web.StreamResponse:
         """A whole reply to a chat request, counted."""
         epoch.count_reply(status, len(body))
-        wire.write(request, wire.head(request, status, content_type, len(body), headers) + body)
-        return wire.end(request)
+        _write(request, _head(request, status, content_type, len(body), headers) + body)
+        return _end(request)
 
     def _aside(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         """The paths that are no judgement; none of them is counted."""
@@ -317,8 +617,8 @@ class JudgeServer:
                     status, reply = 400, error_body(str(problem), "invalid_request_error")
             case _:
                 status, reply = 404, error_body(f"No such path: {request.path}", "invalid_request_error")
-        wire.write(request, wire.head(request, status, wire.JSON_TYPE, len(reply)) + reply)
-        return wire.end(request)
+        _write(request, _head(request, status, JSON_TYPE, len(reply)) + reply)
+        return _end(request)
 
     def _schedule_outages(self, epoch: _Epoch) -> None:
         """An outage that refuses also ends what is open when it begins."""

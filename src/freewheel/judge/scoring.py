@@ -1,33 +1,157 @@
-"""`ScoringJob`: a file of rows through a judge into a file of verdicts, in order and in constant memory.
-
-    feeder thread:  Lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ queue      waits for: room in the window
-    this thread:    queue ─▶ verdicts ─▶ StopRule ─▶ Output               waits for: the oldest batch
-    ticker thread:  Judge.stats ─▶ on_progress                           a few times a second
-
-Rows are written in the order of the input, so the last row of an output says where a later run goes on. What was
-answered beyond it lies in the judge's cache and is not paid for again.
-"""
+"""Score a file of rows."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import stat
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from enum import Enum
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from freewheel.errors import ConfigError, FreewheelError
+from freewheel.judge.config import JudgeConfig
 from freewheel.judge.handle import Handle
 from freewheel.judge.judge import Judge
+from freewheel.judge.outcome import INFRA
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.scoring.accounts import Calls, CallsMeter, Tally
-from freewheel.judge.scoring.lines import Line, Lines
-from freewheel.judge.scoring.output import REMEDY, Found, Output
-from freewheel.judge.scoring.rows import MALFORMED, UTF8_BOM, MalformedRowError, RowFormat, WrittenEntry, is_blank
-from freewheel.judge.scoring.stopping import Ruling, StopRule, is_down
-from freewheel.judge.verdict import Failed, Verdict
+from freewheel.judge.row_files import (
+    MALFORMED,
+    MAX_ROW_BYTES,
+    REMEDY,
+    UTF8_BOM,
+    Fields,
+    FileOutput,
+    Found,
+    Line,
+    Lines,
+    MalformedRowError,
+    Output,
+    Replacement,
+    RowFormat,
+    StreamOutput,
+    Tally,
+    WrittenEntry,
+    is_blank,
+    is_stream,
+)
+from freewheel.judge.stats import EndpointStats, JudgeStats
+from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
+
+FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})
+"""No row would fare better than this one."""
+OUTAGE = frozenset({Reason.UNAVAILABLE, Reason.DEADLINE, Reason.THROTTLED})
+"""Says as much about the judge as about the row."""
+OUTAGE_ROWS = 64
+"""So many rows in a row lost to an outage: the judge is out, even where its endpoint still gives signs of life."""
+SILENCE = frozenset(kind.value for kind in INFRA)
+"""Failed calls that are no sign of life."""
+FIRST_FAILURES = 256
+"""Failures without a single score from which on the fault is the setup's (rubric, model, a proxy's page), not the
+rows': the rest of a large file must not be paid for."""
+
+
+class Ruling(Enum):
+    WRITE = "write"
+    HOLD = "hold"
+    STOP = "stop"
+
+
+class StopRule:
+    """Fed with each judged row's verdict, in order. `why` is the verdict that stopped it."""
+
+    def __init__(self, is_down: Callable[[], bool]) -> None:
+        self._is_down = is_down
+        self._outage_rows = 0
+        self._failures = 0
+        self._scores = 0
+        self.why: Failed | None = None
+
+    def judge(self, verdict: Verdict) -> Ruling:
+        if isinstance(verdict, Scored):
+            self._scores += 1
+            self._outage_rows = 0
+        if not isinstance(verdict, Failed):
+            return Ruling.WRITE
+        if verdict.reason in FATAL:
+            return self._stop(verdict)
+        if verdict.reason in OUTAGE:
+            self._outage_rows += 1
+            if self._outage_rows >= OUTAGE_ROWS or (self._outage_rows == 1 and self._is_down()):
+                return self._stop(verdict)
+            self.why = verdict
+            return Ruling.HOLD
+        self._outage_rows = 0
+        self._failures += 1
+        if not self._scores and self._failures >= FIRST_FAILURES:
+            detail = f"{self._failures} rows failed and none was scored; the last: {verdict.detail}"
+            return self._stop(Failed(verdict.reason, verdict.attempts, detail))
+        return Ruling.WRITE
+
+    def end(self) -> Ruling:
+        """After the last row: are the ones still held failures of their own?"""
+        return Ruling.STOP if self._outage_rows and self._is_down() else Ruling.WRITE
+
+    def _stop(self, verdict: Failed) -> Ruling:
+        self.why = verdict
+        return Ruling.STOP
+
+
+def is_down(stats: JudgeStats) -> bool:
+    """No endpoint works at this moment. One that has been silent since the first call does not, either: the few calls
+    of a row or two open no breaker."""
+    asked = [e for e in stats.endpoints if e.up and e.sent]
+    if asked and all(_is_silent(e) for e in asked):
+        return True
+    return bool(stats.endpoints) and not any(e.up for e in stats.endpoints)
+
+
+def _is_silent(endpoint: EndpointStats) -> bool:
+    return not (endpoint.answered or endpoint.throttled or endpoint.faults.keys() - SILENCE)
+
+
+class Calls(msgspec.Struct, kw_only=True):
+    """What this run asked of the judge; `in_flight` and `limit` are of this moment."""
+
+    sent: int = 0
+    throttled: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float = 0.0
+    restarts: int = 0
+    in_flight: int = 0
+    limit: int = 0
+
+
+_SUMS = ("sent", "throttled", "prompt_tokens", "completion_tokens")
+
+
+class CallsMeter:
+    """Adds up an engine's counts over its restarts, each of which begins at 0 again; the cost goes on by itself."""
+
+    def __init__(self) -> None:
+        self._before = Calls()
+        self._latest = Calls()
+
+    def update(self, stats: JudgeStats) -> Calls:
+        sums = {name: sum(getattr(e, name) for e in stats.endpoints) for name in _SUMS}
+        # Counters only grow, so lower ones are a new engine's.
+        if sums["sent"] + self._before.sent < self._latest.sent:
+            self._before = self._latest
+        for name in _SUMS:
+            sums[name] += getattr(self._before, name)
+        self._latest = Calls(
+            **sums, cost=stats.cost, restarts=stats.restarts, in_flight=stats.in_flight, limit=stats.limit
+        )
+        return self._latest
+
 
 WINDOW_ROWS = 8192
 """Rows in flight, as many as the engine takes: the judge's limit is never short of work."""
@@ -384,3 +508,91 @@ class ScoringJob:
                     calls=self._calls,
                 )
             )
+
+
+@contextlib.contextmanager
+def open_job(
+    source: str,
+    target: str,
+    config: JudgeConfig,
+    *,
+    fields: Fields | None = None,
+    overwrite: bool = False,
+    retry_failed: bool = False,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    on_malformed: Callable[[int, str], None] = lambda line, detail: None,
+) -> Iterator[ScoringJob]:
+    """A job from `source` to `target` (`-`: stdin, stdout). `ConfigError` where they cannot work."""
+    rows = RowFormat(config, fields or Fields())
+    if retry_failed and (overwrite or is_stream(target) or not Path(target).exists()):
+        raise ConfigError("retry_failed", True, "it needs an output file of an earlier run, and no --overwrite")
+    with contextlib.ExitStack() as stack:
+        fd, total = _open_source(source, stack)
+        output: Output
+        found = earlier = None
+        if is_stream(target):
+            output = StreamOutput(_open_stream(target, stack))
+        else:
+            _refuse_same_file(fd, target)
+            file = output = FileOutput(Path(target))
+            stack.callback(file.close)
+            if overwrite:
+                file.clear()
+            found = file.scan(rows)
+            if found.last_line and total is None:
+                raise ConfigError("input", source, f"a pipe cannot be continued, and {target} has rows; {REMEDY}")
+            if retry_failed:
+                output, found = Replacement(file), None
+                os.lseek(file.fd, 0, os.SEEK_SET)
+                earlier = _rows_of(file.fd)
+        judge = stack.enter_context(Judge(config))
+        yield ScoringJob(
+            judge=judge,
+            rows=rows,
+            source=fd,
+            source_bytes=total,
+            output=output,
+            output_name=target,
+            found=found,
+            retry_from=earlier,
+            on_progress=on_progress,
+            on_malformed=on_malformed,
+        )
+
+
+def _open_source(source: str, stack: contextlib.ExitStack) -> tuple[int, int | None]:
+    """The descriptor, and its length where it is a file that can be read again."""
+    if source == "-":
+        return sys.stdin.fileno(), None
+    try:
+        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError("input", source, f"it cannot be opened: {error.strerror}") from None
+    stack.callback(os.close, fd)
+    status = os.fstat(fd)
+    if stat.S_ISDIR(status.st_mode):
+        raise ConfigError("input", source, "it is a folder; give a file of JSON lines")
+    return fd, status.st_size if stat.S_ISREG(status.st_mode) else None
+
+
+def _open_stream(target: str, stack: contextlib.ExitStack) -> int:
+    if target == "-":
+        return sys.stdout.fileno()
+    try:
+        fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError("output", target, f"it cannot be opened: {error.strerror}") from None
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _refuse_same_file(fd: int, target: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(fd), Path(target).stat()):
+            raise ConfigError("output", target, "it is the input file itself; give another output file")
+
+
+def _rows_of(fd: int) -> Iterator[Line]:
+    """The rows of an earlier output; `FileOutput.scan` has read them before, so they are whole."""
+    for block in Lines(fd, max_line_bytes=MAX_ROW_BYTES).blocks():
+        yield from block
