@@ -7,14 +7,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import Mapping, Set
+from collections.abc import AsyncGenerator, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.data.tasks.word_problems import TASK
-from freewheel.rollout.engine import Completion, SamplingParams
+from freewheel.rollout.engine import SamplingParams, generated_response
 from freewheel.rollout.rollouter import Rollouter, Sampling
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
@@ -64,18 +65,16 @@ class TailRollouter(BoundRollouter):
     def __init__(self, *, sampling: Sampling, **kwargs: Any) -> None:
         super().__init__(sampling=TailSampling(**vars(replace(sampling, max_new_tokens=TASK.max_new_tokens))), **kwargs)
 
-    def _response(self, completion: Completion) -> Any:
-        tokens = completion.tokens[: TASK.max_new_tokens].tolist()
+    async def _generate(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Response], None]:
+        async for index, response in super()._generate(ticket, prompt):
+            yield index, self._cut(response)
+
+    def _cut(self, response: Response) -> Response:
+        tokens = response.tokens[: TASK.max_new_tokens].tolist()
         ends = [place for place, token in enumerate(tokens) if token in self.sampling.stop_token_ids]
-        stopped = bool(ends)
-        size = ends[0] + 1 if stopped else len(tokens)
-        return super()._response(
-            Completion(
-                completion.tokens[:size],
-                completion.logprobs[:size],
-                completion.versions[:size],
-                "stop" if stopped else "length",
-            )
+        part = slice(ends[0] + 1 if ends else len(tokens))
+        return generated_response(
+            response.tokens[part], response.logprobs[part], response.versions[part], "stop" if ends else "length"
         )
 
 

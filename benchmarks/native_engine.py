@@ -122,7 +122,7 @@ async def run_engine(engine: NativeEngine, groups: list[list[Sample]]) -> int:
             ),
             timeout_s=30.0,
         )
-        return sum([len(chunk.tokens) async for chunk in engine.generate(request)])
+        return sum([len(response.tokens) async for _, response in engine.generate(request)])
 
     return sum(await asyncio.gather(*(run(number, group) for number, group in enumerate(groups))))
 

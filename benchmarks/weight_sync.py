@@ -47,7 +47,7 @@ from common import (
     scratch_dir,
     write_json,
 )
-from freewheel.rollout.engine import Engine, EngineError, GenerationRequest, SamplingParams
+from freewheel.rollout.engine import Engine, EngineError, GenerationRequest, SamplingParams, generate_all
 from shapes import SHAPES, VOCABULARY, write_model
 
 PROMISED_PAUSE_MS = 100.0
@@ -59,6 +59,8 @@ AFTER_S, QUIET_S = 1.0, 1.5
 """After a sync, what still counts as around it; then as much time as it took, at most, until the next is asked for."""
 MEMORY_SHARE = 0.5
 COPIES = 10
+POLL_S = 0.0005
+"""Resolution of the measured pauses."""
 TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 PHASES = ("pause", "start_update", "update", "finish_update", "resume")
 """Of the engine's calls to vLLM, in their order."""
@@ -136,15 +138,16 @@ class Trainer:
 
 
 class Streams:
-    """Requests one after the other in each of the streams, and when their tokens came."""
+    """Keeps requests running, one after the other in each stream, and records when the engine made tokens."""
 
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
         self.gaps: list[tuple[float, float]] = []
-        """When two consecutive tokens of a stream came."""
+        """Between two consecutive moments at which new tokens were seen."""
         self.tokens = 0
         self._numbers = itertools.count()
         self._tasks = [asyncio.create_task(self._run(stream)) for stream in range(count)]
+        self._tasks.append(asyncio.create_task(self._watch()))
 
     async def _run(self, stream: int) -> None:
         rng = np.random.default_rng(stream)
@@ -154,18 +157,23 @@ class Streams:
                 prompt=rng.integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
                 samples=(SamplingParams(max_new_tokens=NEW_TOKENS, seed=stream),),
                 timeout_s=60.0,
-                stream=True,
             )
-            last = None
-            async for chunk in self._engine.generate(request):
+            await generate_all(self._engine, request)
+
+    async def _watch(self) -> None:
+        """Polls the engine's counter: an engine delivers a response when it is whole."""
+        made, last = self._engine.stats().generated_tokens, time.perf_counter()
+        while True:
+            await asyncio.sleep(POLL_S)
+            found = self._engine.stats().generated_tokens
+            if found > made:
                 now = time.perf_counter()
-                if last is not None:
-                    self.gaps.append((last, now))
-                last = now
-                self.tokens += len(chunk.tokens)
+                self.gaps.append((last, now))
+                self.tokens += found - made
+                made, last = found, now
 
     def largest_ms(self, since: float, until: float) -> float:
-        """Of the gaps that lie, in part, between the two."""
+        """The largest gap that overlaps the interval."""
         found = [end - begin for begin, end in self.gaps if end > since and begin < until]
         return 1e3 * max(found, default=until - since)
 

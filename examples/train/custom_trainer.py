@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from freewheel.data import DataProto
-from freewheel.data.group import NO_VERSION
+from freewheel.data.group import NO_VERSION, Response
 from freewheel.data.tasks.word_problems import WordProblems, model_path
-from freewheel.rollout.engine import Collector, Completion, GenerationRequest, PromptRefused, SamplingParams
+from freewheel.rollout.engine import GenerationRequest, PromptRefused, SamplingParams, generate_all
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.rollout.seeds import sample_seed
 from freewheel.trainer.trainer import FullyAsyncTrainer
@@ -56,7 +56,7 @@ class Talk:
     mask: list[int] = field(default_factory=list)
     finish: str = "stop"
 
-    def says(self, turn: Completion) -> None:
+    def says(self, turn: Response) -> None:
         """What the policy made: trained on."""
         self.tokens += turn.tokens.tolist()
         self.logprobs += turn.logprobs.tolist()
@@ -118,7 +118,7 @@ class ToolRollouter(Rollouter):
         *,
         also_stop: tuple[int, ...] = (),
         most: int | None = None,
-    ) -> list[Completion]:
+    ) -> list[Response]:
         """As many responses as there are seeds. What the engine raises is the attempt's failure, and tried again."""
         samples = tuple(
             SamplingParams(
@@ -129,13 +129,9 @@ class ToolRollouter(Rollouter):
             )
             for seed in seeds
         )
-        collector, found = Collector(), {}
         timeout_s = self.generation_timeout_s
         request = GenerationRequest(id=name, prompt=prompt, samples=samples, timeout_s=timeout_s)
-        async for chunk in self.engine.generate(request):
-            if completion := collector.add(chunk):
-                found[chunk.index] = completion
-        return [found[index] for index in range(len(samples))]
+        return await generate_all(self.engine, request)
 
 
 def calculator(text: str) -> str | None:

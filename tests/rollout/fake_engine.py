@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from freewheel.rollout.engine import Chunk, EngineStats, GenerationRequest
+from freewheel.data.group import Response
+from freewheel.rollout.engine import EngineStats, GenerationRequest, generated_response
 from freewheel.sync.weights import AnyWeights
 
 Behave = Callable[[GenerationRequest, int], Any]
@@ -32,7 +33,7 @@ class FakeEngine:
         self._behave = behave
         self._asked: dict[bytes, int] = {}
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         self.requests.append(request)
         key = np.asarray(request.prompt).tobytes()
         before = self._asked.get(key, 0)
@@ -46,18 +47,15 @@ class FakeEngine:
                 if asyncio.iscoroutine(found):
                     await found
             for index in range(len(request.samples)):
-                yield self._chunk(index, int(request.prompt[0]))
+                first = self.version
                 await self.gate.wait()
                 left -= 1
-                yield self._chunk(index, index, finish="stop")
+                tokens, versions = [int(request.prompt[0]), index], [first, self.version]
+                yield index, response_of(tokens, versions)
                 await asyncio.sleep(0)
         finally:
             self.running -= 1
             self.closed_early += left > 0
-
-    def _chunk(self, index: int, token: int, **more: Any) -> Chunk:
-        tokens = np.array([token], np.int32)
-        return Chunk(index, tokens, np.full(1, -0.5, np.float32), np.full(1, self.version, np.int32), **more)
 
     async def pause(self) -> None: ...
 
@@ -84,3 +82,8 @@ class FakeEngine:
 
     async def close(self) -> None:
         self.closed = True
+
+
+def response_of(tokens: list[int], versions: list[int]) -> Response:
+    logprobs = np.full(len(tokens), -0.5, np.float32)
+    return generated_response(np.array(tokens, np.int32), logprobs, np.array(versions, np.int32), "stop")

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freewheel.data.group import Prompt
+from freewheel.data.group import Prompt, Response
 from freewheel.rewards import RuleScore
-from freewheel.rollout.engine import Chunk, Completion, EngineError, GenerationRequest, PromptRefused
+from freewheel.rollout.engine import EngineError, GenerationRequest, PromptRefused, generated_response
 from freewheel.rollout.evaluating import EvalResult, HeldOutScore, evaluate
 from freewheel.rollout.reward_functions import load_reward
 
@@ -32,7 +32,7 @@ class Echo:
     def stats(self) -> Any:
         return SimpleNamespace(slots=self.slots)
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         self.requests.append(request)
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
@@ -43,10 +43,8 @@ class Echo:
             for index, _ in reversed(list(enumerate(request.samples))):
                 tokens = request.prompt[: self.limit]
                 cut = "length" if len(request.prompt) > self.limit else "stop"
-                half = len(tokens) // 2
-                for part, finish in ((tokens[:half], None), (tokens[half:], cut)):
-                    versions = np.full(len(part), self.version, np.int32)
-                    yield Chunk(index, part, np.zeros(len(part), np.float32), versions, finish)
+                versions = np.full(len(tokens), self.version, np.int32)
+                yield index, generated_response(tokens, np.zeros(len(tokens), np.float32), versions, cut)
                 self.version += 1
         finally:
             self.at_once -= 1
@@ -56,8 +54,8 @@ def prompts(*rows: list[int]) -> list[Prompt]:
     return [Prompt(tokens=np.array(row, np.int32), row={"place": place}) for place, row in enumerate(rows)]
 
 
-def total(prompt: Prompt, completion: Completion) -> float:
-    return float(completion.tokens.sum())
+def total(prompt: Prompt, response: Response) -> float:
+    return float(response.tokens.sum())
 
 
 async def test_scores_are_averaged_over_prompts_and_samples():
@@ -79,7 +77,7 @@ async def test_versions_of_all_tokens_are_known():
 
 
 async def test_what_could_not_be_generated_or_scored_is_counted_and_not_a_zero(caplog: pytest.LogCaptureFixture):
-    def score(prompt: Prompt, completion: Completion) -> float:
+    def score(prompt: Prompt, response: Response) -> float:
         if prompt.row["place"] == 1:
             raise KeyError("ground_truth")
         return math.nan if prompt.row["place"] == 2 else 1.0
@@ -99,7 +97,7 @@ async def test_an_engine_that_can_do_nothing_is_an_error_and_not_a_result():
 
 
 async def test_nothing_scored_has_no_mean():
-    found = await evaluate(Echo(), prompts([1]), lambda prompt, completion: math.nan, max_new_tokens=9, timeout_s=30.0)
+    found = await evaluate(Echo(), prompts([1]), lambda prompt, response: math.nan, max_new_tokens=9, timeout_s=30.0)
     assert math.isnan(found.mean) and math.isnan(found.best)
 
 
@@ -161,7 +159,7 @@ def test_what_was_not_scored_is_in_no_standard_error():
 
 
 async def test_parts_of_a_score_are_measured_apart():
-    def score(prompt: Prompt, completion: Completion) -> RuleScore:
+    def score(prompt: Prompt, response: Response) -> RuleScore:
         place = prompt.row["place"]
         parts = {"format": 1.0, "correct": float(place == 1)}
         return RuleScore(1.0, parts=parts | ({"steps": math.inf if place else 3.0} if place < 2 else {}))
@@ -202,7 +200,7 @@ async def test_an_engine_is_not_asked_for_everything_at_once():
 async def test_slow_scoring_does_not_keep_the_engine_waiting():
     engine, scoring, all_generated = Echo(slots=1), 0, asyncio.Event()
 
-    async def score(prompt: Prompt, completion: Completion) -> float:
+    async def score(prompt: Prompt, response: Response) -> float:
         nonlocal scoring
         scoring += 1
         if scoring == 8:

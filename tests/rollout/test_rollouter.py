@@ -17,7 +17,14 @@ from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
 from freewheel.queue.client import Admission
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.engine import EngineDied, EngineError, GenerationRequest, GenerationTimeout, PromptRefused
+from freewheel.rollout.engine import (
+    EngineDied,
+    EngineError,
+    GenerationRequest,
+    GenerationTimeout,
+    PromptRefused,
+    generate_all,
+)
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, RewardStage
 from freewheel.rollout.rollouter import Rollouter, Sampling
@@ -319,10 +326,10 @@ async def test_what_was_scored_of_a_failed_group_is_given_up(scene: Build) -> No
 
     class Breaks(FakeEngine):
         async def generate(self, request: GenerationRequest) -> Any:
-            async for chunk in super().generate(request):
-                if chunk.index == N - 1 and request.prompt[0] == 0 and len(self.requests) < 3:
+            async for index, response in super().generate(request):
+                if index == N - 1 and request.prompt[0] == 0 and len(self.requests) < 3:
                     raise EngineError("broke at the last response")
-                yield chunk
+                yield index, response
 
     one = await scene(reward=judge, rewards={"concurrency": 1}, capacity=1)
     one.rollouter.engine = one.engine = Breaks()
@@ -403,10 +410,10 @@ async def test_one_long_response_does_not_keep_the_places_of_its_groups_others(s
 
     class LongLast(FakeEngine):
         async def generate(self, request: GenerationRequest) -> Any:
-            async for chunk in super().generate(request):
-                if chunk.index == N - 1:
+            async for index, response in super().generate(request):
+                if index == N - 1:
                     await long.wait()
-                yield chunk
+                yield index, response
 
     long = asyncio.Event()
     capacity = 2
@@ -638,7 +645,8 @@ class TwoTurns(Rollouter):
             request = GenerationRequest(
                 id=f"{batch.non_tensor_batch['uid'][0]}/{turn}", prompt=prompt, samples=(None,), timeout_s=30.0
             )  # type: ignore[arg-type]
-            turns.append([int(chunk.tokens[0]) async for chunk in self.engine.generate(request)])
+            (response,) = await generate_all(self.engine, request)
+            turns.append(response.tokens.tolist())
         rows = [[turns[0][0], 90, 91, turns[1][0], index] for index in range(N)]
         return by_hand(batch, rows, [[1, 0, 0, 1, 1]] * N)
 

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from freewheel.data.group import Response
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import (
-    Collector,
-    Completion,
     EngineDied,
     EngineError,
     GenerationAborted,
@@ -24,6 +23,7 @@ from freewheel.rollout.engine import (
     GenerationTimeout,
     PromptRefused,
     SamplingParams,
+    generate_all,
 )
 from freewheel.rollout.vllm import remote
 from freewheel.rollout.vllm.engine import VllmEngine
@@ -77,13 +77,8 @@ def request_of(token: int, *, n: int = 1, new: int = 3, timeout_s: float = WAIT_
     return GenerationRequest(id=f"{token}", prompt=np.array([7, token], np.int32), samples=samples, timeout_s=timeout_s)
 
 
-async def ask(engine: VllmEngine, request: GenerationRequest) -> list[Completion]:
-    collector, whole = Collector(), {}
-    async for chunk in engine.generate(request):
-        done = collector.add(chunk)
-        if done is not None:
-            whole[chunk.index] = done
-    return [whole[index] for index in sorted(whole)]
+async def ask(engine: VllmEngine, request: GenerationRequest) -> list[Response]:
+    return await generate_all(engine, request)
 
 
 async def until(holds: Any) -> None:

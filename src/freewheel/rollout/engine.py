@@ -1,20 +1,20 @@
-"""What a `Rollouter` asks of an engine: token ids in; tokens, log-probabilities and versions out, as they come.
+"""The protocol between a `Rollouter` (or an evaluation) and an inference engine.
 
-    generate(request) ──▶ Chunk(index 2), Chunk(index 0), …      each sample ends with a chunk that has `finish`
-    update_weights(v, …): takes effect between two tokens of what is in flight; nothing is thrown away
+    generate(request) ──▶ (2, Response), (0, Response), …      each sample once, when it has ended
+    update_weights(v, …)   takes effect between two tokens; requests in flight are kept
 
-`native` (freewheel.rollout.native) is one, `vllm` (freewheel.rollout.vllm) another. docs/engines.md compares them.
+docs/engines.md compares the engines that ship with freewheel and shows how to add one.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from freewheel.data.group import Array, Finish
+from freewheel.data.group import Array, Finish, Response
 
 if TYPE_CHECKING:
     from freewheel.sync.weights import AnyWeights
@@ -26,14 +26,14 @@ class SamplingParams:
 
     max_new_tokens: int
     seed: int
-    """64 bits. With the token's index it determines each draw, whatever else is in the batch."""
+    """64 bits. The seed and the token's index determine each draw, whatever else is in the batch."""
     temperature: float = 1.0
-    """0 takes the likeliest token."""
+    """0 takes the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: all tokens."""
+    """0 means all tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """The token that ends a response is part of it."""
+    """A response ends with the first of these tokens, which is part of the response."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,61 +45,45 @@ class GenerationRequest:
     """int32, at least one token."""
     samples: tuple[SamplingParams, ...]
     timeout_s: float
-    """Longest time without a new token while a sample has a slot, pauses excluded."""
-    stream: bool = False
-    """Chunks as tokens are made. Off: one chunk a sample, when it ends."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """New tokens of one sample."""
-
-    index: int
-    """Which of the request's samples."""
-    tokens: Array
-    logprobs: Array
-    """At the sample's temperature: what a training forward pass gives. Where top_p or top_k cut the distribution,
-    `native` gives them before the cut and `vllm` after it."""
-    versions: Array
-    finish: Finish | None = None
-    """Set in the sample's last chunk."""
+    """Longest time without a new token while a sample has a slot. Pauses don't count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Counters since the start, and the state now."""
+    """Counters since the start, and the current state."""
 
     version: int
     running: int
-    """Sequences that hold a slot."""
+    """Samples that hold a slot."""
     waiting: int
-    """Sequences that wait for one."""
+    """Samples that wait for a slot."""
     slots: int
     prompt_tokens: int
     generated_tokens: int
+    """Includes the tokens of samples in flight."""
     busy_s: float
     """Time spent computing."""
     paused: bool
 
 
 class EngineError(Exception):
-    """The engine cannot go on, or could not finish a request. Nothing of that request may be used."""
+    """The engine cannot continue, or could not finish a request. Nothing of that request may be used."""
 
 
 class EngineDied(EngineError):
-    """The engine is gone for good, with all that was in flight. Another must be started in its place."""
+    """The engine and everything in flight are gone. Start another one in its place."""
 
 
 class GenerationTimeout(EngineError):
-    """No new token for `timeout_s`."""
+    """A sample got no new token for `timeout_s`."""
 
 
 class GenerationAborted(EngineError):
-    """`abort` was called for it."""
+    """`abort` was called for the request, or the engine was closed."""
 
 
 class PromptRefused(EngineError, ValueError):
-    """This prompt can never be generated from: too long, empty, or with a token that the model does not know."""
+    """The engine can never generate from this prompt: too long, empty, or with a token that the model does not know."""
 
 
 class Engine(Protocol):
@@ -107,59 +91,48 @@ class Engine(Protocol):
 
     @property
     def version(self) -> int:
-        """Of the weights that make the next token."""
+        """Version of the weights that make the next token."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
-        """Raises `EngineError` (see its kinds). Closing the iterator early aborts the request."""
+    def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
+        """Yields (index of the sample, its response) when a sample has ended, in any order.
+
+        `logprobs` are at the sample's temperature: a training forward pass gives the same. Where top_p or top_k cut
+        the distribution, `native` gives them before the cut and `vllm` after it. Raises a kind of `EngineError`.
+        Closing the iterator early aborts the request.
+        """
 
     async def pause(self) -> None:
-        """Returns when no token is being made; what is in flight stays, and its timeout stands still."""
+        """Returns when no token is being made. Requests in flight stay, and their timeouts stand still."""
 
     async def resume(self) -> None: ...
 
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        """Replaces the parameters between two tokens, keeping what is in flight; gives the content sum of what it then
-        holds where `verify`, else None.
+        """Replaces the parameters between two tokens and keeps what is in flight. Returns the content sum of the
+        parameters that the engine then holds if `verify`, else None.
 
-        `weights` are complete. A missing, unknown or misshapen one is an error. Where it fails nothing changes, or
-        nothing is generated until an update succeeds.
+        `weights` are complete: a missing, unknown or misshapen parameter is an error. After a failure either nothing
+        has changed, or the engine generates nothing until an update succeeds.
         """
 
     async def abort(self, request_id: str) -> None:
-        """Its `generate` raises GenerationAborted. Unknown ids are fine: it may just have ended."""
+        """Makes the request's `generate` raise GenerationAborted. Ignores unknown ids: the request may just have
+        ended."""
 
     def stats(self) -> EngineStats: ...
 
     async def close(self) -> None:
-        """Frees everything; requests in flight raise GenerationAborted."""
+        """Frees everything. Requests in flight raise GenerationAborted."""
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A sample, whole."""
-
-    tokens: Array
-    logprobs: Array
-    versions: Array
-    finish: Finish
+def generated_response(tokens: Array, logprobs: Array, versions: Array, finish: Finish) -> Response:
+    """A response in which the policy made every token."""
+    mask = np.ones(len(tokens), np.uint8)
+    return Response(tokens=tokens, logprobs=logprobs, versions=versions, mask=mask, finish=finish)
 
 
-@dataclass
-class Collector:
-    """Puts a request's chunks together; `add` gives a `Completion` when a sample has ended."""
-
-    parts: dict[int, list[Chunk]] = field(default_factory=dict)
-
-    def add(self, chunk: Chunk) -> Completion | None:
-        parts = self.parts.setdefault(chunk.index, [])
-        parts.append(chunk)
-        if chunk.finish is None:
-            return None
-        if len(parts) == 1:
-            return Completion(chunk.tokens, chunk.logprobs, chunk.versions, chunk.finish)
-        return Completion(
-            np.concatenate([part.tokens for part in parts]),
-            np.concatenate([part.logprobs for part in parts]),
-            np.concatenate([part.versions for part in parts]),
-            chunk.finish,
-        )
+async def generate_all(engine: Engine, request: GenerationRequest) -> list[Response]:
+    """All samples of a request, in order."""
+    found: dict[int, Response] = {}
+    async for index, response in engine.generate(request):
+        found[index] = response
+    return [found[index] for index in range(len(request.samples))]

@@ -20,16 +20,12 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from freewheel.data.group import Array, Prompt, PromptGroup, Response, Ticket
 from freewheel.observe import trace
 from freewheel.observe.spans import Spans
 from freewheel.queue.client import Admission, QueueClient
 from freewheel.queue.ledger import Failure, data_failure, infra_failure
 from freewheel.rollout.engine import (
-    Collector,
-    Completion,
     Engine,
     EngineDied,
     EngineError,
@@ -315,33 +311,21 @@ class Rollouter:
                 self._score(scoring, index, response, began_s)
             return responses
         found: dict[int, Response] = {}
-        async with aclosing(self._complete(ticket, prompt)) as completions:
-            async for index, completion in completions:
-                found[index] = self._response(completion)
-                self._score(scoring, index, found[index], began_s)
+        async with aclosing(self._generate(ticket, prompt)) as generated:
+            async for index, response in generated:
+                found[index] = response
+                self._score(scoring, index, response, began_s)
         return [found[index] for index in range(self.sampling.n)]
 
-    async def _complete(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Completion], None]:
+    async def _generate(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Response], None]:
         request = GenerationRequest(
             id=f"{ticket.sequence}",
             prompt=prompt.tokens,
             samples=self.sampling.params(ticket.ordinal),
             timeout_s=self.generation_timeout_s,
         )
-        collector = Collector()
-        async for chunk in self.engine.generate(request):
-            completion = collector.add(chunk)
-            if completion is not None:
-                yield chunk.index, completion
-
-    def _response(self, completion: Completion) -> Response:
-        return Response(
-            tokens=completion.tokens,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            mask=np.ones(len(completion.tokens), np.uint8),
-            finish=completion.finish,
-        )
+        async for index, response in self.engine.generate(request):
+            yield index, response
 
     def _score(self, scoring: GroupScoring, index: int, response: Response, began_s: float) -> None:
         self.total_generated_samples += 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from freewheel.data.group import Response
 from freewheel.data.tasks.word_problems import model_path
-from freewheel.rollout.engine import Collector, Completion, Engine, GenerationRequest, SamplingParams
+from freewheel.rollout.engine import Engine, GenerationRequest, SamplingParams, generate_all
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.engines import load_engine
@@ -106,7 +106,6 @@ def request_of(
     new: int = 12,
     tokens: int = 10,
     timeout_s: float = WAIT_S,
-    stream: bool = False,
     **params: Any,
 ) -> GenerationRequest:
     return GenerationRequest(
@@ -114,42 +113,26 @@ def request_of(
         prompt=prompt_of(seed, tokens),
         samples=tuple(SamplingParams(max_new_tokens=new, seed=1000 * seed + i, **params) for i in range(n)),
         timeout_s=timeout_s,
-        stream=stream,
     )
 
 
-async def ask(
-    engine: Engine, request: GenerationRequest, seen: Callable[[int], None] | None = None
-) -> list[Completion]:
-    """All samples of a request, whole and in order. `seen` is told how many tokens there are."""
-    collector, whole, count = Collector(), {}, 0
-    async for chunk in engine.generate(request):
-        count += len(chunk.tokens)
-        if seen is not None:
-            seen(count)
-        done = collector.add(chunk)
-        if done is not None:
-            whole[chunk.index] = done
-    return [whole[index] for index in range(len(request.samples))]
+async def ask(engine: Engine, request: GenerationRequest) -> list[Response]:
+    return await generate_all(engine, request)
 
 
 class Begun:
-    """A request under way of which some tokens are there."""
+    """A request in flight that has tokens already."""
 
     def __init__(self, engine: Engine, request: GenerationRequest, tokens: int = 3) -> None:
-        self._there = asyncio.Event()
-        self._tokens = tokens
-        self.asked = asyncio.create_task(ask(engine, request, self._seen))
-
-    def _seen(self, count: int) -> None:
-        if count >= self._tokens:
-            self._there.set()
+        self._engine = engine
+        self._tokens = engine.stats().generated_tokens + tokens
+        self.asked = asyncio.create_task(ask(engine, request))
 
     async def wait(self) -> None:
-        waiting = asyncio.create_task(self._there.wait())
-        await asyncio.wait([waiting, self.asked], return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
-        waiting.cancel()
-        assert self._there.is_set() and not self.asked.done(), self.asked  # which shows what it ended with
+        async with asyncio.timeout(WAIT_S):
+            while self._engine.stats().generated_tokens < self._tokens and not self.asked.done():
+                await asyncio.sleep(0.001)
+        assert not self.asked.done(), self.asked  # the message shows how it ended
 
 
 def reference(model: PreTrainedModel, prompt: Any, tokens: Any, temperature: float = 1.0) -> Any:

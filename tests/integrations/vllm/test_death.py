@@ -39,7 +39,7 @@ def kill_core(engine: VllmEngine) -> None:
 
 async def test_the_death_of_the_core_ends_every_wait_and_every_later_one(folder: Path, new: PreTrainedModel) -> None:
     engine = engine_of(folder)
-    begun = Begun(engine, request_of(1, n=3, new=NEW_TOKENS, stream=True))
+    begun = Begun(engine, request_of(1, n=3, new=NEW_TOKENS))
     await begun.wait()
     await engine.pause()
     updating = asyncio.create_task(engine.update_weights(1, weights_of(new), verify=True))
@@ -96,7 +96,7 @@ async def test_two_half_updates_in_a_row_end_the_engine_and_close_ends_its_proce
         yield [{"names": [], "dtype_names": [], "shapes": [], "starts": [], "path": "/gone", "part": 0, "parts": 1}]
 
     engine = engine_of(folder)
-    begun = Begun(engine, request_of(3, new=NEW_TOKENS, stream=True))
+    begun = Begun(engine, request_of(3, new=NEW_TOKENS))
     await begun.wait()
     monkeypatch.setattr(engine, "_shipped", nowhere)
     with pytest.raises(EngineError, match="nothing is generated until") as first:
@@ -117,7 +117,7 @@ async def test_two_half_updates_in_a_row_end_the_engine_and_close_ends_its_proce
 
 async def test_close_ends_what_is_in_flight(folder: Path) -> None:
     engine = engine_of(folder)
-    begun = Begun(engine, request_of(5, n=2, new=NEW_TOKENS, stream=True))
+    begun = Begun(engine, request_of(5, n=2, new=NEW_TOKENS))
     await begun.wait()
     await engine.close()
     with pytest.raises(GenerationAborted):

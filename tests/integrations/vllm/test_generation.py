@@ -60,17 +60,6 @@ async def test_samples_of_a_request_differ_and_a_seed_repeats_them(engine: VllmE
     assert [one.tokens.tolist() for one in first] == [one.tokens.tolist() for one in again]
 
 
-async def test_a_stream_says_the_same_in_parts(engine: VllmEngine) -> None:
-    whole = await ask(engine, request_of(6, n=2, new=20))
-    counts: list[int] = []
-    parts = await ask(engine, request_of(6, n=2, new=20, stream=True), counts.append)
-    assert len(counts) > 2
-    for one, other in zip(whole, parts, strict=True):
-        assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert one.versions.tolist() == other.versions.tolist()
-
-
 async def test_a_cut_distribution_is_what_its_log_probabilities_are_of(
     engine: VllmEngine, old: PreTrainedModel
 ) -> None:
@@ -97,7 +86,7 @@ async def test_a_prompt_that_cannot_be_generated_from_is_refused_before_vllm_see
 
 
 async def test_an_abort_ends_its_request_alone_and_frees_its_slots(engine: VllmEngine) -> None:
-    doomed = Begun(engine, request_of(9, n=SLOTS, new=NEW_TOKENS, stream=True))
+    doomed = Begun(engine, request_of(9, n=SLOTS, new=NEW_TOKENS))
     await doomed.wait()
     waiting = asyncio.create_task(ask(engine, request_of(10, n=2, new=5)))
     await engine.abort("request 9")
@@ -110,7 +99,7 @@ async def test_an_abort_ends_its_request_alone_and_frees_its_slots(engine: VllmE
 
 
 async def test_who_goes_away_leaves_nothing_behind(engine: VllmEngine) -> None:
-    left = Begun(engine, request_of(11, n=2, new=NEW_TOKENS, stream=True))
+    left = Begun(engine, request_of(11, n=2, new=NEW_TOKENS))
     await left.wait()
     left.asked.cancel()
     await asyncio.gather(left.asked, return_exceptions=True)

@@ -116,7 +116,7 @@ async def test_new_weights_arrive_in_mid_flight_and_no_token_is_taken_for_newer(
     engine: VllmEngine, old: PreTrainedModel, new: PreTrainedModel
 ) -> None:
     weights = weights_of(new)
-    begun = Begun(engine, request_of(2, n=4 * SLOTS, new=NEW_TOKENS, stream=True))
+    begun = Begun(engine, request_of(2, n=4 * SLOTS, new=NEW_TOKENS))
     await begun.wait()
     assert await engine.update_weights(1, weights, verify=True) == weights.checksum
     found = await begun.asked
@@ -142,7 +142,7 @@ async def test_the_next_run_on_a_server_finds_nothing_of_the_one_before_in_its_c
 
 
 async def test_an_abort_frees_the_servers_slots(engine: VllmEngine) -> None:
-    doomed = Begun(engine, request_of(4, n=SLOTS, new=NEW_TOKENS, stream=True))
+    doomed = Begun(engine, request_of(4, n=SLOTS, new=NEW_TOKENS))
     await doomed.wait()
     await engine.abort("request 4")
     with pytest.raises(GenerationAborted):

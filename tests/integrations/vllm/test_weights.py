@@ -43,7 +43,7 @@ async def test_new_weights_take_effect_between_two_tokens_of_what_is_in_flight(
     await update(engine, old)
     monkeypatch.setattr(engine._llm, "labels", labels)  # releases before weight versions have none
     before = engine.version
-    request = request_of(1, n=2, new=NEW_TOKENS, stream=True)
+    request = request_of(1, n=2, new=NEW_TOKENS)
     begun = Begun(engine, request, tokens=20)
     await begun.wait()
     assert await update(engine, new, verify=True) == weights_of(new).checksum
@@ -93,7 +93,7 @@ async def test_who_comes_during_an_update_gets_the_new_version(
 
 async def test_a_pause_keeps_what_is_in_flight_and_its_timeout_stands_still(engine: VllmEngine) -> None:
     (whole,) = await ask(engine, request_of(4, new=NEW_TOKENS))
-    begun = Begun(engine, request_of(4, new=NEW_TOKENS, stream=True, timeout_s=1.0))
+    begun = Begun(engine, request_of(4, new=NEW_TOKENS, timeout_s=1.0))
     await begun.wait()
     await engine.pause()
     made, busy_s = engine.stats().generated_tokens, engine.stats().busy_s
@@ -108,7 +108,7 @@ async def test_an_update_during_a_pause_leaves_the_pause_to_its_owner(
     engine: VllmEngine, old: PreTrainedModel, new: PreTrainedModel
 ) -> None:
     await update(engine, old)
-    begun = Begun(engine, request_of(5, new=NEW_TOKENS, stream=True))
+    begun = Begun(engine, request_of(5, new=NEW_TOKENS))
     await begun.wait()
     await engine.pause()
     await update(engine, new)
@@ -148,7 +148,7 @@ async def test_after_half_an_update_nothing_is_generated_until_another_succeeds(
 ) -> None:
     await update(engine, old)
     before = engine.version
-    begun = Begun(engine, request_of(8, new=NEW_TOKENS, stream=True))
+    begun = Begun(engine, request_of(8, new=NEW_TOKENS))
     await begun.wait()
     monkeypatch.setattr(engine, "_shipped", damaged)
     with pytest.raises(EngineError, match="nothing is generated until"):

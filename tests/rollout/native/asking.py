@@ -19,7 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from freewheel.rollout.engine import Collector, Completion, GenerationRequest, SamplingParams
+from freewheel.data.group import Response
+from freewheel.rollout.engine import GenerationRequest, SamplingParams, generate_all
 from freewheel.rollout.native import NativeEngine
 
 VOCABULARY = 61
@@ -84,17 +85,11 @@ def request_of(seed: int, *, n: int = 1, new: int = 12, tokens: int | None = Non
     )
 
 
-async def ask(engine: NativeEngine, request: GenerationRequest) -> list[Completion]:
-    """All samples of a request, whole and in order."""
-    collector, whole = Collector(), {}
-    async for chunk in engine.generate(request):
-        done = collector.add(chunk)
-        if done is not None:
-            whole[chunk.index] = done
-    return [whole[index] for index in range(len(request.samples))]
+async def ask(engine: NativeEngine, request: GenerationRequest) -> list[Response]:
+    return await generate_all(engine, request)
 
 
-async def ask_all(engine: NativeEngine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+async def ask_all(engine: NativeEngine, requests: Sequence[GenerationRequest]) -> list[list[Response]]:
     return list(await asyncio.gather(*(ask(engine, request) for request in requests)))
 
 

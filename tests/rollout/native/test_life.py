@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel
 
 from freewheel.rollout.engine import (
-    Chunk,
     EngineError,
     GenerationAborted,
     GenerationRequest,
@@ -215,9 +214,9 @@ async def test_an_aborted_request_raises_and_frees_its_slots_for_the_others() ->
 
 async def test_closing_the_iterator_early_aborts_the_request() -> None:
     async with running(tiny("qwen2"), slots=2) as engine:
-        chunks = engine.generate(request_of(1, n=8))
-        assert (await anext(chunks)).finish is not None
-        await chunks.aclose()  # type: ignore[attr-defined]
+        responses = engine.generate(request_of(1, n=8))
+        await anext(responses)
+        await responses.aclose()  # type: ignore[attr-defined]
         await until(lambda: engine.stats().running == engine.stats().waiting == 0)
         assert len(await ask(engine, request_of(1))) == 1
 
@@ -342,21 +341,6 @@ async def test_closing_ends_requests_and_the_thread() -> None:
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await ask(engine, request_of(5))
-
-
-async def test_chunks_come_as_tokens_are_made_where_a_request_asks_for_them() -> None:
-    async with running(tiny("qwen2")) as engine:
-        plain = request_of(1, n=2)
-        streamed = GenerationRequest(
-            id="streamed", prompt=plain.prompt, samples=plain.samples, timeout_s=30.0, stream=True
-        )
-        whole = await ask(engine, plain)
-        chunks: list[Chunk] = [chunk async for chunk in engine.generate(streamed)]
-    assert len(chunks) > 4
-    for index, one in enumerate(whole):
-        mine = [chunk for chunk in chunks if chunk.index == index]
-        assert np.concatenate([chunk.tokens for chunk in mine]).tolist() == one.tokens.tolist()
-        assert [chunk.finish for chunk in mine] == [None] * (len(mine) - 1) + [one.finish]
 
 
 @pytest.mark.parametrize(

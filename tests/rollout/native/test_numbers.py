@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from freewheel.rollout.engine import Completion, GenerationRequest, SamplingParams
+from freewheel.data.group import Response
+from freewheel.rollout.engine import GenerationRequest, SamplingParams
 
 from .asking import ARCHITECTURES, ask, ask_all, reference_logprobs, request_of, running, tiny
 
@@ -19,7 +20,7 @@ LONG = {"max_prompt_tokens": 100, "max_new_tokens": 100}
 """Several pages of keys and values."""
 
 
-def same(left: Completion, right: Completion) -> bool:
+def same(left: Response, right: Response) -> bool:
     return bool(
         np.array_equal(left.tokens, right.tokens)
         and np.array_equal(left.logprobs.view(np.int32), right.logprobs.view(np.int32))

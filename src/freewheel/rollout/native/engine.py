@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from freewheel.data.group import Response
 from freewheel.rollout.engine import (
-    Chunk,
     EngineError,
     EngineStats,
     GenerationAborted,
@@ -107,7 +107,7 @@ class NativeEngine:
     def version(self) -> int:
         return self._loop.version
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         check_request(
             request,
             max_prompt_tokens=self._max_prompt_tokens,
@@ -123,9 +123,9 @@ class NativeEngine:
             self._send(lambda: self._loop.add(flight))
             self._watch_over(flight.loop)
             while left:
-                chunk = await flight.get()
-                left -= chunk.finish is not None
-                yield chunk
+                found = await flight.get()
+                left -= 1
+                yield found
         finally:
             flight.over = True
             del self._flights[request.id]

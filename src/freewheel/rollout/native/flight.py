@@ -6,23 +6,22 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
-from freewheel.rollout.engine import Chunk, EngineError, GenerationRequest
+from freewheel.data.group import Response
+from freewheel.rollout.engine import EngineError, GenerationRequest
 
-Event = Chunk | EngineError
+Event = tuple[int, Response] | EngineError
 
 
 class Flight:
-    """The inbox belongs to the event loop; `sent` and `holds_slot` are written by the engine's thread."""
+    """The inbox belongs to the event loop; `holds_slot` is written by the engine's thread."""
 
-    __slots__ = ("_inbox", "_waiter", "holds_slot", "loop", "over", "request", "sent")
+    __slots__ = ("_inbox", "_waiter", "holds_slot", "loop", "over", "request")
 
     def __init__(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.loop = loop
         self.over = False
         """Nobody listens any more."""
-        self.sent = [0] * len(request.samples)
-        """Tokens of each sample that were sent on."""
         self.holds_slot = False
         """A token is due."""
         self._inbox: deque[Event] = deque()
@@ -33,8 +32,8 @@ class Flight:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    async def get(self) -> Chunk:
-        """The next chunk; raises what was sent instead of one."""
+    async def get(self) -> tuple[int, Response]:
+        """The next response; raises what was sent instead of one."""
         while not self._inbox:
             self._waiter = self.loop.create_future()
             try:

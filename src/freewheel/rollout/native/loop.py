@@ -1,7 +1,7 @@
 """Turn after turn of decoding: scheduler, prefills, steps, and what they mean for requests. Lives in the thread.
 
     turn(): admit ─▶ prefill what is missing (and what comes next, where a prefill has rows left) ─▶ place ─▶ step
-            ─▶ chunks of the samples that ended ─▶ one message to the event loop
+            ─▶ responses of the samples that ended ─▶ one message to the event loop
 
 It owns time: `timeout_s` counts from a request's last token, and pauses and weight updates stand outside of it.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from freewheel.data.group import Finish
-from freewheel.rollout.engine import Chunk, EngineError, EngineStats, GenerationTimeout
+from freewheel.rollout.engine import EngineError, EngineStats, GenerationTimeout, generated_response
 from freewheel.rollout.native.flight import Event, Flight, send
 from freewheel.rollout.native.runner import Placing, Prefilled, Runner
 from freewheel.rollout.native.scheduler import Placement, Scheduler
@@ -127,7 +127,7 @@ class DecodeLoop:
             self._runner.advance()
             ended = self._runner.step()
             self._generated_tokens += self._scheduler.running
-            events = self._late() + self._chunks(ended)
+            events = self._late() + self._responses(ended)
         except Exception as error:  # out of memory, a broken kernel, a bug: the requests must hear of it
             log.exception("generation failed")
             events = self._collapse(error)
@@ -190,35 +190,20 @@ class DecodeLoop:
                 events.append((flight, GenerationTimeout(_late_message(flight, idle_s))))
         return events
 
-    def _chunks(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[Flight, Event]]:
+    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[Flight, Event]]:
         held = [(slot, finish, *self._scheduler.holder(slot)) for slot, finish in ended if self._scheduler.holds(slot)]
         slots = [slot for slot, _, _, _ in held]
-        outputs = self._runner.take(slots, [flight.sent[index] for _, _, flight, index in held])
+        outputs = self._runner.take(slots)
         events: list[tuple[Flight, Event]] = []
         bad: set[Flight] = set()
         for (slot, finish, flight, index), out in zip(held, outputs, strict=True):
             self._scheduler.release(slot)
-            events.append((flight, Chunk(index, out.tokens, out.logprobs, out.versions, finish)))
+            response = generated_response(out.tokens, out.logprobs, out.versions, finish)
+            events.append((flight, (index, response)))
             if not out.sound:
                 bad.add(flight)
         self._runner.free(slots)
-        self._stream(events, bad)
         return self._without(bad, events) if bad else events
-
-    def _stream(self, events: list[tuple[Flight, Event]], bad: set[Flight]) -> None:
-        """Adds the newest tokens of requests that want them as they come."""
-        held = [
-            (slot, flight, self._scheduler.holder(slot)[1])
-            for flight in self._scheduler.started()
-            if flight.request.stream
-            for slot in self._scheduler.slots_of(flight)
-        ]
-        outputs = self._runner.take([slot for slot, _, _ in held], [flight.sent[index] for _, flight, index in held])
-        for (_, flight, index), out in zip(held, outputs, strict=True):
-            flight.sent[index] += len(out.tokens)
-            events.append((flight, Chunk(index, out.tokens, out.logprobs, out.versions)))
-            if not out.sound:
-                bad.add(flight)
 
     def _without(self, bad: set[Flight], events: list[tuple[Flight, Event]]) -> list[tuple[Flight, Event]]:
         """Numbers that are no numbers must not be trained on: such a request fails, and its slots are not trusted."""

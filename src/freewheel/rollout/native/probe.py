@@ -40,7 +40,7 @@ def check_agreement(runner: Runner, prompt: Array, expected: Tensor) -> None:
     runner.place([Placing(0, prompt, prefilled, greedy)])
     runner.advance()
     runner.step()
-    (found,) = runner.take([0], [0])
+    (found,) = runner.take([0])
     runner.free([0])
     gap = abs(float(found.logprobs[0]) - float(expected[int(found.tokens[0])]))
     full = runner.model.dtype in (torch.float32, torch.float64)

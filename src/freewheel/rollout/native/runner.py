@@ -65,7 +65,7 @@ class Placing:
 
 @dataclass(frozen=True)
 class Output:
-    """A slot's newest tokens."""
+    """The tokens of a slot's sample."""
 
     tokens: Array
     logprobs: Array
@@ -270,11 +270,11 @@ class Runner:
         ended = np.flatnonzero(full | stopped)
         return [(slot, "stop" if stopped[slot] else "length") for slot in ended.tolist()]
 
-    def take(self, slots: Sequence[int], since: Sequence[int]) -> list[Output]:
-        """Copies the slots' tokens out, each from its `since`-th on."""
+    def take(self, slots: Sequence[int]) -> list[Output]:
+        """Copies out the tokens of the slots' samples."""
         if len(slots) == 0:
             return []
-        counts = self._step - self._started[slots] - np.array(since)
+        counts = self._step - self._started[slots]
         steps = np.arange(self._step - counts.max(), self._step)
         lines = torch.from_numpy(steps % self.max_new_tokens).to(self.device).unsqueeze(1)
         where = self._tensor(slots)

@@ -18,7 +18,7 @@ import inspect
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,7 +103,7 @@ def check_attention(device: str, model_path: str, model_config: Any) -> None:
 def check_sampling(key: str, **values: Any) -> None:
     """Raises for a setting that vLLM would refuse with every request: some of its releases allow less than ours."""
     try:
-        sampling_params(SamplingParams(max_new_tokens=1, seed=0, **values), stream=False, seeded=False)
+        sampling_params(SamplingParams(max_new_tokens=1, seed=0, **values), seeded=False)
     except Exception as error:  # a ValueError, or in later releases vLLM's own
         raise ConfigError(key, values, f"vLLM refuses it: {_in_one_line(error)}") from error
 
@@ -152,7 +152,7 @@ def _where_it_says_why() -> str:
     return f"its own messages are in {output}" if Path(output).is_file() else "its own messages above say why"
 
 
-def sampling_params(sample: SamplingParams, *, stream: bool, seeded: bool) -> Any:
+def sampling_params(sample: SamplingParams, *, seeded: bool) -> Any:
     """As vLLM has them. Raises ValueError for what it does not allow."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
@@ -168,13 +168,13 @@ def sampling_params(sample: SamplingParams, *, stream: bool, seeded: bool) -> An
         logprobs=0,  # of the token that was chosen
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """New tokens of a sample."""
+    """A sample in vLLM's terms, whole or in part."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -204,22 +204,17 @@ class Llm:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def outputs(
-        self, name: str, prompt: list[int], sample: SamplingParams, *, stream: bool, salt: str
-    ) -> AsyncIterator[Output]:
-        """Until one has `finish`. `salt`: what was computed for a prompt serves those with the same one."""
+    async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
+        """A whole sample. Requests share what vLLM has computed for a prompt only where they have the same `salt`."""
         from vllm.inputs import tokens_input
 
         self.attach()
-        params = sampling_params(sample, stream=stream, seeded=self._seeded)
+        params = sampling_params(sample, seeded=self._seeded)
         queue = await self._llm.add_request(name, tokens_input(prompt, cache_salt=salt), params)
-        finished = False
-        while not finished:
-            made = queue.get_nowait() or await queue.get()
-            finished = made.finished
-            one = made.outputs[0]
-            logprobs = [one.logprobs.logprobs[start] for start in one.logprobs.start_indices]
-            yield Output(one.token_ids, logprobs, one.finish_reason if finished else None)
+        made = queue.get_nowait() or await queue.get()
+        one = made.outputs[0]
+        logprobs = [one.logprobs.logprobs[start] for start in one.logprobs.start_indices]
+        return Output(one.token_ids, logprobs, one.finish_reason)
 
     async def abort(self, name: str) -> None:
         await self._llm.abort(name)

@@ -2,7 +2,7 @@
 
     event loop                                              vLLM's engine core, a process of its own
     generate ─ one request a sample ─▶ Llm.submit ────────▶ scheduler ─▶ step, step, …
-    Flight.get ◀─ chunks, with versions ◀─ Llm.versions ◀── batches of new tokens
+    Flight.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
     update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
 
 A sample waits for: its output. Unblocked by: its end, an abort, the watch (no token in time), the core's death.
@@ -20,20 +20,20 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any
 
 import numpy as np
 
-from freewheel.data.group import Finish
+from freewheel.data.group import Finish, Response
 from freewheel.rollout.engine import (
-    Chunk,
     EngineDied,
     EngineError,
     EngineStats,
     GenerationAborted,
     GenerationRequest,
     GenerationTimeout,
+    generated_response,
 )
 from freewheel.rollout.native.flight import Flight
 from freewheel.rollout.native.requests import check_request
@@ -53,7 +53,7 @@ MOST_FAILED_UPDATES = 2
 """In a row, of an engine whose weights are a mixture: the second may heal the first, and no third is waited for."""
 CONTENT_SUM = "freewheel_content_sum"
 """The worker's method that sums up the weights it holds."""
-FINISHES: dict[str | None, Finish | None] = {None: None, "stop": "stop", "length": "length"}
+FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 BY_CALLER, BY_UPDATE = "caller", "update"
 """Who holds generation back."""
 
@@ -122,7 +122,7 @@ class VllmEngine:
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Chunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
         check_request(
             request,
             max_prompt_tokens=self._max_prompt_tokens,
@@ -142,9 +142,9 @@ class VllmEngine:
         left = len(samples)
         try:
             while left:
-                chunk = await flight.get()
-                left -= chunk.finish is not None
-                yield chunk
+                found = await flight.get()
+                left -= 1
+                yield found
         finally:
             flight.over = True
             del self._flights[request.id]
@@ -191,23 +191,17 @@ class VllmEngine:
     # -- one sample ---------------------------------------------------------------------------------------------------
 
     async def _sample(self, flight: Flight, index: int, prompt: list[int]) -> None:
-        """Its chunks into the flight's inbox; whatever ends it otherwise, too."""
+        """Puts its response, or the error that ended it, into the flight's inbox."""
         name = f"{flight.request.id}/{index}"
         self._begin(name, flight)
-        sent = 0
         try:
             await self._free.wait()
             self._check_open()
             self._llm.versions.begin(name)
-            sample, stream = flight.request.samples[index], flight.request.stream
-            made = self._llm.outputs(name, prompt, sample, stream=stream, salt=self._salt)
-            async with aclosing(made) as outputs:
-                async for output in outputs:
-                    chunk = self._chunk(name, index, sent, output)
-                    sent += len(chunk.tokens)
-                    if output.finish is not None:
-                        self._forget(name, sent)  # who hears of the last token finds it counted
-                    flight.put(chunk)
+            output = await self._llm.output(name, prompt, flight.request.samples[index], salt=self._salt)
+            response = self._response(name, output)
+            self._forget(name, len(response.tokens))  # before `put`: whoever gets the response finds it counted
+            flight.put((index, response))
         except asyncio.CancelledError:
             raise
         except EngineError as error:
@@ -216,7 +210,7 @@ class VllmEngine:
             flight.put(self._as_ours(error))
         finally:
             if name in self._live:
-                self._forget(name, self._llm.tokens().get(name, sent))
+                self._forget(name, self._llm.tokens().get(name, 0))
                 if self._over is None:
                     self._beside(self._llm.abort(name))
 
@@ -241,15 +235,15 @@ class VllmEngine:
             self._looking.cancel()
             self._looking = None
 
-    def _chunk(self, name: str, index: int, sent: int, output: Output) -> Chunk:
+    def _response(self, name: str, output: Output) -> Response:
         tokens = np.asarray(output.tokens, np.int32)
         logprobs = np.asarray(output.logprobs, np.float32)
-        if output.finish not in FINISHES:
+        finish = FINISHES.get(output.finish)
+        if finish is None:
             raise EngineError(f"vLLM ended {name!r} with {output.finish!r}")
         if len(logprobs) != len(tokens) or not np.isfinite(logprobs).all():
             raise EngineError(f"vLLM gave {name!r} log-probabilities that are missing or not finite")
-        versions = self._llm.versions.of(name, sent, sent + len(tokens))
-        return Chunk(index, tokens, logprobs, versions, FINISHES[output.finish])
+        return generated_response(tokens, logprobs, self._llm.versions.of(name, len(tokens)), finish)
 
     def _as_ours(self, error: Exception) -> EngineError:
         if self._llm.is_death(error):

@@ -14,7 +14,8 @@ import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,27 +103,22 @@ class RemoteLlm:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def outputs(
-        self, name: str, prompt: list[int], sample: SamplingParams, *, stream: bool, salt: str
-    ) -> AsyncIterator[Output]:
-        """Until one has `finish`. Closed early it ends the request: the server hears that nobody listens."""
+    async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
+        """A whole sample. Cancelling the call ends the request: the server sees the connection close."""
         self._made[name] = 0
         tokens: list[int] = []
         logprobs: list[float] = []
+        finish = None
         try:
-            async for made in self._events(self._body(prompt, sample, salt)):
-                self._made[name] += len(made.tokens)
-                if made.finish is not None:
-                    del self._made[name]
-                if stream:
-                    yield made
-                else:
+            async with aclosing(self._events(self._body(prompt, sample, salt))) as events:
+                async for made in events:
                     tokens += made.tokens
                     logprobs += made.logprobs
-                    if made.finish is not None:
-                        yield Output(tokens, logprobs, made.finish)
+                    finish = made.finish
+                    self._made[name] = len(tokens)
+            return Output(tokens, logprobs, finish)
         finally:
-            self._made.pop(name, None)
+            del self._made[name]
 
     def _body(self, prompt: list[int], sample: SamplingParams, salt: str) -> dict[str, Any]:
         return {
@@ -141,7 +137,7 @@ class RemoteLlm:
             "stream": True,
         }
 
-    async def _events(self, body: dict[str, Any]) -> AsyncIterator[Output]:
+    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[Output, None]:
         ended = False
         try:
             async with self._open().post(f"{self._server.url}/v1/completions", json=body) as answer:

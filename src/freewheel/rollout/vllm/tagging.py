@@ -67,12 +67,11 @@ class TokenVersions:
                 spans.pop()
             spans.append((count, version))
 
-    def of(self, request: str, start: int, end: int) -> Array:
-        """Of its tokens from `start` to `end`."""
-        found = np.empty(end - start, np.int32)
+    def of(self, request: str, tokens: int) -> Array:
+        """The version of each of its first `tokens` tokens."""
+        found = np.empty(tokens, np.int32)
         for first, version in self._spans[request]:
-            if first < end:
-                found[max(0, first - start) :] = version
+            found[first:] = version
         return found
 
     def end(self, request: str) -> None:
