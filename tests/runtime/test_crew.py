@@ -170,11 +170,11 @@ async def test_a_rollouter_is_started_from_the_first_model_where_the_checkpoint_
     saved = tmp_path / "step_000002"
     saved.mkdir()
     await crew.start(Resumed(path=str(saved), step=2, version=2, frontier=Frontier(low=8, trained=8)))
-    assert crew["rollouter-0"].given[2:] == (str(saved), 2)
+    assert crew["rollouter-0"].given[3:] == (str(saved), 2)
     assert crew["queue"].opened[2] == CheckpointMark(2, 2, Frontier(low=8, trained=8))
     saved.rmdir()
     _, second = await replaced(crew, "rollouter-0")
-    assert second.given[2] == model_folder(crew._config)
+    assert second.given[3] == model_folder(crew._config)
     await end(crew)
 
 

@@ -33,6 +33,7 @@ from freewheel.runtime.queue_opening import OpenedQueue, open_queue
 from freewheel.runtime.recording import end_recording, start_recording
 from freewheel.runtime.training_ranks import Ranks
 from freewheel.sync.synchronizer import WeightsGone
+from freewheel.utils.registry import receive_in_memory
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluating import EvalResult
@@ -165,8 +166,19 @@ class SynchronizerActor(Component):
 class RollouterActor(Component):
     """Around a `Rollouter` with its engine and reward stage."""
 
-    def __init__(self, name: str, run_dir: str, config: TrainConfig, plan: Any, model_path: str, version: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        run_dir: str,
+        config: TrainConfig,
+        plan: Any,
+        objects: Mapping[str, Any],
+        model_path: str,
+        version: int,
+    ) -> None:
+        """`objects`: what settings name as `in_memory:name`."""
         super().__init__(name, run_dir)
+        receive_in_memory(objects)
         self._given = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
         self._rollouter: Any = None
         self._closing = asyncio.Event()
@@ -239,11 +251,14 @@ class TrainerActor(Component):
         run_dir: str,
         config: TrainConfig,
         plan: Any,
+        objects: Mapping[str, Any],
         rank_options: Sequence[Mapping[str, Any]],
         resume: str | None,
     ) -> None:
-        """`rank_options`: what Ray is told of each training process beside this one."""
+        """`objects`: what settings name as `in_memory:name`. `rank_options`: what Ray is told of each training process
+        beside this one."""
         super().__init__(name, run_dir)
+        receive_in_memory(objects)
         self._given = {"config": config, "plan": plan, "run_dir": run_dir, "resume": resume}
         self._rank_options = rank_options
         self._ranks: Ranks | None = None

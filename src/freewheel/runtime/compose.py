@@ -44,17 +44,38 @@ def compose(
     config_path: str | os.PathLike[str] | None = None,
     config_name: str | None = None,
     base: TrainConfig | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """The config of a run. `base` takes the place of the schema's defaults, and then no file is read.
+    """The config of a run. `base` takes the place of the schema's defaults, and then no file is read. `settings` are
+    Python values by key, flat (`{"trainer.total_steps": 3}`) or nested; they go over everything else.
 
     `config_path`: a folder, relative to the working directory; None: what comes with the package. `config_name`: a file
     there, with `.yaml` or without.
     """
-    values = (base or TrainConfig()).to_dict()
-    folder, name = (PACKAGED, None) if base else _find(config_path, config_name)
-    if name is not None:
-        _check_file(folder / f"{name}{SUFFIX}")
-    return to_config(_merged(values, folder, name, _parsed(overrides, folder)))
+    values: dict[Any, Any] = (base or TrainConfig()).to_dict()
+    if not base or overrides:  # else there is nothing for Hydra to merge
+        folder, name = (PACKAGED, None) if base else _find(config_path, config_name)
+        if name is not None:
+            _check_file(folder / f"{name}{SUFFIX}")
+        values = _merged(values, folder, name, _parsed(overrides, folder))
+    for key, value in (settings or {}).items():
+        _set(values, str(key), value, "")
+    return to_config(values)
+
+
+def _set(values: dict[Any, Any], key: str, value: Any, path: str) -> None:
+    """Set one key, dotted or a section with keys inside, in nested values."""
+    section, dot, rest = key.partition(".")
+    full = f"{path}.{section}".removeprefix(".")
+    if dot:
+        inner = values.get(section)
+        values[section] = dict(inner) if isinstance(inner, Mapping) else {}
+        _set(values[section], rest, value, full)
+    elif isinstance(value, Mapping) and isinstance(values.get(key), Mapping) and full not in mapping_keys():
+        for name, one in value.items():
+            _set(values, f"{key}.{name}", one, path)
+    else:
+        values[key] = value
 
 
 def to_yaml(config: TrainConfig) -> str:

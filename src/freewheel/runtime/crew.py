@@ -38,6 +38,7 @@ from freewheel.runtime.peers import START_S, Peers, PeerSilent, call
 from freewheel.runtime.pools import Pools
 from freewheel.trainer.checkpoint import CheckpointStore
 from freewheel.trainer.saving import Resumed
+from freewheel.utils.registry import objects_in_memory
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
@@ -70,6 +71,7 @@ class Crew:
         self._total_prompts: int | None = None
         self._start_from: tuple[str, int] = ("", 0)
         self._pools = Pools(plan)
+        self._objects = objects_in_memory()
 
     @property
     def replicas(self) -> list[str]:
@@ -117,7 +119,7 @@ class Crew:
         return self._actor(
             actors.RollouterActor,
             name,
-            *(self._config, self._plan, path, version),
+            *(self._config, self._plan, self._objects, path, version),
             num_cpus=self._plan.threads_rollout,
             num_gpus=self._plan.gpus_per_replica,
             **self._pools.options("rollout", self.replicas.index(name)),
@@ -127,7 +129,7 @@ class Crew:
         return self._actor(
             actors.TrainerActor,
             "trainer",
-            *(self._config, self._plan, self._rank_options(), resumed.path if resumed else None),
+            *(self._config, self._plan, self._objects, self._rank_options(), resumed.path if resumed else None),
             **self._training(0),
         )
 

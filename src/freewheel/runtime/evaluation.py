@@ -17,10 +17,10 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluating import EvalResult, evaluate
-from freewheel.runtime.compose import load
 from freewheel.runtime.config import EMBEDDED, TrainConfig
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
+from freewheel.runtime.run_dir import load_run
 from freewheel.runtime.typed import to_config
 from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
 from freewheel.trainer.checkpoint import CheckpointStore
@@ -54,13 +54,13 @@ def find_target(name: str) -> Target:
         )
     if (folder / MODEL_CONFIG).is_file():
         run = next((up for up in list(folder.absolute().parents)[:LEVELS_UP] if (up / CONFIG).is_file()), None)
-        return Target(path=str(folder), run=load(run / CONFIG) if run else None)
+        return Target(path=str(folder), run=load_run(run) if run else None)
     if not (folder / CONFIG).is_file():
         raise ConfigError("RUN_OR_MODEL", name, f"it has neither {MODEL_CONFIG} of a model nor {CONFIG} of a run")
     found = CheckpointStore(folder, keep_last=1).newest() or folder / BEST
     if not (found / MODEL_CONFIG).is_file():
         raise ConfigError("RUN_OR_MODEL", name, "this run has saved no weights yet")
-    return Target(path=str(found), run=load(folder / CONFIG))
+    return Target(path=str(found), run=load_run(folder))
 
 
 def eval_config(
@@ -100,8 +100,10 @@ def eval_config(
     return to_config(values)
 
 
-async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None] | None = None) -> EvalResult:
-    """Loads the model into this process, and measures it."""
+async def run_evaluation(
+    config: TrainConfig, *, keep_responses: bool = False, progress: Callable[[int], None] | None = None
+) -> EvalResult:
+    """Load the model into this process and measure it."""
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
     from freewheel.runtime.engines import load_engine
@@ -136,6 +138,7 @@ async def run_evaluation(config: TrainConfig, *, progress: Callable[[int], None]
                 stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
                 seed=config.seed,
                 timeout_s=config.async_training.generation_timeout,
+                keep_responses=keep_responses,
                 progress=progress,
             )
     finally:

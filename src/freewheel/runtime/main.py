@@ -101,6 +101,8 @@ class FullyAsyncMain:
         self._ending: tuple[Outcome, BaseException | None] = ("stopped", None)
         self._stopping = 0
         self._hurry = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop_requested = False
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -168,9 +170,19 @@ class FullyAsyncMain:
         except SinkError as error:
             raise ConfigError(error.key, error.value, error.remedy) from error
 
+    def request_stop(self) -> None:
+        """Finish the step, save and end; a second request ends at once. As Ctrl-C does, from any thread."""
+        self._stop_requested = True
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has closed: the run is over
+                self._loop.call_soon_threadsafe(self._interrupted)
+
     async def _whole(self) -> None:
         self._working = asyncio.ensure_future(self._work())
+        self._loop = asyncio.get_running_loop()
         with self._signals():
+            if self._stop_requested:  # while Ray was being started
+                self._interrupted()
             try:
                 self._ending = (await self._working, None)
             except asyncio.CancelledError:

@@ -24,6 +24,7 @@ from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.compose import compose, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.queue_opening import reaches_the_start
+from freewheel.runtime.typed import to_config
 from freewheel.trainer.checkpoint import any_whole
 from freewheel.utils.files import open_private, private_folder
 
@@ -106,14 +107,27 @@ def is_resume(override: str) -> bool:
     return override.lstrip("+").partition("=")[0] == RESUME
 
 
-def resumption(run_dir: str, overrides: Sequence[str]) -> Resumption:
-    """How the run in `run_dir` goes on with `overrides` on top. What would break its history is refused."""
+def load_run(folder: Path) -> TrainConfig:
+    """The configuration of the run in `folder`, which may have been moved: paths inside the folder move with it."""
+    config = load(folder / CONFIG)
+    values, before, here = config.to_dict(), config.run_dir, str(folder)
+    if before is not None and Path(before).absolute() != folder.absolute():
+        for section, name in (("data", "train"), ("data", "eval"), ("model", "path")):
+            path = Path(values[section][name] or "")
+            if path.is_absolute() and path.is_relative_to(Path(before).absolute()):
+                values[section][name] = str(folder.absolute() / path.relative_to(Path(before).absolute()))
+    return to_config(values | {"run_dir": here})
+
+
+def resumption(run_dir: str, overrides: Sequence[str] = (), settings: Mapping[str, Any] | None = None) -> Resumption:
+    """How the run in `run_dir` continues with `overrides` or `settings` on top. A change that would break its history
+    is refused."""
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         remedy = f"there is no {CONFIG} in it: give the folder that the run said at its start"
         raise ConfigError(RESUME, run_dir, remedy if folder.is_dir() else "there is no such folder")
-    before = msgspec.structs.replace(load(folder / CONFIG), run_dir=str(folder))
-    config = compose(overrides, base=before)
+    before = load_run(folder)
+    config = compose(overrides, base=before, settings=settings)
     changed = []
     for key, (old, new) in differing(before, config).items():
         meaning = _nearest(MEANING, key)

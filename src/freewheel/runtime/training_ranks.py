@@ -27,6 +27,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.peers import START_S, PeerSilent, call, cause
 from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
+from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
@@ -57,10 +58,12 @@ WRITES = "write"
 class RankActor:
     """One training process beside rank 0's. What goes wrong in it ends it: the others cannot know how far it got."""
 
-    def __init__(self, name: str, run_dir: str) -> None:
+    def __init__(self, name: str, run_dir: str, objects: Mapping[str, Any]) -> None:
+        """`objects`: what settings name as `in_memory:name`."""
         from freewheel.observe.logs import attach_log
 
         attach_log(run_dir, name)
+        receive_in_memory(objects)
         self._name = name
         self._follower: Follower | None = None
         self._pulse = Pulse(silent_s=START_S, now=time.monotonic())
@@ -184,7 +187,7 @@ class Ranks:
         kind = ray.remote(RankActor)
         names = [f"rank-{number}" for number in range(1, len(options) + 1)]
         handles = {
-            name: kind.options(max_concurrency=MANY, **told).remote(name, run_dir)
+            name: kind.options(max_concurrency=MANY, **told).remote(name, run_dir, objects_in_memory())
             for name, told in zip(names, options, strict=True)
         }
         made = cls(handles)

@@ -8,12 +8,16 @@
     LOSSES.find("algorithm.loss", "dual_clip")        # built in
     LOSSES.find("algorithm.loss", "my_losses:cispo")  # imported
 
+    with kept_in_memory({"score": score}):             # an object that no file has: a lambda, a notebook's function
+        find_object("reward.function", "in_memory:score")
+
 A module that cannot be found and a module that raises while it is imported are both a `ConfigError` with the key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
 from typing import Any, Generic, TypeVar, cast
@@ -25,6 +29,10 @@ U = TypeVar("U")
 
 DETAIL_CHARS = 300
 """How much of a foreign exception's message is shown: some carry a whole file."""
+IN_MEMORY = "in_memory"
+"""The module name of an object that was given in Python. It exists in the processes of a run and in no file."""
+
+_in_memory: dict[str, Any] = {}
 
 
 class Registry(Generic[T]):
@@ -69,6 +77,14 @@ def find_object(key: str, spec: str) -> Any:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(key, spec, "give module:name, such as my_package.rewards:score")
+    if module_name == IN_MEMORY:
+        if attribute not in _in_memory:
+            remedy = (
+                "this object was given in Python and is in no file. Give it again: "
+                f"freewheel.Run(folder).resume(config={{{key!r}: the_object}})"
+            )
+            raise ConfigError(key, spec, remedy)
+        return _in_memory[attribute]
     if module_name.endswith(".py") or "/" in module_name:
         remedy = "give the module's name and not its file, as in my_rewards:score, with its folder on PYTHONPATH"
         raise ConfigError(key, spec, remedy)
@@ -89,3 +105,25 @@ def find_object(key: str, spec: str) -> Any:
         there = sorted(name for name, one in vars(module).items() if callable(one) and not name.startswith("_"))
         remedy = f"the module {module_name} has no {attribute}; it has {', '.join(there) or 'nothing to call'}"
         raise ConfigError(key, spec, remedy) from error
+
+
+@contextmanager
+def kept_in_memory(objects: Mapping[str, Any]) -> Iterator[None]:
+    """Let `in_memory:name` find these objects in this process while the block lasts."""
+    before = dict(_in_memory)
+    _in_memory.update(objects)
+    try:
+        yield
+    finally:
+        _in_memory.clear()
+        _in_memory.update(before)
+
+
+def receive_in_memory(objects: Mapping[str, Any]) -> None:
+    """Let `in_memory:name` find these objects in this process from now on. The processes of a run call it."""
+    _in_memory.update(objects)
+
+
+def objects_in_memory() -> dict[str, Any]:
+    """Return what `in_memory:name` finds in this process, to hand it to another."""
+    return dict(_in_memory)

@@ -37,7 +37,8 @@ class Rows:
         return found
 
     def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
-        return render(row, tokenizer, rendering)
+        prompt = render(row, tokenizer, rendering)
+        return Prompt(tokens=prompt.tokens, row=row)  # a reward function gets the row as it was given
 
     def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
         return rule_score(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
