@@ -160,7 +160,7 @@ def kill_engine_at(handle: Handle, share: float) -> None:
     """Waits until that share of the batch is done, then kills the engine's process, the way an out-of-memory does."""
     while handle.progress().share < share:
         time.sleep(POLL_S)
-    engines = [child for child in psutil.Process().children() if "freewheel.judge.child" in child.cmdline()]
+    engines = [child for child in psutil.Process().children() if "freewheel.judge.service" in child.cmdline()]
     assert len(engines) == 1, f"one engine was expected, {len(engines)} are there"
     os.kill(engines[0].pid, signal.SIGKILL)
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from freewheel.judge import JudgeConfig, JudgeRequest, Scored
-from freewheel.judge.inline import InlineJudge
+from freewheel.judge.judge import InlineJudge
 from freewheel.judge.testing import RunningJudge
 
 from .conftest import MODEL, Talk

@@ -11,9 +11,9 @@ import pytest
 
 from freewheel.integrations.gathering import Gathering
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest, Scored, Verdict
-from freewheel.judge.errors import JudgeClosed
-from freewheel.judge.handle import Handle
 from freewheel.judge.testing import JudgeProfile, MockJudge
+from freewheel.judge.tracker import Handle
+from freewheel.judge.verdict import JudgeClosed
 
 
 class Counting:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.breaker import Breaker, State
+from freewheel.judge.endpoint import Breaker
+from freewheel.judge.stats import State
 
 
 def opened(at: float = 0.0) -> Breaker:

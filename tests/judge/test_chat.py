@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 
 from freewheel.judge import Endpoint, Failed, JudgeConfig, JudgeRequest
-from freewheel.judge.chat import ChatRequest, ChatStream, Relayed, read_chat, read_stream_usage
-from freewheel.judge.exchange import ChatExchange, RubricExchange
-from freewheel.judge.flight import Flight
-from freewheel.judge.inline import InlineJudge
-from freewheel.judge.lane import Lane
-from freewheel.judge.outcome import Failure, Kind
-from freewheel.judge.retry import AttemptPatience
+from freewheel.judge.endpoint import AttemptPatience, Lane
+from freewheel.judge.engine import Flight
+from freewheel.judge.exchange import (
+    ChatExchange,
+    ChatRequest,
+    ChatStream,
+    Relayed,
+    RubricExchange,
+)
+from freewheel.judge.judge import InlineJudge
+from freewheel.judge.outcome import Failure, Kind, read_chat, read_stream_usage
 from freewheel.judge.verdict import Usage
 
 

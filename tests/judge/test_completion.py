@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.judge.completion import TOKENS_MAX, read_completion
-from freewheel.judge.outcome import Failure, Kind, Reply
+from freewheel.judge.outcome import TOKENS_MAX, Failure, Kind, Reply, read_completion
 from freewheel.judge.verdict import Usage
 
 

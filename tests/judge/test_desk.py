@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from freewheel.judge import EngineDied, Failed, Handle, JudgeClosed, JudgeRequest, JudgeStats, Scored
-from freewheel.judge import desk as desk_module
-from freewheel.judge.desk import CHUNK, CHUNK_CHARS, GRACE_S, WINDOW, Desk
-from freewheel.judge.wire import AskStats, Cancel, Close, Results, StatsReply, Submit
+from freewheel.judge import tracker as desk_module
+from freewheel.judge.tracker import CHUNK, CHUNK_CHARS, GRACE_S, WINDOW, Desk
+from freewheel.judge.transport import AskStats, Cancel, Close, Results, StatsReply, Submit
 
 SMALL_WINDOW, SMALL_CHUNK = 7, 3
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from freewheel.judge import Endpoint, Failed, JudgeRequest, Rubric, Scored, Skipped, Verdict
-from freewheel.judge.body import BodyWriter
-from freewheel.judge.breaker import Breaker
+from freewheel.judge.endpoint import Breaker
+from freewheel.judge.exchange import BodyWriter
 from freewheel.judge.testing import RunningJudge
 
 Mock = Callable[..., RunningJudge]

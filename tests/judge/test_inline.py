@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from freewheel.judge import ConfigError, Failed, Judge, JudgeClosed, JudgeConfig, JudgeRequest, Scored, Skipped
-from freewheel.judge.inline import InlineJudge
+from freewheel.judge.judge import InlineJudge
 
 
 def config(url: str, **settings: Any) -> JudgeConfig:

@@ -30,12 +30,12 @@ from freewheel.judge import (
     Skipped,
     Verdict,
 )
-from freewheel.judge import desk as desk_module
 from freewheel.judge import service as service_module
+from freewheel.judge import tracker as desk_module
 from freewheel.judge.judge import STATS_TIMEOUT_S
-from freewheel.judge.process_link import ProcessLink
 from freewheel.judge.service import Service
 from freewheel.judge.testing import RunningJudge
+from freewheel.judge.transport import ProcessLink
 
 Mock = Callable[..., RunningJudge]
 Make = Callable[..., Judge]
@@ -349,7 +349,7 @@ def test_a_deadline_is_kept_while_the_engines_process_is_stopped(mock: Mock, mak
 def test_a_deadline_is_kept_while_a_new_process_is_waited_for(
     mock: Mock, make_judge: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freewheel.judge.process_link.FIRST_PAUSE_S", 5.0)
+    monkeypatch.setattr("freewheel.judge.transport.FIRST_PAUSE_S", 5.0)
     judge = make_judge(mock(hang_share=1.0).url)
     judge.stats()
     began = time.monotonic()
@@ -397,7 +397,7 @@ def test_the_ceiling_holds_over_a_restart(mock: Mock, make_judge: Make) -> None:
 def test_a_child_that_keeps_dying_is_given_up_and_nothing_hangs(
     mock: Mock, make_judge: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freewheel.judge.process_link.FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr("freewheel.judge.transport.FIRST_PAUSE_S", 0.001)
     judge = make_judge(mock(hang_share=1.0).url, batch_deadline_s=None)
     handle = judge.submit(texts(5))
     killed: set[int] = set()

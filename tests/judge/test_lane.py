@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.judge import Endpoint, JudgeConfig, Usage
-from freewheel.judge.breaker import Breaker, State
-from freewheel.judge.lane import NEVER, Lane, Permit, pick
+from freewheel.judge.endpoint import NEVER, Breaker, Lane, Permit, State, pick
 from freewheel.judge.outcome import HALTS, INFRA, Failure, Kind, Reply
 
 REPLY = Reply("7", Usage(100, 2))

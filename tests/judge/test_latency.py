@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.latency import LatencyHistogram
+from freewheel.judge.endpoint import LatencyHistogram
 
 
 def test_nothing_seen_is_zero() -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from freewheel.judge import Endpoint, Failed, Judge, JudgeConfig, JudgeRequest, Scored
-from freewheel.judge.desk import WINDOW, Desk
 from freewheel.judge.testing import RunningJudge
-from freewheel.judge.wire import Results, Submit
+from freewheel.judge.tracker import WINDOW, Desk
+from freewheel.judge.transport import Results, Submit
 
 Mock = Callable[..., RunningJudge]
 SEVEN = b'{"choices": [{"message": {"content": "7"}}], "usage": {"prompt_tokens": 10, "completion_tokens": 4000}}'

@@ -5,12 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.latency import LatencyHistogram
+from freewheel.judge.endpoint import AttemptPatience, LatencyHistogram
 from freewheel.judge.retry import (
     BASE_BACKOFF_S,
     MAX_BACKOFF_S,
     RETRY_AFTER_SPREAD,
-    AttemptPatience,
     RetryBudget,
     backoff_s,
 )

@@ -14,7 +14,7 @@ import pytest
 
 from freewheel.judge import ConfigError, Endpoint, Failed, Judge, JudgeConfig
 from freewheel.judge.outcome import DETAIL_CHARS
-from freewheel.judge.process_link import ProcessLink
+from freewheel.judge.transport import ProcessLink
 
 Make = Callable[..., Judge]
 WAIT_S = 30.0

@@ -20,7 +20,7 @@ from freewheel.judge import (
     Skipped,
     Usage,
 )
-from freewheel.judge.wire import (
+from freewheel.judge.transport import (
     AskStats,
     Cancel,
     Close,

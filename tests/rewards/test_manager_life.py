@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 import pytest
 
-from freewheel.judge import JudgeRequest, process_link
-from freewheel.judge.errors import EngineDied
+from freewheel.judge import JudgeRequest, transport
+from freewheel.judge.verdict import EngineDied
 from freewheel.rewards import LengthPenaltyRewardManager, RewardFailed
 from freewheel.rewards import manager as manager_module
 from freewheel.rewards import openai_manager as openai_manager_module
@@ -307,7 +307,7 @@ def test_an_engine_that_is_killed_once_is_replaced_and_nothing_is_lost(mock: Moc
 def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_says_so(
     mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_link, "RESTARTS_ALLOWED", 1)
+    monkeypatch.setattr(transport, "RESTARTS_ALLOWED", 1)
     judge = mock(scores={"": "5"}, latency_s=0.5)
     manager = make_manager(judge.url, use_async_io=True, judge={"placement": "process", "cache": False})
     data = batch_of("yes a", "yes b")
@@ -351,9 +351,9 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
         raise error
 
     if moment == "process":
-        monkeypatch.setattr(process_link.subprocess, "Popen", fail)
+        monkeypatch.setattr(transport.subprocess, "Popen", fail)
     else:
-        monkeypatch.setattr(process_link.ProcessLink, "start", fail)
+        monkeypatch.setattr(transport.ProcessLink, "start", fail)
     manager = make_manager(five, use_async_io=True, judge={"placement": "process"})
     for number in range(2):
         data = batch_of(f"yes {number}")

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from freewheel.errors import ConfigError
-from freewheel.judge.errors import JudgeError
+from freewheel.judge.verdict import JudgeError
 
 
 class ExitCode(IntEnum):

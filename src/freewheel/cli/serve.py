@@ -28,8 +28,7 @@ from freewheel.cli.judge_flags import (
 )
 
 if TYPE_CHECKING:
-    from freewheel.judge.config import JudgeConfig
-    from freewheel.judge.secret import Secret
+    from freewheel.judge.config import JudgeConfig, Secret
 
 _SERVER, _LIMITS, _SHOW = "Server", "Limits", "Output"
 
@@ -141,7 +140,7 @@ def _token(name: str | None) -> tuple[Secret | None, str]:
     """(the token, its variable's name). One that is named and not set is an error; the usual one may be missing."""
     from freewheel.errors import ConfigError
     from freewheel.gateway.auth import TOKEN_ENV
-    from freewheel.judge.secret import Secret
+    from freewheel.judge.config import Secret
 
     token = Secret.from_env(name or TOKEN_ENV)
     if name is not None and token is None:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.judge.body import BodyWriter
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import Endpoint, JudgeConfig
+from freewheel.judge.exchange import BodyWriter
 from freewheel.judge.outcome import Failure, Kind, Reply
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder, local_secret

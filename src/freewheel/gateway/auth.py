@@ -16,7 +16,7 @@ from http import HTTPStatus
 
 from freewheel.errors import ConfigError
 from freewheel.gateway.problem import Problem
-from freewheel.judge.secret import Secret
+from freewheel.judge.config import Secret
 from freewheel.utils.http import is_loopback
 
 TOKEN_ENV = "FREEWHEEL_GATEWAY_TOKEN"

@@ -29,13 +29,12 @@ from freewheel.gateway.counts import GONE, Counts
 from freewheel.gateway.limits import Limits, Load, too_large
 from freewheel.gateway.problem import Problem, bad_field, draining, problem_of
 from freewheel.gateway.stream import Ended, EventStream
-from freewheel.judge.chat import ChatRequest, ChatStream, Relayed
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Request
-from freewheel.judge.errors import JudgeClosed
-from freewheel.judge.inline import InlineJudge
+from freewheel.judge.exchange import ChatRequest, ChatStream, Relayed
+from freewheel.judge.judge import InlineJudge
 from freewheel.judge.stats import EndpointStats, JudgeStats
-from freewheel.judge.verdict import Failed, Reason, Verdict
+from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
 
 log = logging.getLogger("freewheel.gateway")
 

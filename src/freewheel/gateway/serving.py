@@ -19,9 +19,8 @@ from freewheel.errors import ConfigError
 from freewheel.gateway.auth import Doorkeeper
 from freewheel.gateway.limits import Limits
 from freewheel.gateway.server import Gateway
-from freewheel.judge.child import GC_THRESHOLD
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.service import REMEMBER_EVERY_S, STATS_EVERY_S, run_loop
+from freewheel.judge.service import GC_THRESHOLD, REMEMBER_EVERY_S, STATS_EVERY_S, run_loop
 
 log = logging.getLogger("freewheel.gateway")
 

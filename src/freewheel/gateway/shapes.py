@@ -20,7 +20,7 @@ import msgspec
 
 from freewheel.errors import ConfigError
 from freewheel.gateway.problem import Problem, bad_field, problem_of
-from freewheel.judge.asking import as_requests
+from freewheel.judge.judge import as_requests
 from freewheel.judge.request import JudgeRequest, without_surrogates
 from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
 

@@ -15,10 +15,9 @@ import threading
 import weakref
 from typing import Protocol
 
-from freewheel.judge.errors import JudgeClosed
-from freewheel.judge.handle import Handle
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Verdict
+from freewheel.judge.tracker import Handle
+from freewheel.judge.verdict import JudgeClosed, Verdict
 
 GATHER_S = 0.005
 """How long the first of a batch waits for others: nothing beside a judge's seconds, and enough for a loop's backlog."""

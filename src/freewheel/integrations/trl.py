@@ -26,7 +26,7 @@ import numpy as np
 
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.judge import Judge, JudgeRequest
-from freewheel.judge.secret import Secret
+from freewheel.judge.config import Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
 from freewheel.rewards.rules import RuleScore, rule_for, rule_score

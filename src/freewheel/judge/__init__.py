@@ -9,15 +9,13 @@ Each verdict is `Scored`, `Failed` or `Skipped`. Importing this needs no torch, 
 """
 
 from freewheel.errors import ConfigError
-from freewheel.judge.config import Endpoint, JudgeConfig, Price
-from freewheel.judge.errors import EngineDied, JudgeClosed, JudgeError
-from freewheel.judge.handle import Handle, Progress
+from freewheel.judge.config import Endpoint, JudgeConfig, Price, Secret
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.rubric import Rubric, load_rubric
-from freewheel.judge.secret import Secret
 from freewheel.judge.stats import EndpointStats, JudgeStats
-from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage, Verdict
+from freewheel.judge.tracker import Handle, Progress
+from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, JudgeError, Reason, Scored, Skipped, Usage, Verdict
 
 __all__ = [
     "ConfigError",

@@ -22,10 +22,19 @@ import aiohttp
 from yarl import URL
 
 from freewheel.errors import ConfigError
-from freewheel.judge.chat import SSE_TAIL_BYTES, HungUp, read_stream_usage
-from freewheel.judge.completion import read_completion, read_models
 from freewheel.judge.config import COMPLETIONS_PATH, Endpoint, JudgeConfig
-from freewheel.judge.outcome import Failure, Kind, Reply, classify, shorten
+from freewheel.judge.outcome import (
+    SSE_TAIL_BYTES,
+    Failure,
+    HungUp,
+    Kind,
+    Reply,
+    classify,
+    read_completion,
+    read_models,
+    read_stream_usage,
+    shorten,
+)
 from freewheel.judge.pacing import RateHeaders
 from freewheel.utils.http import is_loopback
 

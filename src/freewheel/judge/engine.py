@@ -15,29 +15,137 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
 
 from freewheel.judge.cache import Replies
-from freewheel.judge.chat import ChatRequest, ChatStream, Relayed
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.exchange import ChatExchange, Exchange, RubricExchange, StreamExchange
-from freewheel.judge.flight import Batch, Flight
-from freewheel.judge.lane import NEVER, Lane, Permit, pick
+from freewheel.judge.endpoint import NEVER, Lane, Permit, pick
+from freewheel.judge.exchange import (
+    ChatExchange,
+    ChatRequest,
+    ChatStream,
+    Exchange,
+    Relayed,
+    RubricExchange,
+    StreamExchange,
+)
 from freewheel.judge.outcome import FINAL, HALTS, REASONS, WAITS, Failure, Kind, Reply
 from freewheel.judge.parse import Unparseable
 from freewheel.judge.prompt import local_secret
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.retry import backoff_s
+from freewheel.judge.retry import RetryLine, backoff_s
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Failed, Reason, Scored, Skipped
-from freewheel.judge.waiting import OutageWatch, RetryLine
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Usage
+
+if TYPE_CHECKING:
+    from freewheel.judge.exchange import Exchange, Identity
+
+
+class Batch:
+    """The requests of one handle that the engine has not answered yet."""
+
+    __slots__ = ("id", "open", "timer")
+
+    def __init__(self, identity: int) -> None:
+        self.id = identity
+        self.open: dict[int, Flight] = {}
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Flight:
+    """Requests of equal content share one; it lives on while anyone waits for it, and ends once."""
+
+    __slots__ = ("asks", "avoid", "avoid_until", "calls", "committed", "deadline_at", "done", "exchange", "faults",
+                 "held_s", "is_retry", "keep_as", "key", "last", "most_tokens", "overdue", "patient", "permit",
+                 "queued_at", "request", "size", "stales", "task", "throttles", "timeouts", "usage",
+                 "waiters")  # fmt: skip
+
+    def __init__(
+        self,
+        request: JudgeRequest | ChatRequest | ChatStream,
+        exchange: Exchange,
+        identity: Identity,
+        now: float,
+    ) -> None:
+        self.request = request
+        self.exchange = exchange
+        self.key, self.size, self.keep_as, self.most_tokens, self.patient = identity
+        self.held_s = 0.0
+        """How long its own client kept it waiting: no fault of the judge's."""
+        self.committed = False
+        """Part of its answer is with its client: it can be asked for no second time, and takes what time it takes."""
+        self.queued_at = now
+        self.waiters: list[tuple[Batch, int, float]] = []
+        """(batch, index, since when)."""
+        self.calls = self.faults = self.throttles = self.timeouts = self.stales = self.asks = 0
+        self.is_retry = False
+        """It waits for the retry budget."""
+        self.deadline_at = NEVER
+        self.permit: Permit | None = None
+        """Of the call that is under way."""
+        self.overdue = False
+        self.task: asyncio.Task[None] | None = None
+        self.avoid: Lane | None = None
+        """Where it just failed, and until when it must not be sent there again."""
+        self.avoid_until = -NEVER
+        self.last = ""
+        """What went wrong last, for the verdict's detail."""
+        self.usage = Usage()
+        self.done = False
+
+    def commit(self) -> None:
+        self.committed = True
+        self.deadline_at = NEVER
+
+    def is_overdue(self, now: float) -> bool:
+        """True if its call takes longer than calls there do, by what is known now and not when it was sent."""
+        permit = self.permit
+        if permit is None or self.committed:
+            return False
+        patience = permit.lane.patience
+        return now - permit.sent_at >= (patience.bound_s if self.patient else patience.allow_s(self.timeouts))
+
 
 log = logging.getLogger("freewheel.judge")
+
+
+class OutageWatch:
+    """Since when no endpoint answers, and which requests have waited long enough for one that does."""
+
+    def __init__(self, lanes: Sequence[Lane], patience_s: float) -> None:
+        self._lanes = lanes
+        self._patience_s = patience_s
+        self.down_since: float | None = None
+
+    def look(self, now: float, detail: str) -> None:
+        """After a call ended; `detail` is what went wrong with it."""
+        down = all(not lane.works for lane in self._lanes) and any(lane.halted is None for lane in self._lanes)
+        if down and self.down_since is None:
+            self.down_since = now
+            log.warning("the judge does not answer (%s); requests wait while one at a time probes it", detail)
+        elif not down and self.down_since is not None:
+            log.info("the judge answers again after %.1f s", now - self.down_since)
+            self.down_since = None
+
+    def given_up(self, now: float, queued: Iterable[Flight]) -> Iterator[tuple[Flight, Reason, str]]:
+        """What no endpoint will take: all are halted, or none answered for as long as this request may wait."""
+        halts = [lane.halted for lane in self._lanes if lane.halted is not None]
+        if len(halts) == len(self._lanes):
+            for flight in queued:
+                yield flight, REASONS[halts[0].kind], halts[0].detail
+        elif self.down_since is not None:
+            flights = list(queued)
+            last = next((flight.last for flight in flights if flight.last), "")
+            detail = f"no endpoint answered for {now - self.down_since:.0f} s: {last}"
+            for flight in flights:
+                if now - max(self.down_since, flight.queued_at) > self._patience_s:
+                    yield flight, Reason.UNAVAILABLE, detail
+
 
 SWEEP_S = 0.025
 """How often time limits are looked at: deadlines are kept to within 100 ms, this leaves room for the way back."""

@@ -10,21 +10,88 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from freewheel.judge.body import BodyWriter
-from freewheel.judge.chat import ChatRequest, ChatStream, HungUp, Relayed, read_chat
-from freewheel.judge.client import ChatClient
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.flight import Flight
-from freewheel.judge.outcome import Failure, Reply
+from freewheel.judge.outcome import Failure, HungUp, Reply, read_chat
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder
 from freewheel.judge.request import JudgeRequest, RequestHasher
 from freewheel.judge.store import CachedReply
 from freewheel.judge.verdict import Scored, Usage
+
+if TYPE_CHECKING:
+    from freewheel.judge.client import ChatClient
+    from freewheel.judge.engine import Flight
+
+
+class ChatRequest(msgspec.Struct, frozen=True):
+    """One chat completion as a client sent it.
+
+    Equal ones are sent once, as judge requests are, where one answer can stand for another: with `temperature` 0 or a
+    `seed`. All others ask for a sample, and who asks for two votes wants two.
+    """
+
+    body: bytes
+    """A JSON object. It goes upstream as it is, save `model` where an endpoint has its own name for it."""
+    fresh: bool = False
+    """Ask the upstream whatever is cached, share with nobody, and keep the answer for the next."""
+    shares_samples: bool = False
+    """Take one sample for all who ask for the same."""
+
+
+class ChatStream:
+    """The same for `"stream": true`: it takes a slot and is retried until its first byte, and is never shared."""
+
+    __slots__ = ("body", "sink")
+
+    def __init__(self, body: bytes, sink: Callable[[bytes], Awaitable[None]]) -> None:
+        self.body = body
+        self.sink = sink
+        """Gets each chunk of the event stream."""
+
+
+class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
+    """A chat completion that was answered."""
+
+    content: bytes
+    """The upstream's body; empty for a stream, which went to its sink."""
+    usage: Usage = Usage()
+    cached: bool = False
+    attempts: int = 1
+
+    status = "relayed"
+
+
+_MARK = "\x00user\x00"
+
+
+class BodyWriter:
+    """Writes chat-completion requests for one model name."""
+
+    def __init__(self, config: JudgeConfig, model: str, prompts: PromptBuilder) -> None:
+        body: dict[str, object] = {
+            "model": model,
+            "messages": [{"role": "system", "content": prompts.system}, {"role": "user", "content": _MARK}],
+        }
+        if config.temperature is not None:
+            body["temperature"] = config.temperature
+        if config.max_tokens is not None:
+            body["max_tokens"] = config.max_tokens
+        response_format = config.loaded_rubric.response_format()
+        if response_format is not None:
+            body["response_format"] = response_format
+        body.update(config.sampling)
+        self._prompts = prompts
+        self._before, _, self._after = msgspec.json.encode(body).partition(msgspec.json.encode(_MARK))
+
+    def write(self, request: JudgeRequest, *, reask: bool) -> bytes:
+        user = self._prompts.reask(request) if reask else self._prompts.user(request)
+        return self._before + msgspec.json.encode(user) + self._after
+
 
 CHAT_VERSION = b"freewheel-chat-1"
 """Changes when the recipe of a chat body's key does."""

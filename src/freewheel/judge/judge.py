@@ -1,34 +1,85 @@
-"""`Judge`: hands batches to an engine that runs elsewhere, and gives back handles. The package's front door.
-
-with Judge(JudgeConfig(endpoint=…, model=…)) as judge:
-    handle = judge.submit(requests)      # returns at once, from any thread
-    …                                    # the GPU goes on
-    verdicts = handle.result()
-"""
+"""The front door: `Judge` scores batches in an engine that runs elsewhere, `InlineJudge` on the caller's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import concurrent.futures
+import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any, Protocol, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 import msgspec
 
-from freewheel.judge.asking import FROM_CONFIG, Requests, as_requests, deadline_at_of
+from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.desk import Desk
-from freewheel.judge.errors import JudgeClosed
-from freewheel.judge.handle import Handle
-from freewheel.judge.process_link import ProcessLink
+from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.verdict import Verdict
+from freewheel.judge.tracker import Desk, Handle
+from freewheel.judge.transport import ProcessLink, ThreadLink
+from freewheel.judge.verdict import JudgeClosed, Verdict
+from freewheel.utils.checks import check_number
+
+if TYPE_CHECKING:
+    from freewheel.judge.engine import Request
+
+FROM_CONFIG: Final = -1.0
+"""A batch's deadline where the caller gives none: the config's `batch_deadline_s`."""
+
+Requests = Iterable[JudgeRequest | str | Mapping[str, str]]
+
+
+def as_requests(requests: Requests) -> list[JudgeRequest]:
+    """The batch as requests. A plain string is a response without a question."""
+    if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
+        raise ConfigError("requests", requests, "give several: a list, even for one")
+    return [r if type(r) is JudgeRequest and _all_text(r) else _request(i, r) for i, r in enumerate(requests)]
+
+
+def deadline_at_of(deadline_s: float | None, config: JudgeConfig) -> float | None:
+    """In `time.monotonic()` seconds; None: no limit."""
+    if deadline_s is FROM_CONFIG:
+        deadline_s = config.batch_deadline_s
+    elif deadline_s is not None:
+        check_number("deadline_s", deadline_s, above=0, optional=True)
+    return time.monotonic() + deadline_s if deadline_s is not None else None
+
+
+def _all_text(r: JudgeRequest) -> bool:
+    return type(r.response) is type(r.prompt) is type(r.reference) is type(r.id) is type(r.skip) is str
+
+
+def _request(index: int, given: object) -> JudgeRequest:
+    try:
+        if isinstance(given, str):
+            return JudgeRequest(str.__str__(given))
+        if isinstance(given, JudgeRequest):
+            given = msgspec.structs.asdict(given)
+        if isinstance(given, Mapping):
+            unknown = sorted(set(given) - set(JudgeRequest.__struct_fields__))
+            if unknown:
+                known = ", ".join(JudgeRequest.__struct_fields__)
+                raise ConfigError(
+                    f"requests[{index}].{unknown[0]}", given[unknown[0]], f"unknown field; known are {known}"
+                )
+            if type(given.get("id")) is int:
+                given = {**given, "id": str(given["id"])}
+            for key, value in given.items():
+                if not isinstance(value, str):
+                    raise ConfigError(f"requests[{index}].{key}", value, "give text")
+            # str() makes plain text of a subclass, as numpy has one: only that can travel.
+            return JudgeRequest(**{key: str.__str__(value) for key, value in given.items()})
+    except TypeError as error:
+        raise ConfigError(f"requests[{index}]", given, str(error)) from None
+    raise ConfigError(
+        f"requests[{index}]", given, "give a JudgeRequest, a response as text, or a mapping of its fields"
+    )
+
 
 log = logging.getLogger("freewheel.judge")
 
@@ -82,8 +133,6 @@ class Judge:
     def _make_link(self) -> Link:
         if self.config.placement == "process":
             return ProcessLink(self.config, self._desk)
-        from freewheel.judge.thread_link import ThreadLink  # brings the HTTP client into this process
-
         return ThreadLink(self.config, self._desk)
 
     def submit(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> Handle:
@@ -211,3 +260,85 @@ def _forked_all() -> None:
 
 atexit.register(_close_all)
 os.register_at_fork(after_in_child=_forked_all)
+
+
+class InlineJudge:
+    """Scores requests on the loop that started it, with the verdicts that `Judge` would give."""
+
+    def __init__(self, config: JudgeConfig, *, spent: float = 0.0) -> None:
+        """`spent`: what others have spent of `max_cost`."""
+        from freewheel.judge.engine import Engine  # brings the HTTP client
+
+        self.config = config
+        self.engine = Engine(config, deliver=self._deliver, spent=spent)
+        self._numbers = itertools.count()
+        self._open: dict[int, _Waiting] = {}
+        self._running = False
+
+    async def start(self) -> Self:
+        try:
+            await self.engine.start()
+        except BaseException:
+            await self.engine.close()
+            raise
+        self._running = True
+        return self
+
+    async def close(self) -> None:
+        """What is open ends as `Failed("cancelled")`."""
+        self._running = False
+        await self.engine.close()
+
+    async def score(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> list[Verdict]:
+        """One verdict a request, in their order. Cancelling the caller cancels the batch."""
+        return await self.ask(as_requests(requests), deadline_at_of(deadline_s, self.config))
+
+    async def ask(self, batch: Sequence[Request], deadline_at: float | None = None) -> list[Any]:
+        """`score` for requests that are known to be well-formed, chat completions among them."""
+        if not self._running:
+            raise JudgeClosed("the judge is not running; use it within `async with`")
+        if not batch:
+            return []
+        number = next(self._numbers)
+        waiting = self._open[number] = _Waiting(len(batch))
+        try:
+            self.engine.submit(number, range(len(batch)), batch, deadline_at)
+            await waiting.done.wait()
+            return waiting.verdicts
+        finally:
+            if waiting.missing:
+                self.engine.cancel(number)
+            del self._open[number]
+
+    def stats(self) -> JudgeStats:
+        return self.engine.stats()
+
+    @property
+    def share_done(self) -> float:
+        """Of the requests of all batches that are open."""
+        total = sum(len(waiting.verdicts) for waiting in self._open.values())
+        return 1 - sum(waiting.missing for waiting in self._open.values()) / total if total else 1.0
+
+    def _deliver(self, number: int, index: int, verdict: Any) -> None:
+        waiting = self._open[number]
+        waiting.verdicts[index] = verdict
+        waiting.missing -= 1
+        if not waiting.missing:
+            waiting.done.set()
+
+    async def __aenter__(self) -> Self:
+        return await self.start()
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+class _Waiting:
+    """One batch: its verdicts so far."""
+
+    __slots__ = ("done", "missing", "verdicts")
+
+    def __init__(self, count: int) -> None:
+        self.verdicts: list[Any] = [None] * count
+        self.missing = count
+        self.done = asyncio.Event()

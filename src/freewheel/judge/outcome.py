@@ -15,6 +15,7 @@ AUTH, NOT_FOUND, QUOTA   elsewhere  -                   -                   yes
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from enum import Enum
@@ -24,7 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 from freewheel.judge.pacing import RateHeaders, parse_duration_s
-from freewheel.judge.verdict import Reason, Usage
+from freewheel.judge.request import without_surrogates
+from freewheel.judge.verdict import TOKENS_MAX, Reason, Usage
 
 DETAIL_CHARS = 300
 """As much of a server's error as helps; the rest is usually HTML."""
@@ -164,3 +166,166 @@ def shorten(text: str) -> str:
     """On one line, short, and fit to travel: aiohttp hands on header bytes that are not UTF-8 as lone surrogates."""
     line = " ".join(text[: 4 * DETAIL_CHARS].encode("utf-8", "replace").decode().split())
     return line if len(line) <= DETAIL_CHARS else line[: DETAIL_CHARS - 1] + "…"
+
+
+CUT_OFF = ("length", "content_filter")
+"""Reasons to finish that leave a reply incomplete: a `1` may be half of a `10`."""
+
+
+class _Part(msgspec.Struct):
+    type: str = "text"
+    text: str | None = None
+
+
+class _Message(msgspec.Struct):
+    content: str | list[_Part] | None = None
+    refusal: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: _Message
+    finish_reason: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage | None = None
+
+
+_decoder = msgspec.json.Decoder(_Completion, strict=False)
+
+
+def read_completion(content: bytes) -> Reply | Failure:
+    """What a body that came with status 200 says."""
+    try:
+        completion = _decode(content)
+    except (ValueError, RecursionError) as error:
+        seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
+        garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
+        return error_inside(content) or garbage
+    if not completion.choices:
+        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
+    choice = completion.choices[0]
+    text = _text(choice.message.content)
+    if not text and (choice.message.refusal or choice.finish_reason == "content_filter"):
+        detail = f"the judge refuses: {choice.message.refusal or choice.finish_reason}"
+        return Failure(Kind.REJECTED, detail, billed=True)
+    used = completion.usage or _Usage()
+    usage = Usage(_count(used.prompt_tokens), _count(used.completion_tokens))
+    return Reply(text, usage, choice.finish_reason in CUT_OFF)
+
+
+def _decode(content: bytes) -> _Completion:
+    """Strictly first, which is quick; then as forgivingly as a reader can: what was answered was paid for."""
+    try:
+        return _decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        found = json.loads(content.decode("utf-8-sig", "replace"))
+        if isinstance(found, dict):
+            found.pop("usage", None)
+        return msgspec.convert(found, _Completion, strict=False)
+
+
+def _text(content: str | list[_Part] | None) -> str:
+    if isinstance(content, list):
+        content = "".join(part.text or "" for part in content if part.type in ("text", "output_text"))
+    return without_surrogates(content) if content else ""
+
+
+def _count(tokens: float | None) -> int:
+    return int(min(max(tokens, 0), TOKENS_MAX)) if tokens else 0
+
+
+def error_inside(content: bytes) -> Failure | None:
+    """Some gateways answer 200 with `{"error": {"code": 429, …}}`: the code is the status that was meant."""
+    try:
+        found = msgspec.json.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    error = found.get("error") if isinstance(found, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(code, int) and 400 <= code < 600:
+        return classify(code, {}, content, wall_now=0.0)
+    return None
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+def read_models(content: bytes) -> list[str]:
+    """The names in a list of models; none where it is no such list."""
+    try:
+        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return []
+
+
+WHOLE = ("stop", "tool_calls", "function_call")
+"""How a completion ends that came to its own end. One that was cut off or filtered is passed on and not kept."""
+SSE_TAIL_BYTES = 1 << 16
+"""The end of an event stream, where its usage stands."""
+
+
+class HungUp(Exception):
+    """Who asked for a stream is gone."""
+
+
+class _Counts(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _ChatChoice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Envelope(msgspec.Struct):
+    """As much of a completion as tells it from something else."""
+
+    choices: list[_ChatChoice]
+    usage: _Counts | None = None
+
+
+_envelope = msgspec.json.Decoder(_Envelope, strict=False)
+
+
+def read_chat(content: bytes) -> Reply | Failure:
+    """A body that came with status 200, whole."""
+    try:
+        envelope = _envelope.decode(content)
+        text = content.decode()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        seen = content[:200].decode("utf-8", "replace")
+        garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
+        return error_inside(content) or garbage
+    if not envelope.choices:
+        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
+    whole = all(choice.finish_reason in WHOLE for choice in envelope.choices)
+    return Reply(text, _usage(envelope.usage), cut_off=not whole)
+
+
+def read_stream_usage(tail: bytes) -> Usage:
+    """The tokens that an event stream's end tells of, where it does (`stream_options.include_usage`)."""
+    for line in reversed(tail.splitlines()):
+        data = line.removeprefix(b"data:").strip()
+        if b'"usage"' in data:
+            try:
+                return _usage(_envelope.decode(data).usage)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                continue
+    return Usage()
+
+
+def _usage(counts: _Counts | None) -> Usage:
+    counts = counts or _Counts()
+    return Usage(max(0, counts.prompt_tokens or 0), max(0, counts.completion_tokens or 0))

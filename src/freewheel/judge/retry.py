@@ -5,10 +5,15 @@ Pure arithmetic; the engine brings the clock and the dice.
 
 from __future__ import annotations
 
-import math
+import asyncio
+import time
+from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from freewheel.judge.latency import LatencyHistogram
+if TYPE_CHECKING:
+    from freewheel.judge.engine import Flight
+
 
 BASE_BACKOFF_S = 0.25
 """First back-off's upper end: short beside a judge's call, long enough for a blip to pass."""
@@ -63,53 +68,51 @@ class RetryBudget:
         return True
 
 
-class AttemptPatience:
-    """How long one call may take: three times the 99th percentile of what was seen, within the configured bound.
+class RetryLine:
+    """Holds flights through their back-off, and those that failed until the budget pays for the next try, in turn."""
 
-    A request that timed out gets twice as long the next time. When nothing but time-outs comes back, all calls do: the
-    judge has become slower, and giving up early would only add to its load.
-    """
+    def __init__(self, loop: asyncio.AbstractEventLoop, ready: Callable[[Flight], None]) -> None:
+        self._loop = loop
+        self._ready = ready
+        self._budget = RetryBudget()
+        self._backing_off = 0
+        self._unpaid: deque[Flight] = deque()
 
-    FACTOR = 3.0
-    """Times p99: with a lognormal latency about one call in a million is cut off in vain."""
-    FLOOR_S = 1.0
-    """Never less: below it, a garbage collection or a TLS handshake looks like a hang."""
-    SAMPLES_NEEDED = 64
-    """Before that many latencies a 99th percentile is a guess."""
-    IN_A_ROW = 8
-    """Time-outs of calls that were sent after the last one that was answered: hangs of 5% of the calls do that once in
-    10^10, a judge that became slower does it at once."""
-    MOST_DOUBLINGS = 2
-    """For one request: four times as long as usual, or else the last of many hangs holds up its whole batch."""
-    REFRESH_EVERY = 32
-    """Latencies between two looks at the percentile, which costs more than the rest."""
+    def __len__(self) -> int:
+        return self._backing_off + len(self._unpaid)
 
-    def __init__(self, bound_s: float, latencies: LatencyHistogram) -> None:
-        self.bound_s = bound_s
-        self._latencies = latencies
-        self._usual_s = bound_s
-        self._stretch = 1.0
-        self._in_a_row = 0
-        self._answered_sent_at = -math.inf
-        self._until_refresh = self.SAMPLES_NEEDED
+    def add(self, flight: Flight, wait_s: float) -> None:
+        self._backing_off += 1
+        self._loop.call_later(wait_s, self._back_off_over, flight)
 
-    def allow_s(self, timeouts_before: int) -> float:
-        return float(min(self.bound_s, self._usual_s * self._stretch * 2 ** min(timeouts_before, self.MOST_DOUBLINGS)))
+    def replied(self, now: float) -> None:
+        """A reply came: it pays for part of a retry."""
+        self._budget.earn()
+        if self._unpaid:
+            self._pay(now)
 
-    def answered(self, sent_at: float) -> None:
-        if sent_at > self._answered_sent_at:
-            self._answered_sent_at = sent_at
-            self._in_a_row = 0
-        self._until_refresh -= 1
-        if self._until_refresh <= 0:
-            self._until_refresh = self.REFRESH_EVERY
-            self._usual_s = max(self.FLOOR_S, self.FACTOR * self._latencies.quantile(0.99))
-            self._stretch = 1.0
+    def passed(self, now: float, limit: int) -> None:
+        """Time passed: the trickle pays, too."""
+        self._budget.allow(limit)
+        self._pay(now)
 
-    def timed_out(self, sent_at: float) -> None:
-        if sent_at <= self._answered_sent_at:
-            return  # later calls were answered: this one hung
-        self._in_a_row += 1
-        if self._in_a_row >= self.IN_A_ROW:
-            self._in_a_row = 0
-            self._stretch = min(self._stretch * 2, self.bound_s / self._usual_s)
+    def _back_off_over(self, flight: Flight) -> None:
+        self._backing_off -= 1
+        if flight.done:
+            return
+        if flight.is_retry:
+            self._unpaid.append(flight)
+            self._pay(time.monotonic())
+        else:
+            self._ready(flight)
+
+    def _pay(self, now: float) -> None:
+        while self._unpaid:
+            if self._unpaid[0].done:
+                self._unpaid.popleft()
+            elif self._budget.take(now):
+                flight = self._unpaid.popleft()
+                flight.is_retry = False
+                self._ready(flight)
+            else:
+                return

@@ -18,7 +18,6 @@ import msgspec
 
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.judge.config import JudgeConfig
-from freewheel.judge.handle import Handle
 from freewheel.judge.judge import Judge
 from freewheel.judge.outcome import INFRA
 from freewheel.judge.request import JudgeRequest
@@ -43,6 +42,7 @@ from freewheel.judge.row_files import (
     is_stream,
 )
 from freewheel.judge.stats import EndpointStats, JudgeStats
+from freewheel.judge.tracker import Handle
 from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
 
 FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from enum import Enum
 
 import msgspec
 
-from freewheel.judge.breaker import State
+
+class State(Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    PROBING = "probing"
 
 
 def is_up(*, breaker: str = State.CLOSED.value, halted: str = "", **_: object) -> bool:

@@ -9,6 +9,20 @@ from enum import StrEnum
 
 import msgspec
 
+from freewheel.errors import FreewheelError
+
+
+class JudgeError(FreewheelError):
+    """Anything that stops the engine itself."""
+
+
+class JudgeClosed(JudgeError, RuntimeError):
+    """The judge was closed, or belongs to another process (a handle does not survive a fork)."""
+
+
+class EngineDied(JudgeError, RuntimeError):
+    """The engine's process kept dying. The message says how it ended; its last output is on stderr."""
+
 
 class Reason(StrEnum):
     """Why a request has no score. The detail beside it says what was seen."""

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
 from freewheel.judge import Handle, Judge
-from freewheel.judge.errors import EngineDied, JudgeClosed
-from freewheel.judge.secret import Secret
-from freewheel.judge.verdict import Failed, Scored, Verdict
+from freewheel.judge.config import Secret
+from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Scored, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
 from freewheel.rewards.handle import wait_for
 from freewheel.rewards.rules import RuleScore, rule_score

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from freewheel.errors import ConfigError
-from freewheel.judge.config import JudgeConfig
+from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.rubric import BUILTIN, Rubric
-from freewheel.judge.secret import Secret
 from freewheel.rewards.length import check_penalty
 from freewheel.utils.checks import shown_value
 

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from freewheel.judge import Handle, JudgeConfig, JudgeRequest, Verdict
-from freewheel.judge.inline import InlineJudge
+from freewheel.judge.judge import InlineJudge
 from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import Sample
 

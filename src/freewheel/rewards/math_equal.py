@@ -33,7 +33,7 @@ import threading
 import time
 from typing import NoReturn
 
-from freewheel.judge.errors import JudgeError
+from freewheel.judge.verdict import JudgeError
 
 log = logging.getLogger("freewheel.rewards")
 

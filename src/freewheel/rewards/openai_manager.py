@@ -11,8 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from freewheel.judge import Handle, Judge, JudgeConfig, JudgeRequest, JudgeStats
-from freewheel.judge.asking import FROM_CONFIG, Requests, as_requests
-from freewheel.judge.inline import InlineJudge
+from freewheel.judge.judge import FROM_CONFIG, InlineJudge, Requests, as_requests
 from freewheel.judge.request import RequestHasher
 from freewheel.judge.verdict import Scored, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from freewheel.errors import ConfigError
-from freewheel.judge.errors import JudgeError
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Failed, Scored, Skipped, Verdict
+from freewheel.judge.verdict import Failed, JudgeError, Scored, Skipped, Verdict
 from freewheel.rewards.compose import compose, fill_failed
 from freewheel.rewards.config import LengthPenaltyConfig
 from freewheel.rewards.length import group_index, median_penalty

@@ -18,10 +18,9 @@ from typing import Any
 
 from freewheel.data.group import Reward
 from freewheel.errors import ConfigError
-from freewheel.judge.errors import EngineDied, JudgeClosed
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
+from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import as_config
 from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import JUDGE_OFF, Sample, combine, judge_requests

@@ -12,8 +12,8 @@ import pytest
 import trustme
 
 from freewheel.errors import ConfigError
-from freewheel.judge.errors import JudgeError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge, expected_score
+from freewheel.judge.verdict import JudgeError
 
 PATIENCE_S = 10.0
 """Far more than anything here takes; only a broken test waits for it."""

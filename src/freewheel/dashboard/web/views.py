@@ -46,8 +46,8 @@ from freewheel.inspect.metrics import (
     plain,
     rates,
 )
-from freewheel.judge.breaker import Breaker, State
-from freewheel.judge.stats import EndpointStats
+from freewheel.judge.endpoint import Breaker
+from freewheel.judge.stats import EndpointStats, State
 from freewheel.runtime.bottleneck import Setting, Watching, stopped
 
 Places = np.ndarray[Any, np.dtype[np.intp]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.judge.secret import Secret
+from freewheel.judge.config import Secret
 from freewheel.rewards.config import LengthPenaltyConfig, as_config
 
 log = logging.getLogger("freewheel.integrations.verl")

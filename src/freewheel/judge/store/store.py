@@ -22,11 +22,11 @@ from typing import Any
 
 import msgspec
 
-from freewheel.judge.errors import JudgeError
 from freewheel.judge.store import tables
 from freewheel.judge.store.file import CacheFile, Link, forget_setup_lock
 from freewheel.judge.store.tables import CachedReply
 from freewheel.judge.store.writer import Outage, WriteBehind
+from freewheel.judge.verdict import JudgeError
 from freewheel.utils.sqlite import Trouble, diagnose
 
 logger = logging.getLogger("freewheel.judge.cache")

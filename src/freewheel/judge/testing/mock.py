@@ -21,9 +21,9 @@ from typing import IO, Protocol, Self, TypeVar
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.judge.errors import JudgeError
 from freewheel.judge.testing.profile import JudgeProfile
 from freewheel.judge.testing.server import CHAT_PATH, Counts, JudgeServer, RecordedRequest
+from freewheel.judge.verdict import JudgeError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8099

@@ -1,8 +1,4 @@
-"""One endpoint as the engine sees it: may something be sent, and what did the last call teach?
-
-A lane owns the endpoint's limiter, pacer, breaker and latencies, and keeps its accounts. It is pure: the engine brings
-the clock and makes the calls. `pick` chooses between lanes.
-"""
+"""The state of one endpoint: may something be sent, and what did the last call teach?"""
 
 from __future__ import annotations
 
@@ -12,14 +8,170 @@ from typing import NamedTuple
 
 import msgspec
 
-from freewheel.judge.breaker import Breaker, State
 from freewheel.judge.config import Endpoint, JudgeConfig, parse_concurrency
-from freewheel.judge.latency import LatencyHistogram
 from freewheel.judge.limiter import Limiter, LimiterMemory, Ticket
 from freewheel.judge.outcome import HALTS, INFRA, WAITS, Failure, Kind, Reply
 from freewheel.judge.pacing import Pacer
-from freewheel.judge.retry import AttemptPatience
-from freewheel.judge.stats import EndpointStats
+from freewheel.judge.stats import EndpointStats, State
+
+
+class LatencyHistogram:
+    """Quantiles of recent latencies, to within one bin (5%)."""
+
+    SMALLEST_S = 1e-4
+    """Everything quicker than a loopback round trip is one bin."""
+    RATIO = 1.05
+    """Width of a bin: what a percentile may be off by."""
+    BINS = 320
+    """Up to 10 minutes, the longest that any deadline allows by default."""
+    FADE_EVERY = 2048
+    """Samples after which all counts are halved, so that the last few thousand decide."""
+
+    _SCALE = 1 / math.log(RATIO)
+
+    def __init__(self) -> None:
+        self._counts = [0.0] * self.BINS
+        self._total = 0.0
+        self._since_fade = 0
+
+    def add(self, latency_s: float) -> None:
+        place = int(math.log(max(latency_s, self.SMALLEST_S) / self.SMALLEST_S) * self._SCALE)
+        self._counts[min(place, self.BINS - 1)] += 1.0
+        self._total += 1.0
+        self._since_fade += 1
+        if self._since_fade >= self.FADE_EVERY:
+            self._since_fade = 0
+            self._counts = [count / 2 for count in self._counts]
+            self._total /= 2
+
+    def quantile(self, share: float) -> float:
+        """The latency that `share` of the samples stay under; 0.0 while there are none."""
+        left = share * self._total
+        if self._total == 0:
+            return 0.0
+        for place, count in enumerate(self._counts):
+            left -= count
+            if left <= 0 and count:
+                return float(self.SMALLEST_S * self.RATIO ** (place + 0.5))
+        return float(self.SMALLEST_S * self.RATIO**self.BINS)
+
+
+class AttemptPatience:
+    """How long one call may take: three times the 99th percentile of what was seen, within the configured bound.
+
+    A request that timed out gets twice as long the next time. When nothing but time-outs comes back, all calls do: the
+    judge has become slower, and giving up early would only add to its load.
+    """
+
+    FACTOR = 3.0
+    """Times p99: with a lognormal latency about one call in a million is cut off in vain."""
+    FLOOR_S = 1.0
+    """Never less: below it, a garbage collection or a TLS handshake looks like a hang."""
+    SAMPLES_NEEDED = 64
+    """Before that many latencies a 99th percentile is a guess."""
+    IN_A_ROW = 8
+    """Time-outs of calls that were sent after the last one that was answered: hangs of 5% of the calls do that once in
+    10^10, a judge that became slower does it at once."""
+    MOST_DOUBLINGS = 2
+    """For one request: four times as long as usual, or else the last of many hangs holds up its whole batch."""
+    REFRESH_EVERY = 32
+    """Latencies between two looks at the percentile, which costs more than the rest."""
+
+    def __init__(self, bound_s: float, latencies: LatencyHistogram) -> None:
+        self.bound_s = bound_s
+        self._latencies = latencies
+        self._usual_s = bound_s
+        self._stretch = 1.0
+        self._in_a_row = 0
+        self._answered_sent_at = -math.inf
+        self._until_refresh = self.SAMPLES_NEEDED
+
+    def allow_s(self, timeouts_before: int) -> float:
+        return float(min(self.bound_s, self._usual_s * self._stretch * 2 ** min(timeouts_before, self.MOST_DOUBLINGS)))
+
+    def answered(self, sent_at: float) -> None:
+        if sent_at > self._answered_sent_at:
+            self._answered_sent_at = sent_at
+            self._in_a_row = 0
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self._until_refresh = self.REFRESH_EVERY
+            self._usual_s = max(self.FLOOR_S, self.FACTOR * self._latencies.quantile(0.99))
+            self._stretch = 1.0
+
+    def timed_out(self, sent_at: float) -> None:
+        if sent_at <= self._answered_sent_at:
+            return  # later calls were answered: this one hung
+        self._in_a_row += 1
+        if self._in_a_row >= self.IN_A_ROW:
+            self._in_a_row = 0
+            self._stretch = min(self._stretch * 2, self.bound_s / self._usual_s)
+
+
+class Breaker:
+    CONSECUTIVE = 10
+    """Failures in a row that open it. At a fault rate of 20% that happens once in ten million calls."""
+    FIRST_PAUSE_S = 0.25
+    """A restart behind a load balancer is often over by then."""
+    GROWTH = 2.0
+    """Pauses 0.25, 0.5, then 1 s each."""
+    LONGEST_PAUSE_S = 1.0
+    """The most time lost after the judge is back; one request a second harms nobody."""
+
+    def __init__(self) -> None:
+        self.state = State.CLOSED
+        self.opened = 0
+        self._failures = 0
+        self._alive_at = -math.inf
+        self._pause_s = self.FIRST_PAUSE_S
+        self._until = 0.0
+        self._probe_out = False
+
+    def ready_at(self, now: float) -> float:
+        """When something may be sent: `now` or before if at once, infinity while a probe is out."""
+        if self.state is State.CLOSED:
+            return now
+        if self.state is State.OPEN and now >= self._until:
+            self.state, self._probe_out = State.PROBING, False
+        if self.state is State.PROBING:
+            return math.inf if self._probe_out else now
+        return self._until
+
+    def sent(self) -> bool:
+        """True if this call is the probe; its end must be told as such."""
+        if self.state is State.PROBING:
+            self._probe_out = True
+            return True
+        return False
+
+    def answered(self, now: float) -> None:
+        """The endpoint gave a sign of life: any reply of its own, a 429 included."""
+        self.state, self._failures, self._alive_at, self._pause_s = State.CLOSED, 0, now, self.FIRST_PAUSE_S
+
+    def failed(self, now: float, *, tells_of: float, probe: bool) -> None:
+        """A call ended without a sign of life. An error tells of now, a hang of when the call was sent: one from before
+        the last sign of life hung alone."""
+        if probe:
+            self._pause_s = min(self.LONGEST_PAUSE_S, self._pause_s * self.GROWTH)
+            self._open(now)
+        elif self.state is State.CLOSED and tells_of >= self._alive_at:
+            self._failures += 1
+            if self._failures >= self.CONSECUTIVE:
+                self._open(now)
+
+    def dropped(self, *, probe: bool) -> None:
+        """A call ended without saying anything about the endpoint (it was cancelled)."""
+        if probe:
+            self._probe_out = False
+
+    def probe_next(self) -> None:
+        """After a halt: let one request find out whether the endpoint accepts us again."""
+        self.state, self._probe_out = State.PROBING, False
+
+    def _open(self, now: float) -> None:
+        self.state, self._until = State.OPEN, now + self._pause_s
+        self.opened += 1
+
 
 NEVER = math.inf
 

@@ -1,28 +1,158 @@
-"""`placement="process"`: the engine in a child process, and a thread here that talks to it.
-
-    desk ◀─▶ this thread ◀─ socket pair ─▶ `python -m freewheel.judge.child`
-
-The thread sleeps in select; it is woken by the child (20 times a second), by a submit, and by deadlines.
-A child that dies is replaced and gets what the dead one had not answered.
-"""
+"""Between the caller and the engine: messages, frames, and the two ways to carry them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
-from freewheel.judge.config import JudgeConfig
-from freewheel.judge.desk import Desk
+import msgspec
+
+from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.wire import Close, Configure, FrameReader, Started, Stopped, Submit, ToEngine, pack
+from freewheel.judge.stats import JudgeStats
+from freewheel.judge.verdict import Failed, Reason, Verdict
+
+if TYPE_CHECKING:
+    from freewheel.judge.service import Service
+    from freewheel.judge.tracker import Desk
+
+
+class Configure(msgspec.Struct, tag=True, array_like=True):
+    config: JudgeConfig
+    parent_pid: int
+    spent: float
+    """What an earlier engine of this judge has spent already: `max_cost` holds over restarts."""
+
+
+class Submit(msgspec.Struct, tag=True, array_like=True):
+    batch: int
+    indexes: list[int]
+    requests: list[JudgeRequest]
+    deadline_at: float | None
+    """In `time.monotonic()` seconds, one clock for all processes of a machine."""
+
+
+class Cancel(msgspec.Struct, tag=True, array_like=True):
+    batch: int
+
+
+class AskStats(msgspec.Struct, tag=True, array_like=True):
+    ticket: int
+
+
+class Close(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+class Started(msgspec.Struct, tag=True, array_like=True):
+    pass
+
+
+class Results(msgspec.Struct, tag=True, array_like=True):
+    items: list[tuple[int, int, Verdict]]
+    """(batch, index, verdict)."""
+    spent: float
+
+
+class StatsReply(msgspec.Struct, tag=True, array_like=True):
+    ticket: int
+    stats: JudgeStats
+
+
+class LogLine(msgspec.Struct, tag=True, array_like=True):
+    level: int
+    text: str
+
+
+class Stopped(msgspec.Struct, tag=True, array_like=True):
+    error: str = ""
+    """Why the engine cannot go on (a config that only shows its fault at start); empty after a `Close`."""
+
+
+ToEngine = Configure | Submit | Cancel | AskStats | Close
+ToCaller = Started | Results | StatsReply | LogLine | Stopped
+
+_LENGTH = struct.Struct("!I")
+
+
+def _encode_secret(value: Any) -> Any:
+    if isinstance(value, Secret):
+        return [value.reveal() if value else None, value.source]
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def _decode_secret(kind: type, value: Any) -> Any:
+    return Secret(value[0], source=value[1]) if kind is Secret else value
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_secret)
+_engine_decoder = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_secret)
+_caller_decoder = msgspec.msgpack.Decoder(ToCaller)
+
+
+def pack(message: ToEngine | ToCaller) -> bytes:
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def pack_results(results: Results) -> bytes:
+    """As `pack`; an item that cannot be encoded (a parser's own text may hold anything) fails alone."""
+    try:
+        return pack(results)
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError):
+        return pack(Results([_encodable(item) for item in results.items], results.spent))
+
+
+def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
+    try:
+        _encoder.encode(item)
+    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        return item[0], item[1], Failed(Reason.ENGINE.value, 0, f"the verdict cannot be sent: {error!r}"[:200])
+    return item
+
+
+class FrameReader:
+    """Cuts a byte stream into messages. The same class serves both directions; the decoder differs."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
+        self._decoder = decoder
+        self._buffer = bytearray()
+
+    @classmethod
+    def for_engine(cls) -> FrameReader:
+        return cls(_engine_decoder)
+
+    @classmethod
+    def for_caller(cls) -> FrameReader:
+        return cls(_caller_decoder)
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            with memoryview(buffer) as view:
+                message = self._decoder.decode(view[start + _LENGTH.size : end])
+            start = end
+            yield message
+        del buffer[:start]
+
 
 log = logging.getLogger("freewheel.judge")
 
@@ -173,7 +303,7 @@ class ProcessLink:
             path = os.pathsep.join(entry or "." for entry in sys.path)
             try:
                 self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "freewheel.judge.child", str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
@@ -262,3 +392,86 @@ def _pack(message: ToEngine) -> bytes:
         assert isinstance(message, Submit)
         message.requests = [JudgeRequest.encodable(request) for request in message.requests]
         return pack(message)
+
+
+class ThreadLink:
+    def __init__(self, config: JudgeConfig, desk: Desk) -> None:
+        self._config = config
+        self._desk = desk
+        self._thread = threading.Thread(target=self._run, name="freewheel-judge", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._service: Service | None = None
+        self._abandoned = False
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._desk.attach(self.wake)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """From any thread, after the desk has something new."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
+                loop.call_soon_threadsafe(self._drain)
+
+    def join(self, timeout_s: float) -> None:
+        """After `Desk.close`."""
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the judge's thread did not close within %.3g s", timeout_s)
+
+    def abandon(self) -> None:
+        """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock of ours."""
+        self._abandoned = True
+        self.wake()
+
+    def forget(self) -> None:
+        """In a forked process: the thread is not here; there is nothing to close."""
+
+    def _run(self) -> None:
+        from freewheel.judge.service import run_loop  # brings the HTTP client into this process
+
+        try:
+            run_loop(self._main())
+        except Exception as error:
+            log.exception("the judge's thread broke")
+            self._desk.break_down(f"the judge's thread broke: {type(error).__name__}: {error}")
+
+    async def _main(self) -> None:
+        from freewheel.judge.service import Service
+
+        self._service = Service(self._config, self._desk.spent, self._incoming)
+        await self._service.run(self._ready)
+        if self._expiry is not None:
+            self._expiry.cancel()
+
+    def _ready(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._drain()
+
+    def _drain(self) -> None:
+        assert self._service is not None and self._loop is not None
+        if self._abandoned:
+            self._abandoned = False
+            self._desk.close("the judge was let go of")
+        while (message := self._desk.next()) is not None:
+            self._service.take(message)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        deadline = self._desk.next_deadline()
+        if deadline < float("inf"):
+            left_s = max(0.0, deadline - time.monotonic())
+            self._expiry = self._loop.call_later(left_s, self._expire)
+
+    def _expire(self) -> None:
+        self._desk.expire(time.monotonic())
+        self._drain()
+
+    def _incoming(self, message: ToCaller) -> None:
+        if isinstance(message, Stopped):
+            if message.error:
+                self._desk.break_down(message.error)
+            return
+        self._desk.take(message)
+        self.wake()
