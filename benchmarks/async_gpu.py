@@ -243,7 +243,7 @@ def settings(scene: str, mode: str, model: Path, run_dir: Path) -> list[str]:
 
 def one_run(scene: str, mode: str, model: Path, folder: Path) -> dict[str, float]:
     from freewheel.observe.recorder import read_metrics
-    from freewheel.runtime.compose import compose
+    from freewheel.runtime.config_files import compose
     from freewheel.runtime.main import FullyAsyncMain
     from freewheel.runtime.placement import Machine
     from freewheel.runtime.plan import resolve

@@ -58,8 +58,8 @@ from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.runtime.building import RolloutSide
-from freewheel.runtime.compose import compose
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import compose
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve

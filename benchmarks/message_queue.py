@@ -46,10 +46,9 @@ from common import (
 from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
 from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime.actors import MANY, QueueActor
-from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import Peers
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.config_files import to_config
+from freewheel.runtime.remote import ActorDirectory, RemoteQueue
 
 PROMISED_SAMPLES_PER_S = 20_000
 PROMISED_PUT_P99_MS = 50.0
@@ -109,7 +108,7 @@ def encoded_group() -> bytes:
 
 
 def client(queue: Any) -> RemoteQueue:
-    peers = Peers()
+    peers = ActorDirectory()
     peers.meet({"queue": queue})
     return RemoteQueue(peers)
 

@@ -41,12 +41,11 @@ from freewheel.observe.run_folder import TRACE
 from freewheel.observe.trace import Tracer
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
-from freewheel.runtime.building import RolloutSide, model_folder
-from freewheel.runtime.compose import compose
+from freewheel.runtime.building import RolloutSide, end_recording, model_folder, start_recording
 from freewheel.runtime.config import ObserveConfig
+from freewheel.runtime.config_files import compose
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.recording import end_recording, start_recording
 
 PROMISED_COST = 0.03
 """Of a rollouter whose model is tiny: of a real one, whose groups take a thousand times as long, nothing is left."""

@@ -27,9 +27,8 @@ from freewheel.judge.testing import JudgeProfile
 from freewheel.judge.verdict import Reason
 from freewheel.observe.metrics import METRICS
 from freewheel.rewards import LengthPenaltyConfig
-from freewheel.runtime.compose import PACKAGED
 from freewheel.runtime.config import Alert, TrainConfig
-from freewheel.runtime.typed import in_words, section_of
+from freewheel.runtime.config_files import PACKAGED, in_words, section_of
 from freewheel.trainer.options import LoraConfig
 
 DOCS = Path(__file__).parent

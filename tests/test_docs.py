@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from freewheel.observe.metrics import describe
-from freewheel.runtime.typed import all_keys
+from freewheel.runtime.config_files import all_keys
 
 from .documents import DOCS, LINK, PAGES, ROOT, anchors, inline_code, prose
 

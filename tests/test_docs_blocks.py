@@ -23,9 +23,9 @@ import yaml
 
 from freewheel.cli import app
 from freewheel.judge.rubric import Rubric
-from freewheel.runtime.compose import compose
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.run_dir import split_resume
+from freewheel.runtime.config_files import compose
+from freewheel.runtime.start import split_resume
 
 from .documents import ELLIPSIS, PAGES, ROOT, Block, Command, blocks, commands, inline_code
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.runtime.compose import compose
-from freewheel.runtime.typed import all_keys
+from freewheel.runtime.config_files import all_keys, compose
 
 from .documents import DOCS, INLINE
 

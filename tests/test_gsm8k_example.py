@@ -12,7 +12,7 @@ import pytest
 
 from freewheel.observe.recorder import Recorder
 from freewheel.rollout.reward_functions import Call, load_reward
-from freewheel.runtime.compose import compose
+from freewheel.runtime.config_files import compose
 
 FOLDER = Path(__file__).parent.parent / "examples/gsm8k"
 SVG = "{http://www.w3.org/2000/svg}"

@@ -20,16 +20,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import ray
 
 from freewheel.errors import ConfigError, DataError
 from freewheel.observe.logs import attach_log, detach_log
 from freewheel.observe.recorder import PrometheusSink, Recorder, TensorBoardSink, _kept_id
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
-from freewheel.runtime import checks, cluster
-from freewheel.runtime.compose import compose, to_yaml
-from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.run_dir import new_run, write_config
+from freewheel.runtime import cluster
+from freewheel.runtime.config import TrainConfig, judge_settings
+from freewheel.runtime.config_files import compose, to_yaml
+from freewheel.runtime.start import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 from freewheel.trainer.checkpoint_files import CheckpointDamaged
 from freewheel.utils.files import open_private, private_folder
@@ -62,7 +63,7 @@ ALLOWED = {
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
     ("runtime/engine_check.py", "_asked", "pickle.loads"): "what a child of ours says on its own standard output",
     ("runtime/engine_check.py", "_answer", "pickle.load"): "in that child: what its parent gave it",
-    ("runtime/compose.py", "_read", "yaml.load"): "with a subclass of SafeLoader",
+    ("runtime/config_files.py", "_read", "yaml.load"): "with a subclass of SafeLoader",
 }
 """File, function, call → why nobody else can say what is loaded there."""
 
@@ -295,9 +296,9 @@ def test_a_row_of_data_cannot_name_a_path(tmp_path: Path):
 )
 def test_a_key_among_the_settings_is_refused_and_not_shown(judge: dict[str, Any]):
     with pytest.raises(ConfigError, match="a key must not be") as caught:
-        checks.judge_settings(judge)
+        judge_settings(judge)
     assert not leaks(str(caught.value).encode())
-    checks.judge_settings({"api_endpoint": "https://a/v1?api-version=2024-06-01", "model_name": "m"})
+    judge_settings({"api_endpoint": "https://a/v1?api-version=2024-06-01", "model_name": "m"})
 
 
 @pytest.mark.parametrize(
@@ -319,7 +320,7 @@ def test_rays_environment_holds_no_key_and_its_authentication_stays_as_it_is(mon
     given: dict[str, Any] = {}
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    monkeypatch.setattr(cluster.ray, "init", lambda **settings: given.update(settings))
+    monkeypatch.setattr(ray, "init", lambda **settings: given.update(settings))
     for mode in (None, "token", "disabled"):
         monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
         if mode is not None:

@@ -15,9 +15,9 @@ from typing import Any
 
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.runtime.building import RolloutSide, TrainSide, model_folder, synchronizer
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.typed import to_config
 
 
 async def train(settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
 from freewheel.observe.snapshot import PULSE_MIN_S as EVERY_S
 from freewheel.queue.journal import Committed, Journal, Stored, Took
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.run_dir import write_config
+from freewheel.runtime.start import write_config
 
 BEGAN_S = 1_790_000_000.0
 STEP_S = 2.0

@@ -22,7 +22,7 @@ from freewheel.dashboard.web.timeline import Timeline, merge
 from freewheel.errors import ConfigError
 from freewheel.inspect import metrics as recorded_module
 from freewheel.inspect.metrics import Recorded, by_kind
-from freewheel.runtime.compose import load
+from freewheel.runtime.config_files import load
 from freewheel.trainer.checkpoint import RunLock
 
 from .made_run import (

@@ -22,11 +22,11 @@ from freewheel.doctor import run as settings
 from freewheel.judge.testing import JudgeProfile, MockJudge
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
-from freewheel.runtime import placement, reaching
+from freewheel.runtime import cluster, placement
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.run_dir import write_config
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import STATE, RunLock
 from freewheel.trainer.checkpoint_files import write_state
 from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
@@ -202,7 +202,7 @@ def test_no_command_line_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cluster_that_is_gone_is_named(dead: str) -> None:
     by_name, code = found(f"ray.address={dead}")
     assert code == 1 and by_name["Ray"]["state"] == "problem" and dead in by_name["Ray"]["detail"]
-    assert by_name["Ray"]["remedy"] == reaching.START
+    assert by_name["Ray"]["remedy"] == cluster.START_COMMAND
 
 
 def test_a_vllm_that_is_wanted_and_missing_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.plan.planner import best, of_run
 from freewheel.plan.scene import Scores
-from freewheel.runtime.compose import to_yaml
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.config_files import to_config, to_yaml
 
 from .test_measured import made_run
 

@@ -10,8 +10,8 @@ import pytest
 
 from freewheel.queue.journal import CheckpointMark, Journal, JournalBusy, JournalFull
 from freewheel.queue.staleness import Bounds
-from freewheel.runtime import queue_opening
-from freewheel.runtime.queue_opening import open_queue
+from freewheel.runtime import building
+from freewheel.runtime.building import open_queue
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,7 +23,7 @@ CONFIG: Any = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_opening, "TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(building, "TRY_AGAIN_S", 0.001)
 
 
 def troubled(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> list[Path]:
@@ -36,7 +36,7 @@ def troubled(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> l
             raise error
         return Journal(path)
 
-    monkeypatch.setattr(queue_opening, "Journal", opened)
+    monkeypatch.setattr(building, "Journal", opened)
     return tries
 
 
@@ -59,7 +59,7 @@ async def test_a_journal_that_cannot_be_written_now_is_waited_for(
 async def test_room_that_is_missing_as_the_journal_is_read_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    restore, tries = queue_opening.restore, []
+    restore, tries = building.restore, []
 
     def full_twice(*args: Any, **given: Any) -> Any:
         tries.append(1)
@@ -67,7 +67,7 @@ async def test_room_that_is_missing_as_the_journal_is_read_is_waited_for(
             raise JournalFull("no room")
         return restore(*args, **given)
 
-    monkeypatch.setattr(queue_opening, "restore", full_twice)
+    monkeypatch.setattr(building, "restore", full_twice)
     opened = await open_queue(CONFIG, tmp_path, total_prompts=4, checkpoint=CheckpointMark())
     assert len(tries) == 3
     await opened.close()
@@ -76,7 +76,7 @@ async def test_room_that_is_missing_as_the_journal_is_read_is_waited_for(
 async def test_one_that_another_run_writes_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queue_opening, "BUSY_S", 0.01)
+    monkeypatch.setattr(building, "BUSY_S", 0.01)
     troubled(monkeypatch, JournalBusy("another writes it"), 10**9)
     with pytest.raises(JournalBusy):
         await open_queue(CONFIG, tmp_path, total_prompts=4, checkpoint=CheckpointMark())

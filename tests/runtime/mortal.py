@@ -23,9 +23,8 @@ import torch
 from freewheel.data.group import PromptGroup
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
-from freewheel.runtime.building import RolloutSide, TrainSide, synchronizer
+from freewheel.runtime.building import OpenedQueue, RolloutSide, TrainSide, open_queue, synchronizer
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.queue_opening import OpenedQueue, open_queue
 from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
 from freewheel.trainer.trainer import FullyAsyncTrainer
 

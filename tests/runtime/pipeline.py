@@ -22,13 +22,19 @@ from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.rollouter import Rollouter
-from freewheel.runtime.building import RolloutSide, TrainSide, evaluation_metrics, model_folder, synchronizer
+from freewheel.runtime.building import (
+    RolloutSide,
+    TrainSide,
+    evaluation_metrics,
+    model_folder,
+    open_queue,
+    synchronizer,
+)
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.model_size import find_folder, read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.queue_opening import open_queue
-from freewheel.runtime.typed import to_config
 from freewheel.sync.synchronizer import ParameterSynchronizer
 from freewheel.sync.weights import Weights
 from freewheel.trainer.trainer import Ending, FullyAsyncTrainer, Row

@@ -1,6 +1,6 @@
 """The components of a run without Ray: stand-ins behind handles like Ray's, which die when a test says so.
 
-FullyAsyncMain ─▶ StandInCrew (all of `Crew`, but for processes) ─▶ Handle ─▶ Part, or an ActorDiedError
+FullyAsyncMain ─▶ StandInSupervisor (all of `Supervisor`, but for processes) ─▶ Handle ─▶ Part, or an ActorDiedError
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 
 from freewheel.data.group import Ticket
 from freewheel.runtime import actors
-from freewheel.runtime.crew import Crew
+from freewheel.runtime.supervisor import Supervisor
 from freewheel.trainer.trainer import Row
 
 WAIT_S = 30.0
@@ -166,7 +166,7 @@ KINDS: dict[type, type[Part]] = {
 }
 
 
-class StandInCrew(Crew):
+class StandInSupervisor(Supervisor):
     """A crew whose parts are here. `on_made` is told of each, before anybody talks to it."""
 
     def __init__(self, **given: Any) -> None:
@@ -197,7 +197,7 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def successor(crew: StandInCrew, before: Part) -> Any:
+async def successor(crew: StandInSupervisor, before: Part) -> Any:
     """Who takes the place of `before`, once its loop goes on."""
     await until(lambda: crew[before.name] is not before and crew[before.name].running)
     return crew[before.name]

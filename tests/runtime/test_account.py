@@ -15,9 +15,8 @@ from freewheel.observe.snapshot import RunSnapshot
 from freewheel.rollout.reward_counts import RewardCounts
 from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_judging import TOTALS
-from freewheel.runtime.account import RunAccount
-from freewheel.runtime.progress import HOPELESS_BATCHES, SAME_BATCHES
-from freewheel.runtime.summing import summed
+from freewheel.runtime.account import RunAccount, summed
+from freewheel.runtime.recovery import HOPELESS_BATCHES, SAME_BATCHES
 from freewheel.trainer.trainer import Row
 
 from .pipeline import small_config

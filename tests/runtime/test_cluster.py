@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.runtime.reaching import check_cluster
+from freewheel.runtime.cluster import check_cluster
 
 pytestmark = pytest.mark.timeout(300)
 

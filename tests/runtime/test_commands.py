@@ -22,13 +22,11 @@ from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
 from freewheel.runtime import placement
-from freewheel.runtime.compose import to_yaml
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import to_config, to_yaml
 from freewheel.runtime.evaluation import eval_config, find_target
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.run_dir import new_run, resumption, split_resume, write_config
-from freewheel.runtime.starting import planned
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.start import make_plan, new_run, resume, split_resume, write_config
 from freewheel.trainer.checkpoint import STATE, RunLock
 from freewheel.trainer.checkpoint_files import write_state
 
@@ -103,7 +101,7 @@ def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: typ
     assert "trainer.total_step = 3: unknown key; did you mean trainer.total_steps?" in refused(
         "train", "trainer.total_step=3"
     )
-    assert "trainer.device = 'cuda'" in refused("train", "trainer.device=cuda") or planned(TrainConfig()).machine.gpus
+    assert "trainer.device = 'cuda'" in refused("train", "trainer.device=cuda") or make_plan(TrainConfig()).machine.gpus
     assert "--config-name = 'nope'" in refused("train", "--config-name", "nope")
     assert not runs.given and not list(elsewhere.iterdir())
 
@@ -388,14 +386,14 @@ def test_the_run_that_goes_on_is_named_among_the_overrides_once():
         ("algorithm.clip_low=0.1", "algorithm.clip_low: 0.2 → 0.1 (also for steps since the last checkpoint"),
         ("optimizer.lr=1e-5", "optimizer.lr: auto → 1e-05 (also for steps since the last checkpoint"),
         ("async_training.sync_every_steps=2", "async_training.sync_every_steps: 1 → 2 (steps that were trained keep"),
-        ("data.eval_split=validation", "data.eval_split: test → validation (scores from here on are of other prompts)"),
+        ("data.eval_split=validation", "data.eval_split: test → validation (scores from now on are of other prompts)"),
         ("observe.tensorboard=true", "observe.tensorboard: false → true"),
     ],
 )
 def test_what_changes_is_said_with_what_it_means_for_what_is_there(run_dir: Path, override: str, said: str):
-    (line,) = resumption(str(run_dir), [override]).changed
+    (line,) = resume(str(run_dir), [override]).changed
     assert line.startswith(said)
-    assert resumption(str(run_dir), []).changed == []
+    assert resume(str(run_dir), []).changed == []
 
 
 def test_a_run_in_progress_is_left_alone(run_dir: Path):
@@ -407,7 +405,7 @@ def test_a_run_in_progress_is_left_alone(run_dir: Path):
 
 def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
     moved = run_dir.rename("elsewhere")
-    assert resumption(str(moved), []).config.run_dir == "elsewhere"
+    assert resume(str(moved), []).config.run_dir == "elsewhere"
 
 
 @pytest.mark.parametrize(
@@ -427,11 +425,11 @@ def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
 )
 def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key: str):
     with pytest.raises(ConfigError, match="a resumed run keeps") as caught:
-        resumption(str(run_dir), [override])
+        resume(str(run_dir), [override])
     assert caught.value.key == key
     same = override.replace("seed=1", "seed=4").replace("rollout.n=4", "rollout.n=8")
     if same != override:
-        resumption(str(run_dir), [same])
+        resume(str(run_dir), [same])
 
 
 @pytest.mark.parametrize(
@@ -440,7 +438,7 @@ def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key:
 )
 def test_what_a_run_has_not_promised_may_change_and_is_told(run_dir: Path, override: str):
     key, _, value = override.partition("=")
-    (told,) = resumption(str(run_dir), [override]).changed
+    (told,) = resume(str(run_dir), [override]).changed
     assert told.startswith(f"{key}: ") and f"→ {value}" in told.replace("1e-05", "1e-5")
 
 
@@ -448,23 +446,23 @@ def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):
     saved = run_dir / "checkpoints" / "step_000040"
     saved.mkdir(parents=True)
     write_state(saved, STATE, {})
-    resumption(str(run_dir), ["trainer.total_steps=40"])  # killed before its final weights were written
+    resume(str(run_dir), ["trainer.total_steps=40"])  # killed before its final weights were written
     (run_dir / "final").mkdir()
     for steps in (3, 40):
-        with pytest.raises(ConfigError, match="the run is at step 40 already: give more to go on") as caught:
-            resumption(str(run_dir), [f"trainer.total_steps={steps}"])
+        with pytest.raises(ConfigError, match="the run is at step 40 already: give more to continue") as caught:
+            resume(str(run_dir), [f"trainer.total_steps={steps}"])
         assert caught.value.key == "trainer.total_steps"
-    assert resumption(str(run_dir), ["trainer.total_steps=41"]).changed
+    assert resume(str(run_dir), ["trainer.total_steps=41"]).changed
 
 
 def test_a_run_whose_checkpoints_are_damaged_goes_on_where_its_journal_has_every_step(run_dir: Path):
-    resumption(str(run_dir), [])  # before its first checkpoint
+    resume(str(run_dir), [])  # before its first checkpoint
     (run_dir / "checkpoints" / "step_000020").mkdir(parents=True)
     for dry in ([], ["--dry-run"]):
         said = refused("train", *dry, f"resume={run_dir}")
         assert f"resume = '{run_dir}': there is no checkpoint in it that can be loaded" in said
     Journal(run_dir / JOURNAL).close()
-    resumption(str(run_dir), [])
+    resume(str(run_dir), [])
 
 
 def test_a_checkpoint_that_stepped_aside_is_one_of_the_runs(run_dir: Path):
@@ -473,11 +471,11 @@ def test_a_checkpoint_that_stepped_aside_is_one_of_the_runs(run_dir: Path):
     aside.mkdir(parents=True)
     assert "there is no checkpoint in it that can be loaded" in refused("train", f"resume={run_dir}"), "damaged, alone"
     write_state(aside, STATE, {})
-    resumption(str(run_dir), [])
+    resume(str(run_dir), [])
     aside.with_suffix("").mkdir()
-    resumption(str(run_dir), [])  # beside a damaged one
+    resume(str(run_dir), [])  # beside a damaged one
     with pytest.raises(ConfigError, match="the run is at step 20 already"):
-        resumption(str(run_dir), ["trainer.total_steps=3"])
+        resume(str(run_dir), ["trainer.total_steps=3"])
 
 
 def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):

@@ -16,9 +16,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.compose import PACKAGED, compose, configs, differing, load, to_yaml
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.typed import mapping_keys, section_of, to_config
+from freewheel.runtime.config_files import (
+    PACKAGED,
+    compose,
+    configs,
+    differing,
+    load,
+    mapping_keys,
+    section_of,
+    to_config,
+    to_yaml,
+)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from freewheel.errors import ConfigError
 from freewheel.rollout.reward_policy import GroupPolicy
 from freewheel.runtime import config as schema
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.typed import all_keys, section_of, to_config
+from freewheel.runtime.config_files import all_keys, section_of, to_config
 
 PROMISED = {
     "staleness_threshold": 3,

@@ -17,26 +17,26 @@ from freewheel.runtime.building import model_folder
 from freewheel.trainer.saving import Resumed
 
 from .pipeline import plan_of, small_config
-from .standins import StandInCrew, successor, until
+from .standins import StandInSupervisor, successor, until
 
 pytestmark = pytest.mark.timeout(60)
 
 ALL = ("queue", "sync", "trainer", "rollouter-0", "rollouter-1")
 
 
-def crew_of(folder: Path, **sections: Any) -> StandInCrew:
+def crew_of(folder: Path, **sections: Any) -> StandInSupervisor:
     config = small_config(run_dir=str(folder), rollout={"replicas": 2}, **sections)
-    return StandInCrew(config=config, plan=plan_of(config), run_dir=folder)
+    return StandInSupervisor(config=config, plan=plan_of(config), run_dir=folder)
 
 
-async def end(crew: StandInCrew) -> None:
+async def end(crew: StandInSupervisor) -> None:
     for loop in crew.loops.values():
         loop.cancel()
     await asyncio.gather(*crew.loops.values(), return_exceptions=True)
 
 
 @pytest.fixture
-async def crew(tmp_path: Path) -> AsyncIterator[StandInCrew]:
+async def crew(tmp_path: Path) -> AsyncIterator[StandInSupervisor]:
     made = crew_of(tmp_path)
     await made.start(None)
     await until(lambda: all(made[name].running for name in ALL))
@@ -44,7 +44,7 @@ async def crew(tmp_path: Path) -> AsyncIterator[StandInCrew]:
     await end(made)
 
 
-async def replaced(crew: StandInCrew, name: str, *, after_s: float = 0.0) -> tuple[Any, Any]:
+async def replaced(crew: StandInSupervisor, name: str, *, after_s: float = 0.0) -> tuple[Any, Any]:
     """The dead one and its successor."""
     first = crew[name]
     first.die()
@@ -66,7 +66,7 @@ async def test_a_run_begins_with_everybody_opened_and_known_to_everybody(tmp_pat
 
 
 @pytest.mark.parametrize("name", ALL)
-async def test_everybody_knows_a_successor(crew: StandInCrew, name: str) -> None:
+async def test_everybody_knows_a_successor(crew: StandInSupervisor, name: str) -> None:
     _, second = await replaced(crew, name)
     assert name not in crew.opening
     assert crew.peers[name].part is second
@@ -76,7 +76,7 @@ async def test_everybody_knows_a_successor(crew: StandInCrew, name: str) -> None
 
 
 async def test_what_a_dead_rollouter_worked_on_is_lost_and_its_successor_joins_before_it_works(
-    crew: StandInCrew,
+    crew: StandInSupervisor,
 ) -> None:
     joined_while_running = []
 
@@ -89,7 +89,7 @@ async def test_what_a_dead_rollouter_worked_on_is_lost_and_its_successor_joins_b
     assert joined_while_running == [("rollouter-1", False)]
 
 
-async def test_a_queues_successor_is_told_what_live_rollouters_have_in_hand(crew: StandInCrew) -> None:
+async def test_a_queues_successor_is_told_what_live_rollouters_have_in_hand(crew: StandInSupervisor) -> None:
     crew["rollouter-1"].die()  # nobody has noticed yet
     _, second = await replaced(crew, "queue")
     _, total, checkpoint, in_flight = second.opened
@@ -99,7 +99,7 @@ async def test_a_queues_successor_is_told_what_live_rollouters_have_in_hand(crew
 
 
 async def test_a_synchronizers_successor_knows_what_engines_hold_and_gets_the_last_version_again(
-    crew: StandInCrew,
+    crew: StandInSupervisor,
 ) -> None:
     crew["queue"].told["published_version"] = 3
     crew["rollouter-0"].told["version"] = 4
@@ -111,13 +111,13 @@ async def test_a_synchronizers_successor_knows_what_engines_hold_and_gets_the_la
     await until(lambda: ("announce",) in second.calls and ("publish_again",) in crew["trainer"].calls)
 
 
-async def test_a_trainers_successor_begins_from_the_beginning_where_nothing_is_saved(crew: StandInCrew) -> None:
+async def test_a_trainers_successor_begins_from_the_beginning_where_nothing_is_saved(crew: StandInSupervisor) -> None:
     _, second = await replaced(crew, "trainer")
     assert second.given[-1] is None
     assert second.opened == (["rollouter-0", "rollouter-1"],)
 
 
-async def test_those_that_die_together_are_replaced_together(crew: StandInCrew) -> None:
+async def test_those_that_die_together_are_replaced_together(crew: StandInSupervisor) -> None:
     first = {name: crew[name] for name in ALL}
     for one in first.values():
         one.die()
@@ -130,7 +130,7 @@ async def test_those_that_die_together_are_replaced_together(crew: StandInCrew) 
     await until(lambda: ("announce",) in crew["sync"].calls)
 
 
-async def test_a_queue_that_dies_while_others_are_told_of_it_is_known_to_be_dead(crew: StandInCrew) -> None:
+async def test_a_queue_that_dies_while_others_are_told_of_it_is_known_to_be_dead(crew: StandInSupervisor) -> None:
     crew["sync"].announces.clear()  # it waits for a sync that is under way, which waits for the queue
     _, second = await replaced(crew, "queue")
     second.die()
@@ -139,7 +139,7 @@ async def test_a_queue_that_dies_while_others_are_told_of_it_is_known_to_be_dead
 
 
 async def test_a_synchronizer_that_dies_while_the_trainer_publishes_again_is_known_to_be_dead(
-    crew: StandInCrew,
+    crew: StandInSupervisor,
 ) -> None:
     publishing = asyncio.Event()
 
@@ -155,7 +155,7 @@ async def test_a_synchronizer_that_dies_while_the_trainer_publishes_again_is_kno
         await crew.loops["sync"]
 
 
-async def test_who_dies_while_it_is_opened_is_known_to_be_dead(crew: StandInCrew) -> None:
+async def test_who_dies_while_it_is_opened_is_known_to_be_dead(crew: StandInSupervisor) -> None:
     crew.on_made = lambda part: part.die()
     crew["trainer"].die()
     await asyncio.gather(crew.loops["trainer"], return_exceptions=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import ActorUnavailableError
 
 from freewheel.errors import ConfigError
@@ -22,16 +23,15 @@ from freewheel.queue.journal import Journal
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime import cluster, main
 from freewheel.runtime.account import RunResult
-from freewheel.runtime.asking import Asking
 from freewheel.runtime.main import FullyAsyncMain
-from freewheel.runtime.peers import PeerSilent
-from freewheel.runtime.progress import NothingToTrainOn, Stalled
-from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied
+from freewheel.runtime.recovery import KeepsDying, NothingToTrainOn, NotRecorded, RayDied, Stalled
+from freewheel.runtime.remote import NoAnswer
+from freewheel.runtime.supervisor import Poller
 from freewheel.sync.synchronizer import SyncFailed
 from freewheel.trainer.checkpoint import RunLock
 
 from .pipeline import plan_of, small_config
-from .standins import WAIT_S, Part, StandInCrew, Trainer, successor, until
+from .standins import WAIT_S, Part, StandInSupervisor, Trainer, successor, until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,7 +43,9 @@ class Scene(FullyAsyncMain):
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
-        self.crew = self._crew = StandInCrew(config=self.config, plan=self.plan, run_dir=self.run_dir, tell=self._tell)
+        self.crew = self._supervisor = StandInSupervisor(
+            config=self.config, plan=self.plan, run_dir=self.run_dir, tell=self._tell
+        )
 
     async def _start(self) -> None:
         await super()._start()
@@ -193,7 +195,7 @@ def test_whoever_dies_is_replaced_and_the_run_goes_on_to_its_end(scene: Build, n
 
 def test_a_successor_that_is_not_ready_in_time_is_ended_and_replaced_itself(scene: Build) -> None:
     async def not_ready(*_: Any) -> Any:
-        raise PeerSilent("open gave no answer within 600 s")
+        raise NoAnswer("open gave no answer within 600 s")
 
     async def happens(one: Scene) -> None:
         def on_made(part: Part) -> None:
@@ -326,7 +328,7 @@ def test_who_is_silent_is_ended_and_replaced(scene: Build, name: str) -> None:
 
     async def silent() -> dict[str, Any]:
         asked.append(name)
-        raise PeerSilent("stats gave no answer")
+        raise NoAnswer("stats gave no answer")
 
     async def happens(one: Scene) -> None:
         first = one.crew[name]
@@ -343,7 +345,7 @@ def test_who_is_silent_is_ended_and_replaced(scene: Build, name: str) -> None:
 
 
 async def test_an_answer_that_comes_late_is_heard_once_and_nobody_waits_for_it() -> None:
-    asking, gate, asked = Asking(), asyncio.Event(), []
+    asking, gate, asked = Poller(), asyncio.Event(), []
 
     async def slow() -> str:
         asked.append("slow")
@@ -362,7 +364,7 @@ async def test_an_answer_that_comes_late_is_heard_once_and_nobody_waits_for_it()
 
 
 async def test_only_silence_in_a_row_counts() -> None:
-    asking, answers = Asking(), [PeerSilent("1"), PeerSilent("2"), None, PeerSilent("3")]
+    asking, answers = Poller(), [NoAnswer("1"), NoAnswer("2"), None, NoAnswer("3")]
 
     async def ask() -> None:
         if (answer := answers.pop(0)) is not None:
@@ -420,8 +422,8 @@ def test_sinks_are_closed_when_ray_is_not_joined_and_an_interrupt_ends_in_words(
     monkeypatch.setattr(cluster, "_connect", no_ray)
     sink = Sink()
     monkeypatch.setattr(main, "open_sinks", lambda **_: [sink])
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     one = scene()
     if isinstance(error, ConfigError):
         with pytest.raises(ConfigError):
@@ -445,8 +447,8 @@ def test_a_signal_while_ray_is_joined_or_left_lets_that_be_finished(
             os.kill(os.getpid(), number)
         done.append(name)
 
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: act("left"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: act("left"))
     monkeypatch.setattr(cluster, "_connect", lambda *_: act("joined"))
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     stops = pytest.raises(KeyboardInterrupt) if when == "joined" else nullcontext()

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 from freewheel.cli import app
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.runtime import engine_check, placement
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.typed import to_config
 
 LAPTOP = Machine(cpus=2, memory_bytes=8 << 30)
 

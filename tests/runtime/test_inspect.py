@@ -25,7 +25,7 @@ from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import JournalConfig, TrainConfig
-from freewheel.runtime.run_dir import write_config
+from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
 NOW_S = 1_700_000_000.0

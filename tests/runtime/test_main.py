@@ -30,7 +30,7 @@ from freewheel.rollout.reward_stage import FatalRewardFailure
 from freewheel.runtime import main as main_module
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
-from freewheel.runtime.progress import NothingToTrainOn
+from freewheel.runtime.recovery import NothingToTrainOn
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
 from .mortal import journal_of
@@ -236,7 +236,8 @@ def check_that_pulse_syncs_samples_and_records_are_there_for_programs(run: Run) 
     assert pulses and pulses[-1]["waits"].keys() >= {"trainer", "rollouter-0", "rollouter-1"}
     assert pulses[-1]["published_version"] <= pulses[-1]["version"] <= 6
     syncs = read_metrics(run.folder, "sync")
-    assert [row["version"] for row in syncs] == [1, 2, 3, 4, 5, 6]
+    versions = [row["version"] for row in syncs]
+    assert versions == sorted(set(versions)) and versions[-1] == 6, "a slow engine may skip a version, not repeat one"
     for row in syncs:
         assert (row["failed"], row["bytes"] > 0, row["engines"].keys()) == (False, True, {"rollouter-0", "rollouter-1"})
         assert all(one["attempts"] == 1 and one["took_s"] <= row["took_s"] for one in row["engines"].values())

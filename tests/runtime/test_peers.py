@@ -9,9 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from freewheel.queue.message_queue import MessageQueue
-from freewheel.runtime import peers as module
-from freewheel.runtime.clients import RemoteQueue
-from freewheel.runtime.peers import Peers, PeerSilent, call, cause, died
+from freewheel.runtime import remote as module
+from freewheel.runtime.remote import ActorDirectory, NoAnswer, RemoteQueue, call, cause, died
 
 from .standins import WAIT_S, Handle, Mortal, until
 
@@ -41,8 +40,8 @@ class Peer(Mortal):
         return method, args, kwargs
 
 
-def knowing(**known: Peer) -> Peers:
-    peers = Peers()
+def knowing(**known: Peer) -> ActorDirectory:
+    peers = ActorDirectory()
     peers.meet({name: Handle(peer) for name, peer in known.items()})
     return peers
 
@@ -56,7 +55,7 @@ async def test_a_time_out_of_the_peers_own_is_not_its_silence() -> None:
     peer = Peer("", TimeoutError("a tool took too long"))
     with pytest.raises(TimeoutError, match="a tool took too long"):
         await call(Handle(peer), "say")
-    with pytest.raises(PeerSilent, match=r"hangs gave no answer within 0\.01 s"):
+    with pytest.raises(NoAnswer, match=r"hangs gave no answer within 0\.01 s"):
         await call(Handle(peer), "hangs", deadline_s=0.01)
 
 
@@ -94,7 +93,7 @@ async def test_a_peer_that_dies_while_it_is_asked_is_dead() -> None:
 
 
 async def test_one_that_is_not_met_yet_is_waited_for() -> None:
-    peers = Peers()
+    peers = ActorDirectory()
     asked = asyncio.ensure_future(peers.call("queue", "say"))
     await asyncio.sleep(0.01)
     assert not asked.done()
@@ -104,8 +103,8 @@ async def test_one_that_is_not_met_yet_is_waited_for() -> None:
 
 async def test_one_that_is_never_met_is_silent_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECOVERY_S", 0.02)
-    with pytest.raises(PeerSilent, match=r"queue was not there for say within 0\.03 s"):
-        await Peers().call("queue", "say", deadline_s=0.01)
+    with pytest.raises(NoAnswer, match=r"queue was not there for say within 0\.03 s"):
+        await ActorDirectory().call("queue", "say", deadline_s=0.01)
 
 
 async def test_the_death_of_a_third_that_a_peer_met_with_is_raised_and_nobody_is_asked_again() -> None:
@@ -156,7 +155,7 @@ async def test_where_no_successor_comes_in_time_the_last_try_is_told(monkeypatch
     peers = knowing(queue=dead, sync=Peer())
     with pytest.raises(ActorDiedError):
         await peers.call("queue", "say", deadline_s=0.01)
-    with pytest.raises(PeerSilent, match="hangs gave no answer"):
+    with pytest.raises(NoAnswer, match="hangs gave no answer"):
         await peers.call("sync", "hangs", deadline_s=0.01)
 
 
@@ -168,7 +167,7 @@ async def test_a_queue_is_called_through_its_name_with_the_callers_patience() ->
 def test_only_the_death_of_the_called_one_itself_is_its_death() -> None:
     assert died(ActorDiedError())
     assert not died(nested_death())
-    assert not died(PeerSilent("it did not answer"))
+    assert not died(NoAnswer("it did not answer"))
 
 
 def test_an_error_comes_out_of_rays_wrapping() -> None:

@@ -14,12 +14,11 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.runtime import placement
-from freewheel.runtime.compose import compose
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import compose, to_config
 from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.typed import to_config
 
 GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.runtime.progress import STEP_S, STEP_TIMES, Progress
+from freewheel.runtime.recovery import STEP_S, STEP_TIMES, Progress
 
 TRAINS = {"training": True, "global_steps": 6}
 

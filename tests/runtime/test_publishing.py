@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.runtime import clients
-from freewheel.runtime.clients import RemotePublisher
+from freewheel.runtime import remote
+from freewheel.runtime.remote import RemotePublisher
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import AnyWeights, pack
 
@@ -37,7 +37,7 @@ def put(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
         threads.append(threading.current_thread())
         return "reference"
 
-    monkeypatch.setattr(clients.ray, "put", fake)
+    monkeypatch.setattr(remote.ray, "put", fake)
     return threads
 
 
@@ -95,7 +95,7 @@ async def test_the_loop_answers_while_weights_are_copied(monkeypatch: pytest.Mon
         assert done.wait(30)
         return "reference"
 
-    monkeypatch.setattr(clients.ray, "put", slow)
+    monkeypatch.setattr(remote.ray, "put", slow)
     sending = asyncio.create_task(publisher.submit(1, pack({"w": torch.ones(1)})))
     await asyncio.to_thread(copying.wait, 30)
     assert not sending.done()

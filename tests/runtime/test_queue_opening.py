@@ -21,7 +21,7 @@ from freewheel.queue.journal import (
     Took,
 )
 from freewheel.queue.ledger import Frontier
-from freewheel.runtime.queue_opening import OpenedQueue, open_queue
+from freewheel.runtime.building import OpenedQueue, open_queue
 
 from .pipeline import small_config
 

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.runtime import reaching
-from freewheel.runtime.cluster import cluster
-from freewheel.runtime.reaching import check_cluster, joined_at
+from freewheel.runtime import cluster
+from freewheel.runtime.cluster import check_cluster, joined_at
 from freewheel.utils.processes import within
 
 
@@ -57,7 +56,7 @@ def live(answers: Callable[[bytes], str]) -> str:
 @pytest.fixture
 def no_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else runs on the machine of these tests."""
-    monkeypatch.setattr(reaching, "_has_head", lambda: False)
+    monkeypatch.setattr(cluster, "_has_head", lambda: False)
 
 
 def refused(address: str, environ: dict[str, str] | None = None) -> str:
@@ -76,7 +75,7 @@ def test_a_dead_address_is_refused_at_once(dead: str) -> None:
 
 
 def test_a_run_meets_it_before_ray_does(dead: str) -> None:
-    with pytest.raises(ConfigError, match="nobody takes a connection"), cluster(address=dead, cpus=1):
+    with pytest.raises(ConfigError, match="nobody takes a connection"), cluster.cluster(address=dead, cpus=1):
         pass
 
 
@@ -90,7 +89,7 @@ def test_one_that_takes_connections_is_left_to_ray(live: str) -> None:
 def test_another_server_is_not_taken_for_a_cluster(
     answers: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reaching, "CONNECT_S", 0.3)
+    monkeypatch.setattr(cluster, "CONNECT_S", 0.3)
     assert "what answers there is no Ray cluster: give the address" in refused(answers(b"HTTP/1.1 400 Bad Request"))
     silent = answers(b"")
     assert "does not speak as Ray does (timed out)" in refused(silent)
@@ -111,7 +110,7 @@ def test_auto_is_what_ray_would_take(tmp_path: Path, dead: str, live: str, no_he
 def test_a_head_that_nobody_wrote_down_may_be_found_by_ray(
     tmp_path: Path, dead: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reaching, "_has_head", lambda: True)
+    monkeypatch.setattr(cluster, "_has_head", lambda: True)
     check_cluster("auto", {"RAY_TMPDIR": str(tmp_path)})
     assert "nobody takes" in refused("auto", {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": dead}), "what was named"
 

@@ -12,8 +12,8 @@ import pytest
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.observe.samples import read_samples
 from freewheel.observe.trace import read_trace
+from freewheel.runtime.building import end_recording, start_recording
 from freewheel.runtime.config import ObserveConfig
-from freewheel.runtime.recording import end_recording, start_recording
 
 from .pipeline import Finished, run_pipeline, small_config
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.runtime.restarts import LONGEST_BACKOFF_S, Restarts
+from freewheel.runtime.recovery import LONGEST_BACKOFF_S, Restarts
 
 PARTS = ("queue", "trainer", "rollouter-0")
 

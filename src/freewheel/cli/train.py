@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from freewheel.rollout.evaluating import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.plan import Plan
-    from freewheel.runtime.starting import Given
+    from freewheel.runtime.start import RunRequest
 
 MERGES = ("hydra",)
 """What it takes to read a configuration."""
@@ -68,10 +68,10 @@ def train(
         if dry_run:
             _show(overrides or [], config_path, config_name)
             return
-        from freewheel.runtime.starting import planned, read_config
+        from freewheel.runtime.start import make_plan, read_config
 
         given = read_config(overrides or [], config_path, config_name)
-        plan = planned(given.config)
+        plan = make_plan(given.config)
         plan.check()
         raise typer.Exit(_run(given, plan, plain=plain))
 
@@ -132,7 +132,7 @@ def evaluate(
             raise typer.Exit(1)
 
 
-def _run(given: Given, plan: Plan, *, plain: bool) -> int:
+def _run(given: RunRequest, plan: Plan, *, plain: bool) -> int:
     from freewheel.dashboard.terminal import says_warnings, view
     from freewheel.dashboard.web.child import page_of
     from freewheel.runtime.main import FullyAsyncMain
@@ -144,7 +144,7 @@ def _run(given: Given, plan: Plan, *, plain: bool) -> int:
             resume=given.resume,
             changed=given.changed,
             view=shown,
-            beside=partial(page_of, given.config, shown),
+            alongside=partial(page_of, given.config, shown),
         )
         return main.run().exit_code
 

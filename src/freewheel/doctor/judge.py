@@ -21,7 +21,7 @@ from freewheel.judge.outcome import Failure, Kind, Reply
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder, local_secret
 from freewheel.judge.request import JudgeRequest
-from freewheel.runtime.checks import has_key
+from freewheel.runtime.config import has_key
 from freewheel.utils.findings import Finding, ok, problem, warning
 
 CALL_S = 20.0

@@ -29,10 +29,9 @@ from freewheel.doctor import judge, machine
 from freewheel.errors import ConfigError, DataError
 from freewheel.judge.config import parse_concurrency
 from freewheel.observe.run_folder import CONFIG, saved_steps
+from freewheel.runtime.cluster import ADDRESS_KEY as RAY
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.reaching import KEY as RAY
-from freewheel.runtime.run_dir import RESUME, RUNS, is_resume
-from freewheel.runtime.starting import read_config
+from freewheel.runtime.start import RESUME, RUNS, is_resume, read_config
 from freewheel.utils.findings import Check, Finding, State, ok, problem, run_checks, warning
 
 if TYPE_CHECKING:
@@ -83,13 +82,13 @@ def read_run(overrides: Sequence[str], config_path: str | None, config_name: str
 
 def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
     """With everything against it; None where what it names is not there."""
-    from freewheel.runtime.checks import held_out_file, step_in_memory
+    from freewheel.runtime.config import held_out_file, step_in_memory
     from freewheel.runtime.placement import Machine, place
     from freewheel.runtime.preflight import refused
-    from freewheel.runtime.starting import planned
+    from freewheel.runtime.start import make_plan
 
     try:
-        plan = planned(config)
+        plan = make_plan(config)
     except (ConfigError, DataError) as error:
         here = Machine.here()
         more = [*place(config, here).problems, *held_out_file(config), *step_in_memory(config, here.memory_bytes)]

@@ -237,7 +237,7 @@ def _folder(package: str) -> Path | None:
 
 
 def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = installed) -> Iterator[Finding]:
-    from freewheel.runtime.reaching import START, check_cluster, joined_at
+    from freewheel.runtime.cluster import START_COMMAND, check_cluster, joined_at
 
     release = have("ray")
     if release is None:
@@ -248,6 +248,6 @@ def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = in
     try:
         check_cluster(address, environ)
     except ConfigError as error:
-        yield problem("Ray", str(error), START)
+        yield problem("Ray", str(error), START_COMMAND)
         return
     yield ok("Ray", f"{release}; a cluster answers at {joined_at(address, environ) or address}")

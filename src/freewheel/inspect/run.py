@@ -25,8 +25,8 @@ from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, JOURNAL, LOCK, saved_steps
 from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import CheckpointMark, Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat
-from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import load
 from freewheel.trainer.checkpoint import STATE
 from freewheel.trainer.checkpoint_files import CheckpointDamaged, read_state, visible_damage
 

@@ -35,10 +35,9 @@ from freewheel.plan.hardware import Cluster, Workload, accelerator, shape
 from freewheel.plan.scene import Outcome, Scene, Scores
 from freewheel.queue.staleness import Bounds
 from freewheel.runtime.bottleneck import Bound, Setting, Tried
-from freewheel.runtime.compose import load
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import load, to_config
 from freewheel.runtime.placement import Gpu, Machine, place
-from freewheel.runtime.typed import to_config
 
 REPLAYED_STEPS = 40
 """Of a run's own settings, to find what no file says: as many as its default has."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from freewheel.judge.stats import is_up
 from freewheel.observe import trace
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.run_folder import JOURNAL, TEXT_LOG
@@ -23,8 +24,7 @@ from freewheel.observe.spans import ELAPSED, shares
 from freewheel.rewards.config import as_config
 from freewheel.runtime.bottleneck import Bound, Setting, Verdict, Waits, Watching, stopped, waited
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.progress import GivenUp, Progress
-from freewheel.runtime.summing import ENDPOINTS, summed
+from freewheel.runtime.recovery import GivenUp, Progress
 
 EVENTS_KEPT = 20
 """For the view; the log has all."""
@@ -39,6 +39,8 @@ REPLICA_COUNTERS = (
 """What a replica did stays done when it dies; its successor counts from 0."""
 REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
 """What among the rewards' numbers is over when a replica dies."""
+ENDPOINTS = "endpoints"
+"""Of a judge, as `EndpointStats` has them."""
 JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", ENDPOINTS)
 """The same among its judge's."""
 FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
@@ -386,3 +388,37 @@ def _counters(replica: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in names}
+
+
+PERCENTILES = ("latency_p50_s", "latency_p90_s", "latency_p99_s")
+OF_SEVERAL = {"version": min, "mean_latency_s": max, "loop_lag_s": max, **dict.fromkeys(PERCENTILES, max)}
+"""Of several replicas the least or the largest is told, and not the sum."""
+
+
+def summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is neither a number nor an endpoint is the first one's."""
+    total: dict[str, Any] = {}
+    for found in replicas:
+        for name, value in found.items():
+            known = total.get(name)
+            if name == ENDPOINTS:  # a replica that has just begun knows none
+                total[name] = _endpoints([*(known or ()), *(value or ())])
+            elif isinstance(value, Mapping) and isinstance(known, Mapping):
+                total[name] = summed([known, value])
+            elif _is_number(value) and _is_number(known):
+                total[name] = OF_SEVERAL.get(name, sum)((known, value))
+            else:
+                total.setdefault(name, value)
+    return total
+
+
+def _endpoints(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each as all replicas see it: it is up where one of them reaches it."""
+    by_address: dict[Any, list[Mapping[str, Any]]] = {}
+    for one in told:
+        by_address.setdefault((one.get("url"), one.get("model")), []).append(one)
+    return [summed(sorted(seen, key=lambda one: not is_up(**one))) for seen in by_address.values()]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

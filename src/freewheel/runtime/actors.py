@@ -4,9 +4,8 @@
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
-Beside `FullyAsyncMain`, `Crew`, `Peers`, `Pools`, `freewheel.runtime.clients`, `freewheel.runtime.cluster` and
-`freewheel.runtime.training_ranks` the only module that knows Ray. Actors build their component
-(`freewheel.runtime.building`) and pass calls on; how they call each other is their clients' affair.
+Actors build their component (`freewheel.runtime.building`) and pass calls on. How they call each other is in
+`freewheel.runtime.remote`.
 """
 
 from __future__ import annotations
@@ -26,11 +25,9 @@ from ray.exceptions import OwnerDiedError
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import CheckpointMark
 from freewheel.rollout.engine import EngineDied
-from freewheel.runtime.clients import RemotePublisher, RemoteQueue, RemoteReplica
+from freewheel.runtime.building import OpenedQueue, end_recording, open_queue, start_recording
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import Peers
-from freewheel.runtime.queue_opening import OpenedQueue, open_queue
-from freewheel.runtime.recording import end_recording, start_recording
+from freewheel.runtime.remote import ActorDirectory, RemotePublisher, RemoteQueue, RemoteReplica
 from freewheel.runtime.training_ranks import Ranks
 from freewheel.sync.synchronizer import WeightsGone
 from freewheel.utils.registry import receive_in_memory
@@ -60,7 +57,7 @@ class Component:
 
         attach_log(run_dir, name)
         self._name, self._folder = name, run_dir
-        self._peers = Peers()
+        self._peers = ActorDirectory()
 
     async def meet(self, handles: Mapping[str, Any]) -> None:
         self._peers.meet(handles)

@@ -9,20 +9,44 @@ Called by the actors, and by tests that run a whole pipeline in one process.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from freewheel.errors import ConfigError
-from freewheel.runtime.config import EMBEDDED, TrainConfig
-from freewheel.runtime.prompts import Prompts
+from freewheel.data.group import Ticket
+from freewheel.data.prompts import PromptStream
+from freewheel.data.rendering import Rendering, render_rows
+from freewheel.data.sources import is_on_hub
+from freewheel.data.tasks import BUILTIN, Task, get_task
+from freewheel.errors import ConfigError, DataError
+from freewheel.observe.run_folder import JOURNAL
+from freewheel.observe.samples import attach_samples, detach_samples
+from freewheel.observe.trace import attach_trace, detach_trace
+from freewheel.queue.journal import (
+    CheckpointMark,
+    Journal,
+    JournalBusy,
+    JournalDamaged,
+    JournalError,
+    JournalFormat,
+    JournalWriter,
+    passing,
+    set_aside,
+)
+from freewheel.queue.message_queue import MessageQueue
+from freewheel.queue.restore import Restored, restore
+from freewheel.runtime.config import EMBEDDED, OWN_ROWS, ObserveConfig, TrainConfig
 from freewheel.utils.registry import DETAIL_CHARS, find_object
 
 if TYPE_CHECKING:
-    from freewheel.data.group import Array
+    from freewheel.data.group import Array, Prompt
     from freewheel.data.tasks import Task
     from freewheel.queue.client import QueueClient
     from freewheel.rollout.evaluating import EvalResult, HeldOutScore
@@ -34,6 +58,7 @@ if TYPE_CHECKING:
     from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
     from freewheel.trainer.backend import Backend
     from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
+
 
 MONITORED = ("trainer_stats", "rollouter_stats")
 """What a monitor is called with."""
@@ -433,3 +458,218 @@ def _must_take(key: str, spec: str | None, found: Any, by_place: Sequence[str], 
     except TypeError as error:
         wanted = ", ".join((*by_place, *by_name))
         raise ConfigError(key, spec, f"it is called with ({wanted}), and does not take that: {error}") from error
+
+
+Use = Literal["train", "eval"]
+"""Of rows: the key of `data` that names them."""
+
+
+def is_here(task: str, path: str | None) -> bool:
+    """Whether rows can be read without fetching them. `path`: of `data.train` or `data.eval`."""
+    return task == OWN_ROWS or (path is not None and not is_on_hub(path))
+
+
+def is_measured(config: TrainConfig) -> bool:
+    """Whether there are held-out rows: none where a file is trained on and none is given to measure on."""
+    return config.eval.prompts > 0 and (config.data.eval is not None or config.data.train is None)
+
+
+def read_rows(config: TrainConfig, task: Task, use: Use) -> Sequence[Any]:
+    """The rows of `data.train` or `data.eval`. What cannot be read, or not be scored, is said by that key."""
+    data, key = config.data, f"data.{use}"
+    path, split = (data.train, data.train_split) if use == "train" else (data.eval, data.eval_split)
+    try:
+        rows = task.load(split, path, limit=data.limit if use == "train" else None)
+    except DataError as error:
+        raise ConfigError(key, path, str(error)) from error
+    except OSError as error:
+        raise ConfigError(key, path, f"it cannot be read ({error}): give a file that can") from error
+    except ConfigError as error:
+        raise error.renamed(f"{key}_split") if error.key == "split" else error from None
+    if config.reward.function is None and data.task in BUILTIN:  # the score of another's task may take long
+        for place, row in enumerate(rows):
+            if why := _unscorable(task, row):
+                remedy = "correct it (docs/tasks.md has the fields), or give a reward.function of your own"
+                raise ConfigError(key, path, f"row {place} cannot be scored: {why}: {remedy}")
+    return rows
+
+
+def _unscorable(task: Task, row: Any) -> str:
+    """Why the task's rule refuses the row, whatever the response; empty where it does not."""
+    try:
+        task.score("", row)
+    except ConfigError as error:
+        return f"no rule is for its data_source {row['data_source']!r}" if error.key == "data_source" else str(error)
+    except DataError as error:
+        return str(error)
+    except Exception:  # noqa: BLE001  # a registered rule may fail for having no response
+        return ""
+    return ""
+
+
+class Prompts:
+    """What a run trains on and is measured on, rendered."""
+
+    def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
+        self.task: Task = get_task(config.data.task)
+        self.longest_tokens = 1
+        """Of the prompts rendered so far: what an engine's slots must hold."""
+        self._config = config
+        self._tokenizer = tokenizer
+
+    def train(self) -> PromptStream:
+        data = self._config.data
+        prompts = self._rendered(read_rows(self._config, self.task, "train"), "train")
+        return PromptStream(prompts, seed=self._config.seed, shuffle=data.shuffle, epochs=data.epochs)
+
+    def held_out(self) -> list[Prompt]:
+        """`eval.prompts` of them, spread over all that there are: rows may be sorted. None where the task has no
+        held-out rows of its own and no file is given."""
+        if not is_measured(self._config):
+            return []
+        rows = read_rows(self._config, self.task, "eval")
+        count = min(self._config.eval.prompts, len(rows))
+        return self._rendered([rows[place * len(rows) // count] for place in range(count)], "eval")
+
+    def _rendered(self, rows: Sequence[Any], use: Use) -> list[Prompt]:
+        data = self._config.data
+        rendering = Rendering(system_prompt=data.system_prompt, chat_template=data.chat_template)
+        try:
+            prompts = render_rows(
+                rows,
+                lambda row: self.task.render(row, self._tokenizer, rendering),
+                max_prompt_tokens=data.max_prompt_tokens,
+                too_long=data.too_long,
+            )
+        except DataError as error:
+            raise ConfigError(f"data.{use}", getattr(data, use), str(error)) from error
+        self.longest_tokens = max(self.longest_tokens, *(len(prompt.tokens) for prompt in prompts))
+        return prompts
+
+
+log = logging.getLogger("freewheel.queue")
+
+BUSY_S = 60.0
+"""For another process that writes it: a killed run whose last process is slow to go. Longer, and it is a run."""
+TRY_AGAIN_S = 1.0
+SAY_AGAIN_S = 60.0
+"""While there is no room for what is to be written before a run can go on."""
+
+
+@dataclass(frozen=True)
+class OpenedQueue:
+    queue: MessageQueue
+    journal: JournalWriter | None
+    notes: list[str] = field(default_factory=list)
+    """For the log: what was found."""
+
+    async def close(self) -> None:
+        await self.queue.close()
+        if self.journal is not None:
+            await self.journal.close()
+
+
+async def open_queue(
+    config: TrainConfig,
+    run_dir: Path,
+    *,
+    total_prompts: int | None,
+    checkpoint: CheckpointMark | None,
+    in_flight: Mapping[str, Sequence[Ticket]] | None = None,
+) -> OpenedQueue:
+    """`checkpoint`: where a run begins or goes on; None: in the place of a queue that died, and whose trainer and
+    rollouters live on. Raises a `JournalError`."""
+    bounds = config.bounds
+    if not config.journal.enabled:
+        assert checkpoint is not None, "what a queue held died with it: there is no journal"
+        return OpenedQueue(
+            MessageQueue(
+                bounds=bounds,
+                total_prompts=total_prompts,
+                frontier=checkpoint.frontier,
+                version=checkpoint.version,
+                step=checkpoint.step,
+            ),
+            None,
+        )
+    work = partial(restore, total=total_prompts, checkpoint=checkpoint, in_flight=in_flight)
+    notes: list[str] = []
+    path = run_dir / JOURNAL
+    try:
+        writer, restored = await _restored(path, work)
+    except JournalFormat:  # nothing is wrong with it: the freewheel that wrote it goes on with it
+        raise
+    except JournalDamaged as error:
+        if checkpoint is None:
+            raise
+        aside = await asyncio.to_thread(set_aside, path)
+        notes = [
+            f"The journal cannot be read and is kept as {aside.name} ({error}): groups that were queued are generated "
+            f"again, and training goes on from the checkpoint of step {checkpoint.step}"
+        ]
+        writer, restored = await _restored(path, work)
+    queue = MessageQueue(
+        bounds=bounds,
+        total_prompts=total_prompts,
+        journal=writer,
+        restored=restored,
+        keep_groups=config.journal.keep_groups,
+    )
+    return OpenedQueue(queue, writer, [*notes, *restored.notes])
+
+
+def check_journal(run_dir: Path) -> None:
+    """Raise unless the journal has every step of the run. A run without a usable checkpoint continues from that."""
+    try:
+        with closing(Journal(run_dir / JOURNAL, readonly=True)) as journal:
+            has_every_step = journal.base().step == 0
+    except (JournalError, OSError):
+        has_every_step = False
+    if not has_every_step:
+        raise ConfigError("resume", str(run_dir), "there is no checkpoint in it that can be loaded: start a new run")
+
+
+async def _restored(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
+    """As soon as it can be written."""
+    clock = asyncio.get_running_loop().time
+    began, said = clock(), -SAY_AGAIN_S
+    while True:
+        try:
+            return await _read(path, work)
+        except Exception as error:
+            busy = isinstance(error, JournalBusy)
+            if not (busy or passing(error)) or (busy and clock() - began > BUSY_S):
+                raise
+            if clock() - said >= SAY_AGAIN_S:
+                log.warning("%s; the run goes on when that has passed", error)
+                said = clock()
+        await asyncio.sleep(TRY_AGAIN_S)
+
+
+async def _read(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
+    """Damage may be found by opening it, or by reading it to its end."""
+    writer = JournalWriter(journal=await asyncio.to_thread(Journal, path))
+    try:
+        return writer, await writer.read(work)
+    except BaseException:
+        await writer.close()
+        raise
+
+
+MB = 1_000_000
+
+
+def start_recording(
+    settings: ObserveConfig, run_dir: str | os.PathLike[str], component: str, *, samples: bool = False
+) -> None:
+    """Nothing is created before there is something to write, and nothing that goes wrong later is raised."""
+    attach_trace(run_dir, component, every=settings.trace_every, most_bytes=int(settings.trace_mb * MB))
+    if samples:
+        most_bytes = int(settings.samples_mb * MB)
+        attach_samples(run_dir, component, per_s=settings.samples_per_s, most_bytes=most_bytes)
+
+
+def end_recording() -> None:
+    """Writes the rest. Without effect where nothing was started."""
+    detach_trace()
+    detach_samples()

@@ -69,9 +69,8 @@ def _asked(plan: Plan, model: str) -> list[ConfigError]:
 
 def _answer(given: BinaryIO) -> bytes:
     """In the child."""
-    from freewheel.runtime.building import load_tokenizer
+    from freewheel.runtime.building import Prompts, is_here, load_tokenizer
     from freewheel.runtime.engines import check_engine
-    from freewheel.runtime.prompts import Prompts, is_here
 
     plan, model = pickle.load(given)  # from our own parent
     config = plan.config

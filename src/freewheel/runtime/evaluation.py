@@ -18,10 +18,10 @@ from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluating import EvalResult, evaluate
 from freewheel.runtime.config import EMBEDDED, TrainConfig
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.run_dir import load_run
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.start import load_run
 from freewheel.trainer.checkpoint import HF_CONFIG as MODEL_CONFIG
 from freewheel.trainer.checkpoint import CheckpointStore
 
@@ -106,8 +106,8 @@ async def run_evaluation(
     """Load the model into this process and measure it."""
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
+    from freewheel.runtime.building import Prompts
     from freewheel.runtime.engines import load_engine
-    from freewheel.runtime.prompts import Prompts
 
     plan = resolve(config, Machine.here())
     building.use_threads(plan.threads_rollout)

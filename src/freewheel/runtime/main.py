@@ -33,16 +33,13 @@ from freewheel.observe.recorder import Recorder, Sink, SinkError, open_sinks
 from freewheel.observe.run_folder import FINAL, saved_steps
 from freewheel.rollout.hook import HOOK_TIMEOUTS
 from freewheel.runtime.account import Outcome, RunAccount, RunResult
-from freewheel.runtime.asking import Asking
-from freewheel.runtime.building import named_function
+from freewheel.runtime.building import check_journal, end_recording, named_function, start_recording
 from freewheel.runtime.cluster import cluster, lost_processes
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.crew import Crew, newest_checkpoint
-from freewheel.runtime.peers import START_S, PeerSilent, call, cause, died
-from freewheel.runtime.progress import NothingToTrainOn, Stalled
-from freewheel.runtime.recording import end_recording, start_recording
-from freewheel.runtime.restarts import KeepsDying, NotRecorded, RayDied, Restarts
-from freewheel.runtime.run_dir import check_journal, new_run, write_config
+from freewheel.runtime.recovery import KeepsDying, NothingToTrainOn, NotRecorded, RayDied, Restarts, Stalled
+from freewheel.runtime.remote import START_S, NoAnswer, call, cause, died
+from freewheel.runtime.start import new_run, write_config
+from freewheel.runtime.supervisor import Poller, Supervisor, newest_checkpoint
 from freewheel.trainer.checkpoint import RunLock, RunLocked
 from freewheel.trainer.saving import Resumed
 
@@ -80,10 +77,10 @@ class FullyAsyncMain:
         resume: bool = False,
         changed: Sequence[str] = (),
         view: Any = None,
-        beside: Callable[[], AbstractContextManager[None]] = nullcontext,
+        alongside: Callable[[], AbstractContextManager[None]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`beside`: what goes on while the run does, such as its page; from when the folder is its own."""
+        """`alongside`: what goes on while the run does, such as its page; from when the folder is its own."""
         self.config = config if config.run_dir else new_run(config)
         self.plan = plan
         self.run_dir = Path(self.config.run_dir or "").absolute()
@@ -92,12 +89,12 @@ class FullyAsyncMain:
         """Settings that a resumed run did not have before, in words."""
         self._clock = clock
         self._view = view
-        self._beside = beside
+        self._alongside = alongside
         self._monitor = named_function("observe.custom_monitor", config.observe.custom_monitor)
-        self._crew = Crew(config=self.config, plan=plan, run_dir=self.run_dir, tell=self._tell)
+        self._supervisor = Supervisor(config=self.config, plan=plan, run_dir=self.run_dir, tell=self._tell)
         recovery = config.recovery
         self._restarts = Restarts(max_restarts=recovery.max_restarts, backoff_s=recovery.backoff_s)
-        self._asking = Asking()
+        self._poller = Poller()
         self._ending: tuple[Outcome, BaseException | None] = ("stopped", None)
         self._stopping = 0
         self._hurry = asyncio.Event()
@@ -111,7 +108,7 @@ class FullyAsyncMain:
         alerts = Alerts(self.config.observe.alerts)
         with self._own_folder() as sinks:
             recorder = Recorder(run_dir=self.run_dir, sinks=sinks, alerts=alerts)
-            with closing(recorder), self._beside():
+            with closing(recorder), self._alongside():
                 account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
                 self._account = account
                 # Ray is joined before our signal handlers are set, which replace those that it sets.
@@ -208,19 +205,21 @@ class FullyAsyncMain:
         if outcome == "finished" and self._account.step == 0:
             raise NothingToTrainOn("every prompt was given up and no step was taken: the warnings in the log say why")
         if outcome == "finished":
-            await call(self._crew.handles["trainer"], "export", str(self.run_dir / FINAL), deadline_s=START_S)
+            await call(self._supervisor.handles["trainer"], "export", str(self.run_dir / FINAL), deadline_s=START_S)
         return outcome
 
     async def _let_trainer_save(self) -> None:
         """Where the trainer lives, what it learned outlives the failure of another."""
-        trainer = self._crew.loops.get("trainer")
-        if trainer is None or trainer.done() or "trainer" in self._crew.opening:
+        trainer = self._supervisor.loops.get("trainer")
+        if trainer is None or trainer.done() or "trainer" in self._supervisor.opening:
             return
-        if "queue" not in self._crew.loops:  # it died for good: without it no checkpoint can say which prompts ended
+        if (
+            "queue" not in self._supervisor.loops
+        ):  # it died for good: without it no checkpoint can say which prompts ended
             return
         self._account.say("The run has failed: finishing the step and saving before it ends")
-        with suppress(PeerSilent, RayError):  # it may be about to end by itself
-            await call(self._crew.handles["trainer"], "request_stop", deadline_s=self.config.recovery.silent_s)
+        with suppress(NoAnswer, RayError):  # it may be about to end by itself
+            await call(self._supervisor.handles["trainer"], "request_stop", deadline_s=self.config.recovery.silent_s)
         limit_s = SAVE_S + self._account.progress.longest_step_s
         await asyncio.wait([trainer], timeout=limit_s)
         if not trainer.done():
@@ -245,12 +244,12 @@ class FullyAsyncMain:
         if self._working.done():
             self._hurry.set()
             return
-        trainer = self._crew.loops.get("trainer")
-        if self._stopping > 1 or trainer is None or trainer.done() or "trainer" in self._crew.opening:
+        trainer = self._supervisor.loops.get("trainer")
+        if self._stopping > 1 or trainer is None or trainer.done() or "trainer" in self._supervisor.opening:
             self._working.cancel()  # also where the trainer died: what it had not saved is in the journal
             return
         self._account.say("Finishing the step and saving; once more ends at once")
-        self._stop = asyncio.ensure_future(self._crew.stop_trainer())
+        self._stop = asyncio.ensure_future(self._supervisor.stop_trainer())
 
     # -- start --------------------------------------------------------------------------------------------------------
 
@@ -261,10 +260,10 @@ class FullyAsyncMain:
         self._account.note(f"Training and generation share {'a' if shared else 'no'} GPU", shared_gpu=shared)
         for note in (*self.plan.notes, *(f"Changed: {line}" for line in self._changed)):
             self._account.say(note)
-        for note in await self._crew.start(resumed):
+        for note in await self._supervisor.start(resumed):
             self._account.say(note)
         if self._resume:
-            queue = await call(self._crew.handles["queue"], "stats")
+            queue = await call(self._supervisor.handles["queue"], "stats")
             self._account.went_as_far_as(queue["step"])
         self._account.started()
 
@@ -283,7 +282,7 @@ class FullyAsyncMain:
     # -- watch --------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> Outcome:
-        loops = self._crew.loops
+        loops = self._supervisor.loops
         while True:
             await asyncio.wait(loops.values(), timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             for name in [name for name, loop in loops.items() if loop.done()]:
@@ -292,14 +291,20 @@ class FullyAsyncMain:
                 if error is None and name == "trainer":
                     outcome: Outcome = ended.result()
                     return outcome
-                if name == "trainer" and self._stopping and error and died(error) and self._crew.can_replace(name):
+                if (
+                    name == "trainer"
+                    and self._stopping
+                    and error
+                    and died(error)
+                    and self._supervisor.can_replace(name)
+                ):
                     return "stopped"  # what it was to save is in the journal
                 self._ended(name, error)
             await self._look()
 
     def _ended(self, name: str, error: BaseException | None) -> None:
         """A component's loop is over while the run is not."""
-        unready = type(error) is PeerSilent  # what took its place was not ready in time, or waited for another in vain
+        unready = type(error) is NoAnswer  # what took its place was not ready in time, or waited for another in vain
         if error is None or not (died(error) or unready):
             raise error or RuntimeError(f"{name} ended by itself")
         why = str(error).splitlines()[0]
@@ -307,7 +312,7 @@ class FullyAsyncMain:
             raise RayDied(f"Ray itself died ({', '.join(dead)}), and everything with it: resume the run") from error
         if not isinstance(error, ActorDiedError):  # it may live, and of two with one name the elder must not
             self._kill(name, why)
-        if not self._crew.can_replace(name):
+        if not self._supervisor.can_replace(name):
             raise NotRecorded(
                 f"{name} died ({why}), and what it had was in no journal (journal.enabled = false): resume the run, "
                 "which goes on from its last checkpoint, or begin one with journal.enabled=true"
@@ -320,16 +325,16 @@ class FullyAsyncMain:
             ) from error
         self._account.say(f"{name} died and is started anew: {why}")
         log.error("%s died and is started anew in %g s: %s", name, wait_s, why)
-        self._asking.forget(name)
-        self._crew.replace(name, after_s=wait_s)
+        self._poller.forget(name)
+        self._supervisor.replace(name, after_s=wait_s)
 
     async def _look(self, *, last: bool = False) -> None:
         """Statistics and rows from everybody who answers; who died is told by its loop."""
         stats: dict[str, Any] = {}
         rows: list[Any] = []
         syncs: list[dict[str, Any]] = []
-        for _ in range(2 if last and self._asking.pending else 1):  # what is still owed does not tell the latest
-            found = await self._asking.round(self._questions(), wait_s=ANSWER_S, late=last)
+        for _ in range(2 if last and self._poller.pending else 1):  # what is still owed does not tell the latest
+            found = await self._poller.round(self._questions(), wait_s=ANSWER_S, late=last)
             rows += found.pop(ROWS, None) or []
             syncs += found.pop(SYNCS, None) or []
             stats |= {name: answer for name, answer in found.items() if answer is not None}
@@ -344,7 +349,7 @@ class FullyAsyncMain:
             self._judge(stats)
 
     def _questions(self) -> dict[str, Callable[[], Any]]:
-        answering = [name for name in self._crew.handles if name not in self._crew.opening]
+        answering = [name for name in self._supervisor.handles if name not in self._supervisor.opening]
         deadline_s = self.config.recovery.silent_s / SILENT_TIMES
         questions: dict[str, Callable[[], Any]]
         questions = {name: partial(self._ask, name, "stats", deadline_s) for name in answering}
@@ -357,19 +362,19 @@ class FullyAsyncMain:
     async def _ask(self, name: str, method: str, deadline_s: float) -> Any:
         """The answer; None of one that died."""
         try:
-            return await call(self._crew.handles[name], method, deadline_s=deadline_s)
+            return await call(self._supervisor.handles[name], method, deadline_s=deadline_s)
         except RayActorError:
             return None
 
     def _end_the_silent(self) -> None:
         """A part that does not answer is as good as dead; its end makes it so, and it is replaced."""
-        for name in [name for name in self._crew.handles if self._asking.silent[name] >= SILENT_TIMES]:
+        for name in [name for name in self._supervisor.handles if self._poller.silent[name] >= SILENT_TIMES]:
             self._kill(name, f"it was silent for {self.config.recovery.silent_s:g} s")
 
     def _kill(self, name: str, why: str) -> None:
-        self._asking.forget(name)
+        self._poller.forget(name)
         self._account.say(f"{name} is ended: {why}")
-        self._crew.kill(name)
+        self._supervisor.kill(name)
 
     def _judge(self, stats: Mapping[str, Any]) -> None:
         """Ends a run that gets nowhere, after what stands still was started anew in vain."""
@@ -381,8 +386,8 @@ class FullyAsyncMain:
         where = stats.get("queue", {}).get("waiting_for", "the queue does not answer")
         if self._account.progress.stalls > 1:
             raise Stalled(f"{stalled.why}: {where}")
-        for name in ["trainer"] if stalled.training else self._crew.replicas:
-            if name not in self._crew.opening:
+        for name in ["trainer"] if stalled.training else self._supervisor.replicas:
+            if name not in self._supervisor.opening:
                 self._kill(name, f"{stalled.why}: {where}")
 
     @property
@@ -412,17 +417,17 @@ class FullyAsyncMain:
 
     async def _end(self) -> None:
         """Releases everything, in the order of the data; nobody who does not answer is waited for."""
-        await self._asking.close()
-        handles = self._crew.handles
+        await self._poller.close()
+        handles = self._supervisor.handles
         asked: list[Any] = [call(handle, "close", deadline_s=STOP_S) for handle in handles.values()]
         ends: list[Any] = [asyncio.gather(*asked, return_exceptions=True), asyncio.ensure_future(self._hurry.wait())]
         await asyncio.wait(ends, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
-        for loop in self._crew.loops.values():
+        for loop in self._supervisor.loops.values():
             loop.cancel()
-        await asyncio.gather(*self._crew.loops.values(), return_exceptions=True)
+        await asyncio.gather(*self._supervisor.loops.values(), return_exceptions=True)
         for handle in handles.values():
             ray.kill(handle)
-        self._crew.release()
+        self._supervisor.release()

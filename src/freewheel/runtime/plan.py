@@ -19,8 +19,7 @@ from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
 from freewheel.rollout.vllm.settings import KV_SPARE, NUMBER_BYTES, WORKSPACE_BYTES, kv_room
-from freewheel.runtime.checks import held_out_file, step_in_memory
-from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig
+from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file, step_in_memory
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Dtype, Machine, Placement, Transport, place
 from freewheel.trainer.options import describe

@@ -4,7 +4,7 @@
 
 A pool is reserved before anything starts, so that a run has all of its machines or says what is missing; what dies is
 started anew where it was. Training and generation that share a GPU share a bundle, and with it the same GPU. A run on
-the CPUs of one machine needs no pools. `pools` is pure; `Pools` asks Ray. Used by `Crew`.
+the CPUs of one machine needs no pools. `pools` is pure; `Pools` asks Ray. Used by `Supervisor`.
 """
 
 from __future__ import annotations

@@ -17,9 +17,8 @@ from pathlib import Path
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
-from freewheel.runtime.building import check_weights, named, named_function
+from freewheel.runtime.building import check_weights, is_here, is_measured, named, named_function, read_rows
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.prompts import is_here, is_measured, read_rows
 
 MODEL_CONFIG = "config.json"
 """What makes a folder a model's."""

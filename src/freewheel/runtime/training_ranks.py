@@ -4,8 +4,8 @@
     Leader ── ask ──▶ RankActor.obey: a thread for training, one for writing            (waits for: every answer)
     rank 0 ── beat, once a second ──▶ each rank
 
-A rank that is dead or silent ends rank 0's process, and `Crew` starts a trainer anew; one that hears nothing of rank 0
-ends itself. Ranks are rank 0's actors: Ray ends them with it, however it ends.
+A rank that is dead or silent ends rank 0's process, and `Supervisor` restarts the trainer; one that hears nothing of
+rank 0 ends itself. Ranks are rank 0's actors: Ray ends them with it, however it ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import START_S, PeerSilent, call, cause
+from freewheel.runtime.remote import START_S, NoAnswer, call, cause
 from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
 from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
@@ -242,7 +242,7 @@ class Ranks:
             try:
                 await call(self._handles[name], "beat", self._silent_s, deadline_s=BEAT_S)
                 pulse.heard(time.monotonic())
-            except PeerSilent:
+            except NoAnswer:
                 if pulse.is_silent(time.monotonic()):
                     self._kill(name)
                     raise RankLost(f"{name} was silent for {self._silent_s:g} s") from None

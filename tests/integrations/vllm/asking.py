@@ -16,11 +16,11 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.rollout.engine import Engine, GenerationRequest, SamplingParams, generate_all
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.engines import load_engine
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.typed import to_config
 from freewheel.sync.weights import Weights, pack
 
 VOCABULARY = 61

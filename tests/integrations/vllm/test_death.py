@@ -60,7 +60,7 @@ from freewheel.runtime.engines import load_engine
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.typed import to_config
+from freewheel.runtime.config_files import to_config
 
 if __name__ == "__main__":
     rollout = {"engine": "vllm", "device": "cpu", "slots": 2, "max_new_tokens": 16, "vllm": {"enforce_eager": True}}

@@ -22,8 +22,8 @@ from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
 from freewheel.runtime import main as main_module
 from freewheel.runtime.account import RunResult
+from freewheel.runtime.config_files import to_config
 from freewheel.runtime.main import FullyAsyncMain
-from freewheel.runtime.typed import to_config
 
 from .asking import EAGER, plan_of
 

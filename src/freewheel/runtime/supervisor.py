@@ -1,4 +1,4 @@
-"""`Crew`: the components of a run as Ray actors: started, introduced to each other, and replaced when they die.
+"""`Supervisor`: the components of a run as Ray actors: started, introduced to each other, and replaced when they die.
 
     start:    actors, all at once ─▶ opened in the order of their needs ─▶ introduced ─▶ their loops
     replace:  (back-off) ─▶ a new actor ─▶ opened with what the others know ─▶ introduced ─▶ its loop
@@ -8,8 +8,8 @@
     sync       told what each engine holds; the trainer publishes its last version again
     trainer    the newest checkpoint; steps since are in the queue's journal and are trained again as they were
 
-A replacement waits for: its own start, and for peers that are being replaced at the same time (`Peers`). It is beside
-the watch, which must not stand still for it. Called by `FullyAsyncMain`.
+A replacement waits for: its own start, and for peers that are being replaced at the same time. The watch continues
+meanwhile. Called by `FullyAsyncMain`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,16 +33,16 @@ from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime import actors
 from freewheel.runtime.actors import MANY
 from freewheel.runtime.building import model_folder
-from freewheel.runtime.clients import RemoteQueue
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.peers import START_S, Peers, PeerSilent, call
 from freewheel.runtime.pools import Pools
+from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, RemoteQueue, call
 from freewheel.trainer.checkpoint import CheckpointStore
 from freewheel.trainer.saving import Resumed
 from freewheel.utils.registry import objects_in_memory
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
+
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -53,7 +54,7 @@ Tell = Callable[[str, int, str], None]
 """(name, process, node): called for each component that is started."""
 
 
-class Crew:
+class Supervisor:
     """Everybody by name: `queue`, `sync`, `trainer`, `rollouter-0` and so on."""
 
     def __init__(self, *, config: TrainConfig, plan: Plan, run_dir: Path, tell: Tell) -> None:
@@ -62,7 +63,7 @@ class Crew:
         """Each ends with its component, or is its replacement under way."""
         self.opening: set[str] = set()
         """Those that load what they need, and cannot answer."""
-        self.peers = Peers()
+        self.peers = ActorDirectory()
         self._config = config
         self._plan = plan
         self._run_dir = run_dir
@@ -256,7 +257,12 @@ class Crew:
         ray.kill(self.handles[name])
 
 
-_ROLES = {"queue": Crew._queue, "sync": Crew._sync, "trainer": Crew._trainer, "rollouter": Crew._rollouter}
+_ROLES = {
+    "queue": Supervisor._queue,
+    "sync": Supervisor._sync,
+    "trainer": Supervisor._trainer,
+    "rollouter": Supervisor._rollouter,
+}
 
 
 def newest_checkpoint(run_dir: Path, config: TrainConfig) -> Resumed | None:
@@ -288,5 +294,52 @@ async def _if_alive(asked: Any) -> Any:
     """The answer; None of one that died or is silent."""
     try:
         return await asked
-    except (PeerSilent, RayError):
+    except (NoAnswer, RayError):
         return None
+
+
+Question = Callable[[], Awaitable[Any]]
+
+
+class Poller:
+    """One open question to each peer; every answer is heard once."""
+
+    def __init__(self) -> None:
+        self.silent: Counter[str] = Counter()
+        """By name: questions in a row that were never answered."""
+        self._open: dict[str, asyncio.Future[Any]] = {}
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._open)
+
+    async def round(self, questions: Mapping[str, Question], *, wait_s: float, late: bool = False) -> dict[str, Any]:
+        """Answers by name. `late`: those who owe one since an earlier round are waited for too."""
+        fresh = {name: asyncio.ensure_future(ask()) for name, ask in questions.items() if name not in self._open}
+        self._open |= fresh
+        waited_for = [*(self._open if late else fresh).values()]
+        if waited_for:
+            await asyncio.wait(waited_for, timeout=wait_s)
+        done = {name: self._open.pop(name) for name in list(self._open) if self._open[name].done()}
+        for name, asked in done.items():
+            error = asked.exception()
+            if error is None:
+                del self.silent[name]
+            elif isinstance(error, NoAnswer):
+                self.silent[name] += 1
+                log.warning("%s: %s", name, error)
+            else:
+                raise error
+        return {name: asked.result() for name, asked in done.items() if asked.exception() is None}
+
+    def forget(self, name: str) -> None:
+        """What was asked of it no longer matters: another takes its place."""
+        del self.silent[name]
+        if name in self._open:
+            self._open.pop(name).cancel()
+
+    async def close(self) -> None:
+        open_, self._open = self._open, {}
+        for asked in open_.values():
+            asked.cancel()
+        await asyncio.gather(*open_.values(), return_exceptions=True)
