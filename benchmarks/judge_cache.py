@@ -18,7 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from freewheel.judge.cache import CACHE_FILE, MemoryCache
-from freewheel.judge.store import CachedReply, Store
+from freewheel.judge.cache_file import CachedReply
+from freewheel.judge.store import Store
 
 TEXT_BYTES = 600
 LOOKUP_KEYS = 256

@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freewheel.judge import store as store_module
 from freewheel.judge.cache import CACHE_FILE, MemoryCache, cache_dir
 from freewheel.judge.cache import ENTRY_OVERHEAD_BYTES as MEMORY_OVERHEAD_BYTES
-from freewheel.judge.store import CachedReply, CacheUnusableError, Store
-from freewheel.judge.store import writer as store_writer
+from freewheel.judge.cache_file import CachedReply
+from freewheel.judge.store import CacheUnusableError, Store
 
 from .stores import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
 
@@ -283,7 +284,7 @@ def test_a_smaller_bound_shrinks_the_file_at_the_next_write(path: Path, opened: 
 def test_what_waits_for_a_disk_is_bounded_and_the_oldest_is_let_go(
     tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_writer, "WAITING_MAX_BYTES", MIB)
+    monkeypatch.setattr(store_module, "WAITING_MAX_BYTES", MIB)
     (tmp_path / "file").write_text("in the way of a directory")
     store = opened(path=tmp_path / "file" / CACHE_FILE)
     for name in range(10_000):

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from freewheel.judge import cache_file
+from freewheel.judge import store as store_module
 from freewheel.judge.cache import CACHE_FILE
-from freewheel.judge.store import CacheUnusableError, Store
-from freewheel.judge.store import file as store_file
-from freewheel.judge.store import writer as store_writer
-from freewheel.judge.store.writer import Outage
+from freewheel.judge.store import CacheUnusableError, Outage, Store
 from freewheel.utils.sqlite import Trouble, diagnose
 
 from .stores import MIB, Clock, OpenStore, fill, key, present, reply, warnings_in
@@ -195,14 +194,14 @@ def test_a_disk_that_damages_every_file_is_not_filled_with_copies(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened()
-    for _ in range(2 * store_file.ASIDES_MAX):
+    for _ in range(2 * cache_file.ASIDES_MAX):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         path.write_text("damaged again" * 1_000)
         assert present(store, range(3)) <= {1}
         store.put(key(1), reply(1))
         store.flush()
-    assert len(store._file.asides()) == store_file.ASIDES_MAX
+    assert len(store._file.asides()) == cache_file.ASIDES_MAX
     assert store.trouble is not None
 
 
@@ -266,15 +265,15 @@ class SmallDisk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pages: int | None = None
-        connect = store_file.CacheFile.connect
+        connect = cache_file.CacheFile.connect
 
-        def limited(file: store_file.CacheFile) -> store_file.Link:
+        def limited(file: cache_file.CacheFile) -> cache_file.CacheDatabase:
             link = connect(file)
             if self.pages is not None:
-                link.conn.execute(f"PRAGMA max_page_count = {self.pages}").fetchall()
+                link.db.execute(f"PRAGMA max_page_count = {self.pages}").fetchall()
             return link
 
-        monkeypatch.setattr(store_file.CacheFile, "connect", limited)
+        monkeypatch.setattr(cache_file.CacheFile, "connect", limited)
 
 
 def test_a_full_disk_is_said_once_reading_goes_on_and_writing_is_taken_up_again(
@@ -294,7 +293,7 @@ def test_a_full_disk_is_said_once_reading_goes_on_and_writing_is_taken_up_again(
     assert len(warnings_in(caplog)) == 1
     disk.pages = None
     deadline = time.monotonic() + 10
-    while store._writer._has_work():  # nobody calls flush: it is tried again by itself
+    while store._writer.has_work():  # nobody calls flush: it is tried again by itself
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert store.trouble is None
@@ -466,7 +465,7 @@ def test_a_lock_held_by_another_process_loses_nothing_and_blocks_neither_put_nor
 def test_a_lock_that_lasts_is_said_once_and_waited_out(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_writer, "LOCKED_SAY_S", 0.3)
+    monkeypatch.setattr(store_module, "LOCKED_WARN_S", 0.3)
     store = opened()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -497,17 +496,17 @@ def test_errors_are_told_apart_by_their_code() -> None:
 
 def test_an_outage_rests_is_said_once_per_kind_and_ends() -> None:
     clock = Clock()
-    outage = Outage(said=set(), clock=clock)
-    assert outage.rest_s <= 0
+    outage = Outage(logged=set(), clock=clock)
+    assert outage.is_over
     assert outage.begin(Trouble.FULL, 30.0)
-    assert outage.rest_s == 30.0
+    assert not outage.is_over
     clock.now += 30.0
-    assert outage.rest_s <= 0
+    assert outage.is_over
     assert not outage.begin(Trouble.FULL, 30.0)
     assert outage.begin(Trouble.IO, 30.0)
     assert outage.end()
     assert not outage.end()
-    assert outage.rest_s <= 0
+    assert outage.is_over
 
 
 # -- several processes ---------------------------------------------------------------------------------------
@@ -515,7 +514,7 @@ def test_an_outage_rests_is_said_once_per_kind_and_ends() -> None:
 SHARING = """
     import hashlib, random, sys
     from pathlib import Path
-    from freewheel.judge.store import CachedReply, Store
+    from freewheel.judge.cache_file import CachedReply; from freewheel.judge.store import Store
 
     path, worker, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     def key(name): return hashlib.sha256(name.encode()).digest()
@@ -558,7 +557,7 @@ def test_a_process_killed_while_writing_leaves_a_whole_file_with_all_that_was_fl
     endless = """
         import hashlib, sys
         from pathlib import Path
-        from freewheel.judge.store import CachedReply, Store
+        from freewheel.judge.cache_file import CachedReply; from freewheel.judge.store import Store
 
         store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
         store.open()
@@ -595,7 +594,7 @@ def test_a_forked_child_and_its_parent_both_go_on_with_connections_of_their_own(
     forking = """
         import hashlib, os, sys, threading
         from pathlib import Path
-        from freewheel.judge.store import CachedReply, Store
+        from freewheel.judge.cache_file import CachedReply; from freewheel.judge.store import Store
 
         def key(name): return hashlib.sha256(name.encode()).digest()
         store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)

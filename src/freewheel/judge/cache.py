@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
+from freewheel.judge.cache_file import CachedReply
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.limiter import LimiterMemory
 from freewheel.judge.outcome import Reply
-from freewheel.judge.store import CachedReply, Store
+from freewheel.judge.store import Store
 
 CACHE_FILE = "judge.sqlite3"
 """The name of the file within `cache_dir`."""

@@ -1,0 +1,495 @@
+"""The cache file on disk: its tables, the statements on them, and how it is opened, created and set aside.
+
+    CacheFile.connect() ── the file exists, is ours and is whole ─────────────────────────────▶ CacheDatabase
+            └── missing, empty, foreign, damaged ─ lock ─ look again ─ set aside ─ create ─────────┘
+
+Files are created and renamed only while `<name>.lock` is held, and only by a process that looked again after it got the
+lock. So if several processes find the same damaged file, one sets it aside and the others use the new one. A process
+that still has the old file open learns that from `CacheDatabase.is_current`.
+
+`Store` is the only caller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from freewheel.judge.verdict import TOKENS_MAX
+from freewheel.utils.files import open_private
+from freewheel.utils.sqlite import (
+    COMPANIONS,
+    Trouble,
+    connect,
+    diagnose,
+    lock_database,
+    read_pragma,
+    rename_database,
+    transaction,
+)
+
+APPLICATION_ID = 0x46574A43
+"""Marks the file in its header as freewheel's judge cache ("FWJC")."""
+SCHEMA_VERSION = 1
+"""Raised whenever a table changes. A file of another version is set aside: replies can be requested again."""
+ASIDES_MAX = 8
+"""A disk that damages every file must not be filled with copies. After this many, the process does without a file."""
+BUSY_TIMEOUT_S = 0.25
+"""How long one statement waits for another process's transaction. Short, because `close` and a fork wait for a thread
+that is inside SQLite; callers that must not give up try again."""
+SETUP_WAIT_S = 10.0
+"""How long to wait for a process that is creating the file. That takes milliseconds, unless the process is stopped."""
+STEP_ENTRIES = 512
+"""Rows per transaction of eviction, expiry and clearing: a few milliseconds, so that other processes can write."""
+STEP_PAGES = 512
+"""Pages returned to the disk per transaction, for the same reason."""
+BEFORE_FIRST_ID = -1
+_EXPORT_ENTRIES = 256
+_EXPORT_BYTES = 4 * 2**20
+"""An export reads this much at a time. A slow reader that held a snapshot would make the log grow."""
+_FUTURE_SLACK_S = 86_400.0
+"""Timestamps further in the future than this come from a wrong clock, not from one that was adjusted a little."""
+_ROW_OVERHEAD_BYTES = 100
+"""Bytes of an entry in the file besides key and text: the key again in its index, numbers, the index of last use."""
+_QUERY_SIZES = (1, 8, 64, 256)
+"""Numbers of keys in a prepared query; a shorter chunk repeats its last key."""
+_INSERT_SIZES = (64, 8, 1)
+"""Numbers of rows in a prepared insert. Python's sqlite3 releases the interpreter lock once per statement, so next to a
+busy event loop each single-row insert would cost a thread switch."""
+
+# synchronous = NORMAL: a power cut may lose the last commits, and the file stays whole.
+# wal_autocheckpoint: 8 MiB of log, twice SQLite's default, because each checkpoint rewrites index pages at random.
+# journal_size_limit: a checkpoint cuts a log that a burst made longer back to 16 MiB.
+# cache_size: 8 MiB hold the upper levels of both indexes of a file with several hundred thousand entries.
+_SETTINGS = (
+    "synchronous = NORMAL",
+    "wal_autocheckpoint = 2048",
+    f"journal_size_limit = {16 * 2**20}",
+    f"cache_size = -{8 * 1024}",
+    "temp_store = MEMORY",
+)
+
+# A rowid table with a unique index on the key. Measured (SQLite 3.40, 2 vCPU, 100,000 entries of 600 bytes, batches of
+# 1,024, keys by IN of 256): put 15 us and get 4.5-5.2 us per entry, 75 MB. WITHOUT ROWID: put 50 us, get 5.8-6.3 us,
+# 86 MB, because keys are random and each one then dirties a page that also holds six replies.
+# `replies_used` (1 us more per put) serves eviction, expiry and stats without reading the replies.
+_SCHEMA = (
+    """CREATE TABLE replies (
+        id INTEGER PRIMARY KEY,
+        key BLOB NOT NULL UNIQUE,
+        created_at REAL NOT NULL,
+        used_at REAL NOT NULL,
+        size INTEGER NOT NULL,
+        checksum INTEGER NOT NULL,
+        prompt_tokens INTEGER NOT NULL,
+        completion_tokens INTEGER NOT NULL,
+        text BLOB NOT NULL
+    )""",
+    "CREATE INDEX replies_used ON replies (used_at, size, created_at)",
+    "CREATE TABLE notes (name BLOB PRIMARY KEY NOT NULL, value BLOB NOT NULL) WITHOUT ROWID",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
+)
+_UPSERTS = {
+    rows: "INSERT INTO replies (key, created_at, used_at, size, checksum, prompt_tokens, completion_tokens, text)"
+    f" VALUES {','.join(['(?, ?, ?, ?, ?, ?, ?, ?)'] * rows)} ON CONFLICT (key) DO UPDATE SET"
+    " created_at = excluded.created_at, used_at = excluded.used_at, size = excluded.size,"
+    " checksum = excluded.checksum, prompt_tokens = excluded.prompt_tokens,"
+    " completion_tokens = excluded.completion_tokens, text = excluded.text"
+    for rows in _INSERT_SIZES
+}
+_COLUMNS = "id, key, created_at, used_at, checksum, prompt_tokens, completion_tokens, text"
+_QUERIES = {size: f"SELECT {_COLUMNS} FROM replies WHERE key IN ({','.join('?' * size)})" for size in _QUERY_SIZES}
+
+
+class CachedReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A judge's reply, unparsed, and the tokens that it cost."""
+
+    text: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class Entry(NamedTuple):
+    """A row of `replies`."""
+
+    key: bytes
+    reply: CachedReply
+    created_at: float
+    used_at: float
+
+
+class Summary(NamedTuple):
+    """Totals over all entries."""
+
+    entries: int
+    payload_bytes: int
+    oldest_at: float | None
+    newest_at: float | None
+    expired: int
+
+
+class _Identity(NamedTuple):
+    """Identifies the file that a path led to. Unique while somebody has that file open."""
+
+    device: int
+    inode: int
+
+
+class CacheDatabase:
+    """One connection to a cache file of our schema, for one thread at a time. Methods raise `sqlite3.Error`."""
+
+    __slots__ = ("db", "identity", "path")
+
+    def __init__(self, db: sqlite3.Connection, path: Path, identity: _Identity) -> None:
+        self.db = db
+        self.path = path
+        self.identity = identity
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this file. False once the file was set aside, deleted or replaced."""
+        return _identify(self.path) == self.identity
+
+    def close(self) -> None:
+        with contextlib.suppress(sqlite3.Error):
+            self.db.close()
+
+    # -- replies and notes ------------------------------------------------------------------------------------------
+
+    def read(self, keys: Sequence[bytes]) -> Iterator[Entry | None]:
+        """The rows of those keys; None for a row whose content is damaged."""
+        largest = _QUERY_SIZES[-1]
+        for start in range(0, len(keys), largest):
+            chunk = keys[start : start + largest]
+            size = next(size for size in _QUERY_SIZES if size >= len(chunk))
+            # fetchall, because a cursor that is read halfway keeps its snapshot.
+            for row in self.db.execute(_QUERIES[size], [*chunk, *[chunk[-1]] * (size - len(chunk))]).fetchall():
+                yield _decode(row)
+
+    def write(
+        self,
+        replies: Iterable[tuple[bytes, CachedReply]],
+        used: Iterable[bytes],
+        notes: Iterable[tuple[str, bytes]],
+        now: float,
+    ) -> None:
+        """Write replies, mark entries as used now and write notes, in one transaction."""
+        with transaction(self.db):
+            self._write_replies(replies, now)
+            self.db.executemany(
+                "UPDATE replies SET used_at = ?, created_at = min(created_at, ?) WHERE key = ?",
+                [(now, now, key) for key in used],  # a creation time in the future becomes now
+            )
+            self.db.executemany(
+                "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                [(_encode(name), value) for name, value in notes],
+            )
+
+    def _write_replies(self, replies: Iterable[tuple[bytes, CachedReply]], now: float) -> None:
+        rows: list[tuple[Any, ...]] = []
+        for key, reply in replies:
+            try:
+                text = _encode(reply.text)
+                tokens = [min(max(int(n), 0), TOKENS_MAX) for n in (reply.prompt_tokens, reply.completion_tokens)]
+                rows.append((key, now, now, len(key) + len(text), _checksum(key, text), *tokens, text))
+            except (TypeError, ValueError, AttributeError, OverflowError):
+                continue  # fields of the wrong type: drop this entry, so the rest of its batch is kept
+        rows.sort(key=itemgetter(0))  # neighbours in the index are then written together
+        start = 0
+        for size in _INSERT_SIZES:
+            while len(rows) - start >= size:
+                chunk = rows[start : start + size]
+                self.db.execute(_UPSERTS[size], [value for row in chunk for value in row])
+                start += size
+
+    def read_note(self, name: str) -> bytes | None:
+        row = self.db.execute("SELECT value FROM notes WHERE name = ?", (_encode(name),)).fetchone()
+        return row[0] if row is not None and isinstance(row[0], bytes) else None
+
+    # -- bounds -----------------------------------------------------------------------------------------------------
+
+    def used_bytes(self) -> int:
+        """The size of the pages in use. SQLite keeps this count for all processes, so no total of ours can drift."""
+        return self.file_bytes() - self.free_pages() * read_pragma(self.db, "page_size")
+
+    def file_bytes(self) -> int:
+        return read_pragma(self.db, "page_count") * read_pragma(self.db, "page_size")
+
+    def free_pages(self) -> int:
+        return read_pragma(self.db, "freelist_count")
+
+    def evict_step(self, target_bytes: int) -> bool:
+        """Remove some of the least recently used entries, no more than needed. False: nothing is left to remove."""
+        with transaction(self.db):
+            excess = self.used_bytes() - target_bytes
+            victims = []
+            query = "SELECT id, size FROM replies ORDER BY used_at LIMIT ?"
+            for row_id, size in self.db.execute(query, (STEP_ENTRIES,)):
+                if excess <= 0:
+                    break
+                victims.append((row_id,))
+                excess -= size + _ROW_OVERHEAD_BYTES
+            self.db.executemany("DELETE FROM replies WHERE id = ?", victims)
+        return bool(victims)
+
+    def expire_step(self, cutoff: float) -> bool:
+        """Remove some entries last used before `cutoff`. False: none are left.
+
+        Selects by last use, which is indexed. An expired entry was last used before it expired, so it leaves the file
+        after twice its lifetime at the latest.
+        """
+        with transaction(self.db):
+            removed = self.db.execute(
+                "DELETE FROM replies WHERE id IN (SELECT id FROM replies WHERE used_at < ? LIMIT ?)",
+                (cutoff, STEP_ENTRIES),
+            ).rowcount
+        return removed == STEP_ENTRIES
+
+    def correct_future_step(self, now: float) -> bool:
+        """Set some future timestamps to now; otherwise those entries outlive all others. False: none are left."""
+        with transaction(self.db):
+            corrected = self.db.execute(
+                "UPDATE replies SET used_at = ?, created_at = min(created_at, ?)"
+                " WHERE id IN (SELECT id FROM replies WHERE used_at > ? LIMIT ?)",
+                (now, now, now + _FUTURE_SLACK_S, STEP_ENTRIES),
+            ).rowcount
+        return corrected == STEP_ENTRIES
+
+    def vacuum_step(self) -> None:
+        """Return some free pages to the disk."""
+        self.db.execute(f"PRAGMA incremental_vacuum({STEP_PAGES})").fetchall()
+
+    # -- for the command line ---------------------------------------------------------------------------------------
+
+    def summarize(self, cutoff: float) -> Summary:
+        return Summary(
+            *self.db.execute(
+                "SELECT count(*), coalesce(sum(size), 0), min(created_at), max(created_at),"
+                " coalesce(sum(created_at < ?), 0) FROM replies INDEXED BY replies_used",
+                (cutoff,),
+            ).fetchone()
+        )
+
+    def id_ranges(self) -> list[tuple[int, int]]:
+        """All present ids as ranges (from, to] of one step each."""
+        first, last = self.db.execute("SELECT min(id), max(id) FROM replies").fetchone()
+        starts = () if first is None else range(first - 1, last, STEP_ENTRIES)
+        return [(start, min(last, start + STEP_ENTRIES)) for start in starts]
+
+    def delete_range(self, ids: tuple[int, int], before: float) -> int:
+        """Delete entries with these ids that were created before that time. Returns how many."""
+        query = "DELETE FROM replies WHERE id > ? AND id <= ? AND created_at < ?"
+        return self.db.execute(query, (*ids, before)).rowcount
+
+    def export_step(self, after_id: int, cutoff: float) -> tuple[int | None, list[Entry]]:
+        """The next entries in the order of insertion, and the id to continue from; None at the end."""
+        entries: list[Entry] = []
+        last: int | None = None
+        size = 0
+        query = f"SELECT {_COLUMNS} FROM replies WHERE id > ? AND created_at >= ? ORDER BY id LIMIT ?"
+        with contextlib.closing(self.db.execute(query, (after_id, cutoff, _EXPORT_ENTRIES))) as cursor:
+            for row in cursor:
+                last = row[0]
+                entry = _decode(row)
+                if entry is not None:
+                    entries.append(entry)
+                    size += len(row[-1])
+                if size > _EXPORT_BYTES:
+                    break
+        return last, entries
+
+
+class CacheFile:
+    """Connects to the file at `path`. Creates it, or sets it aside and creates a new one, where needed."""
+
+    def __init__(self, path: Path, *, wall_clock: Callable[[], float], log: logging.Logger) -> None:
+        self.given = path
+        self._wall_clock = wall_clock
+        self._log = log
+        self._asides_made = 0
+
+    @property
+    def path(self) -> Path:
+        """The path with links resolved: SQLite puts its log next to the real file."""
+        return Path(os.path.realpath(self.given))
+
+    def connect(self) -> CacheDatabase:
+        """Connect to a file of our schema. Raises `sqlite3.Error` or `OSError` if there can be none."""
+        path = self.path
+        with contextlib.suppress(_NotReadyError):
+            return _connect_ready(path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _setup_lock(path):
+            return self._connect_or_create(path)
+
+    def set_aside(self, identity: _Identity, error: Exception) -> bool:
+        """Rename a damaged file, unless another process already did. False if that fails.
+
+        The caller still has the file open, so its identity cannot pass to another file.
+        """
+        path = self.path
+        try:
+            with _setup_lock(path):
+                if _identify(path) == identity:
+                    self._set_aside(path, self._corrupt_suffix(), str(error))
+        except OSError as refused:
+            self._log.warning("judge cache %s is damaged (%s) and cannot be set aside: %s", path, error, refused)
+            return False
+        return True
+
+    def warn(self, trouble: Trouble, error: Exception) -> None:
+        self._log.warning(
+            "judge cache %s: %s (%s); continuing without it, and trying again later", self.given, trouble, error
+        )
+
+    def asides(self) -> tuple[str, ...]:
+        """The names of the files set aside so far. The user may inspect or delete them."""
+        path = self.path
+        marks = (f"{path.name}.corrupt-", f"{path.name}.schema-")
+        with contextlib.suppress(OSError):
+            names = (entry.name for entry in path.parent.iterdir())
+            return tuple(sorted(name for name in names if name.startswith(marks) and not name.endswith(COMPANIONS)))
+        return ()
+
+    def _connect_or_create(self, path: Path) -> CacheDatabase:
+        """With the setup lock held: nobody else creates, fills or renames the file."""
+        try:
+            return _connect_ready(path)
+        except _NotReadyError as why:
+            if why.suffix is not None:
+                self._set_aside(path, why.suffix or self._corrupt_suffix(), why.detail)
+        if _identify(path) is None:
+            # A log without its database would be replayed into the new file and corrupt it.
+            for suffix in COMPANIONS:
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            os.close(open_private(path, os.O_RDWR))
+        # Pages that eviction frees are used again by later puts, so the file does not grow past its bound. Only `clear`
+        # and a smaller bound return pages to the disk, for which auto_vacuum must be on from the start.
+        settings = ("auto_vacuum = INCREMENTAL", "journal_mode = WAL")
+        with contextlib.closing(connect(path, timeout_s=BUSY_TIMEOUT_S, settings=settings)) as db, transaction(db):
+            for statement in _SCHEMA:
+                db.execute(statement)
+        return _connect_ready(path)
+
+    def _corrupt_suffix(self) -> str:
+        return time.strftime("corrupt-%Y%m%dT%H%M%SZ", time.gmtime(self._wall_clock()))
+
+    def _set_aside(self, path: Path, suffix: str, why: str) -> None:
+        if self._asides_made >= ASIDES_MAX:
+            raise OSError(errno.EIO, f"{ASIDES_MAX} damaged files were set aside already, and it is damaged again")
+        self._asides_made += 1
+        target = path.with_name(f"{path.name}.{suffix}")
+        count = 1
+        while target.exists() or target.is_symlink():
+            count += 1
+            target = path.with_name(f"{path.name}.{suffix}-{count}")
+        rename_database(path, target)
+        self._log.warning("judge cache %s cannot be used (%s): moved to %s; a new one is created", path, why, target)
+
+
+class _NotReadyError(OSError):
+    """The file needs work under the setup lock. `suffix`: None to create or fill it, else set it aside first."""
+
+    def __init__(self, detail: str, *, suffix: str | None = None) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.suffix = suffix
+
+
+def _connect_ready(path: Path) -> CacheDatabase:
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise _NotReadyError("there is no file") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise _NotReadyError("it is not a file", suffix="")
+    if status.st_size == 0:
+        raise _NotReadyError("it is empty")
+    db = connect(path, timeout_s=BUSY_TIMEOUT_S)
+    try:
+        version, application = read_pragma(db, "user_version"), read_pragma(db, "application_id")
+        if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
+            is_blank = (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_master").fetchone()
+            raise _NotReadyError(
+                f"its schema is {version} and this version of freewheel uses {SCHEMA_VERSION}"
+                if application == APPLICATION_ID
+                else "it is another program's database",
+                suffix=None if is_blank else f"schema-{version}",
+            )
+        for setting in _SETTINGS:
+            db.execute(f"PRAGMA {setting}").fetchall()
+        identity = _identify(path)
+        if identity != (status.st_dev, status.st_ino):
+            raise _NotReadyError("it was replaced while it was opened")
+        if status.st_mode & 0o077:
+            path.chmod(0o600)
+    except BaseException as error:
+        db.close()
+        if isinstance(error, sqlite3.DatabaseError) and diagnose(error) is Trouble.CORRUPT:
+            raise _NotReadyError(str(error), suffix="") from error
+        raise
+    return CacheDatabase(db, path, identity)
+
+
+def _identify(path: Path) -> _Identity | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return _Identity(status.st_dev, status.st_ino)
+
+
+def _encode(text: str) -> bytes:
+    """As bytes: SQLite's text ends at a NUL and refuses lone surrogates, and a judge may send both."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _checksum(key: bytes, text: bytes) -> int:
+    """SQLite checks the structure of its pages, not their content."""
+    return zlib.crc32(text, zlib.crc32(key))
+
+
+def _decode(row: tuple[Any, ...]) -> Entry | None:
+    _, key, created_at, used_at, checksum, prompt_tokens, completion_tokens, text = row
+    try:
+        if _checksum(key, text) != checksum:
+            return None
+        reply = CachedReply(text.decode("utf-8", "surrogatepass"), int(prompt_tokens), int(completion_tokens))
+        return Entry(key, reply, created_at + 0.0, used_at + 0.0)
+    except (TypeError, ValueError, AttributeError):  # a damaged row may hold any type
+        return None
+
+
+_setup_mutex = threading.Lock()
+"""POSIX record locks do not keep two threads of one process apart."""
+
+
+def forget_setup_lock() -> None:
+    """Call in a forked child: the thread that held the lock does not exist there."""
+    global _setup_mutex
+    _setup_mutex = threading.Lock()
+
+
+@contextlib.contextmanager
+def _setup_lock(path: Path) -> Iterator[None]:
+    """Hold `<name>.lock`. A record lock, because a child that is forked meanwhile must not inherit it."""
+    with _setup_mutex:
+        handle = lock_database(path, SETUP_WAIT_S, fcntl.lockf)
+        try:
+            yield
+        finally:
+            os.close(handle)
