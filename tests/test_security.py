@@ -32,7 +32,7 @@ from freewheel.runtime.config import TrainConfig, judge_settings
 from freewheel.runtime.config_files import compose, to_yaml
 from freewheel.runtime.start import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
-from freewheel.trainer.checkpoint_files import CheckpointDamaged
+from freewheel.trainer.checkpoint import CheckpointDamaged
 from freewheel.utils.files import open_private, private_folder
 
 SOURCE = Path(__file__).parent.parent / "src" / "freewheel"
@@ -202,14 +202,14 @@ def test_an_id_that_was_not_written_here_names_no_folder(tmp_path: Path, kept: s
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/hostname", "inner/../../../secret"])
 def test_a_checkpoint_cannot_name_files_outside_of_itself(tmp_path: Path, name: str):
-    from freewheel.trainer.checkpoint_files import _checksum, described
+    from freewheel.trainer.checkpoint import _checksum, _measure
 
     store = CheckpointStore(tmp_path, keep_last=2)
     (tmp_path / "secret").write_text("x")
     path = store.save(1, tensors={}, state={}, hf=lambda folder: (folder / "inner").mkdir())
     state = json.loads((path / "state.json").read_text())
     del state["checksum"]
-    state["files"] = {name: described(path / name)}
+    state["files"] = {name: _measure(path / name)}
     state["checksum"] = _checksum(state)
     (path / "state.json").write_text(json.dumps(state))
     with pytest.raises(CheckpointDamaged):

@@ -28,7 +28,7 @@ from freewheel.runtime.evaluation import eval_config, find_target
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.start import make_plan, new_run, resume, split_resume, write_config
 from freewheel.trainer.checkpoint import STATE, RunLock
-from freewheel.trainer.checkpoint_files import write_state
+from freewheel.trainer.checkpoint import write_state
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 60.0

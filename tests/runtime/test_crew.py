@@ -14,7 +14,7 @@ from freewheel.data.group import Ticket
 from freewheel.queue.journal import CheckpointMark
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.building import model_folder
-from freewheel.trainer.saving import Resumed
+from freewheel.trainer.checkpoint import Resumed
 
 from .pipeline import plan_of, small_config
 from .standins import StandInSupervisor, successor, until

@@ -14,8 +14,7 @@ import pytest
 
 from freewheel.observe.recorder import read_metrics
 from freewheel.runtime.account import RunResult
-from freewheel.trainer.checkpoint import CheckpointStore
-from freewheel.trainer.saving import TRAINING
+from freewheel.trainer.checkpoint import TRAINING, CheckpointStore
 
 from .mortal import journal_of
 from .test_main import RAY_GOES_S, TELLING, main_of, wait_until

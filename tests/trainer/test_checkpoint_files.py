@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.trainer.checkpoint_files import described, looks_whole, misfit, visible_damage, write_state
+from freewheel.trainer.checkpoint import _difference, _looks_whole, _measure, visible_damage, write_state
 
 STATE = "state.json"
 
@@ -18,24 +18,24 @@ STATE = "state.json"
         ({"bytes": 1_633_376}, ""),
         ({"bytes": 100, "crc32": 8}, "cut off: 100 of 1,633,376 bytes"),
         ({"bytes": 1_633_377}, "too long: 1,633,377 bytes, and 1,633,376 were written"),
-        ({"bytes": 1_633_376, "crc32": 8}, "its checksum does not fit"),
+        ({"bytes": 1_633_376, "crc32": 8}, "its checksum does not match"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_words(found: dict[str, int], said: str):
-    assert misfit({"bytes": 1_633_376, "crc32": 7}, found) == said
+    assert _difference({"bytes": 1_633_376, "crc32": 7}, found) == said
 
 
 def test_what_shows_without_reading_a_checkpoint_through_is_named_with_its_file(tmp_path: Path):
     weights = tmp_path / "weights"
     weights.write_bytes(b"1234")
-    told = described(weights)
+    told = _measure(weights)
     write_state(tmp_path, STATE, {"step": 1})
-    assert visible_damage(tmp_path, STATE) == "" and looks_whole(tmp_path, STATE)
+    assert visible_damage(tmp_path, STATE) == "" and _looks_whole(tmp_path)
     weights.write_bytes(b"4321")
     assert visible_damage(tmp_path, STATE) == "", "the files are not read"
-    assert misfit(told, described(weights)) == "its checksum does not fit"
+    assert _difference(told, _measure(weights)) == "its checksum does not match"
     weights.write_bytes(b"1")
-    assert visible_damage(tmp_path, STATE) == "weights: cut off: 1 of 4 bytes" and not looks_whole(tmp_path, STATE)
+    assert visible_damage(tmp_path, STATE) == "weights: cut off: 1 of 4 bytes" and not _looks_whole(tmp_path)
     weights.unlink()
     assert visible_damage(tmp_path, STATE) == f"{weights}: No such file or directory"
     (tmp_path / STATE).write_text("{")

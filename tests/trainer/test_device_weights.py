@@ -16,9 +16,8 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.device import DevicePacker, DeviceWeights
 from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import CheckpointStore
+from freewheel.trainer.checkpoint import CheckpointStore, RunSaver
 from freewheel.trainer.options import OptimizerConfig
-from freewheel.trainer.saving import RunSaver
 from freewheel.trainer.torch_backend import TorchBackend
 
 from .groups import random_group

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from freewheel.errors import DataError
 from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import WHOLE, Checkpoint
-from freewheel.trainer.saving import TRAINING
+from freewheel.trainer.checkpoint import TRAINING, WHOLE, Checkpoint
 from freewheel.trainer.sharded_checkpoint import PARTS, own_rows, read_shards
 
 from . import rank_tasks

@@ -16,7 +16,7 @@ from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import Sample
-from freewheel.trainer.checkpoint_files import is_about_space
+from freewheel.trainer.checkpoint import _is_about_space
 from freewheel.trainer.ranks import PIECES, Follower, Leader, Pulse, RankLost, ShardsNotWritten, share_out
 
 from .groups import random_group
@@ -264,7 +264,7 @@ def test_a_checkpoint_that_a_rank_cannot_write_costs_the_checkpoint_alone(
     assert state.write is not None
     with pytest.raises(ShardsNotWritten, match=f"rank {rank}") as caught:
         state.write(tmp_path)
-    assert is_about_space(caught.value)
+    assert _is_about_space(caught.value)
     assert all(calls[-1][0] == "write_state" for calls in group.calls), "each tried"
     assert not group.failures
     assert group.leader.weights() == {"w": 1}

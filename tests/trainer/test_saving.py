@@ -14,9 +14,8 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import Weights, pack
 from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
+from freewheel.trainer.checkpoint import TRAINING, CheckpointFailed, CheckpointStore, Resumed, RunSaver
 from freewheel.trainer.options import OptimizerConfig
-from freewheel.trainer.saving import TRAINING, Resumed, RunSaver
 from freewheel.trainer.torch_backend import TorchBackend
 
 from .groups import random_group

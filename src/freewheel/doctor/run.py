@@ -183,12 +183,12 @@ def check_existing_run(config: TrainConfig | None) -> Iterator[Finding]:
     if config is None or config.run_dir is None or not (Path(config.run_dir) / CONFIG).exists():
         return
     from freewheel.inspect.run import live_holder
-    from freewheel.trainer.checkpoint import any_whole
+    from freewheel.trainer.checkpoint import has_checkpoint
 
     folder = Path(config.run_dir)
     if holder := live_holder(folder):
         yield problem("run directory", f"{folder} is in use by {holder}: wait for it, or end it")
-    if not any_whole(folder):
+    if not has_checkpoint(folder):
         none = "no checkpoint that can be loaded" if saved_steps(folder) else "no checkpoint"
         yield warning("run directory", f"{folder} has {none}: the run begins anew, with what its journal has")
 

@@ -363,9 +363,8 @@ class TrainSide:
     ) -> None:
         """`ranks`: the other training processes, where there are any."""
         from freewheel.trainer.backend import BackendState
-        from freewheel.trainer.checkpoint import CheckpointStore
+        from freewheel.trainer.checkpoint import TRAINING, CheckpointStore, Resumed, RunSaver
         from freewheel.trainer.ranks import Leader
-        from freewheel.trainer.saving import TRAINING, Resumed, RunSaver
         from freewheel.trainer.torch_backend import TorchBackend
 
         use_threads(plan.threads_trainer)

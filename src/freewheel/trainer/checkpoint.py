@@ -1,49 +1,49 @@
-"""`CheckpointStore`: checkpoints that are there whole or not at all, whatever happens while they are written.
+"""Checkpoints of a run: a checkpoint is there whole or not at all, whatever happens while it is written.
 
-    save ─▶ .tmp-…/ files, fsync, checksums, state.json last ─ rename ─▶ checkpoints/step_000040/ ─▶ older ones pruned
-    latest ◀─ the newest one whose files all have their checksums; a damaged one is passed over, with a warning
+    save ─▶ .tmp-…/ files, fsync, checksums, state.json last ─ rename ─▶ checkpoints/step_000040/ ─▶ old ones removed
+    latest ◀─ the newest checkpoint whose files all match their checksums; a damaged one is skipped with a warning
 
-    RUN/checkpoints/step_000040/   state.json, NAME/*.safetensors and what `hf` wrote
-    RUN/best/                      a HF folder of the best weights so far, with best.json
-    RUN/final/                     one of the weights at the end, with final.json; gone when a later step is saved
-    RUN/run.lock                   held by the process that writes here
+    RUN/checkpoints/step_000040/
+        model.safetensors, config.json, tokenizer …   a Hugging Face folder: engines and users open it like any other
+        training/whole.safetensors                    trained parameters and the optimizer's state
+        training/shard_….safetensors                  the same, written by several processes, one file each
+        state.json                                    step, version, prompts that have ended, checksums of all files
+    RUN/best/                                         a Hugging Face folder of the best weights so far, with best.json
+    RUN/final/                                        the weights at the end, with final.json; removed when a later
+                                                      step is saved
+    RUN/run.lock                                      held by the process that writes here
 
-One writer (`RunLock`), any number of readers. Tensors are safetensors and the rest is JSON: nothing is unpickled.
-Opened without torch; tensors need it.
+One process writes (`RunLock`), any number read. Tensors are safetensors and the rest is JSON: nothing is unpickled.
+Importing this module does not import torch. `FullyAsyncTrainer` calls `RunSaver` in threads; the commands use the rest.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
 import fcntl
+import json
 import logging
 import math
 import os
 import re
 import shutil
 import socket
-from collections.abc import Callable, Mapping
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import msgspec
+
 from freewheel.observe.run_folder import BEST, CHECKPOINTS, FINAL, LOCK, REPLACED, STEP, saved_steps
-from freewheel.trainer.checkpoint_files import (
-    CheckpointDamaged,
-    described,
-    files,
-    is_about_space,
-    is_alive,
-    looks_whole,
-    misfit,
-    put_in_place,
-    read_state,
-    size,
-    sync_folder,
-    write_state,
-    write_tensors,
-)
-from freewheel.utils.files import FOLDER_MODE, open_private, private_folder
+from freewheel.queue.ledger import Frontier
+from freewheel.sync.weights import AnyWeights
+from freewheel.trainer.backend import BackendState
+from freewheel.utils.files import FILE_MODE, FOLDER_MODE, open_private, private_folder, sync_file, sync_folder
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,14 +54,19 @@ STATE = "state.json"
 BEST_STATE = "best.json"
 FINAL_STATE = "final.json"
 HF_CONFIG = "config.json"
+TRAINING = "training"
+"""The folder inside a checkpoint that holds the tensors for a resumed trainer. It is separate from the model's files
+because engines load every safetensors file next to a model as weights."""
 WHOLE = "whole.safetensors"
-"""Tensors that one process wrote. In a folder of their own: engines take every such file beside a model's for its
-weights."""
+"""Tensors written by one process."""
 RESERVED = ("format", "step", "saved_at", "files", "checksum")
-"""Keys of `state.json` that are the store's own."""
-
+"""Keys of `state.json` that `CheckpointStore` writes itself."""
+FORMAT = 1
+"""Format of `state.json`. A later format is refused rather than misread."""
 FALLBACKS = 2
-"""Checkpoints that a resume has at its choice, where so many are kept."""
+"""Checkpoints that a resume can choose from, if at least that many are kept."""
+READ_BYTES = 1 << 22
+"""Bytes read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and nobody forges checkpoints here."""
 MB = 1e6
 
 _LEFTOVER = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-.+")
@@ -70,7 +75,11 @@ WriteHf = Callable[[Path], None]
 
 
 class CheckpointFailed(Exception):
-    """A checkpoint could not be written; those before it are as they were."""
+    """A checkpoint could not be written. The earlier ones are unchanged."""
+
+
+class CheckpointDamaged(ValueError):
+    """A checkpoint's files differ from those that were written. The message names the file."""
 
 
 class RunLocked(RuntimeError):
@@ -79,18 +88,18 @@ class RunLocked(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One that was found whole."""
+    """A checkpoint whose files all match their checksums."""
 
     path: Path
     state: Mapping[str, Any]
-    """What `save` was given, with `step`."""
+    """The state that `save` received, with `step`."""
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
-        """Those that were saved under this name, on the CPU, whole, by however many processes they were written."""
+        """Return the whole tensors saved under `stem`, on the CPU, however many processes wrote them."""
         files = self.tensor_files(stem)
         if len(files) == 1:
             from safetensors.torch import load_file
@@ -101,7 +110,7 @@ class Checkpoint:
         return read_shards(files)
 
     def tensor_files(self, stem: str) -> list[Path]:
-        """Where they lie: a file for each process that wrote."""
+        """Return the files of the tensors saved under `stem`: one for each process that wrote."""
         return sorted((self.path / stem).glob("*.safetensors"))
 
 
@@ -111,16 +120,16 @@ class Best:
 
     path: Path
     step: int
-    """That made them."""
+    """The step that produced them."""
     score: float
     versions: tuple[int, int] | None
-    """The first and the last that were measured; these weights are of the last. None where nobody said."""
+    """The first and the last version that the evaluation used; these weights are the last. None if not recorded."""
 
 
 class CheckpointStore:
-    """After `save` returned, its checkpoint survives a power cut; while it runs, a kill leaves the one before it.
+    """After `save` returns, its checkpoint survives a power cut. A kill during `save` leaves the previous one intact.
 
-    Saving one at a time is the caller's part.
+    The caller must not save two checkpoints at the same time.
     """
 
     def __init__(self, run_dir: Path | str, *, keep_last: int) -> None:
@@ -128,7 +137,7 @@ class CheckpointStore:
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / CHECKPOINTS
         self._keep_last = keep_last
-        self._clean(only_dead=True)
+        self._remove_leftovers(only_dead=True)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -140,29 +149,34 @@ class CheckpointStore:
         state: Mapping[str, Any],
         hf: WriteHf | None = None,
     ) -> Path:
-        """Writes a checkpoint and gives its folder. `tensors`: folder → tensors by name. `hf` writes into the same
-        folder what else belongs there. Raises `CheckpointFailed`, whatever went wrong."""
+        """Write a checkpoint and return its folder. Every failure is a `CheckpointFailed`.
+
+        `tensors`: folder → tensors by name. `hf` writes the other files into the same folder.
+        """
         clash = sorted(set(state) & set(RESERVED))
         assert not clash, f"state has {clash}, which the store writes itself"
 
         def fill(folder: Path) -> None:
             for stem, named in tensors.items():
-                write_tensors(private_folder(folder / stem) / WHOLE, named)
+                _write_tensors(private_folder(folder / stem) / WHOLE, named)
             if hf is not None:
                 hf(folder)
             write_state(folder, STATE, {**state, "step": step})
 
         target = self.folder / f"{STEP}{step:06d}"
-        self._write(target, fill, f"the checkpoint of step {step}", size(tensors))
+        n_bytes = sum(one.numel() * one.element_size() for named in tensors.values() for one in named.values())
+        self._write(target, fill, f"the checkpoint of step {step}", n_bytes)
         self._prune(step)
-        shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # of a run that is resumed: it is the end no longer
+        shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # a resumed run is no longer at its end
         return target
 
     def save_best(self, step: int, score: float, hf: WriteHf, *, measured: Mapping[str, int] | None = None) -> bool:
-        """Exports the weights to `best/` if `score` is above that of what is there. `measured`: `version_min` and
-        `version_max` behind the score. Raises `CheckpointFailed`."""
-        before = self.best()
-        if math.isnan(score) or (before is not None and score <= before.score):
+        """Export the weights to `best/` if `score` beats the score kept there. Returns whether it did.
+
+        `measured`: the `version_min` and `version_max` behind the score. Raises `CheckpointFailed`.
+        """
+        best = self.best()
+        if math.isnan(score) or (best is not None and score <= best.score):
             return False
 
         def fill(folder: Path) -> None:
@@ -173,7 +187,7 @@ class CheckpointStore:
         return True
 
     def export(self, target: Path, step: int, hf: WriteHf) -> None:
-        """Weights to a folder of the run (`final/`), in the place of what is there. Raises `CheckpointFailed`."""
+        """Write weights to a folder of the run (`final/`) and replace what is there. Raises `CheckpointFailed`."""
 
         def fill(folder: Path) -> None:
             hf(folder)
@@ -181,124 +195,206 @@ class CheckpointStore:
 
         self._write(target, fill, f"the export of step {step}", 0)
 
-    def _write(self, target: Path, fill: Callable[[Path], None], what: str, tensor_bytes: int) -> None:
-        beside = target.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{target.name}"
+    def _write(self, target: Path, fill: Callable[[Path], None], subject: str, tensor_bytes: int) -> None:
+        scratch = target.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{target.name}"
         try:
             private_folder(target.parent)
             sync_folder(self.run_dir)
-            self._clean(only_dead=False)  # before it is needed: what a killed save left takes room
-            beside.mkdir(FOLDER_MODE)
-            fill(beside)
-            sync_folder(beside)
-            put_in_place(beside, target)
-        except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is no better than a full disk
-            shutil.rmtree(beside, ignore_errors=True)
-            self._refuse(target, what, error, max(tensor_bytes, self._size_before()))
+            self._remove_leftovers(only_dead=False)  # first, because leftovers of a killed save take room
+            scratch.mkdir(FOLDER_MODE)
+            fill(scratch)
+            sync_folder(scratch)
+            _replace_folder(scratch, target)
+        except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is as bad as a full disk
+            shutil.rmtree(scratch, ignore_errors=True)
+            self._fail(target, subject, error, max(tensor_bytes, self._newest_size()))
 
-    def _refuse(self, target: Path, what: str, error: Exception, needed: int) -> NoReturn:
+    def _fail(self, target: Path, subject: str, error: Exception, needed: int) -> NoReturn:
         why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        message = f"{target}: {what} was not written: {type(error).__name__}: {why}"
-        if is_about_space(error):
+        message = f"{target}: {subject} was not written: {type(error).__name__}: {why}"
+        if _is_about_space(error):
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(self.run_dir).free
                 message += f". It needs about {needed / MB:.0f} MB, and {free / MB:.0f} MB are free there: make room"
         raise CheckpointFailed(message) from error
 
-    def _size_before(self) -> int:
-        """Of the newest checkpoint: the next one is about as large."""
+    def _newest_size(self) -> int:
+        """Return the size of the newest checkpoint: the next one will be about as large."""
         with contextlib.suppress(OSError, IndexError):
-            return sum(file.stat().st_size for file in files(self._saved()[0][1]))
+            return sum(file.stat().st_size for file in _files(self._saved()[0][1]))
         return 0
 
-    def _clean(self, *, only_dead: bool) -> None:
-        """Removes what a killed save left. `only_dead`: of processes of this machine that are gone, since a reader
-        must not disturb a writer; whoever saves is the only writer, and removes all."""
+    def _remove_leftovers(self, *, only_dead: bool) -> None:
+        """Remove folders that a killed save left behind.
+
+        `only_dead`: only those of dead processes on this machine, because a reader must not disturb a writer. The
+        process that saves is the only writer and removes all of them.
+        """
         for parent in (self.folder, self.run_dir):
             for path in parent.glob(".tmp-*") if parent.is_dir() else ():
                 named = _LEFTOVER.fullmatch(path.name)
-                if named is None or (only_dead and is_alive(named["host"], int(named["pid"]))):
+                if named is None or (only_dead and _is_alive(named["host"], int(named["pid"]))):
                     continue
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, step: int) -> None:
-        """Keeps the newest `keep_last` that look whole, and what is damaged among them: somebody may want to see it.
+        """Keep the newest `keep_last` checkpoints that look whole, and damaged ones among them for inspection.
 
-        Checkpoints of later steps than the one that was just saved are of a path that was left, by resuming from an
-        earlier one: the next resume must not take them for this one's future."""
+        A checkpoint of a later step belongs to a path that a resume from an earlier checkpoint has left. It is removed,
+        so that the next resume does not continue from it.
+        """
         whole = 0
         for saved, path in self._saved():
             if whole >= self._keep_last or saved > step:
                 shutil.rmtree(path, ignore_errors=True)
-            elif path.suffix != REPLACED and looks_whole(path, STATE):
+            elif path.suffix != REPLACED and _looks_whole(path):
                 whole += 1
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that is whole. Those that are not are passed over, with a warning."""
+        """Return the newest whole checkpoint. Damaged ones are skipped with a warning."""
         for _, path in self._saved():
             try:
                 return self.load(path).path
             except CheckpointDamaged as error:
-                log.warning("Passing over a damaged checkpoint: %s", error)
+                log.warning("Skipping a damaged checkpoint: %s", error)
         return None
 
     def load(self, path: Path | str) -> Checkpoint:
-        """Reads a checkpoint's state and checks every byte of its files. Raises `CheckpointDamaged`."""
+        """Read a checkpoint's state and check every byte of its files. Raises `CheckpointDamaged`."""
         path = Path(path)
         state = read_state(path, STATE)
-        for name, told in state["files"].items():
+        for name, written in state["files"].items():
             if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise CheckpointDamaged(f"{path / STATE}: {name} leads out of it")
+                raise CheckpointDamaged(f"{path / STATE}: {name} leads out of the checkpoint")
             try:
-                found = described(path / name)
+                found = _measure(path / name)
             except OSError as error:
                 raise CheckpointDamaged(f"{path / name}: {error.strerror or error}") from error
-            if wrong := misfit(told, found):
-                raise CheckpointDamaged(f"{path / name}: {wrong}")
+            if difference := _difference(written, found):
+                raise CheckpointDamaged(f"{path / name}: {difference}")
         return Checkpoint(path=path, state={key: state[key] for key in state if key not in RESERVED or key == "step"})
 
     def oldest(self) -> int:
-        """The step that a resume falls back to at worst. The start of the run is one, until there are two others (or as
-        many as are kept): a first checkpoint that is damaged must not be the end of it."""
-        whole = [step for step, path in self._saved() if path.suffix != REPLACED and looks_whole(path, STATE)]
+        """Return the earliest step that a resume may fall back to.
+
+        That is the start of the run until two checkpoints (or as many as are kept) exist: if the only checkpoint is
+        damaged, the run must be able to start again.
+        """
+        whole = [step for step, path in self._saved() if path.suffix != REPLACED and _looks_whole(path)]
         return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
 
     def best(self) -> Best | None:
-        """The best weights so far, with the score that they were kept for."""
+        """Return the best weights so far, with their score."""
         for path in (self.run_dir / BEST, self.run_dir / f"{BEST}{REPLACED}"):
             with contextlib.suppress(CheckpointDamaged):
-                told = read_state(path, BEST_STATE)
-                versions = (told["version_min"], told["version_max"]) if "version_max" in told else None
-                return Best(path=path, step=int(told["step"]), score=float(told["score"]), versions=versions)
+                state = read_state(path, BEST_STATE)
+                versions = (state["version_min"], state["version_max"]) if "version_max" in state else None
+                return Best(path=path, step=int(state["step"]), score=float(state["score"]), versions=versions)
         return None
 
     def newest(self) -> Path | None:
-        """A HF folder with the newest weights: the final ones, or those of a checkpoint that is further. They are not
-        read through."""
+        """Return a Hugging Face folder with the newest weights: the final ones, or a later checkpoint's.
+
+        Does not check the files' contents.
+        """
         found: list[tuple[float, bool, Path]] = [(step, path.suffix != REPLACED, path) for step, path in self._saved()]
         for path in (self.run_dir / FINAL, self.run_dir / f"{FINAL}{REPLACED}"):
-            step: float = math.inf  # of one that somebody put there
+            step: float = math.inf  # a folder that a user put there has no step
             with contextlib.suppress(CheckpointDamaged):
                 step = read_state(path, FINAL_STATE)["step"]
             found.append((step, path.suffix != REPLACED, path))
-        there = [one for one in found if (one[2] / HF_CONFIG).is_file()]
-        return max(there, key=lambda one: (one[0], one[1], one[2].parent == self.run_dir))[2] if there else None
+        present = [one for one in found if (one[2] / HF_CONFIG).is_file()]
+        return max(present, key=lambda one: (one[0], one[1], one[2].parent == self.run_dir))[2] if present else None
 
     def _saved(self) -> list[tuple[int, Path]]:
-        """Newest first, each with its step."""
+        """Return (step, folder) of all checkpoints, the newest first."""
         return [(step, path) for step, paths in reversed(saved_steps(self.run_dir).items()) for path in paths]
 
 
+def has_checkpoint(run_dir: Path) -> bool:
+    """Return whether a run has a checkpoint to resume from. Does not read its files through."""
+    return any(_looks_whole(path) for paths in saved_steps(run_dir).values() for path in paths)
+
+
+# -- a run's checkpoints ----------------------------------------------------------------------------------------------
+
+
+class RunSaver:
+    """Writes checkpoints and the best weights of a run."""
+
+    def __init__(self, *, store: CheckpointStore, model: Any, tokenizer: Any, config: dict[str, Any]) -> None:
+        """`model`: its configuration is copied to each folder; its weights are not read."""
+        self._store = store
+        self._model = model
+        self._tokenizer = tokenizer
+        self._config = config
+
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
+        """Write a checkpoint and return the step of the oldest one that a resume may fall back to."""
+
+        def write_rest(folder: Path) -> None:
+            self.write_hf(folder, weights)
+            if state.write is not None:
+                state.write(private_folder(folder / TRAINING))
+
+        self._store.save(
+            step,
+            tensors={TRAINING: state.tensors} if state.write is None else {},
+            state={
+                "version": version,
+                "frontier": msgspec.to_builtins(frontier),
+                "backend": dict(state.values),
+                "config": self._config,
+            },
+            hf=write_rest,
+        )
+        return self._store.oldest()
+
+    def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
+        measured = {"version_min": versions[0], "version_max": versions[1]}
+        return self._store.save_best(step, score, lambda folder: self.write_hf(folder, weights), measured=measured)
+
+    def write_hf(self, folder: Path, weights: AnyWeights) -> None:
+        """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, in the weights' type."""
+        from safetensors.torch import save_file
+
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.contiguous() for name, tensor in weights.on_host().tensors().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = copy.deepcopy(self._model.config)
+        config.dtype = next((one.dtype for one in tensors.values() if one.is_floating_point()), config.dtype)
+        config.save_pretrained(folder)
+        if self._model.generation_config is not None:
+            self._model.generation_config.save_pretrained(folder)
+        self._tokenizer.save_pretrained(folder)
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """Where a resumed run starts."""
+
+    path: str
+    """The checkpoint, which is also the Hugging Face folder that engines load."""
+    step: int
+    version: int
+    frontier: Frontier
+
+    @classmethod
+    def of(cls, path: Path, state: Mapping[str, Any]) -> Resumed:
+        frontier = msgspec.convert(state["frontier"], Frontier)
+        return cls(path=str(path), step=state["step"], version=state["version"], frontier=frontier)
+
+
 class RunLock:
-    """Keeps two runs out of one directory. The kernel lets go of it when its process ends, however that happens."""
+    """Keeps two runs out of one directory. The kernel releases it when the process ends, however that happens."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self._path = Path(run_dir) / LOCK
         self._file: int | None = None
 
     def acquire(self) -> None:
-        """Raises `RunLocked`, which names the process that holds it."""
+        """Raises `RunLocked` with the name of the process that holds the lock."""
         private_folder(self._path.parent)
         file = open_private(self._path, os.O_RDWR)
         try:
@@ -330,6 +426,130 @@ class RunLock:
         self.release()
 
 
-def any_whole(run_dir: Path) -> bool:
-    """Whether a run has a checkpoint that it can go on from, as far as shows without reading it through."""
-    return any(looks_whole(path, STATE) for paths in saved_steps(run_dir).values() for path in paths)
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def write_state(folder: Path, name: str, values: Mapping[str, Any]) -> None:
+    """Bring all other files of the folder to the disk, then write a JSON file with `values` and their checksums."""
+    table = {}
+    for path in _files(folder):
+        path.chmod(FILE_MODE)  # other libraries write with the umask's permissions
+        sync_file(path)
+        table[str(path.relative_to(folder))] = _measure(path)
+    state = {**values, "format": FORMAT, "saved_at": time.time(), "files": table}
+    state["checksum"] = _checksum(state)
+    path = folder / name
+    path.write_text(json.dumps(state, indent=1))
+    path.chmod(FILE_MODE)
+    sync_file(path)
+    for inner in {file.parent for file in _files(folder)} - {folder}:
+        inner.chmod(FOLDER_MODE)
+        sync_folder(inner)
+
+
+def read_state(folder: Path, name: str) -> dict[str, Any]:
+    """Read a file that `write_state` wrote. Raises `CheckpointDamaged`."""
+    try:
+        state = json.loads((folder / name).read_text())
+        checksum = state.pop("checksum")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointDamaged(f"{folder / name}: {type(error).__name__}: {error}") from error
+    if _checksum(state) != checksum:
+        raise CheckpointDamaged(f"{folder / name}: its checksum does not match")
+    if state.get("format") != FORMAT:
+        raise CheckpointDamaged(
+            f"{folder / name}: it has format {state.get('format')}, and this freewheel reads format {FORMAT}"
+        )
+    read: dict[str, Any] = state
+    return read
+
+
+def visible_damage(folder: Path, name: str) -> str:
+    """Describe damage that shows without reading files through, which takes a minute for a large model.
+
+    Returns an empty string if there is none.
+    """
+    try:
+        for file, written in read_state(folder, name)["files"].items():
+            if difference := _difference(written, {"bytes": (folder / file).stat().st_size}):
+                return f"{file}: {difference}"
+    except CheckpointDamaged as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    return ""
+
+
+def _looks_whole(folder: Path) -> bool:
+    return not visible_damage(folder, STATE)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    storages: set[int] = set()
+    separate: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        own = tensor.detach().cpu().contiguous()
+        storage = own.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, so each gets its own copy
+        separate[name] = own.clone() if storage in storages else own
+        storages.add(storage)
+    save_file(separate, path)
+
+
+def _checksum(state: Mapping[str, Any]) -> int:
+    """Return the checksum of the values as JSON returns them: JSON changes some keys and turns tuples into lists."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode())
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _measure(path: Path) -> dict[str, int]:
+    """Return a file's size and checksum."""
+    length = value = 0
+    with path.open("rb", buffering=0) as file:
+        while data := file.read(READ_BYTES):
+            length += len(data)
+            value = zlib.crc32(data, value)
+    return {"bytes": length, "crc32": value}
+
+
+def _difference(written: Mapping[str, int], found: Mapping[str, int]) -> str:
+    """Describe how a file differs from the one that was written; empty if it does not. A checksum is optional."""
+    if found["bytes"] < written["bytes"]:
+        return f"cut off: {found['bytes']:,} of {written['bytes']:,} bytes"
+    if found["bytes"] > written["bytes"]:
+        return f"too long: {found['bytes']:,} bytes, and {written['bytes']:,} were written"
+    return "its checksum does not match" if found.get("crc32", written["crc32"]) != written["crc32"] else ""
+
+
+def _replace_folder(scratch: Path, target: Path) -> None:
+    """Move `scratch` to `target`. An existing target keeps a name that readers know until the new one is in place."""
+    replaced = target.with_name(f"{target.name}{REPLACED}")
+    if target.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        target.replace(replaced)
+    scratch.replace(target)
+    sync_folder(target.parent)  # before the old one is removed: after a power cut one of the two must exist
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _is_about_space(error: Exception) -> bool:
+    codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # safetensors reports the kernel's error as text
+    return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
+
+
+def _is_alive(host: str, pid: int) -> bool:
+    if host != socket.gethostname():
+        return True  # another machine's processes cannot be seen from here
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
