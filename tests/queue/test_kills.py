@@ -304,11 +304,8 @@ class World:
             return
         assert taken.block is not None
         recorded = step <= taken.recorded_until
-        old = [
-            ticket.sequence
-            for ticket, version in zip(taken.block.tickets, taken.block.min_versions, strict=True)
-            if self.bounds.too_old(trainer.version - version)
-        ]
+        stale = self.bounds.find_stale(taken.block.min_versions, trainer.version)
+        old = [taken.block.tickets[index].sequence for index in stale]
         if old and not (recorded and self.bounds_changed):
             assert not recorded, "a recorded step lags more than it did"
             assert self.history_was_lost or not self.engines_are_true or self.bounds_changed, (

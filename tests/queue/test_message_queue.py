@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.data.group import Ticket
+from freewheel.data.group import Block, Ticket
 from freewheel.queue.client import Taken
 from freewheel.queue.ledger import BUDGETS, Kind, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
@@ -653,15 +653,12 @@ class Hammer:
                 await queue.give_back(step)
                 taken = await queue.take(step, wait_s=LONG_S)
             assert taken.block is not None
-            old = [
-                t.sequence for t, v in zip(taken.block.tickets, taken.block.min_versions, strict=True) if self.stale(v)
-            ]
+            old = self.stale(taken.block)
             while old:
                 taken = await queue.replace_stale(step, old, wait_s=LONG_S)
                 if taken.block is None:
                     return
-                pairs = zip(taken.block.tickets, taken.block.min_versions, strict=True)
-                old = [ticket.sequence for ticket, version in pairs if self.stale(version)]
+                old = self.stale(taken.block)
             assert taken.block is not None
             ahead = asyncio.ensure_future(queue.take(step + 1, wait_s=LONG_S))
             await self.pause()
@@ -673,8 +670,9 @@ class Hammer:
             await queue.confirm_published(version)
             step += 1
 
-    def stale(self, version: int) -> bool:
-        return self.queue.policy.too_old(version)
+    def stale(self, block: Block) -> list[int]:
+        policy = self.queue.policy
+        return [block.tickets[i].sequence for i in policy.bounds.find_stale(block.min_versions, policy.version)]
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -175,16 +175,20 @@ class UnreliablePipeline(Pipeline):
 
     def commit(self) -> None:
         if len(self.steps) == 1:  # `replace` is for the last batch
-            for sequence in [one for one in self.steps[0] if self.policy.too_old(self.groups[one].born)]:
+            for sequence in self.stale():
                 self.replace(sequence)
             if self.missing:
                 self.refill()
                 return
-        elif any(self.policy.too_old(self.groups[one].born) for one in self.steps[0]):
+        elif self.stale():
             self.untake()  # the next batch goes back, so that the groups come in order
             self.commit()
             return
         super().commit()
+
+    def stale(self) -> list[int]:
+        born = [self.groups[one].born for one in self.steps[0]]
+        return [self.steps[0][index] for index in self.policy.bounds.find_stale(born, self.policy.version)]
 
     def check_lag(self, group: Group) -> None:
         assert self.policy.version - group.born <= self.policy.bounds.max_lag_allowed
@@ -403,9 +407,9 @@ def test_the_default_window_uses_up_what_the_configuration_allows() -> None:
 
 
 def test_a_group_that_is_exactly_at_the_limit_is_trained_and_one_older_is_not() -> None:
-    policy = StalenessPolicy(bounds(threshold=3), Standing(version=7, published=7))
-    assert not policy.too_old(4)
-    assert policy.too_old(3)
+    limits = bounds(threshold=3)
+    oldest = 7 - limits.max_lag_allowed
+    assert limits.find_stale([7, oldest - 1, oldest, oldest + 1], version=7) == [1]
 
 
 # -- counter-examples that shaped the rules ---------------------------------------------------------------------------

@@ -37,7 +37,8 @@ from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
 from freewheel.sync.synchronizer import ParameterSynchronizer
 from freewheel.sync.weights import Weights
-from freewheel.trainer.trainer import Ending, FullyAsyncTrainer, Row
+from freewheel.trainer.backend import Row
+from freewheel.trainer.trainer import Ending, FullyAsyncTrainer
 
 RUN_S = 60.0
 """A run here takes seconds; on a machine that is busy with other things, tens of them."""

@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError
 from freewheel.data.group import Ticket
 from freewheel.runtime import actors
 from freewheel.runtime.supervisor import Supervisor
-from freewheel.trainer.trainer import Row
+from freewheel.trainer.backend import Row
 
 WAIT_S = 30.0
 

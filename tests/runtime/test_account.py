@@ -17,7 +17,7 @@ from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_judging import TOTALS
 from freewheel.runtime.account import RunAccount, summed
 from freewheel.runtime.recovery import HOPELESS_BATCHES, SAME_BATCHES
-from freewheel.trainer.trainer import Row
+from freewheel.trainer.backend import Row
 
 from .pipeline import small_config
 

@@ -19,8 +19,8 @@ from freewheel.trainer.losses import (
     token_weights,
     value_loss,
 )
+from freewheel.trainer.metrics import Tally
 from freewheel.trainer.options import AlgorithmConfig
-from freewheel.trainer.tally import Tally
 
 SEQUENCE = torch.tensor([0, 0, 0, 1])
 """Two responses, of three tokens and one."""

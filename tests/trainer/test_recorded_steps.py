@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from freewheel.queue.journal import Journal, JournalWriter
-from freewheel.trainer import checkpointing
+from freewheel.trainer import background
 from freewheel.trainer.trainer import TrainingFailed
 
 from .scene import WAIT_S, Build, Scene
@@ -172,7 +172,7 @@ async def test_a_checkpoint_whose_frontier_the_disk_keeps_waiting_is_asked_for_a
 async def test_a_queue_that_does_not_make_its_journal_smaller_holds_no_checkpoint_up(
     scene: Build, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpointing, "TELL_S", 0.01)
+    monkeypatch.setattr(background, "CONFIRM_S", 0.01)
     one = scene(schedule={"total_steps": 6, "save_every": 2})
 
     async def compact(step: int) -> None:

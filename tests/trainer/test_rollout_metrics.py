@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import PromptGroup, Reward
-from freewheel.trainer.rollout_metrics import rollout_metrics
+from freewheel.trainer.metrics import rollout_metrics
 
 from .groups import make_group, make_response
 

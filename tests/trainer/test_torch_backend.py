@@ -18,8 +18,8 @@ from freewheel.data.group import PromptGroup, Response, Reward
 from freewheel.errors import ConfigError
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
+from freewheel.trainer.metrics import rollout_metrics
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
-from freewheel.trainer.rollout_metrics import rollout_metrics
 from freewheel.trainer.torch_backend import TorchBackend
 
 from .groups import VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without

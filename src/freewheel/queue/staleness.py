@@ -20,12 +20,12 @@ fewer groups.
 sequences: groups keep theirs, later ones get higher ones, and what was trained holds its slot until it is known to be
 published. Before anything is known of that (`published` None), nothing is admitted. Numbers that are skipped count in
 the window: who was taken before is not known by number any more. A sequence that was given up and lives again is the
-exception: it is for `too_old` to catch.
+exception: it is for `Bounds.find_stale` to catch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -69,9 +69,9 @@ class Bounds:
         """Groups that can be ready at once, at worst: the earlier steps of an unfinished version hold their slots."""
         return self.capacity - self.groups_per_step * (self.steps_per_version - 1)
 
-    def too_old(self, lag: int) -> bool:
-        """Whether a group that lags so many versions may no longer be trained on."""
-        return lag > self.max_lag_allowed
+    def find_stale(self, min_versions: Sequence[int], version: int) -> list[int]:
+        """The check at consumption: return the indices of groups that are too old to be trained on at `version`."""
+        return [i for i, min_version in enumerate(min_versions) if version - min_version > self.max_lag_allowed]
 
     @property
     def max_lag(self) -> int:
@@ -248,10 +248,6 @@ class StalenessPolicy:
 
     def lag(self, min_version: int) -> int:
         return self.version - min_version
-
-    def too_old(self, min_version: int) -> bool:
-        """The check at consumption: the promise itself."""
-        return self.bounds.too_old(self.lag(min_version))
 
     @property
     def version_after_step(self) -> int:

@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
     from freewheel.runtime.training_ranks import Ranks
     from freewheel.sync.synchronizer import ParameterSynchronizer, Replica
-    from freewheel.trainer.backend import Backend
-    from freewheel.trainer.trainer import Evaluate, FullyAsyncTrainer, Publisher
+    from freewheel.trainer.backend import Backend, Evaluate, Publisher
+    from freewheel.trainer.trainer import FullyAsyncTrainer
 
 
 MONITORED = ("trainer_stats", "rollouter_stats")

@@ -1,60 +1,104 @@
-"""What `FullyAsyncTrainer` asks of whatever learns: `TorchBackend`, or several processes behind a `Leader`."""
+"""The components that `FullyAsyncTrainer` works with, as protocols: what learns, publishes, saves and evaluates.
+
+Backend    holds the policy and takes steps: `TorchBackend`, or several processes behind a `Leader`
+Publisher  sends weights to the engines: the `ParameterSynchronizer`
+Saver      writes checkpoints: `RunSaver`
+Evaluate   scores held-out prompts: a function of the runtime
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from freewheel.data.group import PromptGroup
+from freewheel.queue.ledger import Frontier
+from freewheel.sync.weights import AnyWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class NonFiniteLoss(ArithmeticError):
-    """Losses or gradients were not finite several times in a row. Nothing of them reached the weights."""
+    """Losses or gradients were not finite several times in a row. The weights contain none of these updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendState:
-    """All that a resumed run needs and its settings do not say: no pickle, for it is stored as safetensors and JSON."""
+    """Everything a resumed run needs besides its settings. Stored as safetensors and JSON, never as a pickle."""
 
     tensors: Mapping[str, Tensor]
-    """Name → CPU tensor, copied: training may go on while they are written."""
+    """Name → CPU tensor. Copies: training may continue while they are written."""
     values: Mapping[str, Any]
     """Plain JSON values."""
     write: Callable[[Path], None] | None = None
-    """Where the tensors lie in shards on several ranks, and are not among `tensors`: puts them into a folder."""
+    """Writes the tensors to a folder, if they are sharded over several ranks. `tensors` is then empty."""
 
 
 class Backend(Protocol):
-    """Holds the policy, and takes steps. An update is applied whole or not at all."""
+    """Holds the policy and takes steps. An update is applied whole or not at all."""
 
     @property
     def updates_applied(self) -> int:
-        """Ever. A step that failed may be tried again where this is as it was before it."""
+        """Updates applied so far. A failed step can be retried if this number has not changed since it began."""
 
     def step(
         self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
     ) -> dict[str, float]:
-        """Trains on these groups, in the order of their ordinals whatever the order given.
+        """Train on these groups, ordered by their ordinals, and return metrics by name. Raises `NonFiniteLoss`.
 
-        `version`: of the weights as they are now; None where they are between two. `step`: how many steps were taken
-        before this one. Gives metrics by name. Raises `NonFiniteLoss`.
+        `version`: the version of the current weights, None in the middle of a version. `step`: steps taken before.
         """
 
     def weights(self) -> Mapping[str, Tensor]:
-        """The policy as engines take it: complete, named as the plain HF model names it, tied parameters once."""
+        """Return the complete policy for engines, with the plain Hugging Face names and tied parameters once."""
 
     def state(self) -> BackendState: ...
 
     def load_state(self, state: BackendState) -> None:
-        """What `state` gave, in a backend with the same settings and model. One that does not fit is a ValueError."""
+        """Load the result of `state`. Raises a ValueError if it belongs to another model or other settings."""
 
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        """An ordinary HF folder, which `AutoModelForCausalLM.from_pretrained` opens."""
+        """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens."""
 
     def describe(self) -> str:
-        """What the settings do together, for the start of a run's log."""
+        """Describe in words how the policy learns. Logged at the start of a run."""
+
+
+class Publisher(Protocol):
+    """Sends weights to the engines."""
+
+    async def submit(self, version: int, weights: AnyWeights) -> None: ...
+
+    async def prime(self, version: int, weights: AnyWeights) -> None:
+        """Provide weights that engines should hold already, for engines that do not."""
+
+    async def wait_published(self, version: int, *, wait_s: float) -> bool: ...
+
+
+class Saver(Protocol):
+    """Writes checkpoints. Called in threads; raises `CheckpointFailed`."""
+
+    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
+        """Write a checkpoint and return the step of the oldest one that a resume may fall back to."""
+
+    def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
+        """Keep the weights of `step` if `score` is the best so far. Returns whether it is.
+
+        `versions`: the first and the last version that produced the scored responses.
+        """
+
+
+Evaluate = Callable[[int], Awaitable[dict[str, float] | None]]
+"""Scores held-out prompts with the engines' current weights, for the record of a step. None: there are no prompts."""
+
+
+@dataclass
+class Row:
+    """One line of the metrics."""
+
+    kind: Literal["step", "eval"]
+    step: int
+    values: dict[str, Any] = field(default_factory=dict)

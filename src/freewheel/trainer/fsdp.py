@@ -31,12 +31,12 @@ from freewheel.trainer.backend import BackendState
 from freewheel.trainer.batching import MicroBatch, Sample
 from freewheel.trainer.compiling import decoder_layers
 from freewheel.trainer.critic import token_advantages
+from freewheel.trainer.metrics import Tally
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.ranks import share_out
 from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
-from freewheel.trainer.tally import Tally
 from freewheel.trainer.torch_backend import Part, TorchBackend
 from freewheel.trainer.world import World
 

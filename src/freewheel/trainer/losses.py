@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from freewheel.data.group import Array
+from freewheel.trainer.metrics import Tally
 from freewheel.trainer.options import Aggregation, AlgorithmConfig, Importance, KlKind
-from freewheel.trainer.tally import Tally
 
 LOG_RATIO_BOUND = 20.0
 """exp of more is no ratio of anything any more, and its square overflows float32: such tokens get no gradient."""

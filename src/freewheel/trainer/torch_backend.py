@@ -26,13 +26,12 @@ from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.critic import Critic, token_advantages
 from freewheel.trainer.losses import PolicyTokens, policy_loss, value_loss
+from freewheel.trainer.metrics import Tally, rollout_metrics
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.packing import packed_batches
 from freewheel.trainer.policy import Policy, Precision, compute_dtype
-from freewheel.trainer.rollout_metrics import rollout_metrics
 from freewheel.trainer.schedules import lr_factor
-from freewheel.trainer.tally import Tally
 
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 MAX_NONFINITE = 3

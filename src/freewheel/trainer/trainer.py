@@ -1,15 +1,15 @@
-"""`FullyAsyncTrainer`: takes groups, trains, publishes versions, and never waits for anybody but the queue.
+"""`FullyAsyncTrainer`: takes groups from the queue, trains on them, publishes versions, saves and evaluates.
 
-    take(k+1) ─────────────────────────┐ (asked for while k trains)
+    take(k+1) ─────────────────────────┐ (requested while step k trains)
     [thread] step k ─▶ pack weights ───┼──▶ [thread] step k+1 …
-                          └─▶ afterwards, in order: commit(k) ─▶ publish(v+1) ─▶ checkpoint, evaluation when due
+                          └─▶ meanwhile, in this order: commit(k) ─▶ publish(v+1) ─▶ checkpoint, evaluation if due
 
-`wait_batch` is the time in which there was nothing to train on. The learning itself is a `Backend`'s; what a batch may
-hold is the queue's to say, and is checked again here, because this is where the promise is kept.
+The trainer waits only for the queue; `wait_batch` is the time in which it had nothing to train on. A `Backend` does the
+learning. The queue decides which groups form a batch, and the trainer checks their staleness again before training on
+them, because this is where the promise is kept.
 
-One that starts from a checkpoint behind what was committed goes the same way again first: the queue gives it the groups
-of those steps as they were recorded, and the version after each. Engines hold what came of them, or get it when the
-last of them is done, and hear nothing before.
+After a crash, steps that were committed after the last checkpoint are replayed first: the queue returns the recorded
+groups and the recorded versions. Engines hold these weights already, or receive them after the last replayed step.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -32,52 +32,76 @@ from freewheel.observe.spans import ELAPSED, Spans
 from freewheel.queue.client import QueueClient
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
-from freewheel.trainer.backend import Backend, BackendState
-from freewheel.trainer.checkpointing import Checkpointing, Snapshot
-from freewheel.trainer.due import Schedule
-from freewheel.trainer.measuring import Measuring
-from freewheel.trainer.peers import Evaluate, Publisher, Row, Saver
-from freewheel.trainer.stepping import Stepping, TrainingFailed
-from freewheel.trainer.taking import Batch, Taking, answered, unless_failed
-
-__all__ = [
-    "Ending",
-    "Evaluate",
-    "FullyAsyncTrainer",
-    "Publisher",
-    "Row",
-    "Saver",
-    "Schedule",
-    "TrainingFailed",
-]
+from freewheel.trainer.backend import Backend, BackendState, Evaluate, NonFiniteLoss, Publisher, Row, Saver
+from freewheel.trainer.background import BackgroundEvaluation, CheckpointWriter
+from freewheel.utils.waiting import unless_failed, unless_stopped
 
 log = logging.getLogger("freewheel.trainer")
+
+T = TypeVar("T")
 
 Ending = Literal["finished", "stopped"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Done:
-    """A step that was taken, and what has to be told of it."""
+class TrainingFailed(RuntimeError):
+    """A step failed too often, or after some of its updates were applied. The last checkpoint is intact."""
 
-    batch: Batch
-    version: int
-    """After it."""
-    trained_at: int
-    """The version before it, which lags are counted from."""
-    weights: AnyWeights | None
-    """Where it made a new version."""
-    state: BackendState | None
-    """Where a checkpoint is due."""
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When steps, checkpoints and evaluations are due."""
+
+    total_steps: int
+    batch_timeout_s: float
+    """How long to wait for a batch or the journal before logging a warning and asking again."""
+    max_errors: int
+    eval_at_start: bool
+    save_every: int | None = None
+    eval_every: int | None = None
+    publish_timeout_s: float = 120.0
+    """How long an evaluation waits until its version reaches the engines."""
+
+    def saves(self, step: int, *, since: int) -> bool:
+        """Whether a checkpoint became due after step `since`. It is then written at the end of a version."""
+        return self.save_every is not None and step // self.save_every > since // self.save_every
+
+    def evaluates(self, step: int) -> bool:
+        return self.eval_every is not None and step % self.eval_every == 0 and step < self.total_steps
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The groups of a step."""
+
+    step: int
+    groups: list[PromptGroup]
+    recorded_until: int
+    """The last step that an earlier trainer committed."""
+    taken_s: float = field(default_factory=trace.now)
 
     @property
-    def tells(self) -> bool:
-        """Engines are to hear of it: nothing that was recorded comes after it."""
-        return self.batch.step >= self.batch.recorded_until
+    def recorded(self) -> bool:
+        """Whether the step is replayed from the journal. None of its groups may then be replaced."""
+        return self.step <= self.recorded_until
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """A finished step and everything that follows from it."""
+
+    batch: _Batch
+    trained_at: int
+    """The version before the step. Lags are counted from it."""
+    version: int
+    """The version after the step."""
+    weights: AnyWeights | None
+    """Packed weights, if the step completed a version."""
+    state: BackendState | None
+    """The state to save, if a checkpoint is due."""
 
 
 class FullyAsyncTrainer:
-    """Trains on exactly P groups a step, none older than the bound. Subclass it for `_compute_custom_metrics`."""
+    """Trains on exactly P groups per step, none older than the bound. Subclass it for `_compute_custom_metrics`."""
 
     def __init__(
         self,
@@ -96,302 +120,384 @@ class FullyAsyncTrainer:
         packer: Packer = pack,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`step` and `version`: of the checkpoint that `backend` was loaded from."""
+        """`step` and `version`: those of the checkpoint that `backend` was loaded from."""
+        self.backend = backend
         self.global_steps = step
         self.current_param_version = version
         self.processed_samples = 0
         self.param_sync_count = 0
+        self.dropped_stale_samples = 0
+        self.errors = 0
         self.spans = Spans(on_close=trace.span)
         self.rows: list[Row] = []
-        self._spans_before: dict[str, float] = {}
         self._queue = queue
         self._publisher = publisher
         self._bounds = bounds
         self._schedule = schedule
         self._pad_token_id = pad_token_id
+        self._packer = packer
         self._wall_clock = wall_clock
-        self._disk = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._stop = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train")
+        self._disk = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._training = False
+        self._updates_before = backend.updates_applied
+        """Updates applied when the last whole step ended."""
         self._steps_in_version = 0
         self._recorded_until = step
-        """Steps up to this one were committed by a trainer before."""
         self._committed_step = step
         self._last_due = step
-        """The last one of which a checkpoint was due, whatever came of it."""
+        """The last step at which a checkpoint was due, whether or not it was written."""
         self._unsent: tuple[int, int, AnyWeights] | None = None
-        """Step, version and weights that engines have not been sent."""
-        self._stepping = Stepping(
-            backend=backend,
-            packer=packer,
-            max_errors=schedule.max_errors,
-            total_steps=schedule.total_steps,
-            spans=self.spans,
-        )
-        self._taking = Taking(
-            queue=queue,
-            bounds=bounds,
-            batch_timeout_s=schedule.batch_timeout_s,
-            stop=self._stop,
-            spans=self.spans,
-        )
-        self._checkpoints = Checkpointing(
-            queue=queue,
-            saver=saver,
-            disk=self._disk,
-            spans=self.spans,
-            step=step,
-            wait_s=schedule.batch_timeout_s,
-        )
-        self._measuring = Measuring(
+        """Step, version and weights of the newest version, if the engines have not received it."""
+        self._spans_before: dict[str, float] = {}
+        self._checkpoints = CheckpointWriter(queue=queue, saver=saver, disk=self._disk, spans=self.spans, step=step)
+        self._evaluation = BackgroundEvaluation(
             publisher=publisher,
             saver=saver,
             evaluate=evaluate,
             disk=self._disk,
-            tell=lambda row: self.rows.append(row),
+            add_row=lambda row: self.rows.append(row),
             publish_timeout_s=schedule.publish_timeout_s,
             keep_best=keep_best,
         )
 
-    # -- life ---------------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> Ending:
-        """Until all steps are done, the prompts end, or `request_stop`. The state is saved in each case, and as far as
-        it can be also where an error ends the run."""
+        """Train until all steps are done, the prompts run out, or `request_stop` is called.
+
+        Saves the state at the end. After an error it saves the last whole step if that is possible.
+        """
         await self._queue.begin(self.global_steps)
-        await self._publisher.prime(self.current_param_version, await self._stepping.weights())
-        await self._measure_start()
-        after = asyncio.create_task(_nothing())
-        taking = asyncio.create_task(self._taking.take(self.global_steps + 1))
+        await self._publisher.prime(self.current_param_version, await self._pack_weights())
+        await self._evaluate_at_start()
+        reporting = asyncio.create_task(asyncio.sleep(0))
+        taking = asyncio.create_task(self._take(self.global_steps + 1))
         try:
             while self.global_steps < self._last_step:
-                batch = await unless_failed(after, self._batch(taking))
+                # The next batch may depend on the report (no batch before a version is published): raise its error now.
+                batch = await unless_failed(self._next_batch(taking), reporting)
                 if batch is None:
                     break
                 if batch.recorded:
                     self._recorded_until = batch.recorded_until
                 if batch.step < self._last_step:
-                    taking = asyncio.create_task(self._taking.take(batch.step + 1))
-                done = await self._train(batch)
-                await after  # steps are told of in order, and what went wrong in telling ends the run here
-                after = asyncio.create_task(self._afterwards(done))
-            await after
+                    taking = asyncio.create_task(self._take(batch.step + 1))
+                step = await self._train(batch)
+                await reporting  # steps are reported in order, and an error while reporting ends the run here
+                reporting = asyncio.create_task(self._report(step))
+            await reporting
             return await self._finish()
         except Exception as error:
             taking.cancel()
-            await asyncio.wait([after])
-            await self._rescue(error)
+            await asyncio.wait([reporting])
+            await self._save_after(error)
             raise
         finally:
-            for task in (taking, after):
+            for task in (taking, reporting):
                 task.cancel()
-            await self._measuring.abandon()
-            await asyncio.gather(taking, after, return_exceptions=True)
-            await self._checkpoints.settled()  # one that is half written is worth the wait
-
-    @property
-    def _last_step(self) -> int:
-        """What was recorded is a part of the run, also where it is to be shorter now."""
-        return max(self._schedule.total_steps, self._recorded_until)
-
-    async def _measure_start(self) -> None:
-        """What there is to compare with, unless a trainer before this one had begun."""
-        if not self._schedule.eval_at_start or self.global_steps:
-            return
-        if not await self._publisher.wait_published(self.current_param_version + 1, wait_s=0.0):
-            self._measuring.start(0, self.current_param_version, None)
+            await self._evaluation.abandon()
+            await asyncio.gather(taking, reporting, return_exceptions=True)
+            await self._checkpoints.settle()  # a half-written checkpoint is worth the wait
 
     def request_stop(self) -> None:
-        """Finish the step, save, and end. Before `run`: it ends as soon as it begins."""
+        """Finish the current step, save, and end. Before `run`, the run ends as soon as it begins."""
         self._stop.set()
 
     def close(self) -> None:
-        self._stepping.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
         self._disk.shutdown(wait=False, cancel_futures=True)
 
-    async def _finish(self) -> Ending:
-        """The end of a run: what is under way is waited for, the last weights are published, judged and saved.
+    @property
+    def _last_step(self) -> int:
+        """Recorded steps are part of the run, even if `total_steps` is smaller now."""
+        return max(self._schedule.total_steps, self._recorded_until)
 
-        A stop that comes while they are judged costs the evaluation alone: all steps are taken."""
-        stopped = self._stop.is_set()
-        if stopped:
-            await self._queue.give_back(self.global_steps + 1)
-        weights = await self._stepping.weights()
-        before = self.current_param_version
-        if await self._at_version():
-            if self.current_param_version > before:
-                await self._publish(self.global_steps, self.current_param_version, weights)
-            await self._save(weights)
-        if not stopped:
-            await self._measuring.done(unless=self._stop)
-        if not self._stop.is_set():
-            self._measuring.start(self.global_steps, self.current_param_version, weights)
-            await self._measuring.done(unless=self._stop)
-        return "stopped" if stopped else "finished"
-
-    async def _at_version(self) -> bool:
-        """Makes the end of the run the end of a version. False: recorded steps come after it, in which that version
-        goes on; the journal has them all, and the next trainer takes them again."""
-        if self._steps_in_version and self.global_steps >= self._recorded_until:
-            version = await self._durable(self._queue.complete_version)
-            assert version == self.current_param_version + 1, f"the queue is at version {version}"
-            self.current_param_version, self._steps_in_version = version, 0
-        return not self._steps_in_version
-
-    async def _rescue(self, error: Exception) -> None:
-        """Saves the last whole step on the way out of a run that failed."""
-        await self._checkpoints.settled()
-        step, about = self.global_steps, {"step": self.global_steps}
-        if step <= self._checkpoints.saved_step:
+    async def _evaluate_at_start(self) -> None:
+        """Evaluate the untrained weights for comparison, unless an earlier trainer has published newer ones."""
+        if not self._schedule.eval_at_start or self.global_steps:
             return
-        if self._stepping.half_done:
-            log.error("Nothing more is saved: step %d was half done when it failed (%s)", step + 1, error, extra=about)
-            return
-        try:
-            for told in range(self._committed_step + 1, step + 1):
-                await self._commit(told)
-            if await self._at_version():
-                await self._save(await self._stepping.weights())
-        except Exception as failure:  # noqa: BLE001  # what ended the run is raised; this comes on top of it
-            why = f"{type(failure).__name__}: {failure}"
-            log.error(
-                "Step %d is not saved: what a checkpoint of it needs could not be had (%s)", step, why, extra=about
-            )
+        if not await self._publisher.wait_published(self.current_param_version + 1, wait_s=0.0):
+            self._evaluation.start(0, self.current_param_version, None)
 
-    # -- a step -------------------------------------------------------------------------------------------------------
+    # -- take ---------------------------------------------------------------------------------------------------------
 
-    async def _batch(self, taking: asyncio.Task[Batch | None]) -> Batch | None:
-        """What to train on next; None: nothing more."""
+    async def _next_batch(self, taking: asyncio.Task[_Batch | None]) -> _Batch | None:
+        """Return the batch to train on, with stale groups replaced. None: there are no more, or the run stops."""
         with self.spans("wait_batch"):
             batch = await taking
-        if batch is None or self._stop.is_set():  # what was asked for ahead is given back
-            return None
-        return await self._taking.fresh(batch, version=self.current_param_version)
+        while batch is not None and not self._stop.is_set():
+            stale = self._find_stale(batch)
+            if not stale:
+                return batch
+            self.dropped_stale_samples += sum(len(group) for group in stale)
+            log.warning(
+                "%d groups of step %d lag more than async_training.max_staleness_allowed = %d versions: issued again",
+                len(stale),
+                batch.step,
+                self._bounds.max_lag_allowed,
+                extra={"step": batch.step, "version": self.current_param_version},
+            )
+            with self.spans("wait_batch"):
+                batch = await self._take(batch.step, replace=[group.ticket.sequence for group in stale])
+        return None  # the queue gets the batch back at the end of the run
 
-    async def _train(self, batch: Batch) -> _Done:
-        # In the middle of a version the weights are no longer those that any engine has.
-        before = None if self._steps_in_version else self.current_param_version
-        metrics = await self._stepping.learn(batch, version=before)
-        version = await self._version_after(batch)
+    def _find_stale(self, batch: _Batch) -> list[PromptGroup]:
+        """The staleness check at consumption. Recorded steps led to weights that engines hold and stay as they were."""
+        if batch.recorded:
+            return []
+        stale = self._bounds.find_stale([group.min_version for group in batch.groups], self.current_param_version)
+        return [batch.groups[index] for index in stale]
+
+    async def _take(self, step: int, *, replace: Sequence[int] = ()) -> _Batch | None:
+        """Wait for the groups of `step`. None: there are no more, or the run stops.
+
+        `replace`: sequences of groups in the batch of `step` that return to the stream. Others take their place.
+        """
+        wait_s = self._schedule.batch_timeout_s
+        while not self._stop.is_set():
+            if replace:
+                request = self._queue.replace_stale(step, replace, wait_s=wait_s)
+            else:
+                request = self._queue.take(step, wait_s=wait_s)
+            taken = await unless_stopped(request, self._stop)
+            if taken is None or taken.state == "finished":
+                return None
+            if taken.block is not None:
+                return _Batch(step, taken.block.groups(), taken.recorded_until)
+            log.warning(
+                "No batch for step %d within async_training.batch_timeout = %g s: %s",
+                step,
+                wait_s,
+                taken.waiting_for,
+                extra={"step": step},
+            )
+            replace = ()
+        return None
+
+    # -- train --------------------------------------------------------------------------------------------------------
+
+    async def _train(self, batch: _Batch) -> _Step:
         trained_at = self.current_param_version
+        metrics = await self._learn(batch)
+        version = await self._version_after(batch)
         completes = version > trained_at
         self._steps_in_version = 0 if completes else self._steps_in_version + 1
-        self._stepping.whole()
+        self._updates_before = self.backend.updates_applied
         self._account(batch, metrics, version)
         saves = completes and self._schedule.saves(batch.step, since=self._last_due)
         self._last_due = batch.step if saves else self._last_due
         with self.spans("pack", step=batch.step):
-            weights = await self._stepping.weights() if completes else None
-            state = await self._stepping.state() if saves else None
-        return _Done(batch=batch, version=version, trained_at=trained_at, weights=weights, state=state)
+            weights = await self._pack_weights() if completes else None
+            state = await self._in_thread(lambda: self.backend.state()) if saves else None
+        return _Step(batch=batch, trained_at=trained_at, version=version, weights=weights, state=state)
 
-    async def _version_after(self, batch: Batch) -> int:
+    async def _learn(self, batch: _Batch) -> dict[str, float]:
+        """Run the backend's step in its thread and return its metrics.
+
+        A step that fails before its first update is retried. After an update a retry would train on the groups twice.
+        """
+        step, attempt = batch.step, 0
+        # In the middle of a version no engine has exactly these weights.
+        version = None if self._steps_in_version else self.current_param_version
+        total_steps = self._schedule.total_steps
+
+        def work() -> dict[str, float]:
+            return self.backend.step(batch.groups, version=version, step=step - 1, total_steps=total_steps)
+
+        while True:
+            attempt += 1
+            self._training = True
+            try:
+                with self.spans("train", step=step):
+                    return await self._in_thread(work)
+            except NonFiniteLoss:
+                raise
+            except Exception as error:
+                self.errors += 1
+                max_errors = self._schedule.max_errors
+                log.exception("Step %d failed (attempt %d of %d)", step, attempt, max_errors, extra={"step": step})
+                reason = f"{type(error).__name__}: {error}"
+                if updates := self._updates_in_progress:
+                    raise TrainingFailed(
+                        f"step {step} failed after {updates} of its updates were applied, and a retry would "
+                        f"train on its groups twice: {reason}. Continue from the last checkpoint (resume=RUN)"
+                    ) from error
+                if attempt >= max_errors:
+                    raise TrainingFailed(
+                        f"step {step} failed {attempt} times (trainer.max_errors): {reason}"
+                    ) from error
+            finally:
+                self._training = False
+
+    @property
+    def _updates_in_progress(self) -> int:
+        """Updates of a step that has not ended. Above 0, the weights belong to no whole step."""
+        return self.backend.updates_applied - self._updates_before
+
+    async def _version_after(self, batch: _Batch) -> int:
         if not batch.recorded:
             return self.current_param_version + (self._steps_in_version + 1 >= self._bounds.steps_per_version)
-        version = await self._commit(batch.step)  # as it was: a run that ended after it may have completed one early
+        version = await self._commit(batch.step)  # as recorded: a run that ended there may have completed it early
         assert 0 <= version - self.current_param_version <= 1, f"step {batch.step} is recorded with version {version}"
         return version
 
-    def _account(self, batch: Batch, metrics: dict[str, float], version: int) -> None:
-        """The counters move on, and the step gets its row: ages as it began, counters as they are after it."""
+    def _account(self, batch: _Batch, metrics: dict[str, float], version: int) -> None:
+        """Advance the counters and add the step's row: ages from before the step, counters from after it."""
         groups = batch.groups
+        assert not self._find_stale(batch), "the batch holds groups that are too old"
         samples = [len(group) for group in groups]
         lags_by_group = [self.current_param_version - group.min_version for group in groups]
         lags = np.repeat(lags_by_group, samples)
-        born = np.repeat([group.created_s for group in groups], samples)
-        # What was recorded kept the bound that held then.
-        assert batch.recorded or not self._bounds.too_old(int(lags.max())), f"lag {lags.max()} was trained on"
+        created_s = np.repeat([group.created_s for group in groups], samples)
         custom = self._custom_metrics(groups)
         self.global_steps = batch.step
         self.processed_samples += len(lags)
         self.current_param_version = version
-        fresh = freshness(lags, self._wall_clock() - born, staleness_threshold=self._bounds.threshold)
-        told: dict[str, Any] = {**metrics, **fresh, "sample_age_counts": age_counts(lags_by_group), **custom}
-        self.rows.append(Row("step", batch.step, {**told, **self.counters(), **self._timing()}))
+        fresh = freshness(lags, self._wall_clock() - created_s, staleness_threshold=self._bounds.threshold)
+        values: dict[str, Any] = {**metrics, **fresh, "sample_age_counts": age_counts(lags_by_group), **custom}
+        self.rows.append(Row("step", batch.step, {**values, **self.counters(), **self._timing()}))
 
     def _timing(self) -> dict[str, float]:
-        """Where the time since the step before went, and how long the trainer has run."""
-        before, self._spans_before = self._spans_before, self.spans.snapshot()
-        now = self._spans_before
+        """Return the time spent since the previous step, and the trainer's total running time."""
+        before, now = self._spans_before, self.spans.snapshot()
+        self._spans_before = now
         spent = {f"timing/{name}_s": now.get(name, 0.0) - before.get(name, 0.0) for name in ("train", "wait_batch")}
         return {**spent, "timing/elapsed_s": now[ELAPSED]}
 
     def _custom_metrics(self, groups: list[PromptGroup]) -> dict[str, Any]:
         if type(self)._compute_custom_metrics is FullyAsyncTrainer._compute_custom_metrics:
-            return {}  # a padded batch is only made for somebody who reads it
+            return {}  # build a padded batch only for a hook that reads it
         from freewheel.data.padded import to_data_proto
 
         try:
             return dict(self._compute_custom_metrics(to_data_proto(groups, pad_token_id=self._pad_token_id)))
-        except Exception:  # a user's hook; the step is taken already
-            log.exception("_compute_custom_metrics failed; the step counts all the same")
+        except Exception:  # a user's hook; the step is trained already
+            log.exception("_compute_custom_metrics failed; the step counts without its metrics")
             return {}
 
     def _compute_custom_metrics(self, batch: Any) -> dict[str, float]:
-        """Hook. `batch`: the step's samples as a padded DataProto. Gives metrics by name."""
+        """Hook: return metrics by name. `batch`: the step's samples as a padded `DataProto`."""
         return {}
 
-    # -- after a step -------------------------------------------------------------------------------------------------
+    async def _pack_weights(self) -> AnyWeights:
+        return await self._in_thread(lambda: self._packer(self.backend.weights()))
 
-    async def _afterwards(self, done: _Done) -> None:
-        """While the next step trains: the queue hears of it, engines get the weights, and what is due is begun."""
-        step, version = done.batch.step, done.version
-        if not done.batch.recorded:
-            found = await self._commit(step)
-            assert found == version, f"the queue is at version {found} after step {step}, and the trainer at {version}"
-        done.batch.committed(version, trained_at=done.trained_at)
-        if done.weights is not None:
-            self._unsent = (step, version, done.weights)
-        if done.tells and self._unsent is not None:  # in the middle of a version: the one before
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # -- report: commit, publish, save, evaluate ----------------------------------------------------------------------
+
+    async def _report(self, step: _Step) -> None:
+        """While the next step trains: commit the step, publish its version, and start what is due."""
+        batch, number = step.batch, step.batch.step
+        if not batch.recorded:
+            version = await self._commit(number)
+            assert version == step.version, f"the queue is at version {version} after step {number}, not {step.version}"
+        for group in batch.groups:
+            lag = step.trained_at - group.min_version
+            trace.phase("train", group.ordinal, batch.taken_s, step=number, version=step.version, lag=lag)
+        if step.weights is not None:
+            self._unsent = (number, step.version, step.weights)
+        replaying = number < batch.recorded_until  # engines hear nothing before the last recorded step
+        if not replaying and self._unsent is not None:  # in the middle of a version, this is the previous version
             unsent, self._unsent = self._unsent, None
             await self._publish(*unsent)
-        if done.state is not None and done.weights is not None:
-            snapshot = Snapshot(step=step, version=version, weights=done.weights, state=done.state)
-            await self._checkpoints.begin(snapshot)
-        if done.tells and self._schedule.evaluates(step):
-            self._measuring.start(step, version, done.weights)
+        if step.state is not None and step.weights is not None:
+            await self._checkpoint(number, step.version, step.state, step.weights)
+        if not replaying and self._schedule.evaluates(number):
+            self._evaluation.start(number, step.version, step.weights)
 
     async def _commit(self, step: int) -> int:
-        """The version after `step`, once it is written down that it was trained."""
-        version = await self._durable(partial(self._queue.commit, step))
+        """Return the version after `step`, once the journal records that it was trained."""
+        version = await self._until_durable(partial(self._queue.commit, step), f"step {step}")
         self._committed_step = max(self._committed_step, step)
         return version
 
-    async def _durable(self, ask: Callable[..., Awaitable[int | None]]) -> int:
-        waits = f"what was trained up to step {self.global_steps}"
-        return await answered(ask, wait_s=self._schedule.batch_timeout_s, waits=waits)
+    async def _until_durable(self, request: Callable[..., Awaitable[T | None]], waiting: str) -> T:
+        """Repeat a request to the queue until its journal has been written. `waiting`: what waits for it, in words."""
+        while (answer := await request(wait_s=self._schedule.batch_timeout_s)) is None:
+            log.warning("The journal cannot be written yet: %s waits for it", waiting)
+        return answer
 
     async def _publish(self, step: int, version: int, weights: AnyWeights) -> None:
         self.param_sync_count += 1
-        self._measuring.published(step, version, weights)
+        self._evaluation.publish(step, version, weights)
         await self._publisher.submit(version, weights)
 
-    async def _save(self, weights: AnyWeights) -> None:
-        """The last step, unless it is saved."""
-        await self._checkpoints.done()
-        step = self.global_steps
-        if step > self._checkpoints.saved_step:
-            state = await self._stepping.state()
-            last = Snapshot(step=step, version=self.current_param_version, weights=weights, state=state)
-            await self._checkpoints.begin(last)
-            await self._checkpoints.done()
+    async def _checkpoint(self, step: int, version: int, state: BackendState, weights: AnyWeights) -> None:
+        """Return when the checkpoint is being written. A slow disk slows the steps down instead of filling memory."""
+        await self._checkpoints.finish()
+        waiting = f"the checkpoint of step {step}"
+        frontier = await self._until_durable(partial(self._queue.read_frontier, step), waiting)
+        self._checkpoints.begin(step, version, frontier, state, weights)
 
-    # -- what it knows ------------------------------------------------------------------------------------------------
+    # -- the end ------------------------------------------------------------------------------------------------------
 
-    @property
-    def backend(self) -> Backend:
-        return self._stepping.backend
+    async def _finish(self) -> Ending:
+        """Publish, save and evaluate the last weights.
 
-    @backend.setter
-    def backend(self, backend: Backend) -> None:
-        self._stepping.backend = backend
+        All steps are done at this point, so a stop request only cancels the evaluation.
+        """
+        stopped = self._stop.is_set()
+        if stopped:
+            await self._queue.give_back(self.global_steps + 1)
+        weights = await self._pack_weights()
+        before = self.current_param_version
+        if await self._complete_version():
+            if self.current_param_version > before:
+                await self._publish(self.global_steps, self.current_param_version, weights)
+            await self._save_last(weights)
+        if not stopped:
+            await self._evaluation.finish(unless=self._stop)
+        if not self._stop.is_set():
+            self._evaluation.start(self.global_steps, self.current_param_version, weights)
+            await self._evaluation.finish(unless=self._stop)
+        return "stopped" if stopped else "finished"
 
-    @property
-    def errors(self) -> int:
-        return self._stepping.errors
+    async def _complete_version(self) -> bool:
+        """Complete the current version early, because the run ends.
 
-    @property
-    def dropped_stale_samples(self) -> int:
-        return self._taking.dropped_stale_samples
+        Returns False if recorded steps follow that belong to the same version. The journal has all of them, and the
+        next trainer replays them.
+        """
+        if self._steps_in_version and self.global_steps >= self._recorded_until:
+            waiting = f"the end of step {self.global_steps}"
+            version = await self._until_durable(self._queue.complete_version, waiting)
+            assert version == self.current_param_version + 1, f"the queue is at version {version}"
+            self.current_param_version, self._steps_in_version = version, 0
+        return not self._steps_in_version
+
+    async def _save_last(self, weights: AnyWeights) -> None:
+        """Save the last step, unless it is saved already."""
+        await self._checkpoints.finish()
+        if self.global_steps > self._checkpoints.saved_step:
+            state = await self._in_thread(lambda: self.backend.state())
+            await self._checkpoint(self.global_steps, self.current_param_version, state, weights)
+            await self._checkpoints.finish()
+
+    async def _save_after(self, error: Exception) -> None:
+        """Save the last whole step before `error` ends the run."""
+        await self._checkpoints.settle()
+        step, context = self.global_steps, {"step": self.global_steps}
+        if step <= self._checkpoints.saved_step:
+            return
+        if self._updates_in_progress:
+            log.error(
+                "Not saving: step %d failed (%s) after some of its updates were applied", step + 1, error, extra=context
+            )
+            return
+        try:
+            for uncommitted in range(self._committed_step + 1, step + 1):
+                await self._commit(uncommitted)
+            if await self._complete_version():
+                await self._save_last(await self._pack_weights())
+        except Exception as failure:  # noqa: BLE001  # the first error is raised; this one comes on top
+            reason = f"{type(failure).__name__}: {failure}"
+            log.error("Step %d cannot be saved: %s", step, reason, extra=context)
+
+    # -- status -------------------------------------------------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
         return {
@@ -406,19 +512,15 @@ class FullyAsyncTrainer:
         return {
             **self.counters(),
             "errors": self.errors,
-            "training": self._stepping.training,
+            "training": self._training,
             "saving": self._checkpoints.running,
-            "evaluating": self._measuring.running,
+            "evaluating": self._evaluation.running,
             "saved_step": self._checkpoints.saved_step,
             "recorded_until": self._recorded_until,
             "spans": self.spans.snapshot(),
         }
 
     def drain_rows(self) -> list[Row]:
-        """Metrics since the last call."""
+        """Return the metrics since the last call."""
         rows, self.rows = self.rows, []
         return rows
-
-
-async def _nothing() -> None:
-    pass
