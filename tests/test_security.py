@@ -31,8 +31,7 @@ from freewheel.runtime import cluster
 from freewheel.runtime.config import TrainConfig, judge_settings
 from freewheel.runtime.config_files import compose, to_yaml
 from freewheel.runtime.start import new_run, write_config
-from freewheel.trainer.checkpoint import CheckpointStore, RunLock
-from freewheel.trainer.checkpoint import CheckpointDamaged
+from freewheel.trainer.checkpoint import CheckpointDamaged, CheckpointStore, RunLock
 from freewheel.utils.files import open_private, private_folder
 
 SOURCE = Path(__file__).parent.parent / "src" / "freewheel"

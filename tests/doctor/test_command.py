@@ -27,8 +27,7 @@ from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, resolve
 from freewheel.runtime.start import write_config
-from freewheel.trainer.checkpoint import STATE, RunLock
-from freewheel.trainer.checkpoint import write_state
+from freewheel.trainer.checkpoint import STATE, RunLock, write_state
 from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
 
 WAIT_S = 120.0

@@ -27,8 +27,7 @@ from freewheel.runtime.config_files import to_config, to_yaml
 from freewheel.runtime.evaluation import eval_config, find_target
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.start import make_plan, new_run, resume, split_resume, write_config
-from freewheel.trainer.checkpoint import STATE, RunLock
-from freewheel.trainer.checkpoint import write_state
+from freewheel.trainer.checkpoint import STATE, RunLock, write_state
 
 ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 60.0

@@ -27,8 +27,7 @@ from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import CheckpointMark, Journal, JournalBusy, JournalDamaged, JournalError, JournalFormat
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import load
-from freewheel.trainer.checkpoint import STATE
-from freewheel.trainer.checkpoint import CheckpointDamaged, read_state, visible_damage
+from freewheel.trainer.checkpoint import STATE, CheckpointDamaged, read_state, visible_damage
 
 ASIDE = f"{JOURNAL}.damaged-*"
 HOLDER_BYTES = 1024

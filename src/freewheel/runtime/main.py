@@ -40,8 +40,7 @@ from freewheel.runtime.recovery import KeepsDying, NothingToTrainOn, NotRecorded
 from freewheel.runtime.remote import START_S, NoAnswer, call, cause, died
 from freewheel.runtime.start import new_run, write_config
 from freewheel.runtime.supervisor import Poller, Supervisor, newest_checkpoint
-from freewheel.trainer.checkpoint import RunLock, RunLocked
-from freewheel.trainer.checkpoint import Resumed
+from freewheel.trainer.checkpoint import Resumed, RunLock, RunLocked
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan

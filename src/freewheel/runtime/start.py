@@ -27,7 +27,7 @@ from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.building import check_journal
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose, differing, load, to_config, to_yaml
-from freewheel.trainer.checkpoint import any_whole
+from freewheel.trainer.checkpoint import has_checkpoint
 from freewheel.utils.files import private_folder, write_atomically
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _check_work_is_left(folder: Path, config: TrainConfig) -> None:
     reached = max(saved, default=0)
     if reached > wanted or (reached == wanted and (folder / FINAL).is_dir()):
         raise ConfigError("trainer.total_steps", wanted, f"the run is at step {reached} already: give more to continue")
-    if saved and not any_whole(folder):
+    if saved and not has_checkpoint(folder):
         check_journal(folder)
 
 

@@ -36,8 +36,7 @@ from freewheel.runtime.building import model_folder
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.pools import Pools
 from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, RemoteQueue, call
-from freewheel.trainer.checkpoint import CheckpointStore
-from freewheel.trainer.checkpoint import Resumed
+from freewheel.trainer.checkpoint import CheckpointStore, Resumed
 from freewheel.utils.registry import objects_in_memory
 
 if TYPE_CHECKING:
