@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from freewheel.data.rendering import PLAIN, as_sample, render
+from freewheel.data.prompts import PLAIN, as_sample, render
 from freewheel.data.sources import load_rows
 
 STEP = re.compile(r"(\d+)\+(\d+)=(\d+)")

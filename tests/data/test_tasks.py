@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from freewheel.data.group import Prompt
-from freewheel.data.rendering import Rendering, conversation, render, render_rows
-from freewheel.data.tasks import BUILTIN, get_task
+from freewheel.data.prompts import Rendering, conversation, render, render_rows
+from freewheel.data.tasks import TASKS, get_task
 from freewheel.data.tasks.gsm8k import INSTRUCTION
 from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, model_path, problems
 from freewheel.errors import ConfigError, DataError
@@ -88,7 +88,7 @@ def test_a_system_prompt_comes_first_and_replaces_the_rows_own():
 def test_earlier_turns_need_a_chat_template():
     turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
     assert text_of(render({"prompt": turns}, Letters(CHATML))) == "[user]u[assistant]a[user]u[assistant]"
-    with pytest.raises(DataError, match="only a chat template can tell who speaks"):
+    with pytest.raises(DataError, match="only a chat template can mark who speaks"):
         render({"prompt": turns}, Letters())
 
 
@@ -123,7 +123,7 @@ def test_prompts_that_are_too_long_are_left_out_cut_or_refused(caplog: pytest.Lo
         assert rendered(*texts, max_prompt_tokens=5) == ["^ab", "^abcd"]
     assert caplog.messages == ["2 of 4 prompts left out: over max_prompt_tokens=5 (longest 9)"]
     assert rendered(*texts, max_prompt_tokens=5, too_long="truncate_left") == ["^ab", "bcdef", "^abcd", "defgh"]
-    with pytest.raises(DataError, match="row 1: its prompt has 7 tokens, over max_prompt_tokens = 5: raise that"):
+    with pytest.raises(DataError, match="row 1: its prompt has 7 tokens, over max_prompt_tokens = 5: raise the limit"):
         rendered(*texts, max_prompt_tokens=5, too_long="error")
     with pytest.raises(DataError, match="none of 4 prompts is left: raise max_prompt_tokens = 2, the longest has 9"):
         rendered(*texts, max_prompt_tokens=2)
@@ -220,7 +220,7 @@ def test_rows_of_any_data_source_are_scored_by_its_rule(tmp_path: Path):
     assert first["extra_info"] == {"answer": "2", "index": 0, "question": "1 + 1?", "split": "train"}
     assert first["level"] == 5 and second["reward_model"] == {"ground_truth": "4", "style": "rule"}
     assert [task.score("#### 2", row).value for row in (first, second)] == [1.0, 0.0]  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=r"data\.train = None: the task rows brings no data"):
+    with pytest.raises(ConfigError, match=r"data\.train = None: the task rows has no data"):
         task.load("train")
 
 
@@ -337,7 +337,7 @@ def test_the_base_guesses_and_can_do_better(tokenizer: PreTrainedTokenizerFast):
 # -- the registry ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", BUILTIN)
+@pytest.mark.parametrize("name", list(TASKS))
 def test_built_in_tasks_go_by_their_names(name: str):
     assert get_task(name).name == name
 
@@ -382,7 +382,7 @@ def test_a_name_that_leads_nowhere_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 def test_loading_and_scoring_need_no_torch():
     """Reward workers import tasks: each would else take half a gigabyte."""
-    modules = ["prompts", "rendering", "sources", "group", *(f"tasks.{name}" for name in BUILTIN)]
+    modules = ["prompts", "sources", "group", *(f"tasks.{name}" for name in TASKS)]
     code = f"import sys, {', '.join(f'freewheel.data.{module}' for module in modules)}; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 

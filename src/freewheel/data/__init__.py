@@ -1,4 +1,4 @@
-"""Samples and prompts: `DataProto`, tensors and plain values under one index; `PromptGroup`, `PromptStream`, tasks.
+"""Samples and prompts: `DataProto` (tensors and plain values under one index), `PromptGroup`, `PromptStream`, tasks.
 
     from freewheel.data import DataProto
 
@@ -6,7 +6,7 @@
     for part in data.split(64):
         ...
 
-What has tensors is loaded when it is first named, and needs `freewheel[train]`; the rest imports without torch.
+Names that need torch are imported on first use and need `freewheel[train]`. The others import without torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
     "to_data_proto",
 ]
 
-HEAVY = {
+_HEAVY = {
     "DataProto": "freewheel.data.data_proto",
     "DataProtoItem": "freewheel.data.data_proto",
     "from_data_proto": "freewheel.data.padded",
@@ -49,14 +49,14 @@ HEAVY = {
     "prompts_to_data_proto": "freewheel.data.padded",
     "to_data_proto": "freewheel.data.padded",
 }
-"""Names whose modules import torch, and where they are."""
+"""Names whose modules import torch, and their modules."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HEAVY:
+    if name not in _HEAVY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(HEAVY[name])
+        module = import_module(_HEAVY[name])
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("freewheel"):
             raise

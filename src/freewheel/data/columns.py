@@ -1,6 +1,6 @@
-"""One column of a batch at a time: built, compared, copied and joined, for tensors and numpy arrays alike.
+"""One column of a batch: build, compare, copy and join it, for tensors and numpy arrays alike.
 
-`DataProto` and its merging call these; they know nothing of batches.
+Used by `DataProto` and by `freewheel.data.padded`. Nothing here knows a batch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from tensordict import TensorDictBase
 from freewheel.errors import DataError, shown
 
 Array = np.ndarray[Any, Any]
-ATOMS = (int, float, str, bool, type(None))
-"""Looked for before a copy is tried: lists of them are long, and every row that is taken out copies `meta_info`."""
+_ATOMS = (int, float, str, bool, type(None))
+"""Values that need no copy. `plain_copy` tests for them first because `meta_info` holds long lists of numbers."""
 
 
 def object_array(values: Iterable[Any]) -> Array:
-    """A column with one entry per value, whatever the values are. (`np.array([[1], [2]], dtype=object)` has two
-    dimensions, and its rows are no longer lists.)"""
+    """Return a column with one entry per value, whatever the values are.
+
+    `np.array([[1], [2]], dtype=object)` would have two dimensions, and its rows would not be lists any more.
+    """
     rows = list(values)
     column = np.empty(len(rows), dtype=object)
     for index, value in enumerate(rows):
@@ -31,7 +33,7 @@ def object_array(values: Iterable[Any]) -> Array:
 
 
 def as_column(key: str, values: Any) -> Array:
-    """A numpy array as it is; a list or a tuple as an array of objects."""
+    """Return a numpy array unchanged, and a list or a tuple as an array of objects."""
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
             raise DataError(f"non_tensor_batch[{key!r}] = {shown(values)}: give an array with one entry per row")
@@ -44,7 +46,7 @@ def as_column(key: str, values: Any) -> Array:
 
 def check_tensor(key: object, value: object) -> None:
     if not isinstance(key, str):
-        raise DataError(f"batch has the key {key!r}: keys are text")
+        raise DataError(f"batch has the key {key!r}: keys must be text")
     if not isinstance(value, torch.Tensor):
         raise DataError(
             f"batch[{key!r}] is a {type(value).__name__}: a batch holds tensors only; flatten nested ones, "
@@ -56,13 +58,13 @@ def check_tensor(key: object, value: object) -> None:
         raise DataError(f"batch[{key!r}] = {shown(value)}: give a tensor with one entry per row")
 
 
-def tensors_of(batch: TensorDictBase) -> dict[str, torch.Tensor]:
-    return cast("dict[str, torch.Tensor]", dict(batch.items()))  # `check_tensor` has seen to it
+def tensors_of(batch: TensorDictBase | None) -> dict[str, torch.Tensor]:
+    return {} if batch is None else cast("dict[str, torch.Tensor]", dict(batch.items()))  # see `check_tensor`
 
 
 def plain_copy(value: Any) -> Any:
-    """A copy that shares no dict, list, tuple or set with the original, at any depth. Tensors, arrays and other objects
-    are shared: they may be large, or not copyable at all."""
+    """Copy dicts, lists, tuples and sets at any depth. Tensors, arrays and other objects are shared: they may be large,
+    or impossible to copy."""
     if isinstance(value, dict):
         copied = copy.copy(value)  # keeps what a subclass adds, such as a default
         for key, inner in value.items():
@@ -70,7 +72,7 @@ def plain_copy(value: Any) -> Any:
         return copied
     if isinstance(value, list):
         entries = copy.copy(value)
-        entries[:] = [inner if type(inner) in ATOMS else plain_copy(inner) for inner in value]
+        entries[:] = [inner if type(inner) in _ATOMS else plain_copy(inner) for inner in value]
         return entries
     if isinstance(value, tuple):
         inner_copies = (plain_copy(inner) for inner in value)
@@ -79,7 +81,7 @@ def plain_copy(value: Any) -> Any:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal in content at any depth. NaN equals NaN; tensors and arrays also agree in type and shape."""
+    """Compare content at any depth. NaN equals NaN; tensors and arrays must also agree in type and shape."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -89,16 +91,13 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, dict) and isinstance(right, dict):
         return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return (
-            isinstance(left, list) is isinstance(right, list)
-            and len(left) == len(right)
-            and all(map(same, left, right))
-        )
+        kinds = isinstance(left, list) is isinstance(right, list)
+        return kinds and len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float | np.floating) and isinstance(right, float | np.floating) and left != left:
         return bool(right != right)
     try:
         return bool(left == right)
-    except (TypeError, ValueError, RuntimeError):  # an object whose == is not a yes or a no
+    except (TypeError, ValueError, RuntimeError):  # an object whose == gives neither a yes nor a no
         return False
 
 
@@ -118,8 +117,11 @@ def _same_array(left: Array, right: Array) -> bool:
 
 
 def take_rows(column: Array, rows: Array, repeated: Array) -> Array:
-    """The rows of a column. `repeated` are the positions in `rows` that name a row once more: they get their own copy
-    of its dicts and lists, else a note made in one would appear in all."""
+    """Return the rows of a column.
+
+    `repeated` are the positions in `rows` that name a row again. Each gets its own copy of the row's dicts and lists;
+    otherwise a note made in one would appear in all.
+    """
     taken: Array = column[rows]
     if column.dtype == object:
         for position in repeated:
@@ -131,11 +133,11 @@ def take_rows(column: Array, rows: Array, repeated: Array) -> Array:
 
 
 def join_arrays(key: str, columns: Sequence[Array]) -> Array:
-    """One below the other. Where the types differ the result holds objects, so that no value is converted."""
+    """Concatenate columns. If their types differ, the result holds objects, so that no value is converted."""
     shapes = {column.shape[1:] for column in columns}
     if len(shapes) > 1:
         raise DataError(
-            f"non_tensor_batch[{key!r}] has rows of the shapes {sorted(shapes)}: make them alike, "
+            f"non_tensor_batch[{key!r}] has rows of the shapes {sorted(shapes)}: make them equal, "
             "or use object_array(rows), whose rows may differ"
         )
     alike = len({column.dtype for column in columns}) == 1 or all(column.dtype.kind == "U" for column in columns)
@@ -143,7 +145,7 @@ def join_arrays(key: str, columns: Sequence[Array]) -> Array:
 
 
 def join_tensors(key: str, columns: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One below the other. Types are not promoted: token ids that became floats would be found out much later."""
+    """Concatenate columns. Types are not promoted: token ids that became floats would be noticed much too late."""
     forms = {f"{str(column.dtype)[6:]}{list(column.shape[1:])} on {column.device}" for column in columns}
     if len(forms) > 1:
         raise DataError(

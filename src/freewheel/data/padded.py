@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from freewheel.data.columns import object_array, plain_copy, tensors_of
-from freewheel.data.data_proto import DataProto
+from freewheel.data.data_proto import TOKEN_COUNTS, DataProto
 from freewheel.data.group import NO_VERSION, Array, Finish, Prompt, PromptGroup, Response, Ticket
-from freewheel.data.merging import TOKEN_COUNTS
 from freewheel.errors import DataError
 
 ROW_DEFAULTS: Mapping[str, Any] = {

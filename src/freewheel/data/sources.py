@@ -5,8 +5,8 @@
     a folder, a saved dataset    │
     owner/name on the hub        ┘
 
-What cannot be read is a `DataError` that names the file, the line and the remedy. Parquet needs pyarrow, saved datasets
-and the hub need `datasets`; both are imported when they are first needed.
+Data that cannot be read is a `DataError` that names the file, the line and the remedy. Parquet needs pyarrow; saved
+datasets and the hub need `datasets`. Both are imported when they are first needed.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 PARQUET = (".parquet",)
 KNOWN = (*JSON_LINES, ".json", *PARQUET)
 SAVED_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")
-"""What `save_to_disk` leaves in a folder."""
+"""Files that `save_to_disk` leaves in a folder."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def load_rows(path: str | Path, *, split: str | None = None, name: str | None = None, limit: int | None = None) -> Rows:
-    """The first `limit` rows.
+    """Return the first `limit` rows. No rows at all is an error.
 
-    `split` chooses in a folder (files whose names begin with it), a saved dataset or a hub dataset; a single file is
-    taken whole. `name` is the configuration of a hub dataset. No rows at all is an error."""
+    `split` selects within a folder (files whose names begin with it), a saved dataset or a hub dataset; a single file
+    is read whole. `name` is the configuration of a hub dataset.
+    """
     place = Path(path).expanduser()
     if place.is_dir():
         rows = _folder(place, split)
@@ -45,7 +46,7 @@ def load_rows(path: str | Path, *, split: str | None = None, name: str | None = 
     elif is_on_hub(path):
         rows = _hub(str(path), split, name)
     else:
-        raise DataError(f"there is no such file as {place.absolute()}: give one that is there, or a hub id")
+        raise DataError(f"there is no such file as {place.absolute()}: check the path, or give a hub id")
     found = list(islice(rows, limit))
     if not found:
         raise DataError(f"{str(path)!r} has no rows: give a file with at least one")
@@ -53,18 +54,18 @@ def load_rows(path: str | Path, *, split: str | None = None, name: str | None = 
 
 
 def is_on_hub(path: str | Path) -> bool:
-    """Nothing here goes by that name, and a dataset on the hub may."""
+    """Return whether `path` is no local file but may be the name of a dataset on the hub."""
     here = Path(path).expanduser().exists()
     return not here and not str(path).endswith(KNOWN) and HUB_ID.fullmatch(str(path)) is not None
 
 
 def require(row: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
-    """Raises unless the row has all of these keys."""
+    """Raise `DataError` unless the row has all of these keys."""
     if not isinstance(row, Mapping):
         raise DataError(f"{where} is {shown(row)}: give an object with {' and '.join(keys)}")
     if missing := [key for key in keys if row.get(key) is None]:
         what = f"no {' and no '.join(missing)}; its keys are {[*row]}"
-        raise DataError(f"{where}: {what}: correct the row, or leave it out")
+        raise DataError(f"{where}: {what}: correct the row, or remove it")
 
 
 def _file(path: Path) -> Iterator[dict[str, Any]]:
@@ -74,7 +75,7 @@ def _file(path: Path) -> Iterator[dict[str, Any]]:
         return _json_lines(path)
     if path.suffix == ".json":
         return _json(path)
-    raise DataError(f"{path}: what it holds is not known by its name: use one of {', '.join(KNOWN)}")
+    raise DataError(f"{path}: its name has no known ending: use one of {', '.join(KNOWN)}")
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -85,23 +86,23 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 if line.strip():
                     yield _object(line, f"{path}, line {number}")
         except (EOFError, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is cut short or not gzip after line {number} ({error}): fetch it anew") from error
+            raise DataError(f"{path} is cut short or not gzip after line {number} ({error}): fetch it again") from error
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:
-        # A file that was cut off ends in such a line, and so does one whose text has bare newlines.
+        # A file that was cut off ends in such a line. So does a file whose text has bare newlines.
         text = shown(line.decode(errors="replace").strip())
-        raise DataError(f"{where} is not JSON ({error}): {text}: write it anew, or leave it out") from error
+        raise DataError(f"{where} is not JSON ({error}): {text}: write it again, or remove it") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is {shown(row)}: give one JSON object a line")
     return row
 
 
 def _json(path: Path) -> Iterator[dict[str, Any]]:
-    """A list of objects. (A file of lines under this name is read as lines.)"""
+    """Read a list of objects, or JSON lines if the file holds those."""
     text = path.read_bytes()
     try:
         whole = json.loads(text)
@@ -123,7 +124,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except (arrow.ArrowInvalid, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({error}): fetch or write it anew") from error
+        raise DataError(f"{path} cannot be read as Parquet ({error}): fetch or write it again") from error
 
 
 def _folder(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
@@ -131,7 +132,7 @@ def _folder(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
         return _saved_dataset(path, split)
     files = sorted(file for file in path.iterdir() if file.is_file() and file.name.endswith(KNOWN))
     if not files:
-        raise DataError(f"{path} is a folder without data: it has no file of {', '.join(KNOWN)}")
+        raise DataError(f"{path} is a folder without data: no file in it ends in {', '.join(KNOWN)}")
     chosen = [file for file in files if split is None or re.match(rf"{re.escape(split)}(?![A-Za-z0-9])", file.name)]
     if not chosen:
         names = [file.name for file in files]

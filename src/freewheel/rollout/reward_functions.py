@@ -25,7 +25,7 @@ from typing import Any, Literal
 import msgspec
 
 from freewheel.data.group import Finish, Status
-from freewheel.data.tasks.base import Task
+from freewheel.data.tasks import Task
 from freewheel.errors import ConfigError, shown
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped
 from freewheel.rewards.compute_score import compute_score, compute_score_async, monitors

@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from freewheel.data.group import Ticket
-from freewheel.data.prompts import PromptStream
-from freewheel.data.rendering import Rendering, render_rows
+from freewheel.data.prompts import PromptStream, Rendering, render_rows
 from freewheel.data.sources import is_on_hub
-from freewheel.data.tasks import BUILTIN, Task, get_task
+from freewheel.data.tasks import TASKS, Task, get_task
 from freewheel.errors import ConfigError, DataError
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.observe.samples import attach_samples, detach_samples
@@ -485,7 +484,7 @@ def read_rows(config: TrainConfig, task: Task, use: Use) -> Sequence[Any]:
         raise ConfigError(key, path, f"it cannot be read ({error}): give a file that can") from error
     except ConfigError as error:
         raise error.renamed(f"{key}_split") if error.key == "split" else error from None
-    if config.reward.function is None and data.task in BUILTIN:  # the score of another's task may take long
+    if config.reward.function is None and data.task in TASKS:  # the score of another's task may take long
         for place, row in enumerate(rows):
             if why := _unscorable(task, row):
                 remedy = "correct it (docs/tasks.md has the fields), or give a reward.function of your own"

@@ -1,7 +1,7 @@
-"""`gsm8k`: grade-school mathematics (Cobbe et al. 2021), from any of the files that it comes in.
+"""`gsm8k`: grade-school mathematics (Cobbe et al. 2021), read from any of its usual files.
 
-{"question", "answer"} as OpenAI and the hub have it (JSONL, Parquet)   ┐
-verl's Parquet: `prompt`, `reward_model.ground_truth`, `extra_info`     ┴─▶ rows in one form ─▶ `#### 72` is scored
+{"question", "answer"} of OpenAI and the hub (JSONL, Parquet)           ┐
+verl's Parquet: `prompt`, `reward_model.ground_truth`, `extra_info`     ┴─▶ samples; `#### 72` is scored
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.data.group import Finish, Prompt
-from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, as_sample, render
+from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, as_sample, render
 from freewheel.data.sources import load_rows, require
 from freewheel.errors import DataError
 from freewheel.rewards.answers import marked_answer, number_in
@@ -21,22 +21,22 @@ DATA_SOURCE = "openai/gsm8k"
 HUB = "openai/gsm8k"
 HUB_NAME = "main"
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""The words of verl's data preparation, so that scores can be compared."""
+"""The instruction of verl's data preparation, so that scores can be compared."""
 
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """The task."""
+    """Questions whose answers are numbers, marked `#### 72`."""
 
     name: str = "gsm8k"
     max_new_tokens: int = 512
     """The longest solutions of the training set have about 400 tokens, and models are wordier than people."""
     stop: tuple[str, ...] = ()
     instruction: str = INSTRUCTION
-    """Said after the question. Rows that bring a `prompt` of their own are left as they are."""
+    """Follows the question. A row that has a `prompt` is left as it is."""
 
     def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
-        """Without a path from the hub, which needs `datasets` and a network."""
+        """Without a path, load from the hub. This needs `datasets` and a network."""
         found = load_rows(path or HUB, split=split, name=HUB_NAME if path is None else None, limit=limit)
         return [self._sample(row, index, split, path or HUB) for index, row in enumerate(found)]
 
@@ -44,7 +44,7 @@ class Gsm8k:
         return render(row, tokenizer, rendering)
 
     def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
-        """A response that was cut off after its answer has still given it. Its parts tell a wrong number from none."""
+        """Score a response, cut off or not. The parts distinguish a wrong number from a missing one."""
         found = gsm8k(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
         return replace(found, parts={"correct": found.value, "format": found.format})
 
@@ -54,7 +54,7 @@ class Gsm8k:
             require(row, ["prompt", "reward_model"], where)
             require(row["reward_model"], ["ground_truth"], f"{where}, reward_model")
             truth = str(row["reward_model"]["ground_truth"])
-            question, answer = "", ""  # as_sample keeps those in its extra_info
+            question, answer = "", ""  # as_sample keeps the row's own extra_info
         else:
             require(row, ["question", "answer"], where)
             question, answer = str(row["question"]), str(row["answer"])
@@ -62,7 +62,7 @@ class Gsm8k:
             row = {"prompt": f"{question} {self.instruction}"}
         number = number_in(truth)
         if number is None:
-            raise DataError(f"{where}: the answer {truth!r} is not a number; gsm8k's end in '#### 72'")
+            raise DataError(f"{where}: the answer {truth!r} is not a number; answers of gsm8k end in '#### 72'")
         return as_sample(
             row,
             index=index,

@@ -1,8 +1,8 @@
-"""`rows`: data in the form of samples already, such as verl's Parquet files, scored by the rule of its `data_source`.
+"""`rows`: data that has the form of samples, such as verl's Parquet files, scored by the rule of its `data_source`.
 
     {"prompt": text | messages, "data_source": …, "reward_model": {"ground_truth": …}}
 
-The way to train on data of one's own without writing a task; `reward.function` replaces the rule.
+Use it to train on your own data without writing a task. `reward.function` replaces the rule.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freewheel.data.group import Finish, Prompt
-from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, as_sample, conversation, render
+from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, as_sample, conversation, render
 from freewheel.data.sources import load_rows
 from freewheel.errors import ConfigError, DataError
 from freewheel.rewards.rules import RuleScore, rule_score
@@ -19,7 +19,7 @@ from freewheel.rewards.rules import RuleScore, rule_score
 
 @dataclass(frozen=True)
 class Rows:
-    """The task. A `ground_truth` or `answer` at the top of a row is taken where there is no `reward_model`."""
+    """Rows as they are. Without a `reward_model`, a row's `ground_truth` or `answer` is the truth."""
 
     name: str = "rows"
     max_new_tokens: int = 512
@@ -27,7 +27,7 @@ class Rows:
 
     def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
         if path is None:
-            raise ConfigError("data.train", None, "the task rows brings no data: give a file, a folder or a hub id")
+            raise ConfigError("data.train", None, "the task rows has no data itself: give a file, a folder or a hub id")
         found: list[Row] = []
         for index, row in enumerate(load_rows(path, split=split, limit=limit)):
             try:
@@ -46,9 +46,9 @@ class Rows:
 
 def _sample(row: Row, index: int, split: str) -> Row:
     truth = row.get("ground_truth", row.get("answer"))
-    asked = str(conversation(row)[-1]["content"])
+    question = str(conversation(row)[-1]["content"])
     return as_sample(
-        row, index=index, data_source="", ground_truth=truth, question=asked, answer=str(truth or ""), split=split
+        row, index=index, data_source="", ground_truth=truth, question=question, answer=str(truth or ""), split=split
     )
 
 

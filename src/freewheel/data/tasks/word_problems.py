@@ -1,10 +1,11 @@
-"""`word_problems`: arithmetic in words, small enough to be learnt on a CPU in a minute, with a model that comes along.
+"""`word_problems`: arithmetic in words, small enough to be learnt on a CPU in a minute. Ships with a base model.
 
     Tom has 6 apples, buys 9 and finds 2. How many apples is that?   ─▶   6+9=15;15+2=17#17
 
-The shipped base (`model_path`, made by scripts/make_base_checkpoint.py) mostly guesses `#21` or so, and sometimes shows
-its steps; the reward asks for the right number only, and reinforcement learning finds out that steps pay. The numbers
-of the `test` split occur in no demonstration and in no prompt of `train`, so what is measured there is not memory.
+The base model (`model_path`, made by scripts/make_base_checkpoint.py) usually guesses an answer such as `#21`, and
+sometimes writes the steps. The reward is for the right number only, so reinforcement learning discovers that steps
+help. The number combinations of the `test` split occur in no demonstration and in no prompt of `train`, so a score
+there does not measure memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from freewheel.data.group import Finish, Prompt
-from freewheel.data.rendering import PLAIN, Rendering, Row, TokenizerLike, render
+from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, render
 from freewheel.errors import ConfigError, DataError
 from freewheel.rewards.rules import NO_ANSWER, RuleScore, register_rule
 
@@ -27,14 +28,14 @@ DATA_SOURCE = "freewheel/word_problems"
 SPLITS = ("train", "test")
 
 SMALL = range(2, 10)
-"""0 and 1 would make steps that change nothing."""
+"""Without 0 and 1, which would make steps that change nothing."""
 LARGE = range(11, 20)
-"""More than any small number, so that it can be taken from; and close to them, so that almost every single step of a
-held-out problem occurs in others: unseen are the combinations, not the sums."""
+"""Larger than any small number, so that small numbers can be subtracted; and close to them, so that almost every single
+step of a held-out problem occurs in other problems. Only the combinations are unseen, not the sums."""
 HELD_OUT = 8
-"""One combination of numbers in so many is kept for `test`."""
+"""One combination of numbers in this many is held out for `test`."""
 VARIANTS = 3
-"""How often each combination occurs in `train`, with other names and things."""
+"""How often each combination occurs in `train`, with different names and things."""
 
 NAMES = ("Ada", "Ben", "Eva", "Ian", "Ivy", "Kim", "Leo", "Mia", "Noa", "Sam", "Tom", "Zoe")
 THINGS = (
@@ -47,17 +48,17 @@ Sign = Literal["+", "-"]
 
 @dataclass(frozen=True)
 class Template:
-    """A problem with two steps: `first` over the numbers a and b, `second` over its result and c."""
+    """A problem with two steps: `first` combines the numbers a and b, `second` combines the result and c."""
 
     name: str
     text: str
     first: Sign
     second: Sign
     begin: range = SMALL
-    """What a is taken from; b and c are small."""
+    """Range of a; b and c are small."""
 
     def steps(self, a: int, b: int, c: int) -> tuple[int, int]:
-        """The result of each step."""
+        """Return the result of each step."""
         middle = a + b if self.first == "+" else a - b
         return middle, middle + c if self.second == "+" else middle - c
 
@@ -96,7 +97,7 @@ class Problem:
 
     @property
     def held_out(self) -> bool:
-        """By a hash of the numbers: the same on every machine, and the same whatever else the task comes to contain."""
+        """Decided by a hash of the numbers: the same on every machine, whatever is added to the task later."""
         name = f"{self.template.name} {self.a} {self.b} {self.c}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) % HELD_OUT == 0
 
@@ -105,13 +106,13 @@ class Problem:
 
 
 def problems(split: str) -> Iterator[Problem]:
-    """All combinations of numbers of a split, in a fixed order."""
+    """Iterate over all combinations of numbers of a split, in a fixed order."""
     for template in TEMPLATES:
         for a in template.begin:
             for b in SMALL:
                 for c in SMALL:
                     problem = Problem(template, a, b, c)
-                    # Nobody loses more than they have, and a word problem that ends in nothing is a riddle.
+                    # Nobody can lose more than they have, and the answer should not be 0.
                     if problem.answer > 0 and problem.held_out == (split == "test"):
                         yield problem
 
@@ -119,7 +120,7 @@ def problems(split: str) -> Iterator[Problem]:
 def rows(split: str) -> list[Row]:
     if split not in SPLITS:
         raise ConfigError("split", split, f"word_problems has {' and '.join(SPLITS)}")
-    # Seeded by the split alone: the rows are part of the task, and a run's own seed only orders them.
+    # Seeded by the split alone: the rows are part of the task. A run's seed only changes their order.
     draw = np.random.default_rng([SPLITS.index(split)])
     found: list[Row] = []
     for problem in problems(split):
@@ -144,25 +145,25 @@ _ANSWER = re.compile(r"[^#]*#([0-9]+)\Z")
 
 
 def score(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
-    """1 if the response has one `#`, and nothing but the right number after it. A rule as `freewheel.rewards` has them.
+    """Return 1 if the response has one `#` with exactly the right number after it. A rule of `freewheel.rewards`.
 
-    The steps before it are not read: that they help is for the policy to find out.
+    The steps before it are not checked: the policy has to discover that they help.
     """
-    told = str(ground_truth)
-    if not told.isascii() or not told.isdigit():
+    truth = str(ground_truth)
+    if not truth.isascii() or not truth.isdigit():
         raise DataError(f"ground_truth = {ground_truth!r}: word_problems needs a whole number")
     answer = _ANSWER.fullmatch(response.strip())
-    return NO_ANSWER if answer is None else RuleScore(float(answer[1] == told))
+    return NO_ANSWER if answer is None else RuleScore(float(answer[1] == truth))
 
 
 def model_path() -> Path:
-    """The folder of the base model and its tokenizer, which `from_pretrained` opens without a network."""
+    """Return the folder of the base model and its tokenizer. `from_pretrained` opens it without a network."""
     return Path(__file__).parent.parent / "embedded" / "word_problems"
 
 
 @dataclass(frozen=True)
 class WordProblems:
-    """The task. It brings its rows along and reads no file."""
+    """Generated word problems. This task reads no file."""
 
     name: str = "word_problems"
     max_new_tokens: int = 20
@@ -171,18 +172,18 @@ class WordProblems:
 
     def load(self, split: str, path: str | Path | None = None, *, limit: int | None = None) -> list[Row]:
         if path is not None:
-            raise ConfigError("path", str(path), "word_problems makes its own rows: leave data.train and data.eval out")
+            raise ConfigError("path", str(path), "word_problems makes its own rows: remove data.train and data.eval")
         return rows(split)[:limit]
 
     def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
         return render(row, tokenizer, rendering)
 
     def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
-        """A response that was cut off has not said its number to the end."""
+        """Score a response. One that was cut off may not have finished writing its number."""
         if finish == "length":
             return NO_ANSWER
         return score(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
 
 
 TASK = WordProblems()
-register_rule(DATA_SOURCE, score)  # so that reward managers and `compute_score` find it by the rows' data source
+register_rule(DATA_SOURCE, score)  # reward managers and `compute_score` find it by the data source of the rows
