@@ -264,13 +264,13 @@ def test_a_compaction_that_was_killed_in_between_is_finished_by_the_next(path: P
     with opened(path) as journal:
         for step in range(1, 6):
             journal.append(trained(step, [2 * step, 2 * step + 1]))
-        to_history, calls = journal._to_history, iter(range(10))
+        to_history, calls = journal._move_to_history, iter(range(10))
 
         def killed(steps: Sequence[Step]) -> None:
             assert next(calls) < 2, "killed"
             to_history(steps)
 
-        monkeypatch.setattr(journal, "_to_history", killed)
+        monkeypatch.setattr(journal, "_move_to_history", killed)
         with pytest.raises(AssertionError, match="killed"):
             journal.compact(step=4, frontier=Frontier(low=10), keep_groups=0)
     with opened(path) as journal:

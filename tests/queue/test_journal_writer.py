@@ -17,7 +17,6 @@ from freewheel.queue import journal as journal_writer
 from freewheel.queue.journal import (
     Committed,
     Event,
-    Job,
     Journal,
     JournalClosed,
     JournalDamaged,
@@ -26,8 +25,7 @@ from freewheel.queue.journal import (
     Reserved,
     Stored,
     Took,
-    passing,
-    together,
+    is_temporary,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -78,29 +76,31 @@ async def tried(journal: Scripted, times: int = 1) -> None:
 # -- decisions --------------------------------------------------------------------------------------------------------
 
 
-async def job(*events: Event, work: Any = None) -> Job:
-    return Job(asyncio.get_running_loop().create_future(), events=events, work=work)
+async def job(*events: Event, work: Any = None) -> journal_writer._Job:
+    return journal_writer._Job(asyncio.get_running_loop().create_future(), events=events, work=work)
 
 
-async def test_a_transaction_takes_all_writes_up_to_its_size_and_one_at_least():
+async def test_a_transaction_takes_all_writes_up_to_its_size_and_one_at_least(monkeypatch: pytest.MonkeyPatch):
     small, large, none = await job(group(1, 10), group(2, 10)), await job(group(3, 90)), await job(Reserved(5))
-    assert together([small, none, small], 40) == [small, none, small]
-    assert together([small, none, large], 40) == [small, none]
-    assert together([large, small], 40) == [large]
-    assert together([], 40) == []
+    monkeypatch.setattr(journal_writer, "TRANSACTION_BYTES", 40)
+    assert journal_writer._choose_batch([small, none, small]) == [small, none, small]
+    assert journal_writer._choose_batch([small, none, large]) == [small, none]
+    assert journal_writer._choose_batch([large, small]) == [large]
+    assert journal_writer._choose_batch([]) == []
 
 
 async def test_a_read_comes_after_what_was_written_before_and_alone():
     write, read = await job(group(1)), await job(work=lambda journal: None)
-    assert together([write, read, write]) == [write]
-    assert together([read, read, write]) == [read]
+    assert journal_writer._choose_batch([write, read, write]) == [write]
+    assert journal_writer._choose_batch([read, read, write]) == [read]
 
 
 def test_no_room_and_a_lock_pass_and_damage_does_not():
     locked = sqlite3.OperationalError("database is locked")
     locked.sqlite_errorcode = sqlite3.SQLITE_BUSY
-    assert passing(JournalFull("no room")) and passing(locked)
-    assert not passing(JournalDamaged("garbled")) and not passing(AssertionError()) and not passing(OSError(5, "EIO"))
+    assert is_temporary(JournalFull("no room")) and is_temporary(locked)
+    for lasting in (JournalDamaged("garbled"), AssertionError(), OSError(5, "EIO")):
+        assert not is_temporary(lasting)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------

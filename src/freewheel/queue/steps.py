@@ -46,7 +46,7 @@ from freewheel.queue.journal import (
     Step,
     Stored,
     Took,
-    passing,
+    is_temporary,
 )
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.staleness import StalenessPolicy
@@ -297,7 +297,7 @@ class RecordedSteps:
         try:
             await journal.read(partial(_compacted, step=step, keep_groups=keep_groups), makes_room=True)
         except Exception as error:
-            if not passing(error) and not isinstance(error, JournalClosed):
+            if not is_temporary(error) and not isinstance(error, JournalClosed):
                 raise
             if not self._said:
                 log.warning("The journal was not made smaller; the next checkpoint sees to it: %s", error)

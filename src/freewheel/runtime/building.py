@@ -36,7 +36,7 @@ from freewheel.queue.journal import (
     JournalError,
     JournalFormat,
     JournalWriter,
-    passing,
+    is_temporary,
     set_aside,
 )
 from freewheel.queue.message_queue import MessageQueue
@@ -636,7 +636,7 @@ async def _restored(path: Path, work: Callable[[Journal], Restored]) -> tuple[Jo
             return await _read(path, work)
         except Exception as error:
             busy = isinstance(error, JournalBusy)
-            if not (busy or passing(error)) or (busy and clock() - began > BUSY_S):
+            if not (busy or is_temporary(error)) or (busy and clock() - began > BUSY_S):
                 raise
             if clock() - said >= SAY_AGAIN_S:
                 log.warning("%s; the run goes on when that has passed", error)
