@@ -74,7 +74,7 @@ def train(folder: str, device: str, transport: str, pipe: Connection) -> None:
     import torch
     from transformers import Qwen2ForCausalLM
 
-    from freewheel.sync.sending import packer_for
+    from freewheel.sync.broadcast import packer_for
 
     model = Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
     packer = packer_for(transport)

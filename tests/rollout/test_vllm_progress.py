@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.rollout.vllm.progress import Stopwatch, Watch
+from freewheel.rollout.vllm.tracking import Stopwatch, Watch
 
 
 def test_a_sample_without_a_new_token_is_late_and_one_that_gets_some_is_not() -> None:

@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig
 from freewheel.errors import ConfigError
 from freewheel.rollout.vllm import api, settings
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.engine_check import engine_problems
+from freewheel.runtime.engines import engine_problems
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.preflight import preflight

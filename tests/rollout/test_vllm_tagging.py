@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.rollout.vllm.tagging import Timeline, TokenVersions
+from freewheel.rollout.vllm.tracking import Timeline, TokenVersions
 
 steps = st.lists(st.sampled_from(["update", "add", "end", "batch", "batch", "batch", "late end"]), max_size=60)
 

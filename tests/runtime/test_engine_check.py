@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from freewheel.cli import app
 from freewheel.data.tasks.word_problems import model_path
-from freewheel.runtime import engine_check, placement
+from freewheel.runtime import engines, placement
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve
@@ -67,7 +67,7 @@ def plan_of(url: str, **rollout: Any) -> Plan:
 
 
 def test_a_server_that_can_serve_the_run_is_no_problem(server: Any) -> None:
-    assert engine_check.engine_problems(plan_of(server.url), model_path()) == []
+    assert engines.engine_problems(plan_of(server.url), model_path()) == []
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_server_that_can_serve_the_run_is_no_problem(server: Any) -> None:
 def test_a_server_that_cannot_is_named_with_the_reason(server: Any, answers: dict[str, Any], says: str) -> None:
     server.answers |= answers
     asked = io.BytesIO(pickle.dumps((plan_of(server.url), model_path())))
-    problem = pickle.loads(engine_check._answer(asked))  # what a child would do, whose start takes seconds
+    problem = pickle.loads(engines._answer(asked))  # what a child would do, whose start takes seconds
     assert problem.key == "rollout.urls" and server.url in str(problem) and says in str(problem)
 
 
@@ -103,21 +103,21 @@ def test_a_run_whose_server_is_gone_is_refused_before_anything_starts(
 def test_what_only_other_machines_can_say_is_left_to_them(server: Any) -> None:
     server.answers.clear()
     elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [server.url]}, "ray": {"address": "auto"}})
-    assert engine_check.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
-    assert engine_check.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
+    assert engines.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
+    assert engines.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
 
 
 def test_a_child_that_dies_says_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('no kernel image\\n'); sys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = engine_check.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
+    (problem,) = engines.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
     assert problem.key == "rollout.engine" and "it cannot be used here: " in str(problem)
 
 
 def test_a_child_that_is_late_is_left_to_the_rollouters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_check, "LOOK_S", 0.01)
-    assert engine_check.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == []
+    monkeypatch.setattr(engines, "LOOK_S", 0.01)
+    assert engines.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == []
 
 
 def test_the_native_engine_needs_no_look() -> None:
-    assert engine_check.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == []
+    assert engines.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == []

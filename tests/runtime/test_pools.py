@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.placement import Gpu, Machine
+from freewheel.runtime.placement import Gpu, Machine, place_of, pools
 from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.pools import place_of, pools
 
 LAPTOP = Machine(cpus=2, memory_bytes=16 << 30)
 ONE_GPU = Machine(cpus=16, memory_bytes=128 << 30, gpus=(Gpu(name="NVIDIA H200", memory_bytes=140 << 30),))

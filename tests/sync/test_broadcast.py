@@ -15,9 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.sync.broadcast import Header, Staged, VersionRefused, VersionSpoiled, receive, send
-from freewheel.sync.buckets import bucket_sizes, in_buckets, sum_of_buckets, views
-from freewheel.sync.groups import GroupBroken, TorchGroup
+from freewheel.sync.broadcast import (
+    GroupBroken,
+    Header,
+    Staged,
+    TorchGroup,
+    VersionRefused,
+    VersionSpoiled,
+    receive,
+    send,
+)
+from freewheel.sync.weights import bucket_sizes, in_buckets, sum_of_buckets, views
 
 WAIT_S = 100.0
 SPAWN = multiprocessing.get_context("spawn")

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freewheel.sync.buckets import bucket_sizes, by_bucket, in_buckets, sum_of_buckets, views
-from freewheel.sync.weights import content_sum
+from freewheel.sync.weights import bucket_sizes, by_bucket, content_sum, in_buckets, sum_of_buckets, views
 
 KINDS = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 

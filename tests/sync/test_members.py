@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.sync.members import MOST_UNANSWERED, Member
+from freewheel.sync.synchronizer import MOST_UNANSWERED, Member
 
 NOBODY: Any = None
 
@@ -21,7 +21,7 @@ def test_between_two_comparisons_there_are_fewer_syncs_than_said_and_none_after_
     member = Member(NOBODY, 0)
     on_trust: int | None = None
     for version, what in enumerate(happens, start=1):
-        due = member.due(every)
+        due = member.must_verify(every)
         assert due == (on_trust is None or on_trust == every - 1)
         member.handed(version)
         if what == "take":
@@ -29,7 +29,7 @@ def test_between_two_comparisons_there_are_fewer_syncs_than_said_and_none_after_
             on_trust = 0 if due or on_trust is None else on_trust + 1
             assert member.version == version
         else:
-            member.failed()
+            member.failed("")
             on_trust = None
 
 
@@ -37,11 +37,11 @@ def test_between_two_comparisons_there_are_fewer_syncs_than_said_and_none_after_
 def test_zero_is_never(happens: list[str]) -> None:
     member = Member(NOBODY, 0)
     for version, what in enumerate(happens, start=1):
-        assert not member.due(0)
+        assert not member.must_verify(0)
         if what == "take":
             member.took(version, compared=False)
         else:
-            member.failed()
+            member.failed("")
 
 
 @given(st.lists(st.booleans(), max_size=40))
@@ -55,7 +55,7 @@ def test_what_may_still_be_read_is_all_that_was_handed_over_since_the_last_answe
             member.answered(version)
             open_.clear()
         assert member.reading == open_
-        assert member.busy == (len(open_) >= MOST_UNANSWERED)
+        assert member.is_busy == (len(open_) >= MOST_UNANSWERED)
 
 
 def test_a_late_answer_leaves_what_was_handed_over_after_it() -> None:
@@ -64,5 +64,5 @@ def test_a_late_answer_leaves_what_was_handed_over_after_it() -> None:
         member.handed(version)
     member.answered(5)
     assert member.reading == {6}
-    member.died()
+    member.died("")
     assert not member.reading

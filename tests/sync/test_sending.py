@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.sync import sending
-from freewheel.sync.broadcast import Staged, receive
+from freewheel.sync import broadcast
+from freewheel.sync.broadcast import BroadcastPacker, Desk, SentWeights, Staged, TorchGroup, packer_for, receive
 from freewheel.sync.device import DevicePacker
-from freewheel.sync.groups import TorchGroup
-from freewheel.sync.sending import BroadcastPacker, Desk, SentWeights, packer_for
 from freewheel.sync.weights import WeightsGone, content_sum, pack
 
 WAIT_S = 100.0
@@ -126,7 +124,7 @@ def trainer(pipe: Connection) -> None:
     torch.set_num_threads(1)
     packer = BroadcastPacker(DevicePacker(bucket_bytes=100), Desk(host="127.0.0.1"))
     held = packer(weights_of(1))
-    sending.send = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    broadcast.send = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     pipe.send(pickle.dumps(held))
     pipe.recv()
 

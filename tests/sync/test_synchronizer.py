@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed, WeightsGone
+from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed
+from freewheel.sync.weights import WeightsGone
 
 WAIT_S = 30.0
 """Longer than anything here takes on a busy machine."""
@@ -670,16 +671,18 @@ async def test_a_sync_has_a_row_with_each_engine_and_its_attempts(scene: Build) 
     one = scene(FakeReplica(), FakeReplica(ConnectionError("reset"), 99))
     await one.sync.submit(1, "weights 1", 11, 4096)
     await one.published(1)
-    (row,) = one.sync.rows.drain()
+    (row,) = one.sync.drain_rows()
     assert (row["version"], row["bytes"], row["failed"]) == (1, 4096, False)
-    assert row["took_s"] == one.sync.times.last_s >= max(engine["took_s"] for engine in row["engines"].values())
+    assert (
+        row["took_s"] == one.sync.stats()["last_sync_s"] >= max(engine["took_s"] for engine in row["engines"].values())
+    )
     assert [(name, engine["attempts"], engine["error"]) for name, engine in row["engines"].items()] == [
         ("r0", 1, ""),
         ("r1", 3, "it holds other weights"),
     ]
     await one.submit(2)
     await one.published(2)
-    (row,) = one.sync.rows.drain()
+    (row,) = one.sync.drain_rows()
     assert row["engines"]["r1"] | {"took_s": 0} == {"took_s": 0, "attempts": 1, "error": ""}, "each sync is told anew"
     assert row["bytes"] is None
 
@@ -688,7 +691,7 @@ async def test_an_engine_that_died_is_in_the_row_of_a_sync_that_came_through(sce
     one = scene(FakeReplica(), FakeReplica(ReplicaGone("killed")))
     await one.submit(1)
     await one.published(1)
-    (row,) = one.sync.rows.drain()
+    (row,) = one.sync.drain_rows()
     assert (row["failed"], row["engines"]["r1"]["error"], row["engines"]["r1"]["attempts"]) == (False, "killed", 1)
 
 
@@ -696,7 +699,7 @@ async def test_a_sync_that_was_given_up_has_a_row_that_says_so(scene: Build) -> 
     one = scene(FakeReplica(WeightsGone("with its trainer")))
     await one.submit(1)
     await one.until(lambda: one.sync.sync_failures == 1 and one.sync.state == "idle")
-    (row,) = one.sync.rows.drain()
+    (row,) = one.sync.drain_rows()
     assert (row["version"], row["failed"], row["engines"]["r0"]["error"]) == (1, True, "with its trainer")
 
 
@@ -705,6 +708,18 @@ async def test_the_sync_that_ends_a_run_has_a_row_too(scene: Build) -> None:
     await one.submit(1)
     with pytest.raises(SyncFailed):
         await one.running
-    (row,) = one.sync.rows.drain()
+    (row,) = one.sync.drain_rows()
     assert (row["failed"], row["engines"]["r0"]["attempts"]) == (True, 3)
     assert row["engines"]["r0"]["error"] == "ConnectionError: reset"
+
+
+async def test_rows_are_returned_once_and_only_the_newest_are_kept(
+    scene: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("freewheel.sync.synchronizer.ROWS_KEPT", 3)
+    one = scene(FakeReplica())
+    for version in range(1, 6):
+        await one.submit(version)
+        await one.published(version)
+    assert [row["version"] for row in one.sync.drain_rows()] == [3, 4, 5]
+    assert one.sync.drain_rows() == []

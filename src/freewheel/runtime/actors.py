@@ -29,7 +29,7 @@ from freewheel.runtime.building import OpenedQueue, end_recording, open_queue, s
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.remote import ActorDirectory, RemotePublisher, RemoteQueue, RemoteReplica
 from freewheel.runtime.training_ranks import Ranks
-from freewheel.sync.synchronizer import WeightsGone
+from freewheel.sync.weights import WeightsGone
 from freewheel.utils.registry import receive_in_memory
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class SynchronizerActor(Component):
 
     async def rows(self) -> list[dict[str, Any]]:
         """What is to be recorded of syncs since the last call."""
-        return [] if self._sync is None else list(self._sync.rows.drain())
+        return [] if self._sync is None else self._sync.drain_rows()
 
 
 class RollouterActor(Component):

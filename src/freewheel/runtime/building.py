@@ -390,7 +390,7 @@ class TrainSide:
                 self.backend.load_state(BackendState(tensors=loaded.tensors(TRAINING), values=values))
 
     def trainer(self, queue: QueueClient, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
-        from freewheel.sync.sending import packer_for
+        from freewheel.sync.broadcast import packer_for
         from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule
 
         config = self.config

@@ -7,7 +7,7 @@
 
 `freewheel train` calls it, also with `--dry-run`. Each is found by the function that a run's processes load it with.
 What is on the hub is left for them: a check must not download. Whether this machine has the engine that is named, and
-its servers answer, is looked at after that (`freewheel.runtime.engine_check`): a plan can be shown without.
+its servers answer, is looked at after that (`freewheel.runtime.engines`): a plan can be shown without.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def read_config(overrides: Sequence[str], config_path: str | None, config_name: 
 def make_plan(config: TrainConfig) -> Plan:
     """Check `config` on this machine and place its processes. May import vLLM, which is slow."""
     from freewheel.runtime.cluster import check_cluster
-    from freewheel.runtime.engine_check import engine_problems
+    from freewheel.runtime.engines import engine_problems
     from freewheel.runtime.model_size import find_folder, read_model_size
     from freewheel.runtime.placement import Machine
     from freewheel.runtime.plan import resolve

@@ -34,7 +34,7 @@ from freewheel.runtime import actors
 from freewheel.runtime.actors import MANY
 from freewheel.runtime.building import model_folder
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.pools import Pools
+from freewheel.runtime.placement import Pools
 from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, RemoteQueue, call
 from freewheel.trainer.checkpoint import CheckpointStore, Resumed
 from freewheel.utils.registry import objects_in_memory

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freewheel.sync.buckets import bucket_sizes, in_buckets, sum_of_buckets, views
-from freewheel.sync.weights import Entry, Weights, WeightsGone, pack
+from freewheel.sync.weights import Entry, Weights, WeightsGone, bucket_sizes, in_buckets, pack, sum_of_buckets, views
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

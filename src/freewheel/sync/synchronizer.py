@@ -1,19 +1,19 @@
-"""`ParameterSynchronizer`: brings each new version to every engine, and says so only when all in use hold it.
+"""`ParameterSynchronizer`: brings each new version to every engine and publishes it when all engines in use hold it.
 
     trainer ── submit(v) ─▶ pending ─▶ (drain: wait until settled) ─▶ load on all replicas ─▶ confirm_published(v)
                  │ newest wins           │ waits for: the queue          │ retries, deadline      │ slots are released
-                 ▼ never waits           ▼ (sync and one_step_off)       ▼ lagging: fenced, tried again, rejoined
+                 ▼ never waits           ▼ (sync and one_step_off)       ▼ lagging: fenced, retried, rejoined
 
-A failed sync leaves the old version serving. Of a replica that died only its successor is waited for, which whoever
-watches the processes starts and lets `join`. Transport is the caller's: `weights` is handed to `Replica.load_weights`
-as it came (an object-store reference under Ray), and who submits is told which versions may still be read.
+A failed sync leaves the old version serving. When a replica dies, the supervisor starts a successor, which calls
+`join`. The caller owns the transport: `weights` reaches `Replica.load_weights` unchanged (an object-store reference
+under Ray), and `submit` returns the versions that may still be read.
 
-What an engine holds is compared with what was sent at its first sync, after it failed, and every `verify_every` syncs:
-an engine that takes a version without an error has it, but for what no error is raised for.
+A replica's weights are compared with the trainer's at its first sync, after it failed, and every `verify_every` syncs.
 
-Weights die with the trainer that holds them (`WeightsGone`). Then nothing is changed and nobody fenced: its successor
-submits the same version again, which is brought to every engine, those included that had it. A queue's successor is
-told what holds by `announce`; a synchronizer's own starts with the `versions` that engines are at.
+Weights die with the trainer that holds them (`WeightsGone`). Then nothing changes and nobody is fenced. The next
+trainer submits the same version again, which goes to every engine, including those that have it. After a restart of
+the queue, `announce` tells the new one what is published. After a restart of the synchronizer, `versions` says what the
+engines hold.
 """
 
 from __future__ import annotations
@@ -21,43 +21,135 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
 
 from freewheel.observe import trace
-from freewheel.queue.client import QueueClient
-from freewheel.sync.members import NOTHING, Attempts, Member, Pending, Replica, Times
-from freewheel.sync.recording import SyncRows
 from freewheel.sync.weights import WeightsGone
-
-__all__ = ["ParameterSynchronizer", "Replica", "ReplicaGone", "SyncFailed", "WeightsGone"]
 
 log = logging.getLogger("freewheel.sync")
 
 State = Literal["idle", "draining", "loading", "closed"]
 SETTLE_WAIT_S = 5.0
-"""A wait for the queue is asked for anew this often, so that a queue that went away is noticed."""
+"""Repeat a wait for the queue this often, to notice a queue that died."""
 BETWEEN_ROUNDS_S = 1.0
-"""Least time between two rounds over engines that fail while another one's successor is awaited, however short the
-retry delay is: one that fails at once would be asked without a pause for as long as a process takes to start."""
+"""Least time between two rounds while a successor is awaited, however short the retry delay is. Otherwise an engine
+that fails at once would be called in a tight loop for as long as a process takes to start."""
+MOST_UNANSWERED = 2
+"""Versions handed to an engine before it has answered for any. The trainer must keep each of them in memory."""
+UNKNOWN_VERSION = -1
+"""Version of a replica whose weights are not known."""
+ROWS_KEPT = 256
+"""Sync rows kept for a caller of `drain_rows`."""
 
 
 class SyncFailed(RuntimeError):
-    """No engine took a version, however often it was tried."""
+    """No engine took a version in any attempt."""
 
 
 class ReplicaGone(Exception):
-    """Raised by `Replica.load_weights`: its process has died, and trying again is of no use."""
+    """Raised by `Replica.load_weights` when the replica's process has died. Retrying is of no use."""
+
+
+class Replica(Protocol):
+    """An engine's end of the transport."""
+
+    async def load_weights(self, version: int, weights: Any, *, verify: bool) -> int | None:
+        """Returns `content_sum` of the weights that the engine then holds if `verify`. None: not asked, or the engine
+        cannot tell."""
+
+
+class VersionQueue(Protocol):
+    """The synchronizer's part of the message queue's client."""
+
+    async def confirm_published(self, version: int) -> None: ...
+
+    async def wait_settled(self, *, wait_s: float) -> bool: ...
+
+    async def fence(self, replica: str, *, fenced: bool) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pending:
+    """A version on its way to the engines."""
+
+    version: int
+    weights: Any
+    checksum: int | None
+    n_bytes: int | None
+
+
+@dataclass
+class _Attempts:
+    """How one engine fared in one sync. A row of `metrics.jsonl` has these fields."""
+
+    took_s: float = 0.0
+    attempts: int = 0
+    error: str = ""
+    """Of the last attempt that failed, even if a later one succeeded."""
+
+
+@dataclass
+class Member:
+    """One replica: the version it holds, whether it gets work, and when it was last compared. Pure."""
+
+    replica: Replica
+    version: int
+    fenced: bool = False
+    gone: bool = False
+    """The process died, and its successor has not joined."""
+    unverified_syncs: int | None = None
+    """Syncs since the last comparison. None: never compared, or failed since."""
+    reading: set[int] = field(default_factory=set)
+    """Versions handed to it without an answer. An abandoned call may still read them, one after the other."""
+    last: _Attempts = field(default_factory=_Attempts)
+    inherited: bool = False
+    """An earlier synchronizer may have handed it versions that this one does not know about."""
+
+    def must_verify(self, every: int) -> bool:
+        """Whether to compare at the next sync: the first one, one after a failure, and every `every`-th. 0: never."""
+        return every > 0 and (self.unverified_syncs is None or self.unverified_syncs + 1 >= every)
+
+    @property
+    def is_busy(self) -> bool:
+        return len(self.reading) >= MOST_UNANSWERED
+
+    def handed(self, version: int) -> None:
+        self.reading.add(version)
+
+    def answered(self, version: int) -> None:
+        """It answered, whatever it said. Versions are taken in order, so it no longer reads earlier ones."""
+        self.reading = {one for one in self.reading if one > version}
+        self.inherited = False
+
+    def took(self, version: int, *, compared: bool) -> None:
+        self.version = version
+        if compared:
+            self.unverified_syncs = 0
+        elif self.unverified_syncs is not None:
+            self.unverified_syncs += 1
+
+    def failed(self, why: str) -> None:
+        self.unverified_syncs = None
+        self.last.error = why
+
+    def died(self, why: str) -> None:
+        self.gone = True
+        self.reading.clear()
+        self.last.error = why
+        self.inherited = False
 
 
 class ParameterSynchronizer:
-    """A version is published only after every engine in use confirmed it."""
+    """Publishes a version only after every engine in use confirmed it."""
 
     def __init__(
         self,
         *,
         replicas: Mapping[str, Replica],
-        queue: QueueClient,
+        queue: VersionQueue,
         timeout_s: float,
         max_retries: int,
         retry_delay_s: float,
@@ -67,21 +159,21 @@ class ParameterSynchronizer:
         drain: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`version`: what is published. `versions`: what each replica holds, where this one takes over from another
-        that died; who holds less than is published gets no work before it has been brought up to date. `verify_every`:
-        0 compares nothing."""
-        held = {name: version if versions is None else versions.get(name, NOTHING) for name in replicas}
+        """`version`: the published one. `versions`: what each replica holds, if this synchronizer replaces one that
+        died. A replica behind the published version gets no work until it is up to date. `verify_every` 0: never
+        compare."""
+        held = {name: version if versions is None else versions.get(name, UNKNOWN_VERSION) for name in replicas}
         self.group = {
             name: Member(replica, held[name], fenced=held[name] < version, inherited=versions is not None)
             for name, replica in replicas.items()
         }
         self.state: State = "idle"
         self.version = version
-        """The newest that is published."""
+        """The newest published version."""
         self.param_sync_count = 0
         self.sync_failures = 0
-        self.times = Times()
-        self.rows = SyncRows()
+        self._last_s = self._total_s = self._longest_s = 0.0
+        self._rows: deque[dict[str, Any]] = deque(maxlen=ROWS_KEPT)
         self._queue = queue
         self._timeout_s = timeout_s
         self._max_retries = max_retries
@@ -89,61 +181,62 @@ class ParameterSynchronizer:
         self._verify_every = verify_every
         self._drain = drain
         self._clock = clock
-        self._pending: Pending | None = None
-        self._now: Pending | None = None
-        """What is being brought to the engines."""
-        self._newest: Pending | None = None
-        """What was published last, for who joins. None: nobody has handed it over, or it is gone."""
-        self._begins_at = version if versions is None else None
-        """The version of the files that replicas are started from, as far as that is known."""
-        self._joined = 0
-        """How often a replica has joined."""
+        self._pending: _Pending | None = None
+        self._now: _Pending | None = None
+        """The version being loaded."""
+        self._newest: _Pending | None = None
+        """The version published last, for replicas that join. None: unknown, or its weights are gone."""
+        self._files_version = version if versions is None else None
+        """The version in the files that replicas start from, if known."""
+        self._joins = 0
         self._changed = asyncio.Condition()
-        self._asked: set[asyncio.Future[int | None]] = set()
-        """Calls to engines, those that nobody waits for included."""
+        self._calls: set[asyncio.Future[int | None]] = set()
+        """Calls to engines, including abandoned ones: the event loop keeps only weak references to tasks."""
         self._loading = asyncio.Lock()
-        """Who joins gets the newest version, and not the one before a sync that is under way."""
+        """A replica that joins waits for a running sync, so it gets the new version and not the one before."""
 
     # -- the trainer's side -------------------------------------------------------------------------------------------
 
     async def submit(
         self, version: int, weights: Any, checksum: int | None = None, n_bytes: int | None = None
     ) -> list[int] | None:
-        """Weights to bring to all engines, also where they hold that version already: by a trainer that died. Returns
-        at once, with `in_use`; one that is still waiting is superseded."""
-        await self._await_turn(Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes))
+        """Bring weights to all engines, even to engines that hold this version from a trainer that died. Returns
+        `in_use()` at once. Replaces a submitted version that is still waiting."""
+        await self._set_pending(_Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes))
         return self.in_use()
 
     async def prime(
         self, version: int, weights: Any, checksum: int | None = None, n_bytes: int | None = None
     ) -> list[int] | None:
-        """The weights that a trainer begins with; gives `in_use`. Engines that started from the same files hold them,
-        and only who joins later needs them; a trainer in the place of another may be behind (it will submit what is
-        published when it is there), or ahead of what its predecessor still brought to the engines."""
-        given = Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes)
+        """Register the weights a trainer starts with; returns `in_use()`.
+
+        Engines that started from the same files hold them; only replicas that join later need them. A restarted trainer
+        may be behind the published version (it submits that version when it gets there) or ahead of it.
+        """
+        given = _Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes)
         if version == self.version:
             self._newest = given
-        waiting = any(member.fenced for member in self.group.values())
-        if version > self.version or (version == self.version and waiting):
-            await self._await_turn(given)
+        someone_waits = any(member.fenced for member in self.group.values())
+        if version > self.version or (version == self.version and someone_waits):
+            await self._set_pending(given)
         return self.in_use()
 
     def in_use(self) -> list[int] | None:
-        """Versions whose weights may be read from now on: the newest published, for who joins; what is on its way or
-        waits; what an engine was handed and has not answered for. Whoever holds others may let go of them. None: what
-        engines were handed before this one took over is not known, and nothing may be let go of."""
+        """Versions whose weights may still be read: the newest published one (for replicas that join), those loading or
+        waiting, and those an engine has not answered for. None: an earlier synchronizer may have handed out others, so
+        keep everything."""
         if any(member.inherited for member in self.group.values()):
             return None
         held = {one.version for one in (self._newest, self._now, self._pending) if one is not None}
         return sorted(held.union(*(member.reading for member in self.group.values())))
 
-    async def _await_turn(self, pending: Pending) -> None:
+    async def _set_pending(self, pending: _Pending) -> None:
         async with self._changed:
             self._pending = pending
             self._changed.notify_all()
 
     async def announce(self) -> None:
-        """For a queue that was started anew: what is published, and who is fenced off."""
+        """Tell a restarted queue which version is published and which replicas are fenced."""
         async with self._loading:
             for name, member in self.group.items():
                 await self._queue.fence(name, fenced=member.fenced)
@@ -158,10 +251,10 @@ class ParameterSynchronizer:
                 return False
         return True
 
-    # -- the work -----------------------------------------------------------------------------------------------------
+    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled. Raises `SyncFailed` when no engine can be reached any more."""
+        """Runs until cancelled. Raises `SyncFailed` when no engine can be reached."""
         try:
             while True:
                 async with self._changed:
@@ -169,20 +262,20 @@ class ParameterSynchronizer:
                     pending, self._pending = self._pending, None
                     self._now = pending
                 assert pending is not None
-                if pending.version >= self.version:  # else it is of a trainer that died, and has been overtaken
-                    await self._bring(pending)
+                if pending.version >= self.version:  # an older one comes from a trainer that died
+                    await self._sync(pending)
                 self._now = None
         finally:
             self.state = "closed"
 
-    async def _bring(self, pending: Pending) -> None:
-        if self._drain and pending.version > self.version:  # what is published already changes nothing
+    async def _sync(self, pending: _Pending) -> None:
+        if self._drain and pending.version > self.version:  # a published version changes nothing for running responses
             self.state, since = "draining", self._clock()
             while self._anybody_works and not await self._queue.wait_settled(wait_s=SETTLE_WAIT_S):
                 pass
             trace.span("drain", since, self._clock(), {"version": pending.version})
         self.state = "loading"
-        loaded = await self._timed(pending)
+        loaded = await self._load_and_record(pending)
         async with self._changed:
             self.version = pending.version if loaded else self.version
             self.state = "idle"
@@ -193,39 +286,53 @@ class ParameterSynchronizer:
                 pending.version,
                 loaded,
                 len(self.group),
-                self.times.last_s,
+                self._last_s,
                 extra={"version": pending.version},
             )
 
     @property
     def _anybody_works(self) -> bool:
-        """Where all are fenced off or gone nothing is in progress: what there is room for waits for this version."""
+        """If all replicas are fenced or gone, nothing is in progress and the free slots wait for this very version."""
         return any(not (member.fenced or member.gone) for member in self.group.values())
 
-    async def _timed(self, pending: Pending) -> int:
-        """`_loaded`, with a row of how it went."""
+    async def _load_and_record(self, pending: _Pending) -> int:
+        """Runs `_load_until_taken` and keeps a row about it."""
         since, loaded = self._clock(), 0
         for member in self.group.values():
-            member.last = Attempts()
+            member.last = _Attempts()
         try:
-            loaded = await self._loaded(pending)
+            loaded = await self._load_until_taken(pending)
             return loaded
         finally:
             until = self._clock()
-            self.rows.add(pending, self.group, since, until, failed=not loaded)
+            self._record(pending, since, until, failed=not loaded)
             if loaded:
-                self.times.add(until - since)
                 self.param_sync_count += 1
+                self._last_s = until - since
+                self._total_s += self._last_s
+                self._longest_s = max(self._longest_s, self._last_s)
 
-    async def _loaded(self, pending: Pending) -> int:
-        """How many engines took it; 0: it was given up, and what comes next is to be brought instead."""
-        joined = self._joined
+    def _record(self, pending: _Pending, since_s: float, until_s: float, *, failed: bool) -> None:
+        self._rows.append(
+            {
+                "version": pending.version,
+                "took_s": until_s - since_s,
+                "bytes": pending.n_bytes,
+                "engines": {name: asdict(member.last) for name, member in self.group.items()},
+                "failed": failed,
+            }
+        )
+        trace.span("sync", since_s, until_s, {"version": pending.version, "bytes": pending.n_bytes})
+
+    async def _load_until_taken(self, pending: _Pending) -> int:
+        """The number of engines that took the version. 0: given up in favour of a later one."""
+        joins = self._joins
         while True:
             try:
                 loaded = await self._load_all(pending)
             except WeightsGone as error:
                 log.warning(
-                    "Parameter sync: version %d is gone with its trainer (%s); version %d serves until it comes again",
+                    "Parameter sync: version %d is gone with its trainer (%s); version %d serves until it is resent",
                     pending.version,
                     error,
                     self.version,
@@ -236,28 +343,26 @@ class ParameterSynchronizer:
                 return sum(loaded)
             if not any(member.gone for member in self.group.values()):
                 raise self._failed(pending.version)
-            joined = await self._next_join(joined)
+            joins = await self._next_join(joins)
 
-    async def _next_join(self, joined: int) -> int:
-        """Waits for: `join`, by the one who watches over the processes, or another version. One that lives, and failed,
-        is tried again in the meantime."""
+    async def _next_join(self, joins: int) -> int:
+        """Waits for: `join` (by the supervisor) or another version. Engines that are alive are retried meanwhile."""
         alive = not all(member.gone for member in self.group.values())
         try:
             async with asyncio.timeout(max(self._retry_delay_s, BETWEEN_ROUNDS_S) if alive else None):
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._joined != joined or self._pending is not None)
+                    await self._changed.wait_for(lambda: self._joins != joins or self._pending is not None)
         except TimeoutError:
             pass
-        return self._joined
+        return self._joins
 
-    async def _load_all(self, pending: Pending) -> list[bool]:
-        """One round over all replicas; the version is published where any of them has it then. `WeightsGone`: not all
-        of them could be asked."""
+    async def _load_all(self, pending: _Pending) -> list[bool]:
+        """One round over all replicas. Publishes the version if any of them has it then. Raises `WeightsGone`."""
         async with self._loading:
-            # One that was fenced off has had its chances: it gets one, and does not hold up the others for long.
-            chances = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
-            asked = [self._load(name, pending, chances[name]) for name in self.group]
-            found = await asyncio.gather(*asked, return_exceptions=True)
+            # A fenced replica used up its attempts. It gets one a version, and does not delay the others for long.
+            attempts = {name: 1 if member.fenced else self._max_retries + 1 for name, member in self.group.items()}
+            calls = [self._load(name, pending, attempts[name]) for name in self.group]
+            found = await asyncio.gather(*calls, return_exceptions=True)
             for one in found:
                 if isinstance(one, BaseException):
                     raise one
@@ -274,32 +379,34 @@ class ParameterSynchronizer:
             "async_training.sync_timeout"
         )
 
-    async def _load(self, name: str, pending: Pending, chances: int) -> bool:
-        """Brings one replica up to date; one that will not come is fenced off until a later version reaches it."""
+    # -- one replica --------------------------------------------------------------------------------------------------
+
+    async def _load(self, name: str, pending: _Pending, attempts: int) -> bool:
+        """Bring one replica up to date. Fences it after the last attempt, until it takes a later version."""
         member, since = self.group[name], self._clock()
         try:
-            return await self._taken(name, member, pending, chances)
+            return await self._try_to_load(name, member, pending, attempts)
         finally:
             until = self._clock()
             member.last.took_s += until - since
-            told = {"version": pending.version, "attempts": member.last.attempts}
-            trace.span("load", since, until, told, track=name)
+            about = {"version": pending.version, "attempts": member.last.attempts}
+            trace.span("load", since, until, about, track=name)
 
-    async def _taken(self, name: str, member: Member, pending: Pending, chances: int) -> bool:
+    async def _try_to_load(self, name: str, member: Member, pending: _Pending, attempts: int) -> bool:
         about = {"version": pending.version}
-        if member.version > pending.version and not member.gone:  # it took a later one, before its trainer died
-            await self._rejoin(name, member)
+        if member.version > pending.version and not member.gone:  # it took a later one before the trainer died
+            await self._unfence(name, member)
             return True
-        for attempt in range(chances if not member.gone else 0):
+        for attempt in range(attempts if not member.gone else 0):
             if attempt:
                 await asyncio.sleep(self._retry_delay_s)
-            compares = pending.checksum is not None and member.due(self._verify_every)
-            if member.busy and pending.version not in member.reading:
+            verify = pending.checksum is not None and member.must_verify(self._verify_every)
+            if member.is_busy and pending.version not in member.reading:
                 log.warning("Parameter sync: %s has not answered for %s", name, sorted(member.reading), extra=about)
                 break
             member.last.attempts += 1
             try:
-                found = await self._answer(member, pending, verify=compares)
+                held = await self._call(member, pending, verify=verify)
             except ReplicaGone as error:
                 self.sync_failures += 1
                 member.died(str(error))
@@ -309,25 +416,25 @@ class ParameterSynchronizer:
                 self.sync_failures += 1
                 member.failed(str(error))
                 raise
-            except Exception as error:  # noqa: BLE001  # a transport may raise anything; it did not load
+            except Exception as error:  # noqa: BLE001  # a transport may raise anything; the replica did not load
                 self.sync_failures += 1
                 limit = f"no answer within async_training.sync_timeout = {self._timeout_s:g} s"
                 member.failed(f"{type(error).__name__}: {str(error) or limit}")
                 log.warning(
                     "Parameter sync: %s did not take version %d (attempt %d of %d): %s",
-                    *(name, pending.version, attempt + 1, chances, member.last.error),
+                    *(name, pending.version, attempt + 1, attempts, member.last.error),
                     extra=about,
                 )
                 continue
-            if compares and found is not None and found != pending.checksum:
+            if verify and held is not None and held != pending.checksum:
                 self.sync_failures += 1
                 member.failed("it holds other weights")
                 log.warning(
                     "Parameter sync: %s holds other weights than version %d's", name, pending.version, extra=about
                 )
                 continue
-            member.took(pending.version, compared=compares)
-            await self._rejoin(name, member)
+            member.took(pending.version, compared=verify)
+            await self._unfence(name, member)
             return True
         if not member.fenced:
             member.fenced = True
@@ -335,55 +442,63 @@ class ParameterSynchronizer:
             log.error("Parameter sync: %s is fenced off at version %d", name, member.version, extra=about)
         return False
 
-    async def _answer(self, member: Member, pending: Pending, *, verify: bool) -> int | None:
-        """Within the time that it has. A call that is given up goes on: until it ends, its engine may be reading."""
-        asked = asyncio.ensure_future(member.replica.load_weights(pending.version, pending.weights, verify=verify))
+    async def _call(self, member: Member, pending: _Pending, *, verify: bool) -> int | None:
+        """Raises TimeoutError after the deadline. The abandoned call continues: its engine may read until it ends."""
+        call = asyncio.ensure_future(member.replica.load_weights(pending.version, pending.weights, verify=verify))
         member.handed(pending.version)
-        self._asked.add(asked)
+        self._calls.add(call)
 
         def ended(call: asyncio.Future[int | None]) -> None:
-            self._asked.discard(call)
+            self._calls.discard(call)
             member.answered(pending.version)
             if not call.cancelled():
-                call.exception()  # who has given it up does not look
+                call.exception()  # retrieved, so asyncio does not warn about an abandoned call
 
-        asked.add_done_callback(ended)
-        done, _ = await asyncio.wait([asked], timeout=self._timeout_s)
+        call.add_done_callback(ended)
+        done, _ = await asyncio.wait([call], timeout=self._timeout_s)
         if not done:
             raise TimeoutError
-        return asked.result()
+        return call.result()
 
-    async def _rejoin(self, name: str, member: Member) -> None:
+    async def _unfence(self, name: str, member: Member) -> None:
         if member.fenced:
             member.fenced = False
             await self._queue.fence(name, fenced=False)
             log.info("Parameter sync: %s is back with version %d", name, member.version)
 
     async def join(self, name: str, replica: Replica) -> None:
-        """A replica that was started anew: it gets the newest version before it gets any work."""
+        """Register a restarted replica. It gets the newest version before it gets work."""
         async with self._loading:
-            self.group[name] = Member(replica, version=NOTHING, fenced=True)
+            self.group[name] = Member(replica, version=UNKNOWN_VERSION, fenced=True)
             await self._queue.fence(name, fenced=True)
             if self._newest is not None:
                 await self._bring_up(name, self._newest)
-            elif self.version == self._begins_at:  # no version was published since it was started from the same files
+            elif self.version == self._files_version:  # nothing was published since: the files are up to date
                 self.group[name] = Member(replica, self.version)
                 await self._queue.fence(name, fenced=False)
         async with self._changed:
-            self._joined += 1
+            self._joins += 1
             self._changed.notify_all()
 
-    async def _bring_up(self, name: str, newest: Pending) -> None:
+    async def _bring_up(self, name: str, newest: _Pending) -> None:
         try:
             loaded = await self._load(name, newest, self._max_retries + 1)
         except WeightsGone as error:
             self._newest = None
             log.warning("Parameter sync: %s waits for the next version: the last is gone (%s)", name, error)
             return
-        if loaded or self.group[name].gone:  # it died again: its next successor joins
+        if loaded or self.group[name].gone:  # if it died again, its next successor joins
             return
-        if all(member.fenced for member in self.group.values()):  # no version will come any more
+        if all(member.fenced for member in self.group.values()):  # nobody works, so no further version will come
             raise self._failed(newest.version)
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def drain_rows(self) -> list[dict[str, Any]]:
+        """One row per sync since the last call, for `metrics.jsonl`."""
+        rows = list(self._rows)
+        self._rows.clear()
+        return rows
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -391,9 +506,9 @@ class ParameterSynchronizer:
             "sync_failures": self.sync_failures,
             "published_version": self.version,
             "state": self.state,
-            "last_sync_s": self.times.last_s,
-            "mean_sync_s": self.times.total_s / self.times.count if self.times.count else 0.0,
-            "longest_sync_s": self.times.longest_s,
+            "last_sync_s": self._last_s,
+            "mean_sync_s": self._total_s / self.param_sync_count if self.param_sync_count else 0.0,
+            "longest_sync_s": self._longest_s,
             "fenced": sorted(name for name, member in self.group.items() if member.fenced),
             "versions": {name: member.version for name, member in self.group.items()},
         }

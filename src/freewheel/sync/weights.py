@@ -11,7 +11,7 @@ trainer and engine share a GPU, `freewheel.sync.device` has the same on that GPU
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -182,3 +182,52 @@ def _power_sums(flat: torch.Tensor) -> torch.Tensor:
         squares.mul_(squares)
         total += torch.stack((part.sum(dtype=torch.int64), squares.sum(dtype=torch.int64)))
     return total
+
+
+BUCKET_BYTES = 1 << 30
+"""Of a bucket, unless a single tensor is larger: few messages for a model of some GB, and few GPUs lack so much."""
+
+
+def in_buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> dict[str, Entry]:
+    """In the order in which they lie; of a type's tensors that is the order given."""
+    entries: dict[str, Entry] = {}
+    bucket, end = 0, 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        size = tensor.numel() * tensor.element_size()
+        if end and end + size > bucket_bytes:
+            bucket, end = bucket + 1, 0
+        entries[name] = Entry(dtype_name(tensor), tuple(tensor.shape), end, bucket)
+        end += size
+    return entries
+
+
+def by_bucket(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
+    """The table of contents of each bucket."""
+    found: list[dict[str, Entry]] = [{} for _ in range(1 + max((one.bucket for one in entries.values()), default=-1))]
+    for name, entry in entries.items():
+        found[entry.bucket][name] = entry
+    return found
+
+
+def bucket_sizes(entries: Mapping[str, Entry]) -> list[int]:
+    """Bytes of each bucket."""
+    return [sum(entry.n_bytes for entry in part.values()) for part in by_bucket(entries)]
+
+
+def views(entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in their buffers of bytes."""
+    return {name: entry.view(buffers[entry.bucket]) for name, entry in entries.items()}
+
+
+def sum_of_buckets(entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]) -> int:
+    """`content_sum` of all tensors; a bucket of one type is read in one go."""
+    import torch
+
+    parts: list[torch.Tensor] = []
+    for part, buffer in zip(by_bucket(entries), buffers, strict=True):
+        kinds = {entry.dtype for entry in part.values()}
+        if len(kinds) == 1:
+            parts.append(buffer.view(getattr(torch, kinds.pop())))
+        else:
+            parts.extend(entry.view(buffer) for entry in part.values())
+    return content_sum(parts)

@@ -22,8 +22,8 @@ from freewheel.rollout.engine import EngineError
 from freewheel.rollout.vllm import transfer
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.runtime.engines import load_engine
+from freewheel.sync.broadcast import BroadcastPacker, Desk
 from freewheel.sync.device import DevicePacker
-from freewheel.sync.sending import BroadcastPacker, Desk
 from freewheel.sync.weights import AnyWeights, Packer, pack
 
 from .asking import LONGEST_PROMPT, SHAPE, ask, config_of, plan_of, reference, request_of, save

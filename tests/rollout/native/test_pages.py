@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.rollout.native.pages import NO_PAGE, PageTable
+from freewheel.rollout.native.cache import NO_PAGE, PageTable
 
 ROWS, PER_ROW = 5, 4
 Move = st.tuples(st.sampled_from(["grow", "release"]), st.integers(0, ROWS - 1), st.integers(1, PER_ROW))

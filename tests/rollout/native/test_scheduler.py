@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.rollout.native.scheduler import Placement, Scheduler
+from freewheel.rollout.native.loop import Placement, Scheduler
 
 Move = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 5)),

@@ -1,9 +1,9 @@
 """`NativeEngine`: the engine protocol over a thread that decodes.
 
     event loop                                   thread
-    generate ── Flight ──▶ commands ──▶ Scheduler.add
+    generate ── InFlightRequest ──▶ commands ──▶ Scheduler.add
                                         admit ─▶ prefill ─▶ place ─▶ step ─▶ take     (one token a slot and turn)
-    Flight.get ◀── one call a step ◀─── chunks of the samples that ended
+    InFlightRequest.get ◀── one call a step ◀─── chunks of the samples that ended
     pause / update_weights / abort ──▶ between two steps; the answer comes back as a future
 
 The thread waits for: a command, when it is paused or has nothing to do. Unblocked by: any command, `close` included.
@@ -32,13 +32,17 @@ from freewheel.rollout.engine import (
     GenerationRequest,
     GenerationTimeout,
 )
-from freewheel.rollout.native.flight import Flight
-from freewheel.rollout.native.loading import load_weights
 from freewheel.rollout.native.loop import DecodeLoop
-from freewheel.rollout.native.probe import check_agreement, own_logprobs
-from freewheel.rollout.native.requests import check_request
 from freewheel.rollout.native.runner import Runner, use_slot_attention
-from freewheel.rollout.native.support import UnsupportedModel, check_length, check_supported
+from freewheel.rollout.native.support import (
+    UnsupportedModel,
+    check_agreement,
+    check_length,
+    check_supported,
+    load_weights,
+    own_logprobs,
+)
+from freewheel.rollout.requests import InFlightRequest, check_request
 from freewheel.sync.weights import AnyWeights, content_sum
 
 log = logging.getLogger(__name__)
@@ -90,7 +94,7 @@ class NativeEngine:
             raise UnsupportedModel(model, str(error)) from error
         self._vocabulary = runner.vocabulary
         self._loop = DecodeLoop(runner, slots=slots, clock=clock)
-        self._flights: dict[str, Flight] = {}
+        self._flights: dict[str, InFlightRequest] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open = True
         self._gate = threading.Lock()  # no command may slip in after the thread has answered the last one
@@ -116,7 +120,7 @@ class NativeEngine:
         )
         if request.id in self._flights:
             raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
-        flight = Flight(request, asyncio.get_running_loop())
+        flight = InFlightRequest(request, asyncio.get_running_loop())
         self._flights[request.id] = flight
         left = len(request.samples)
         try:

@@ -8,16 +8,18 @@ It owns time: `timeout_s` counts from a request's last token, and pauses and wei
 
 from __future__ import annotations
 
+import heapq
 import logging
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from freewheel.data.group import Finish
 from freewheel.rollout.engine import EngineError, EngineStats, GenerationTimeout, generated_response
-from freewheel.rollout.native.flight import Event, Flight, send
 from freewheel.rollout.native.runner import Placing, Prefilled, Runner
-from freewheel.rollout.native.scheduler import Placement, Scheduler
+from freewheel.rollout.requests import Event, InFlightRequest, send
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +34,9 @@ class DecodeLoop:
 
     def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
         self._runner = runner
-        self._scheduler: Scheduler[Flight] = Scheduler(slots=slots, refill=max(1, slots // REFILL_SHARE))
+        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=max(1, slots // REFILL_SHARE))
         self._clock = clock
-        self._prefilled: dict[Flight, Prefilled] = {}
+        self._prefilled: dict[InFlightRequest, Prefilled] = {}
         self._paused = False
         self._progress_at = clock()
         self._standing = True  # paused, updating or idle: no token is due
@@ -71,7 +73,7 @@ class DecodeLoop:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: InFlightRequest) -> None:
         if flight.request.samples and not flight.over:
             self._scheduler.add(flight, len(flight.request.samples))
 
@@ -99,17 +101,17 @@ class DecodeLoop:
             self._standing = stood
         return held
 
-    def forget(self, flight: Flight) -> None:
+    def forget(self, flight: InFlightRequest) -> None:
         """Nobody listens to it any more."""
         flight.holds_slot = False
         self._prefilled.pop(flight, None)
         self._runner.free(self._scheduler.drop(flight))
 
-    def fail(self, flight: Flight, error: EngineError) -> None:
+    def fail(self, flight: InFlightRequest, error: EngineError) -> None:
         self.forget(flight)
         send([(flight, error)])
 
-    def fail_all(self, error: EngineError, flights: Sequence[Flight]) -> None:
+    def fail_all(self, error: EngineError, flights: Sequence[InFlightRequest]) -> None:
         send([(flight, type(error)(*error.args)) for flight in flights])
 
     # -- a turn -------------------------------------------------------------------------------------------------------
@@ -136,7 +138,7 @@ class DecodeLoop:
         if events:
             send(events)
 
-    def _enter(self, placements: Sequence[Placement[Flight]]) -> None:
+    def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
         needed = dict.fromkeys(p.request for p in placements)
         for flight in needed:
             flight.holds_slot = True
@@ -155,7 +157,7 @@ class DecodeLoop:
             if placement.index == len(placement.request.request.samples) - 1:
                 self._prefilled.pop(placement.request, None)  # all have entered
 
-    def _prefill(self, missing: list[Flight]) -> list[Flight]:
+    def _prefill(self, missing: list[InFlightRequest]) -> list[InFlightRequest]:
         """One prefill: of the first one's bucket, filled up with requests that will need theirs soon. What is left."""
         bucket = self._bucket(missing[0])
         room = self._runner.prefill_rows(bucket)
@@ -174,28 +176,28 @@ class DecodeLoop:
         self._prompt_tokens += sum(map(len, prompts))
         return [flight for flight in missing if flight not in taken]
 
-    def _bucket(self, flight: Flight) -> int:
+    def _bucket(self, flight: InFlightRequest) -> int:
         return self._runner.bucket(flight.request.prompt)
 
     # -- what a step means --------------------------------------------------------------------------------------------
 
-    def _late(self) -> list[tuple[Flight, Event]]:
+    def _late(self) -> list[tuple[InFlightRequest, Event]]:
         """Requests whose token took too long; and the clock starts again for the others."""
         now = self._clock()
         idle_s, self._progress_at = now - self._progress_at, now
-        events: list[tuple[Flight, Event]] = []
+        events: list[tuple[InFlightRequest, Event]] = []
         for flight in self._scheduler.started():
             if idle_s > flight.request.timeout_s:
                 self.forget(flight)
                 events.append((flight, GenerationTimeout(_late_message(flight, idle_s))))
         return events
 
-    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[Flight, Event]]:
+    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
         held = [(slot, finish, *self._scheduler.holder(slot)) for slot, finish in ended if self._scheduler.holds(slot)]
         slots = [slot for slot, _, _, _ in held]
         outputs = self._runner.take(slots)
-        events: list[tuple[Flight, Event]] = []
-        bad: set[Flight] = set()
+        events: list[tuple[InFlightRequest, Event]] = []
+        bad: set[InFlightRequest] = set()
         for (slot, finish, flight, index), out in zip(held, outputs, strict=True):
             self._scheduler.release(slot)
             response = generated_response(out.tokens, out.logprobs, out.versions, finish)
@@ -205,7 +207,9 @@ class DecodeLoop:
         self._runner.free(slots)
         return self._without(bad, events) if bad else events
 
-    def _without(self, bad: set[Flight], events: list[tuple[Flight, Event]]) -> list[tuple[Flight, Event]]:
+    def _without(
+        self, bad: set[InFlightRequest], events: list[tuple[InFlightRequest, Event]]
+    ) -> list[tuple[InFlightRequest, Event]]:
         """Numbers that are no numbers must not be trained on: such a request fails, and its slots are not trusted."""
         self._runner.distrust()
         for flight in bad:
@@ -213,7 +217,7 @@ class DecodeLoop:
         kept = [(flight, event) for flight, event in events if flight not in bad]
         return kept + [(flight, EngineError(_unsound_message(flight, self.version))) for flight in bad]
 
-    def _collapse(self, error: Exception) -> list[tuple[Flight, Event]]:
+    def _collapse(self, error: Exception) -> list[tuple[InFlightRequest, Event]]:
         flights = self._scheduler.started()
         for flight in flights:
             self.forget(flight)
@@ -223,9 +227,123 @@ class DecodeLoop:
         return [(flight, EngineError(f"generation failed: {error!r}")) for flight in flights]
 
 
-def _late_message(flight: Flight, idle_s: float) -> str:
+def _late_message(flight: InFlightRequest, idle_s: float) -> str:
     return f"request {flight.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {flight.request.timeout_s:g}"
 
 
-def _unsound_message(flight: Flight, version: int) -> str:
+def _unsound_message(flight: InFlightRequest, version: int) -> str:
     return f"request {flight.request.id!r}: the model's log-probabilities are not finite (weight version {version})"
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Placement(Generic[Key]):
+    """A sample gets a slot."""
+
+    request: Key
+    index: int
+    """Which of the request's samples."""
+    slot: int
+
+
+@dataclass
+class _Waiting(Generic[Key]):
+    request: Key
+    samples: int
+    entered: int = 0
+
+
+class Scheduler(Generic[Key]):
+    """Every slot holds one sample at most; every sample gets a slot once, unless its request is dropped before."""
+
+    def __init__(self, *, slots: int, refill: int = 1) -> None:
+        """`refill`: how many slots must be free before samples enter beside others that run."""
+        assert slots > 0
+        self.slots = slots
+        self._refill = refill
+        self._free = list(range(slots))  # a heap: low slots first keeps the ones in use together
+        self._waiting: deque[_Waiting[Key]] = deque()
+        self._held: dict[int, tuple[Key, int]] = {}
+        self._slots_of: dict[Key, set[int]] = {}
+        self._samples_waiting = 0
+
+    @property
+    def running(self) -> int:
+        """Samples that hold a slot."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for one."""
+        return self._samples_waiting
+
+    def add(self, request: Key, samples: int) -> None:
+        assert samples > 0 and request not in self._slots_of
+        self._waiting.append(_Waiting(request, samples))
+        self._slots_of[request] = set()
+        self._samples_waiting += samples
+
+    def admit(self) -> list[Placement[Key]]:
+        """Fills the free slots, as far as samples wait; but not for a few of them, as entering costs what it costs."""
+        placed: list[Placement[Key]] = []
+        if self._held and len(self._free) < min(self._refill, self._samples_waiting):
+            return placed
+        while self._free and self._waiting:
+            head = self._waiting[0]
+            slot = heapq.heappop(self._free)
+            placed.append(Placement(head.request, head.entered, slot))
+            self._held[slot] = (head.request, head.entered)
+            self._slots_of[head.request].add(slot)
+            self._samples_waiting -= 1
+            head.entered += 1
+            if head.entered == head.samples:
+                self._waiting.popleft()
+        return placed
+
+    def upcoming(self) -> Iterator[Key]:
+        """Requests with samples that wait, in order."""
+        return (entry.request for entry in self._waiting)
+
+    def holds(self, slot: int) -> bool:
+        return slot in self._held
+
+    def slots_of(self, request: Key) -> list[int]:
+        """The slots that a request's samples hold."""
+        return sorted(self._slots_of.get(request, ()))
+
+    def holder(self, slot: int) -> tuple[Key, int]:
+        """(request, index of the sample) of a slot in use."""
+        return self._held[slot]
+
+    def release(self, slot: int) -> None:
+        """The slot's sample has ended."""
+        request, _ = self._held.pop(slot)
+        held = self._slots_of[request]
+        held.remove(slot)
+        heapq.heappush(self._free, slot)
+        waits_still = bool(self._waiting) and self._waiting[0].request == request  # only the first may have entered
+        if not held and not waits_still:
+            del self._slots_of[request]
+
+    def drop(self, request: Key) -> list[int]:
+        """Forgets a request; gives the slots that it held. Unknown ones hold none."""
+        freed = sorted(self._slots_of.pop(request, ()))
+        for slot in freed:
+            del self._held[slot]
+            heapq.heappush(self._free, slot)
+        for entry in self._waiting:
+            if entry.request == request:
+                self._samples_waiting -= entry.samples - entry.entered
+                self._waiting.remove(entry)
+                break
+        return freed
+
+    def started(self) -> list[Key]:
+        """Requests of which at least one sample holds a slot."""
+        return [request for request, held in self._slots_of.items() if held]
+
+    def known(self) -> list[Key]:
+        """All requests that have not ended."""
+        return list(self._slots_of)

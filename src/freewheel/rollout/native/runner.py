@@ -307,6 +307,16 @@ class Runner:
             self._cache.leave(np.array(slots))
             self._ints[self._tensor(slots)] = 0
 
+    def next_token(self, prompt: Array) -> tuple[int, float]:
+        """The greedy next token and its log-probability, by a prefill and one step. Leaves every slot free."""
+        (prefilled,) = self.prefill([prompt])
+        self.place([Placing(0, prompt, prefilled, SamplingParams(max_new_tokens=1, seed=0, temperature=0.0))])
+        self.advance()
+        self.step()
+        (found,) = self.take([0])
+        self.free([0])
+        return int(found.tokens[0]), float(found.logprobs[0])
+
     def distrust(self) -> None:
         """From now on, nothing that a slot held before is left in it for the next sample."""
         self._cache.wipes = True

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
-from freewheel.rollout.vllm.tagging import Timeline, TokenVersions
+from freewheel.rollout.vllm.tracking import Timeline, TokenVersions
 
 log = logging.getLogger("freewheel.rollout")
 

@@ -2,7 +2,7 @@
 
     event loop                                              vLLM's engine core, a process of its own
     generate ─ one request a sample ─▶ Llm.submit ────────▶ scheduler ─▶ step, step, …
-    Flight.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
+    InFlightRequest.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
     update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
 
 A sample waits for: its output. Unblocked by: its end, an abort, the watch (no token in time), the core's death.
@@ -35,10 +35,9 @@ from freewheel.rollout.engine import (
     GenerationTimeout,
     generated_response,
 )
-from freewheel.rollout.native.flight import Flight
-from freewheel.rollout.native.requests import check_request
+from freewheel.rollout.requests import InFlightRequest, check_request
 from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.progress import Stopwatch, Watch
+from freewheel.rollout.vllm.tracking import Stopwatch, Watch
 from freewheel.rollout.vllm.transfer import whole_sum
 from freewheel.sync.weights import AnyWeights
 
@@ -90,8 +89,8 @@ class VllmEngine:
         self._name = secrets.token_hex(8)
         self._loads = 0
         """That succeeded."""
-        self._flights: dict[str, Flight] = {}
-        self._live: dict[str, Flight] = {}
+        self._flights: dict[str, InFlightRequest] = {}
+        self._live: dict[str, InFlightRequest] = {}
         """By sample."""
         self._tasks: set[asyncio.Future[Any]] = set()
         """Beside what anybody awaits."""
@@ -132,7 +131,7 @@ class VllmEngine:
         self._check_open()
         if request.id in self._flights:
             raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
-        flight = Flight(request, asyncio.get_running_loop())
+        flight = InFlightRequest(request, asyncio.get_running_loop())
         self._flights[request.id] = flight
         if self._initial is not None and self._priming is None:
             self._priming = self._beside(self._prime())
@@ -190,7 +189,7 @@ class VllmEngine:
 
     # -- one sample ---------------------------------------------------------------------------------------------------
 
-    async def _sample(self, flight: Flight, index: int, prompt: list[int]) -> None:
+    async def _sample(self, flight: InFlightRequest, index: int, prompt: list[int]) -> None:
         """Puts its response, or the error that ended it, into the flight's inbox."""
         name = f"{flight.request.id}/{index}"
         self._begin(name, flight)
@@ -219,7 +218,7 @@ class VllmEngine:
         # Not the version: a server's cache outlives this engine, and a version may come again with other numbers.
         return f"{self._name}-{self._loads}"
 
-    def _begin(self, name: str, flight: Flight) -> None:
+    def _begin(self, name: str, flight: InFlightRequest) -> None:
         self._live[name] = flight
         self._watch.begin(name, flight.request.timeout_s, self._counting.elapsed_s)
         self._busy.run(not self._held)

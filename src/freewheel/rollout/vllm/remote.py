@@ -24,7 +24,7 @@ import aiohttp
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
 from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.tagging import TokenVersions
+from freewheel.rollout.vllm.tracking import TokenVersions
 
 KEY = "rollout.urls"
 LOOK_S = 10.0

@@ -21,10 +21,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from freewheel.sync.buckets import BUCKET_BYTES, by_bucket
+from freewheel.sync.broadcast import SentWeights
 from freewheel.sync.device import DeviceWeights
-from freewheel.sync.sending import SentWeights
-from freewheel.sync.weights import SUM_BITS, AnyWeights, Entry, Weights
+from freewheel.sync.weights import BUCKET_BYTES, SUM_BITS, AnyWeights, Entry, Weights, by_bucket
 from freewheel.utils.files import open_private
 
 WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"

@@ -1,23 +1,17 @@
-"""The receiving end in vLLM's worker processes: weights in, and a sum of what the worker then holds.
+"""What a vLLM worker holds, as a sum that is comparable with the trainer's whatever vLLM has done to the layout.
 
-    vLLM: start_weight_update ─▶ update_weights(info) … ─▶ finish_weight_update
-                                   │ a file that it maps, the trainer's GPU memory, or a broadcast
-                                   ▼
-          model.load_weights(views): in place, or through vLLM's reload of whole layers where it stores them otherwise
+    a layer's parameters: fused, a rank's part, padded with zeros ─▶ content_sum ─┐
+    a layer that was packed for a CPU's kernels: its sum from before ─────────────┴▶ this worker's part of the whole
 
-vLLM imports this module in each worker (`worker_extension_cls`), which registers the backends. They fit both shapes of
-its interface: 0.24's, to be started with `is_checkpoint_format=False`, and 0.32's. The first part of a version begins a
-reload and the last one ends it, whoever calls.
+Imported in vLLM's worker processes, by `freewheel.rollout.vllm.worker`.
 """
-
-# mypy: disable-error-code="import-not-found"
 
 from __future__ import annotations
 
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +26,91 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.platforms import current_platform
 
-from freewheel.rollout.vllm.holding import held_sum, remember_packed
 from freewheel.rollout.vllm.orphan import end_with_rollouter
 from freewheel.rollout.vllm.transfer import BACKENDS
-from freewheel.sync.broadcast import Header, receive
+from freewheel.sync.broadcast import GROUP_S, Header, Kind, TorchGroup, receive
 from freewheel.sync.device import MAPPINGS, Owner
-from freewheel.sync.groups import Kind, TorchGroup
-from freewheel.sync.sending import GROUP_S
-from freewheel.sync.weights import Entry
+from freewheel.sync.weights import SUM_BITS, Entry, content_sum
+
+# mypy: disable-error-code="import-not-found"
+
+
+PACKED_SUM = "freewheel_packed_sum"
+"""On a layer whose parameters vLLM packed for its kernels: the sum of what was packed."""
+
+
+def held_sum(model: nn.Module, loaded: set[str] | None) -> int | None:
+    """Of what a checkpoint fills; None: it is quantized, or some of it is kept in another type than it was sent in,
+    which leaves nothing to compare. `loaded`: the parameters that weights were loaded into; None: all, scales of
+    attention left out."""
+    held = list(_held(model, loaded))
+    if not comparable(model) or len({one.dtype for one in held if one.is_floating_point()}) > 1:
+        return None
+    packed = sum(getattr(module, PACKED_SUM, 0) for module in model.modules())
+    return (packed + content_sum(held)) % (1 << SUM_BITS)
+
+
+def comparable(model: nn.Module) -> bool:
+    """Whether what it holds has the elements that it was sent."""
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return all(method is None or "Unquantized" in type(method).__name__ for method in methods)
+
+
+def remember_packed(methods: Sequence[Any]) -> None:
+    """On a CPU vLLM packs a layer's parameters for its kernels and drops them; their sum is taken before."""
+    for method in methods:
+
+        def packing(self: Any, layer: Any, packs: Callable[..., None] = method.process_weights_after_loading) -> None:
+            held = layer.named_parameters(recurse=False)
+            before = content_sum(part for name, tensor in held for part in _own(layer, name, tensor))
+            packs(self, layer)
+            if not layer.weight.numel():
+                setattr(layer, PACKED_SUM, before)
+
+        method.process_weights_after_loading = packing
+
+
+def _held(model: nn.Module, loaded: set[str] | None) -> Iterator[Tensor]:
+    """This worker's parts of all tensors that were not packed, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        if hasattr(module, PACKED_SUM):
+            continue
+        scales = "Attention" in type(module).__name__
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            full = f"{prefix}.{name}" if prefix else name
+            known = full in loaded if loaded is not None else isinstance(tensor, nn.Parameter) and not scales
+            if known and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield from _own(module, name, tensor)
+
+
+def _own(module: nn.Module, name: str, tensor: Tensor) -> Iterable[Tensor]:
+    """The part of a tensor that this worker counts, so that all workers' parts are the whole."""
+    from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+    rank, size = get_tensor_model_parallel_rank(), getattr(module, "tp_size", 1)
+    is_head = isinstance(module, ParallelLMHead)
+    if isinstance(module, VocabParallelEmbedding) and not is_head and not get_pp_group().is_first_rank:
+        return []  # the last stage's copy, for a tied head
+    replicated = size == 1 or (isinstance(module, RowParallelLinear) and name == "bias")
+    if replicated:
+        return [tensor] if rank == 0 else []
+    if isinstance(module, QKVParallelLinear) and module.num_kv_head_replicas > 1 and rank % module.num_kv_head_replicas:
+        return [tensor[: module.num_heads * module.head_size]]  # another rank has the same keys and values
+    return [tensor]
+
+
+# mypy: disable-error-code="import-not-found"
+
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Ways of storing parameters that leave them as a checkpoint has them, on a GPU."""
