@@ -43,7 +43,8 @@ from common import (
     promise_table,
     write_json,
 )
-from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.judge.verdict import Scored
 from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime.actors import MANY, QueueActor
 from freewheel.runtime.config import TrainConfig
@@ -97,7 +98,9 @@ def encoded_group() -> bytes:
             versions=np.zeros(RESPONSE_TOKENS, np.int32),
             mask=np.ones(RESPONSE_TOKENS, np.uint8),
             finish="stop",
-            reward=Reward(value=0.5, raw=0.5),
+            verdict=Scored(0.5),
+            reward=0.5,
+            raw_reward=0.5,
         )
         for _ in range(RESPONSES)
     ]

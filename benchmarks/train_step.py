@@ -42,7 +42,8 @@ from common import (
     promise_table,
     write_json,
 )
-from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
+from freewheel.judge.verdict import Scored
 from freewheel.trainer.advantages import estimate
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.losses import PolicyTokens, policy_loss
@@ -131,14 +132,16 @@ def make_groups(size: Size) -> list[PromptGroup]:
     rng = np.random.default_rng(0)
 
     def response() -> Response:
-        n = size.response
+        n, tokens, reward = size.response, rng.integers(0, size.vocabulary, size.response), float(rng.normal())
         return Response(
-            tokens=rng.integers(0, size.vocabulary, n).astype(np.int32),
+            tokens=tokens.astype(np.int32),
             logprobs=np.full(n, -np.log(size.vocabulary), np.float32),
             versions=np.zeros(n, np.int32),
             mask=np.ones(n, np.uint8),
             finish="length",
-            reward=(lambda value: Reward(value=value, raw=value, status="scored"))(float(rng.normal())),
+            verdict=Scored(reward),
+            reward=reward,
+            raw_reward=reward,
         )
 
     def group(ordinal: int) -> PromptGroup:

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from freewheel.judge.verdict import Scored
 from freewheel.observe.recorder import Recorder
 from freewheel.rollout.reward_functions import Call, load_reward
 from freewheel.runtime.config_files import compose
@@ -49,8 +50,8 @@ GOOD = "He buys 6 * 4 = 24 pens.\nHe has 24 - 3 = 21 left.\n#### 21"
 def scored(response: str, finish: Any = "stop") -> dict[str, float]:
     row = {"reward_model": {"ground_truth": "21"}}
     (found,) = load_reward("reward:score").score([Call(text=response, row=row, finish=finish)])
-    assert found.status == "scored", found.reason
-    return {"score": found.rule.value, **found.rule.parts}
+    assert isinstance(found, Scored), found.summary
+    return {"score": found.value, **found.parts}
 
 
 @pytest.mark.parametrize(

@@ -244,8 +244,9 @@ import json, sys
 opened = []
 sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
 import numpy as np
-from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.data.tasks import get_task
+from freewheel.judge.verdict import Scored
 from freewheel.rewards.compute_score import compute_score
 place = "../../HOSTILE/passwd"
 row = {"data_source": place, "prompt": [{"role": "user", "content": place}], "uid": place, "index": place,
@@ -258,7 +259,7 @@ try:
 except ValueError as error:
     assert "no rule is registered" in str(error)
 one = np.ones(1, np.int32)
-response = Response(tokens=one, logprobs=one, versions=one, mask=one, finish="stop", reward=Reward(value=1.0, raw=1.0))
+response = Response(tokens=one, logprobs=one, versions=one, mask=one, finish="stop", verdict=Scored(1.0))
 group = PromptGroup.of(Ticket(0, 0), Prompt(tokens=one, row=loaded), [response], 0.0)
 assert PromptGroup.decode(group.encode()).row["data_source"] == place
 sys.stdout.write(json.dumps([name for name in opened if "HOSTILE" in name]))

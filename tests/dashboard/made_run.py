@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
+from freewheel.judge.verdict import Scored
 from freewheel.observe.snapshot import OLD_AFTER
 from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
 from freewheel.observe.snapshot import PULSE_MIN_S as EVERY_S
@@ -398,7 +399,7 @@ def write_journal(folder: Path, *, steps: int = 2) -> None:
         for ordinal in (2 * number - 2, 2 * number - 1):
             response = Response(
                 tokens=said, logprobs=np.zeros(5, np.float32), versions=np.array([0, 0, 0, 1, 1], np.int32),
-                mask=np.ones(5, np.uint8), finish="stop", reward=Reward(value=0.5, raw=0.5),
+                mask=np.ones(5, np.uint8), finish="stop", verdict=Scored(0.5), reward=0.5, raw_reward=0.5,
             )  # fmt: skip
             prompt = Prompt(tokens=np.array([5, 9, 11], np.int32), row={"data_source": "made"})
             ticket = Ticket(ordinal, ordinal)

@@ -12,14 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.data.group import NO_VERSION, Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import NO_VERSION, Block, Prompt, PromptGroup, Response, Ticket
 from freewheel.errors import DataError
+from freewheel.judge.verdict import Failed, Scored, Skipped
 
 ROW = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72", "style": "rule"}, "index": 3}
 
 
 def response(
-    tokens: list[int], *, version: int = 0, mask: list[int] | None = None, value: float = 1.0, **reward: Any
+    tokens: list[int],
+    *,
+    version: int = 0,
+    mask: list[int] | None = None,
+    value: float = 1.0,
+    verdict: Any = None,
 ) -> Response:
     made = np.array(mask if mask is not None else [1] * len(tokens), np.uint8)
     return Response(
@@ -28,7 +34,9 @@ def response(
         versions=np.where(made, version, NO_VERSION).astype(np.int32),
         mask=made,
         finish="stop",
-        reward=Reward(value=value, raw=value, **reward),
+        verdict=verdict if verdict is not None else Scored(value),
+        reward=value,
+        raw_reward=value,
     )
 
 
@@ -43,11 +51,19 @@ def same(left: PromptGroup, right: PromptGroup) -> bool:
     def plain(value: PromptGroup) -> dict[str, Any]:
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return {
-            key: (str(one.dtype), one.tolist()) if isinstance(one, np.ndarray) else repr(one)
+            key: (str(one.dtype), repr(one.tolist())) if isinstance(one, np.ndarray) else repr(one)
             for key, one in fields.items()
         }
 
     return plain(left) == plain(right)
+
+
+@st.composite
+def verdicts(draw: st.DrawFn, value: float) -> Any:
+    parts = draw(st.dictionaries(st.text(max_size=3), st.floats(), max_size=2))
+    word = st.text("abc ", min_size=1, max_size=5)
+    failed = Failed(draw(word), detail=draw(word), parts=parts)
+    return draw(st.sampled_from([Scored(value, parts=parts), failed, Skipped(draw(st.text(max_size=5)), parts)]))
 
 
 @st.composite
@@ -58,10 +74,8 @@ def responses(draw: st.DrawFn) -> Response:
         tokens,
         version=draw(st.integers(0, 2**31 - 1)),
         mask=mask,
-        value=draw(st.floats(width=64)),
-        status=draw(st.sampled_from(["scored", "failed", "skipped"])),
-        reason=draw(st.text(max_size=5)),
-        parts=draw(st.dictionaries(st.text(max_size=3), st.floats(), max_size=2)),
+        value=(value := draw(st.floats(width=64))),
+        verdict=draw(verdicts(value)),
     )
 
 
@@ -92,16 +106,39 @@ def test_responses_of_different_lengths_lie_one_after_the_other():
     assert len(whole) == 3 and whole.ordinal == 4
     assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 6] and whole.offsets.tolist() == [0, 3, 4, 6]
     assert [whole.response(index).tokens.tolist() for index in range(3)] == [[1, 2, 3], [4], [5, 6]]
-    assert whole.response(2).reward == Reward(value=0.0, raw=0.0)
+    assert (whole.response(2).reward, whole.response(2).verdict) == (0.0, Scored(0.0))
     assert whole.response(2).logprobs.tolist() == [-0.5, -1.5]
 
 
 def test_a_failed_score_stays_one_and_a_zero_stays_a_zero():
-    failed = response([1], value=math.nan, status="failed", reason="timeout")
+    failed = response([1], value=math.nan, verdict=Failed("timeout", detail="30 s"))
     sent = PromptGroup.decode(group(failed, response([2], value=0.0)).encode())
     assert sent.scored.tolist() == [False, True]
-    assert math.isnan(sent.values[0]) and sent.values[1] == 0.0
-    assert (sent.rewards[0].status, sent.rewards[0].reason) == ("failed", "timeout")
+    assert math.isnan(sent.rewards[0]) and sent.rewards[1] == 0.0
+    assert sent.verdicts == (Failed("timeout", detail="30 s"), Scored(0.0))
+
+
+def test_the_wire_format_of_rewards_stays_readable():
+    """Journals of existing runs hold (shaped, raw, status, reason, parts) for each response."""
+    frame = msgspec.msgpack.decode(group(response([1]), response([2]), response([3]), response([4])).encode())
+    nan = math.nan
+    frame[8] = [
+        (0.5, 1.0, "scored", "", {"length_penalty": 0.5}),
+        (nan, nan, "failed", "judge deadline: no reply", {"rule": 1.0}),
+        (-1.0, nan, "failed", "timeout", {}),
+        (nan, nan, "skipped", "none: the function gave None", {}),
+    ]
+    data = msgspec.msgpack.encode(frame)
+    read = PromptGroup.decode(data)
+    assert read.verdicts == (
+        Scored(1.0, parts={"length_penalty": 0.5}),
+        Failed("judge deadline", detail="no reply", parts={"rule": 1.0}),
+        Failed("timeout"),
+        Skipped("none: the function gave None"),
+    )
+    np.testing.assert_array_equal(read.rewards, [0.5, nan, -1.0, nan])
+    np.testing.assert_array_equal(read.raw_rewards, [1.0, nan, nan, nan])
+    assert read.encode() == data
 
 
 def test_the_lag_is_counted_from_the_oldest_token_that_the_policy_made():
@@ -144,7 +181,7 @@ def test_arrays_keep_their_types_whatever_they_were_given_as():
         versions=np.array([3, 3]),
         mask=np.array([True, True]),
         finish="length",
-        reward=Reward(value=1.0, raw=1.0),
+        verdict=Scored(1.0),
     )
     sent = PromptGroup.decode(group(made).encode())
     kinds = [sent.prompt.dtype, sent.tokens.dtype, sent.logprobs.dtype, sent.versions.dtype, sent.mask.dtype]

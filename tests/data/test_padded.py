@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from freewheel.data import DataProto
-from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Ticket
 from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
 from freewheel.errors import DataError
+from freewheel.judge.verdict import Failed, Scored
 from freewheel.rewards import LengthPenaltyRewardManager
 
 PAD = 0
@@ -31,7 +32,8 @@ def response(tokens: list[int], *, mask: list[int] | None = None, value: float =
         versions=np.where(made, 3, NO_VERSION).astype(np.int32),
         mask=made,
         finish="stop",
-        reward=Reward(value=value, raw=value, status="failed" if math.isnan(value) else "scored"),
+        verdict=Failed("test") if math.isnan(value) else Scored(value),
+        reward=value,
     )
 
 
@@ -159,7 +161,7 @@ def test_what_is_padded_comes_back_as_it_was():
         for name in ("tokens", "logprobs", "versions", "mask"):
             assert getattr(one, name).tolist() == getattr(was, name).tolist(), name
             assert getattr(one, name).dtype == getattr(was, name).dtype
-        assert one.finish == was.finish and one.reward is None
+        assert one.finish == was.finish and one.verdict is None
 
 
 def hook_result(**changes: Any) -> DataProto:

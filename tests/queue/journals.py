@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.data.group import Block, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.judge.verdict import Scored
 from freewheel.queue.journal import (
     Abandoned,
     CheckpointMark,
@@ -39,7 +40,9 @@ def group(ticket: Ticket, version: int = 0) -> PromptGroup:
         versions=np.full(2, version, np.int32),
         mask=np.ones(2, np.uint8),
         finish="stop",
-        reward=Reward(value=1.0, raw=1.0),
+        verdict=Scored(1.0),
+        reward=1.0,
+        raw_reward=1.0,
     )
     return PromptGroup.of(ticket, Prompt(tokens=tokens, row={}), [response], created_s=0.0)
 

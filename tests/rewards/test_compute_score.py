@@ -14,10 +14,10 @@ import pytest
 
 from freewheel.judge import ConfigError, EngineDied, Secret
 from freewheel.judge.testing import RunningJudge
+from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed, compute_score, compute_score_async, register_rule, rules, shutdown_judges
 from freewheel.rewards import compute_score as compute_score_function
 from freewheel.rewards.compute_score import START, _judge_for
-from freewheel.rewards.rules import RuleScore
 
 from .conftest import KEY, Mock
 
@@ -162,7 +162,7 @@ def test_what_verl_adds_to_a_call_is_left_alone(call: Any) -> None:
 
 def test_an_own_rule_serves(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_rules", dict(rules._rules))
-    register_rule("mine/", lambda response, truth, extra: RuleScore(len(response) + extra.get("bonus", 0)))
+    register_rule("mine/", lambda response, truth, extra: Scored(len(response) + extra.get("bonus", 0)))
     assert call("abc", "4", "mine/set", {"bonus": 2}) == 5.0
 
 
@@ -338,9 +338,9 @@ def test_the_judge_of_a_process_is_shared_by_calls_and_ended_by_shutdown_judges(
 
 
 async def test_rules_do_not_block_the_loop_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(response: str, ground_truth: object, extra_info: object) -> RuleScore:
+    def slow(response: str, ground_truth: object, extra_info: object) -> Scored:
         time.sleep(0.5)
-        return RuleScore(1.0)
+        return Scored(1.0)
 
     register_rule("test/slow", slow)
     scoring = asyncio.ensure_future(compute_score_async("a", "b", "test/slow", None))

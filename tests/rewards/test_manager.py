@@ -17,8 +17,9 @@ from tensordict import TensorDict
 
 from freewheel.data import DataProto
 from freewheel.judge import ConfigError, JudgeRequest
+from freewheel.judge.verdict import Scored
 from freewheel.rewards import LengthPenaltyRewardManager, RewardFailed, RewardHandle
-from freewheel.rewards.rules import RuleScore, rule_score
+from freewheel.rewards.rules import rule_score
 
 from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, Proto, Row, batch_of, last_values, objects
 
@@ -293,7 +294,7 @@ def test_extra_info_may_be_missing(make_manager: MakeManager) -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [1, True, 1.0, np.float32(1), torch.tensor(1.0), {"score": 1.0}, {"score": torch.tensor(1)}, RuleScore(1)]
+    "found", [1, True, 1.0, np.float32(1), torch.tensor(1.0), {"score": 1.0}, {"score": torch.tensor(1)}, Scored(1)]
 )
 def test_a_score_may_be_any_kind_of_number_or_a_dict_with_one(make_manager: MakeManager, found: Any) -> None:
     data = batch_of("a")
@@ -318,7 +319,7 @@ def test_what_a_dict_calls_by_one_of_our_names_does_not_replace_ours(make_manage
 
 
 BAD_SCORES = [math.nan, math.inf, None, "great", {"acc": 1.0}, {"score": None}, {"score": math.nan}, [1.0, 2.0]]
-BAD_SCORES += [torch.tensor([1.0, 2.0]), torch.tensor(math.nan), RuleScore(math.nan), RuleScore(-math.inf)]
+BAD_SCORES += [torch.tensor([1.0, 2.0]), torch.tensor(math.nan), Scored(math.nan), Scored(-math.inf)]
 
 
 @both_ways

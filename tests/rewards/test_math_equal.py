@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from freewheel.judge.verdict import Scored
 from freewheel.rewards import math_equal
-from freewheel.rewards.rules import RuleScore, boxed_math
+from freewheel.rewards.rules import boxed_math
 
-RIGHT, WRONG = RuleScore(1.0), RuleScore(0.0)
+RIGHT, WRONG = Scored(1.0), Scored(0.0)
 
 BOUND_S = 20.0
 """Several times what any test here takes, on a busy machine too; without bounds it would be a minute, or for ever."""
@@ -76,7 +77,7 @@ def test_a_comparison_that_took_too_long_is_said_once_and_paid_for_once(
 
 @needs_math
 def test_math_is_compared_in_any_thread() -> None:
-    scores: list[RuleScore] = []
+    scores: list[Scored] = []
     threads = [
         threading.Thread(target=lambda n=n: scores.append(boxed_math(f"\\boxed{{{2 * n}/2}}", str(n), {})))
         for n in range(8)

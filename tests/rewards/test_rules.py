@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
+from freewheel.judge.verdict import Scored
 from freewheel.rewards import math_equal, rules
 from freewheel.rewards.answers import answer_line, last_box, number_in
 from freewheel.rewards.rules import (
     NO_ANSWER,
-    RuleScore,
     boxed_math,
     dapo_math,
     exact_match,
@@ -30,7 +30,7 @@ from freewheel.rewards.rules import (
     tool_call,
 )
 
-RIGHT, WRONG = RuleScore(1.0), RuleScore(0.0)
+RIGHT, WRONG = Scored(1.0), Scored(0.0)
 
 needs_math = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the extra [math] is not here")
 
@@ -128,7 +128,7 @@ def test_any_number_is_read_back_exactly(whole: int, thousandths: int, grouped: 
         ("", NO_ANSWER),
     ],
 )
-def test_gsm8k_needs_the_right_number_after_the_last_mark(response: str, expected: RuleScore) -> None:
+def test_gsm8k_needs_the_right_number_after_the_last_mark(response: str, expected: Scored) -> None:
     assert gsm8k(response, "42", {}) == expected
 
 
@@ -288,7 +288,7 @@ CALL = '<tool_call>{"name": "search", "arguments": {"q": "x"}}</tool_call>'
         ("no call", NO_ANSWER),
     ],
 )
-def test_tool_calls_must_be_well_formed_and_of_known_tools(response: str, expected: RuleScore) -> None:
+def test_tool_calls_must_be_well_formed_and_of_known_tools(response: str, expected: Scored) -> None:
     assert tool_call("search", "open")(response, None, {}) == expected
 
 
@@ -335,9 +335,9 @@ def test_a_rule_is_given_all_that_verl_gives(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rules, "_rules", dict(rules._rules))
     given_to_rule: list[tuple[str, object, Any]] = []
 
-    def rule(response: str, ground_truth: object, extra_info: Any) -> RuleScore:
+    def rule(response: str, ground_truth: object, extra_info: Any) -> Scored:
         given_to_rule.append((response, ground_truth, extra_info))
-        return RuleScore(0.5)
+        return Scored(0.5)
 
     register_rule("mine", rule)
     assert rule_score(data_source="mine", solution_str="r", ground_truth="g", extra_info={"index": 1}).value == 0.5

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.judge import ConfigError, Failed, JudgeRequest, Scored, Skipped, Verdict
-from freewheel.rewards import LengthPenaltyConfig, RewardFailed, Rewards, RuleScore, Sample, combine
-from freewheel.rewards.scoring import as_rule_score, judge_requests
+from freewheel.rewards import LengthPenaltyConfig, RewardFailed, Rewards, Sample, combine
+from freewheel.rewards.scoring import as_scored, judge_requests
 
 NUMBERS = st.floats(-100, 100)
 VERDICTS = st.one_of(
@@ -37,7 +37,7 @@ CONFIGS = st.builds(
 
 def combined(rows: list[Row], config: LengthPenaltyConfig) -> Rewards:
     samples = [Sample(response="", length=length, group=group) for group, length, _, _ in rows]
-    return combine(samples, [RuleScore(rule) for _, _, rule, _ in rows], [verdict for *_, verdict in rows], config)
+    return combine(samples, [Scored(rule) for _, _, rule, _ in rows], [verdict for *_, verdict in rows], config)
 
 
 def penalty_of(length: int, middle: float, config: LengthPenaltyConfig) -> float:
@@ -161,7 +161,7 @@ def test_the_gate_skips_a_rule_score_of_zero_or_a_wrong_format_or_nothing(
     score: float, right_format: float, gate: str
 ) -> None:
     config = LengthPenaltyConfig(judge_gate=gate)  # type: ignore[arg-type]
-    [request] = judge_requests([Sample("r", 1, "g")], [RuleScore(score, right_format)], config)
+    [request] = judge_requests([Sample("r", 1, "g")], [Scored(score, format=right_format)], config)
     gated = {"on": score == 0, "format": right_format == 0, "off": False}[gate]
     assert bool(request.skip) is gated
     assert not gated or "judge_gate" in request.skip
@@ -169,7 +169,7 @@ def test_the_gate_skips_a_rule_score_of_zero_or_a_wrong_format_or_nothing(
 
 def test_a_request_carries_response_question_and_a_reference_that_is_text() -> None:
     samples = [Sample("r", 1, "g", ground_truth="42", question="q"), Sample("s", 1, "g", ground_truth=["42"])]
-    requests = judge_requests(samples, [RuleScore(1.0)] * 2, LengthPenaltyConfig())
+    requests = judge_requests(samples, [Scored(1.0)] * 2, LengthPenaltyConfig())
     assert requests == [JudgeRequest("r", "q", "42"), JudgeRequest("s")]
 
 
@@ -178,21 +178,21 @@ def test_a_request_carries_response_question_and_a_reference_that_is_text() -> N
 
 @given(st.floats(allow_nan=True, allow_infinity=True))
 def test_a_finite_score_passes_in_every_form_and_no_other_does(value: float) -> None:
-    for form in (value, np.float64(value), {"score": value}, RuleScore(value)):
+    for form in (value, np.float64(value), {"score": value}, Scored(value)):
         if math.isfinite(value):
-            assert as_rule_score(form).value == value
+            assert as_scored(form).value == value
         else:
             with pytest.raises(ConfigError, match="finite"):
-                as_rule_score(form)
+                as_scored(form)
 
 
 def test_a_dicts_format_is_the_format_and_its_other_keys_are_parts() -> None:
-    assert as_rule_score({"score": 1, "format": False, "acc": 0.5}) == RuleScore(1.0, 0.0, {"acc": 0.5})
-    assert as_rule_score({"score": 1}).format == 1.0
-    assert as_rule_score(RuleScore(1.0, 0.0, {"acc": 0.5})) == RuleScore(1.0, 0.0, {"acc": 0.5})
+    assert as_scored({"score": 1, "format": False, "acc": 0.5}) == Scored(1.0, parts={"acc": 0.5}, format=0.0)
+    assert as_scored({"score": 1}).format == 1.0
+    assert as_scored(Scored(1.0, parts={"acc": 0.5}, format=0.0)) == Scored(1.0, parts={"acc": 0.5}, format=0.0)
 
 
 @pytest.mark.parametrize("found", [None, "good", [1], {"acc": 1}, {"score": None}, object()])
 def test_anything_else_is_refused_by_the_name_of_compute_score(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"^compute_score"):
-        as_rule_score(found)
+        as_scored(found)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from freewheel.data.group import Prompt, Response
-from freewheel.rewards import RuleScore
+from freewheel.judge.verdict import Scored
 from freewheel.rollout.engine import EngineError, GenerationRequest, PromptRefused, generated_response
 from freewheel.rollout.evaluating import EvalResult, HeldOutScore, evaluate
 from freewheel.rollout.reward_functions import load_reward
@@ -159,10 +159,10 @@ def test_what_was_not_scored_is_in_no_standard_error():
 
 
 async def test_parts_of_a_score_are_measured_apart():
-    def score(prompt: Prompt, response: Response) -> RuleScore:
+    def score(prompt: Prompt, response: Response) -> Scored:
         place = prompt.row["place"]
         parts = {"format": 1.0, "correct": float(place == 1)}
-        return RuleScore(1.0, parts=parts | ({"steps": math.inf if place else 3.0} if place < 2 else {}))
+        return Scored(1.0, parts=parts | ({"steps": math.inf if place else 3.0} if place < 2 else {}))
 
     found = await evaluate(Echo(), prompts([1], [1], [1], [1]), score, max_new_tokens=9, timeout_s=30.0)
     assert [*found.parts] == ["correct", "format", "steps"]

@@ -15,8 +15,8 @@ import pytest
 
 from freewheel.data.tasks import get_task
 from freewheel.judge import ConfigError, Failed, Scored, Skipped
-from freewheel.rewards import RuleScore, compute_score, compute_score_async, exact_match
-from freewheel.rollout.reward_functions import Call, RewardFunction, as_outcome, load_reward
+from freewheel.rewards import compute_score, compute_score_async, exact_match
+from freewheel.rollout.reward_functions import Call, RewardFunction, as_verdict, load_reward
 
 ROW = {
     "data_source": "openai/gsm8k",
@@ -33,7 +33,7 @@ def call(text: str = "#### 42", **fields: object) -> Call:
 def values(function: RewardFunction, *calls: Call) -> list[float]:
     outcomes = function.score(calls)
     assert all(one.status == "scored" for one in outcomes), outcomes
-    return [one.rule.value for one in outcomes]
+    return [one.value for one in outcomes]
 
 
 # -- conventions ------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_verls_single_convention_gets_its_four_keywords():
 
     function = load_reward(compute)
     (outcome,) = function.score([call()])
-    assert outcome.rule == RuleScore(1.0, 1.0, {"acc": 1.0})
+    assert outcome == Scored(1.0, parts={"acc": 1.0})
 
 
 def test_a_function_is_given_only_what_it_takes():
@@ -79,8 +79,8 @@ def test_trls_convention_gets_prompts_completions_and_the_columns_of_the_data():
     function = load_reward(reward)
     assert function.is_batch and function.wants_tokens
     scored, left_out = function.score([call("a", tokens=[1, 2]), call("skip")])
-    assert scored.rule.value == 2.0
-    assert left_out.status == "skipped" and math.isnan(left_out.rule.value)
+    assert scored.value == 2.0
+    assert isinstance(left_out, Skipped)
 
 
 def test_a_trl_function_without_kwargs_is_given_only_what_it_names():
@@ -97,7 +97,7 @@ def test_a_trl_function_that_asks_for_messages_gets_messages():
 
 def test_a_column_that_the_data_does_not_have_is_a_failure_that_names_it():
     (outcome,) = load_reward(lambda completions, solution: [1.0]).score([call()])
-    assert outcome.status == "failed" and "solution" in outcome.reason
+    assert outcome.status == "failed" and "solution" in outcome.summary
 
 
 def test_rules_of_freewheel_are_reward_functions():
@@ -230,10 +230,10 @@ def test_a_signature_that_fits_none_is_refused_with_the_conventions(function, sa
 # -- answers ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [1, True, np.float32(1), {"score": 1}, RuleScore(1.0), Scored(1.0)])
+@pytest.mark.parametrize("found", [1, True, np.float32(1), {"score": 1}, Scored(1.0)])
 def test_answers_that_are_scores(found):
-    outcome = as_outcome(found)
-    assert outcome.status == "scored" and outcome.rule.value == 1.0
+    outcome = as_verdict(found)
+    assert outcome.status == "scored" and outcome.value == 1.0
 
 
 @pytest.mark.parametrize(
@@ -249,20 +249,20 @@ def test_answers_that_are_scores(found):
     ],
 )
 def test_answers_that_are_failures_have_a_reason_and_no_number(found, said):
-    outcome = as_outcome(found)
-    assert outcome.status == "failed" and said in outcome.reason and math.isnan(outcome.rule.value)
+    outcome = as_verdict(found)
+    assert isinstance(outcome, Failed) and said in outcome.summary
 
 
 @pytest.mark.parametrize("found", [None, Skipped("not mine")])
 def test_a_function_may_leave_a_response_out(found):
-    outcome = as_outcome(found)
-    assert outcome.status == "skipped" and math.isnan(outcome.rule.value)
+    outcome = as_verdict(found)
+    assert isinstance(outcome, Skipped)
 
 
 def test_numbers_beside_a_score_are_its_parts_and_format_is_one_where_it_is_given():
-    parts = as_outcome({"score": 1.2, "format": True, "steps": 2, "why": "fine", "none": None}).rule.parts
+    parts = as_verdict({"score": 1.2, "format": True, "steps": 2, "why": "fine", "none": None}).parts
     assert parts == {"format": 1.0, "steps": 2.0}
-    assert as_outcome({"score": 1.2}).rule.parts == {}, "what was not said is not reported as right"
+    assert as_verdict({"score": 1.2}).parts == {}, "what was not said is not reported as right"
 
 
 def test_a_plain_function_that_gives_a_coroutine_is_told_so():
@@ -270,7 +270,7 @@ def test_a_plain_function_that_gives_a_coroutine_is_told_so():
         return 1.0
 
     (outcome,) = load_reward(lambda response, row: later()).score([call()])
-    assert outcome.status == "failed" and "async def" in outcome.reason
+    assert outcome.status == "failed" and "async def" in outcome.summary
 
 
 @pytest.mark.parametrize("found", [[1.0], None, 1.0, {"score": 1.0}])
@@ -285,7 +285,7 @@ def test_whatever_a_function_raises_is_a_failure_of_its_response(error):
         raise error
 
     (outcome,) = load_reward(raising).score([call()])
-    assert outcome.status == "failed" and outcome.kind == type(error).__name__ and "raising" in outcome.trace
+    assert outcome.status == "failed" and outcome.reason == type(error).__name__ and "raising" in outcome.trace
 
 
 # -- documentation ----------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ async def test_every_example_of_the_documentation_scores(source: str):
     loaded = load_reward(function)
     calls = [call("it is 42"), call("it is 41")] if loaded.is_batch else [call("it is 42")]
     outcomes = await loaded.score_async(calls) if loaded.is_async else loaded.score(calls)
-    assert [one.rule.value for one in outcomes] == [1.0, 0.0][: len(calls)]
+    assert [one.value for one in outcomes] == [1.0, 0.0][: len(calls)]
 
 
 def test_the_documentation_shows_every_convention():

@@ -18,9 +18,10 @@ import numpy as np
 import psutil
 import pytest
 
-from freewheel.data.group import Prompt, Response, Reward, Ticket
+from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.judge import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
+from freewheel.judge.verdict import Scored
 from freewheel.rollout import reward_policy, reward_stage, reward_workers
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
@@ -88,13 +89,13 @@ def begin(stage: RewardStage, texts: Sequence[str], ordinal: int = 0) -> GroupSc
     return group
 
 
-async def scored(stage: RewardStage, *texts: str, ordinal: int = 0) -> list[Reward]:
+async def scored(stage: RewardStage, *texts: str, ordinal: int = 0) -> list[Response]:
     return await asyncio.wait_for(begin(stage, texts, ordinal).result(), WAIT_S)
 
 
-def numbers(rewards: Sequence[Reward]) -> list[float | None]:
+def numbers(rewarded: Sequence[Response]) -> list[float | None]:
     """None where a response is masked."""
-    return [None if math.isnan(reward.value) else reward.value for reward in rewards]
+    return [None if math.isnan(one.reward) else one.reward for one in rewarded]
 
 
 # -- the way of a response --------------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ async def test_a_task_of_the_data_scores_where_no_function_is_named(make_stage: 
 async def test_named_parts_travel_with_the_reward(make_stage: MakeStage):
     stage = make_stage(lambda solution_str: {"score": 0.5, "acc": 1, "note": "text"})
     rewards = await scored(stage, "a", "b")
-    assert rewards[0] == Reward(value=0.5, raw=0.5, parts={"acc": 1.0})
+    assert (rewards[0].verdict, rewards[0].reward) == (Scored(0.5, parts={"acc": 1.0}), 0.5)
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ async def test_one_response_that_brings_a_batch_down_fails_alone(make_stage: Mak
     stage = make_stage(lambda solution_strs: [1 / len(text) for text in solution_strs])
     rewards = await scored(stage, "a", "", "bb")
     assert numbers(rewards) == [1.0, None, 0.5]
-    assert rewards[1].reason.startswith("ZeroDivisionError")
+    assert rewards[1].verdict.summary.startswith("ZeroDivisionError")
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
@@ -229,7 +230,11 @@ async def test_a_function_that_raises_masks_that_response_and_says_so_once(make_
     stage = make_stage(score)
     rewards = await scored(stage, "good", "bad", "good", *["bad"] * 8)
     assert numbers(rewards) == [1.0, None, 1.0, *[None] * 8]
-    assert rewards[1].status == "failed" and rewards[1].reason == "KeyError: 'answer'" and math.isnan(rewards[1].raw)
+    assert (
+        rewards[1].verdict.status == "failed"
+        and rewards[1].verdict.summary == "KeyError: 'answer'"
+        and math.isnan(rewards[1].raw_reward)
+    )
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and 'raise KeyError("answer")' in said[0], "the first, with its traceback, and no other"
     await scored(stage, "good", "good", "bad", ordinal=1)
@@ -241,14 +246,14 @@ async def test_a_response_that_the_function_leaves_out_is_masked_and_is_no_failu
     stage = make_stage(lambda completions: [1.0, None, 0.0], on_failure="raise")
     rewards = await scored(stage, "a", "b", "c")
     assert numbers(rewards) == [1.0, None, 0.0]
-    assert rewards[1].status == "skipped"
+    assert rewards[1].verdict.status == "skipped"
     assert not stage.stats()["failed"] and stage.stats()["skipped"] == 1 and not caplog.records
 
 
 async def test_a_number_that_is_not_finite_is_a_failure(make_stage: MakeStage):
     rewards = await scored(make_stage(lambda response, row: float(response)), "1", "nan", "2", "-inf")
     assert numbers(rewards) == [1.0, None, 2.0, None]
-    assert "finite" in rewards[1].reason
+    assert "finite" in rewards[1].verdict.summary
 
 
 async def test_a_group_is_scored_again_and_only_what_failed(make_stage: MakeStage):
@@ -328,7 +333,7 @@ async def test_on_failure_raise_ends_the_run(make_stage: MakeStage):
 async def test_on_failure_fallback_gives_the_number_and_keeps_the_status(make_stage: MakeStage, on_failure):
     rewards = await scored(make_stage(lambda response, row: {"a": 1.0}[response], on_failure=on_failure), "a", "b")
     assert numbers(rewards) == [1.0, -1.0]
-    assert rewards[1].status == "failed" and math.isnan(rewards[1].raw)
+    assert rewards[1].verdict.status == "failed" and math.isnan(rewards[1].raw_reward)
 
 
 @pytest.mark.parametrize("on_failure", ["zero", "rule_only", "fallback: nan"])
@@ -377,7 +382,7 @@ async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_
     stage = make_stage(score, workers=1, timeout_s=0.5)
     rewards = await scored(stage, "hang", "a", "hang", "b")
     assert numbers(rewards) == [None, 1.0, None, 1.0]
-    assert "reward.timeout_s = 0.5" in rewards[0].reason
+    assert "reward.timeout_s = 0.5" in rewards[0].verdict.summary
     assert stage.stats()["lost_threads"] == 2
     forever.set()
 
@@ -427,7 +432,7 @@ async def test_a_timeout_of_the_functions_own_is_its_exception(make_stage: MakeS
         return 1.0
 
     rewards = await scored(make_stage(score), "slow", "a", "b")
-    assert rewards[0].reason.startswith("TimeoutError")
+    assert rewards[0].verdict.summary.startswith("TimeoutError")
 
 
 async def test_an_async_function_that_cancels_itself_fails(make_stage: MakeStage):
@@ -469,15 +474,15 @@ def in_processes(make_stage: MakeStage, tmp_path: Path, monkeypatch: pytest.Monk
 async def test_processes_score_and_fail_as_threads_do(in_processes: MakeStage):
     rewards = await scored(in_processes(workers=1), "a", "raise answer", "b")
     assert numbers(rewards) == [1.0, None, 1.0]
-    assert rewards[1].reason == "KeyError: 'answer'"
-    assert rewards[0].parts["pid"] != os.getpid()
+    assert rewards[1].verdict.summary == "KeyError: 'answer'"
+    assert rewards[0].verdict.parts["pid"] != os.getpid()
 
 
 async def test_a_process_that_dies_is_replaced_and_its_response_tried_once_more(in_processes, tmp_path: Path):
     stage = in_processes(workers=1)
     rewards = await scored(stage, "a", f"die_once {tmp_path / 'mark'}", "die", "b")
     assert numbers(rewards) == [1.0, 1.0, None, 1.0]
-    assert "exit code 9" in rewards[2].reason
+    assert "exit code 9" in rewards[2].verdict.summary
 
 
 async def test_a_process_that_hangs_is_killed(in_processes: MakeStage):
@@ -486,7 +491,7 @@ async def test_a_process_that_hangs_is_killed(in_processes: MakeStage):
     rewards = await scored(stage, "hang", "c", "d", ordinal=1)
     assert numbers(rewards) == [None, 1.0, 1.0]
     async with asyncio.timeout(WAIT_S):
-        while psutil.pid_exists(int(first[0].parts["pid"])):
+        while psutil.pid_exists(int(first[0].verdict.parts["pid"])):
             await asyncio.sleep(0.01)
 
 
@@ -534,10 +539,15 @@ async def test_the_judge_is_added_to_the_rule_and_raw_and_shaped_are_kept_apart(
         stage = make_stage(judge=judged(mock, enable=True, reward_coefficient=0.1))
         rewards = await scored(stage, "fine yes", "fine yes", "fine yes, and yes again", "poor one")
         await stage.close()
-    assert [reward.raw for reward in rewards] == pytest.approx([1.8, 1.8, 1.8, 0.3])
-    assert rewards[0].value == pytest.approx(1.8)
-    assert rewards[2].value == pytest.approx(0.8), "three times the median length costs max_penalty"
-    assert rewards[2].parts == {"rule": 1.0, "quality": pytest.approx(0.8), "length_penalty": 1.0, "judged": 1.0}
+    assert [one.raw_reward for one in rewards] == pytest.approx([1.8, 1.8, 1.8, 0.3])
+    assert rewards[0].reward == pytest.approx(1.8)
+    assert rewards[2].reward == pytest.approx(0.8), "three times the median length costs max_penalty"
+    assert rewards[2].verdict.parts == {
+        "rule": 1.0,
+        "quality": pytest.approx(0.8),
+        "length_penalty": 1.0,
+        "judged": 1.0,
+    }
 
 
 async def test_a_response_is_judged_before_its_group_is_whole(make_stage: MakeStage):
@@ -561,8 +571,8 @@ async def test_a_gated_response_keeps_its_rule_score_and_is_not_sent(make_stage:
         await stage.close()
         assert len(mock.counts().contents) == 2
     assert numbers(rewards) == [9.0, 0.0, 9.0]
-    assert [reward.parts["judged"] for reward in rewards] == [1.0, 0.0, 1.0]
-    assert all(reward.status == "scored" for reward in rewards)
+    assert [reward.verdict.parts["judged"] for reward in rewards] == [1.0, 0.0, 1.0]
+    assert all(reward.verdict.status == "scored" for reward in rewards)
 
 
 async def test_the_judges_own_numbers_are_told_and_nobody_waits_for_them(make_stage: MakeStage):
@@ -603,7 +613,7 @@ async def test_a_verdict_that_fails_is_masked_and_not_a_zero(make_stage: MakeSta
         rewards = await scored(stage, "good yes", "bad yes", "good")
         await stage.close()
     assert numbers(rewards) == [6.0, None, 5.0]
-    assert rewards[1].status == "failed" and rewards[1].reason.startswith("judge unparseable")
+    assert rewards[1].verdict.status == "failed" and rewards[1].verdict.summary.startswith("judge unparseable")
     assert stage.stats()["failed"] == {"judge unparseable": 1}
     assert KEY not in caplog.text
 
@@ -614,7 +624,7 @@ async def test_rule_only_keeps_the_rule_where_the_verdict_fails(make_stage: Make
         rewards = await scored(stage, "good yes", "bad yes", "good")
         await stage.close()
     assert numbers(rewards) == [6.0, 1.0, 5.0]
-    assert rewards[1].status == "failed"
+    assert rewards[1].verdict.status == "failed"
 
 
 async def test_only_the_judge_is_asked_again_where_the_rule_is_known(make_stage: MakeStage):
@@ -641,14 +651,14 @@ async def test_a_response_whose_rule_failed_is_not_judged(make_stage: MakeStage)
         await stage.close()
         assert len(mock.counts().contents) == 1
     assert numbers(rewards) == [6.0, None, 6.0]
-    assert rewards[1].reason == "KeyError: 'odd'"
+    assert rewards[1].verdict.summary == "KeyError: 'odd'"
 
 
 async def test_without_a_key_the_length_penalty_works_alone(make_stage: MakeStage, caplog):
     stage = make_stage(judge={"api_endpoint": "http://127.0.0.1:9/v1", "enable": True})
     rewards = await scored(stage, "yes", "yes", "yes and yes and yes")
     assert numbers(rewards) == [1.0, 1.0, 0.0]
-    assert rewards[2].raw == 1.0
+    assert rewards[2].raw_reward == 1.0
     assert "No API key" in caplog.text
 
 

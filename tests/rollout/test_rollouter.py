@@ -155,7 +155,7 @@ async def test_groups_arrive_whole_with_tokens_versions_and_rewards_in_the_order
     assert sorted(group.ordinal for group in groups) == [0, 1, 2, 3]
     for group in groups:
         assert group.tokens.tolist() == [token for index in range(N) for token in (group.ordinal, index)]
-        assert group.values.tolist() == [0.0, 1.0, 2.0]
+        assert group.rewards.tolist() == [0.0, 1.0, 2.0]
         assert group.mask.all()
         assert set(group.versions.tolist()) == {0}
         assert group.row["index"] == group.ordinal
@@ -286,8 +286,8 @@ async def test_a_reward_function_that_raises_masks_its_response_only(scene: Buil
     one = await scene(reward=fragile)
     for group in await one.taken():
         assert group.scored.tolist() == [True, False, True]
-        assert group.rewards[1].status == "failed"
-        assert "ZeroDivisionError" in group.rewards[1].reason
+        assert group.verdicts[1].status == "failed"
+        assert "ZeroDivisionError" in group.verdicts[1].reason
     assert one.rollouter.generation_errors == 0
 
 
@@ -656,7 +656,7 @@ async def test_a_plain_generation_hook_is_used(scene: Build) -> None:
     for group in await one.taken():
         assert group.tokens.tolist() == [7, 0, 7, 1, 7, 2]
         assert group.mask.all()
-        assert group.values.tolist() == [0.0, 1.0, 2.0]
+        assert group.rewards.tolist() == [0.0, 1.0, 2.0]
     assert one.engine.requests == []
 
 

@@ -17,9 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli import app
-from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import NO_VERSION, Prompt, PromptGroup, Response, Ticket
 from freewheel.inspect import run as inspecting
 from freewheel.inspect.run import shown
+from freewheel.judge import verdict
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import Audit, audit
 from freewheel.queue.journal import Abandoned, Committed, Failed, Journal, Stored, Took
@@ -33,16 +34,17 @@ PROMPT, SAID = [5, 9, 11], [7, 12, 13, 14, 8]
 """Words of the embedded model."""
 
 
-def response(*, value: float, versions: list[int], reason: str = "", **reward: Any) -> Response:
+def response(*, value: float, versions: list[int], reason: str = "", parts: Any = None) -> Response:
     mask = np.array([version != NO_VERSION for version in versions], np.uint8)
-    status: Any = "failed" if np.isnan(value) else "scored"
     return Response(
         tokens=np.array(SAID[: len(versions)], np.int32),
         logprobs=np.zeros(len(versions), np.float32),
         versions=np.array(versions, np.int32),
         mask=mask,
         finish="stop",
-        reward=Reward(value=value, raw=value * 2, status=status, reason=reason, **reward),
+        verdict=verdict.Failed(reason) if np.isnan(value) else verdict.Scored(value * 2, parts=parts or {}),
+        reward=value,
+        raw_reward=value * 2,
     )
 
 

@@ -106,7 +106,7 @@ async def test_groups_that_teach_nothing_are_replaced_in_the_same_way_whatever_t
     assert [len(step) for step in wanted.ordinals] == [4, 4, 4]
     assert max(wanted.lags) <= MODES[mode]
     for group in (group for step in wanted.trained for group in step):
-        assert len(set(group.values.tolist())) > 1
+        assert len(set(group.rewards.tolist())) > 1
     assert_same(found, wanted)
 
 

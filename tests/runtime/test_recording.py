@@ -72,14 +72,18 @@ async def test_samples_say_what_was_generated_and_who_made_it(tmp_path: Path) ->
         assert sample["prompt"] == tokenizer.decode(group.prompt.tolist())
         assert sample["row"] == dict(group.row)
         for index, told in enumerate(sample["responses"]):
-            response, reward = group.response(index), group.rewards[index]
+            response, verdict = group.response(index), group.verdicts[index]
             text = tokenizer.decode(response.tokens.tolist())
             assert "".join(piece for _, piece in told["segments"]) == text
             versions = [version for version, _ in itertools.groupby(response.versions.tolist())]
             assert [version for version, _ in told["segments"]] == versions
             assert (told["tokens"], told["finish"]) == (len(response.tokens), response.finish)
-            assert (told["value"], told["raw"], told["status"]) == (reward.value, reward.raw, reward.status)
-            assert told["parts"] == dict(reward.parts)
+            assert (told["value"], told["raw"], told["status"]) == (
+                response.reward,
+                response.raw_reward,
+                verdict.status,
+            )
+            assert told["parts"] == verdict.parts
 
 
 async def test_a_row_of_a_step_counts_its_groups_by_lag(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from freewheel.data.group import Prompt, PromptGroup, Response, Reward, Ticket
+from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
+from freewheel.judge.verdict import Failed, Scored
 
 torch.set_num_threads(1)  # two on two busy cores take up to ten times as long
 
@@ -32,7 +33,9 @@ def make_response(
         versions=np.where(made != 0, version, -1).astype(np.int32),
         mask=made,
         finish=finish,
-        reward=Reward(value=value, raw=value, status="failed" if np.isnan(value) else "scored"),
+        verdict=Failed("test") if np.isnan(value) else Scored(value),
+        reward=value,
+        raw_reward=value,
     )
 
 

@@ -136,11 +136,11 @@ def test_weights_are_those_of_the_whole_mini_batch_whatever_the_budget() -> None
 
 def test_mini_batches_hold_whole_groups() -> None:
     groups = [random_group(ordinal) for ordinal in range(5)]
-    parts = mini_batches(groups, [group.values for group in groups], AlgorithmConfig(mini_batches=2))
+    parts = mini_batches(groups, [group.rewards for group in groups], AlgorithmConfig(mini_batches=2))
     assert [{sample.key[0] for sample in part} for part in parts] == [{0, 2, 4}, {1, 3}]
 
 
 def test_more_mini_batches_than_groups_leave_none_empty() -> None:
     groups = [random_group(0), make_group(1, [make_response([5], value=NAN)])]
-    parts = mini_batches(groups, [group.values for group in groups], AlgorithmConfig(mini_batches=4))
+    parts = mini_batches(groups, [group.rewards for group in groups], AlgorithmConfig(mini_batches=4))
     assert len(parts) == 1

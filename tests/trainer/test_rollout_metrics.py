@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from freewheel.data.group import PromptGroup, Reward
+from freewheel.data.group import PromptGroup, Response
+from freewheel.judge.verdict import Failed, Scored
 from freewheel.trainer.metrics import rollout_metrics
 
 from .groups import make_group, make_response
@@ -15,12 +16,12 @@ from .groups import make_group, make_response
 NAN = float("nan")
 
 
-def group_of(*rewards: Reward) -> PromptGroup:
-    return make_group(0, [replace(make_response([5], value=0.0), reward=reward) for reward in rewards])
+def group_of(*responses: Response) -> PromptGroup:
+    return make_group(0, responses)
 
 
-def rewarded(value: float = 1.0, **parts: Any) -> Reward:
-    return Reward(value=value, raw=value, parts=parts)
+def rewarded(value: float = 1.0, **parts: Any) -> Response:
+    return replace(make_response([5], value=value), verdict=Scored(value, parts=parts))
 
 
 def test_parts_of_rewards_are_averaged_apart():
@@ -30,7 +31,7 @@ def test_parts_of_rewards_are_averaged_apart():
 
 
 def test_a_part_is_averaged_over_the_responses_that_have_it():
-    failed = Reward(value=NAN, raw=NAN, status="failed", parts={"rule": 1.0})
+    failed = replace(make_response([5], value=NAN), verdict=Failed("timeout", parts={"rule": 1.0}))
     groups = [group_of(rewarded(steps=4.0, rule=0.0), rewarded(steps=NAN)), group_of(failed, rewarded())]
     found = rollout_metrics(groups)
     assert found["reward/steps"] == 4.0, "a NaN is no value"

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from freewheel.data.group import PromptGroup, Response, Reward
+from freewheel.data.group import PromptGroup, Response
 from freewheel.errors import ConfigError
+from freewheel.judge.verdict import Failed, Skipped
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
 from freewheel.trainer.metrics import rollout_metrics
@@ -205,7 +206,7 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(other) -> None:
 def test_the_gap_to_the_engine_is_measured_on_tokens_of_the_version_in_training() -> None:
     backend = make_backend(lr=1e-9, share_prompts=False)
     logp = {}
-    (samples,) = mini_batches(GROUPS, [group.values for group in GROUPS], AlgorithmConfig())
+    (samples,) = mini_batches(GROUPS, [group.rewards for group in GROUPS], AlgorithmConfig())
     (batch,) = micro_batches(samples, 10_000)
     with torch.no_grad():
         found, _ = backend.policy.logprobs(batch)
@@ -232,14 +233,11 @@ def test_the_gap_to_the_engine_is_measured_on_tokens_of_the_version_in_training(
 
 
 def test_what_failed_and_what_is_not_scored_are_counted_apart() -> None:
-    lost = Reward(value=NAN, raw=NAN, status="failed")
-    stands_in = Reward(value=-1.0, raw=NAN, status="failed")
-    skipped = Reward(value=NAN, raw=NAN, status="skipped")
     plain = [make_response([5], value=float(place)) for place in range(8)]
-    rewards = [lost, stands_in, skipped, skipped, *(one.reward for one in plain[4:])]
-    found = rollout_metrics(
-        [make_group(0, [replace(one, reward=reward) for one, reward in zip(plain, rewards, strict=True)])]
-    )
+    lost = replace(plain[0], verdict=Failed("timeout"), reward=NAN)
+    fallback = replace(lost, reward=-1.0)
+    skipped = replace(plain[0], verdict=Skipped("none"), reward=NAN)
+    found = rollout_metrics([make_group(0, [lost, fallback, skipped, skipped, *plain[4:]])])
     assert (found["rollout/masked_ratio"], found["rollout/skipped_ratio"]) == (1 / 8, 2 / 8)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from freewheel.data.group import Prompt, PromptGroup, Response, Reward
+from freewheel.data.group import Prompt, PromptGroup, Response
 from freewheel.data.prompts import PromptStream
 from freewheel.errors import DataError
 from freewheel.rewards.protocol import RewardBatch, TensorColumns
@@ -32,7 +32,6 @@ __all__ = [
     "PromptGroup",
     "PromptStream",
     "Response",
-    "Reward",
     "RewardBatch",
     "TensorColumns",
     "from_data_proto",

@@ -8,8 +8,9 @@ padded `DataProto` is made only where a user's code wants one (`freewheel.data.p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -17,11 +18,11 @@ import msgspec
 import numpy as np
 
 from freewheel.errors import DataError
+from freewheel.judge.verdict import Failed, Scored, Skipped, Verdict
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Finish = Literal["stop", "length"]
 """Why a response ended: it said so itself, or it was cut off at `max_new_tokens`."""
-Status = Literal["scored", "failed", "skipped"]
 
 NO_VERSION = -1
 """The version of a token that no engine made (a tool's reply inside a response)."""
@@ -61,21 +62,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
-    """What scoring found for one response."""
-
-    value: float
-    """What is trained on, shaped. NaN where scoring failed."""
-    raw: float
-    """Before shaping. NaN where scoring failed."""
-    status: Status = "scored"
-    reason: str = ""
-    """Why it is not `scored`."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers to report beside it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Response:
     """One generated response, before or after it was scored."""
 
@@ -88,7 +74,12 @@ class Response:
     mask: Array
     """uint8: 1 for a token that the policy made. Holes are another's tokens, seen and not trained on."""
     finish: Finish
-    reward: Reward | None = None
+    verdict: Verdict | None = None
+    """None before scoring."""
+    reward: float = math.nan
+    """The shaped reward that is trained on. NaN masks the response."""
+    raw_reward: float = math.nan
+    """The reward before shaping."""
 
     def __post_init__(self) -> None:
         sizes = {len(self.tokens), len(self.logprobs), len(self.versions), len(self.mask)}
@@ -98,7 +89,7 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
-    """A prompt with all its responses, scored. `value` is NaN where scoring failed: such a response is masked."""
+    """A prompt with all its scored responses."""
 
     ticket: Ticket
     prompt: Array
@@ -109,14 +100,18 @@ class PromptGroup:
     versions: Array
     mask: Array
     finish: tuple[Finish, ...]
-    rewards: tuple[Reward, ...]
+    verdicts: tuple[Verdict, ...]
+    rewards: Array
+    """float64: the shaped reward of each response, which is trained on. NaN masks a response."""
+    raw_rewards: Array
+    """float64: the reward of each response before shaping. NaN where there is none."""
     row: Mapping[str, Any]
     created_s: float
     """When its first token was asked for, in seconds of the wall clock."""
 
     @classmethod
     def of(cls, ticket: Ticket, prompt: Prompt, responses: Sequence[Response], created_s: float) -> PromptGroup:
-        assert responses and all(response.reward is not None for response in responses)
+        assert responses and all(response.verdict is not None for response in responses)
         return cls(
             ticket=ticket,
             prompt=np.asarray(prompt.tokens, np.int32),
@@ -126,7 +121,9 @@ class PromptGroup:
             versions=np.concatenate([response.versions for response in responses]).astype(np.int32, copy=False),
             mask=np.concatenate([response.mask for response in responses]).astype(np.uint8, copy=False),
             finish=tuple(response.finish for response in responses),
-            rewards=tuple(response.reward for response in responses),  # type: ignore[misc]  # asserted above
+            verdicts=tuple(response.verdict for response in responses),  # type: ignore[misc]  # asserted above
+            rewards=np.array([response.reward for response in responses], np.float64),
+            raw_rewards=np.array([response.raw_reward for response in responses], np.float64),
             row=prompt.row,
             created_s=created_s,
         )
@@ -148,15 +145,10 @@ class PromptGroup:
         """Of the tokens that the policy made: a group's lag is counted from its oldest one."""
         return int(self.versions[self.mask != 0].min())
 
-    @cached_property
-    def values(self) -> Array:
-        """float64, a response each, NaN where scoring failed."""
-        return np.array([reward.value for reward in self.rewards], np.float64)
-
     @property
     def scored(self) -> Array:
-        """Which responses have a reward: the others are left out of baselines and of the loss."""
-        return ~np.isnan(self.values)
+        """bool: which responses have a reward. Baselines and the loss leave the others out."""
+        return ~np.isnan(self.rewards)
 
     def response(self, index: int) -> Response:
         part = slice(self.offsets[index], self.offsets[index + 1])
@@ -166,7 +158,9 @@ class PromptGroup:
             versions=self.versions[part],
             mask=self.mask[part],
             finish=self.finish[index],
-            reward=self.rewards[index],
+            verdict=self.verdicts[index],
+            reward=float(self.rewards[index]),
+            raw_reward=float(self.raw_rewards[index]),
         )
 
     def encode(self) -> bytes:
@@ -176,7 +170,12 @@ class PromptGroup:
             _Wire(
                 ticket=self.ticket,
                 finish=self.finish,
-                rewards=[(one.value, one.raw, one.status, one.reason, dict(one.parts)) for one in self.rewards],
+                rewards=[
+                    (reward, raw, verdict.status, verdict.summary, verdict.parts)
+                    for reward, raw, verdict in zip(
+                        self.rewards.tolist(), self.raw_rewards.tolist(), self.verdicts, strict=True
+                    )
+                ],
                 row=dict(self.row),
                 created_s=self.created_s,
                 **fields,
@@ -189,7 +188,9 @@ class PromptGroup:
         return cls(
             ticket=wire.ticket,
             finish=wire.finish,
-            rewards=tuple(Reward(value=v, raw=r, status=s, reason=w, parts=p) for v, r, s, w, p in wire.rewards),
+            verdicts=tuple(_verdict(raw, status, summary, parts) for _, raw, status, summary, parts in wire.rewards),
+            rewards=np.array([reward for reward, *_ in wire.rewards], np.float64),
+            raw_rewards=np.array([raw for _, raw, *_ in wire.rewards], np.float64),
             row=wire.row,
             created_s=wire.created_s,
             **{name: np.frombuffer(getattr(wire, name), kind) for name, kind in _ARRAYS.items()},
@@ -215,9 +216,19 @@ class _Wire(msgspec.Struct, array_like=True):
     versions: bytes
     mask: bytes
     finish: tuple[Finish, ...]
-    rewards: list[tuple[float, float, Status, str, dict[str, float]]]
+    rewards: list[tuple[float, float, Literal["scored", "failed", "skipped"], str, dict[str, float]]]
+    """Of each response: shaped reward, raw reward, and its verdict's status, summary and parts."""
     row: dict[str, Any]
     created_s: float
+
+
+def _verdict(raw: float, status: str, summary: str, parts: dict[str, float]) -> Verdict:
+    if status == "scored":
+        return Scored(raw, parts=parts)
+    if status == "skipped":
+        return Skipped(summary, parts)
+    reason, _, detail = summary.partition(": ")
+    return Failed(reason, detail=detail, parts=parts)
 
 
 def _plain(value: object) -> object:

@@ -62,7 +62,7 @@ def to_data_proto(
     tokens = padded("tokens", pad_token_id, torch.int64)
     seen = (torch.arange(width) < torch.tensor(counts)[:, None]).long()
     attention = torch.cat([prompt_columns["attention_mask"], seen], dim=1)
-    values = torch.tensor([r.reward.value if r.reward else float("nan") for r in responses], dtype=torch.float32)
+    values = torch.tensor([response.reward for response in responses], dtype=torch.float32)
     scores = torch.zeros(tokens.shape, dtype=torch.float32)
     scores[torch.arange(len(counts)), torch.tensor(counts) - 1] = values.nan_to_num(nan=0.0)
     return DataProto.from_dict(
@@ -82,7 +82,7 @@ def to_data_proto(
             **_columns([group.row for group in owners], [group.ordinal for group in owners]),
             "uid": object_array(str(group.ordinal) for group in owners),
             "finish": object_array(response.finish for response in responses),
-            "reward_status": object_array(r.reward.status if r.reward else "failed" for r in responses),
+            "reward_status": object_array(r.verdict.status if r.verdict else "failed" for r in responses),
         },
         {TOKEN_COUNTS: attention.sum(dim=1).tolist()},
     )

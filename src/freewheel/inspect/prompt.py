@@ -157,18 +157,18 @@ def _attempt(failed: Failed) -> Attempt:
 def _responses(group: PromptGroup, text: Callable[[Array], str] | None) -> list[ResponseLife]:
     lives = []
     for response in map(group.response, range(len(group))):
-        reward = response.reward
-        assert reward is not None
+        verdict = response.verdict
+        assert verdict is not None
         lives.append(
             ResponseLife(
                 text=text(response.tokens) if text else None,
                 tokens=response.tokens.tolist(),
                 finish=response.finish,
-                value=_finite(reward.value),
-                raw=_finite(reward.raw),
-                status=reward.status,
-                reason=reward.reason,
-                parts=dict(reward.parts),
+                value=_finite(response.reward),
+                raw=_finite(response.raw_reward),
+                status=verdict.status,
+                reason=verdict.summary,
+                parts=dict(verdict.parts),
                 versions=version_runs(response.versions),
             )
         )

@@ -29,12 +29,12 @@ from freewheel.judge import Judge, JudgeRequest
 from freewheel.judge.config import Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
-from freewheel.rewards.rules import RuleScore, rule_for, rule_score
-from freewheel.rewards.scoring import ComputeScore, Rewards, Sample, apply_rules, combine, judge_requests
+from freewheel.rewards.rules import rule_for, rule_score
+from freewheel.rewards.scoring import ComputeScore, Rewards, Sample, apply_rules, combine, judge_requests, rule_value
 
 log = logging.getLogger("freewheel.rewards")
 
-NO_RULE = RuleScore(0.0)
+NO_RULE = Scored(0.0)
 NO_TRUTH = "the row has no ground truth"
 KEYLESS = "EMPTY"
 """The usual key for servers that need none. It is no secret, so it may travel where a key may not."""
@@ -216,7 +216,7 @@ class JudgeReward:
         }
         samples = self._samples(prompts, completions, completion_ids, columns)
         ruled = [self.rule is not None and sample.ground_truth is not None for sample in samples]
-        rules = [NO_RULE] * len(samples)
+        rules: list[Verdict] = [NO_RULE] * len(samples)
         if any(ruled):
             # Off the loop: AsyncGRPO generates on it, and a rule may be slow.
             rules = await asyncio.to_thread(self._rules, samples, ruled)
@@ -274,7 +274,7 @@ class JudgeReward:
         found: Sequence[Any] = columns[column]
         return found
 
-    def _rules(self, samples: Sequence[Sample], ruled: Sequence[bool]) -> list[RuleScore]:
+    def _rules(self, samples: Sequence[Sample], ruled: Sequence[bool]) -> list[Verdict]:
         rule = self.rule if callable(self.rule) else rule_score
         scores = iter(apply_rules(rule, [sample for sample, known in zip(samples, ruled, strict=True) if known]))
         return [next(scores) if known else NO_RULE for known in ruled]
@@ -356,7 +356,7 @@ class JudgeReward:
             figures["judge_score"] = sum(verdict.value for verdict in scored) / len(scored)
         extra: dict[str, list[Any]] = {"judge": [_in_words(verdict) for verdict in verdicts]}
         if self.rule is not None:
-            rule = [one.value for one in rewards.rules]
+            rule = [rule_value(one) for one in rewards.rules]
             figures["rule_score"] = float(np.mean(rule))
             extra |= {"rule": rule, "quality": [None if np.isnan(one) else float(one) for one in rewards.quality]}
         if self.config.enable:

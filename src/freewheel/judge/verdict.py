@@ -1,11 +1,12 @@
-"""How a judgement ends: scored, failed or skipped, three different things that are never mixed up.
+"""The result of scoring one response: `Scored`, `Failed` or `Skipped`.
 
-A failure has no number, so nothing downstream can take it for one.
+The judge, rules and reward functions all give a `Verdict`. A failure has no number, so no caller can take it for one.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -65,39 +66,60 @@ class Usage(msgspec.Struct, frozen=True, array_like=True):
         return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
 
 
-class Scored(msgspec.Struct, frozen=True, tag="scored"):
-    """The judge answered and the answer reads as a score."""
+class Scored(msgspec.Struct, frozen=True, tag="scored", omit_defaults=True):
+    """The response has a score."""
 
     value: float
     raw: str = ""
-    """The reply as it came."""
+    """The judge's reply, unchanged."""
     usage: Usage = Usage()
     parts: dict[str, float] = {}
-    """Each criterion's score, for rubrics that have several."""
+    """What the score is made of, by name: a rubric's criteria, or the other numbers of a reward function."""
     cached: bool = False
-    """True if no call was made for it: it came from the cache."""
+    """True if the score came from the cache and no call was made."""
     attempts: int = 1
+    format: float = 1.0
+    """A rule sets it to 0 when the response does not have the required form. `judge_gate: format` reads it."""
 
-    status = "scored"
+    status: ClassVar[Literal["scored"]] = "scored"
+    summary: ClassVar[str] = ""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """There is no score. It must not be read as one."""
+class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
+    """Scoring failed, so there is no score."""
 
     reason: str
+    """The kind of failure: a `Reason` of the judge, or the type of a reward function's exception."""
     attempts: int = 0
     detail: str = ""
     usage: Usage = Usage()
+    infra: bool = False
+    """True if a service or a process failed, not the response: another try may succeed. Reward functions set it."""
+    parts: dict[str, float] = {}
+    """The numbers that are known although the score is not."""
+    trace: str = ""
+    """The traceback of a reward function, for the log."""
 
-    status = "failed"
+    status: ClassVar[Literal["failed"]] = "failed"
+
+    @property
+    def summary(self) -> str:
+        """Reason and detail on one line."""
+        return f"{self.reason}: {self.detail}" if self.detail else self.reason
 
 
-class Skipped(msgspec.Struct, frozen=True, tag="skipped"):
-    """The caller chose not to have this one judged; no call was made."""
+class Skipped(msgspec.Struct, frozen=True, tag="skipped", omit_defaults=True):
+    """The response was left out on purpose: the judge was not called, or the reward function gave None."""
 
     reason: str
+    parts: dict[str, float] = {}
+    """The numbers that are known nevertheless."""
 
-    status = "skipped"
+    status: ClassVar[Literal["skipped"]] = "skipped"
+
+    @property
+    def summary(self) -> str:
+        return self.reason
 
 
 Verdict = Scored | Failed | Skipped

@@ -18,7 +18,6 @@ from freewheel.rewards.length import cosine_length, group_index, median_penalty,
 from freewheel.rewards.manager import LengthPenaltyRewardManager
 from freewheel.rewards.openai_manager import AsyncOpenAIManager, AsyncOpenAIWorker, get_request_hash
 from freewheel.rewards.rules import (
-    RuleScore,
     boxed_math,
     dapo_math,
     exact_match,
@@ -39,7 +38,6 @@ __all__ = [
     "RewardFailed",
     "RewardHandle",
     "Rewards",
-    "RuleScore",
     "Sample",
     "boxed_math",
     "combine",

@@ -23,8 +23,8 @@ from freewheel.judge.config import Secret
 from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Scored, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
 from freewheel.rewards.handle import wait_for
-from freewheel.rewards.rules import RuleScore, rule_score
-from freewheel.rewards.scoring import Rewards, Sample, apply_rules, combine, judge_requests
+from freewheel.rewards.rules import rule_score
+from freewheel.rewards.scoring import Rewards, Sample, apply_rules, combine, judge_requests, rule_value
 
 MONITOR = "TRAIN_WITH_MONITOR"
 ENDPOINT = "OPENAI_BASE_URL"
@@ -39,7 +39,7 @@ class _Call(NamedTuple):
     """One call, whatever its convention."""
 
     samples: list[Sample]
-    rules: list[RuleScore]
+    rules: list[Verdict]
     is_batch: bool
     is_verl: bool
     """verl takes a dict for a row; a plain caller, and TRL, take a number or None."""
@@ -142,7 +142,7 @@ def _group(source: Any, truth: Any, info: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _unjudged(call: _Call) -> Any:
-    scores = [rule.value for rule in call.rules]
+    scores = [rule_value(rule) for rule in call.rules]
     return scores if call.is_batch else scores[0]
 
 
@@ -165,7 +165,7 @@ def _verl_row(rewards: Rewards, index: int) -> dict[str, Any]:
     # there is no place for a part that a failed row does not have.
     return {
         "score": float(rewards.reward[index]),
-        "original_score": rewards.rules[index].value,
+        "original_score": rule_value(rewards.rules[index]),
         "judge_status": verdict.status,
         "judge_reason": "" if isinstance(verdict, Scored) else verdict.reason,
         "reward_mask": int(rewards.mask[index]),

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from freewheel.judge import Handle, JudgeConfig, JudgeRequest, Verdict
 from freewheel.judge.judge import InlineJudge
-from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import Sample
 
 log = logging.getLogger("freewheel.rewards")
@@ -28,7 +27,7 @@ class Prepared(NamedTuple):
     """A batch whose rules are applied and whose requests are ready."""
 
     samples: list[Sample]
-    rules: list[RuleScore]
+    rules: list[Verdict]
     requests: list[JudgeRequest]
     since: float
 

@@ -37,6 +37,7 @@ from freewheel.rewards.scoring import (
     apply_rules,
     combine,
     judge_requests,
+    rule_value,
 )
 
 log = logging.getLogger("freewheel.rewards")
@@ -294,7 +295,7 @@ class LengthPenaltyRewardManager:
                 sample.response,
                 sample.ground_truth,
                 rewards.reward[row],
-                rewards.rules[row].value,
+                rule_value(rewards.rules[row]),
                 f"{rewards.quality[row]:.6g}" if rewards.mask[row] else rewards.verdicts[row].status,
                 rewards.penalty[row],
             )

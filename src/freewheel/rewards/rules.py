@@ -1,6 +1,6 @@
 """Rules: from a response and its ground truth to a score, by reading text. Math alone asks a process (`math_equal`).
 
-    rule_score(data_source, …) ─▶ rule_for: the longest registered prefix ─▶ the rule ─▶ RuleScore
+    rule_score(data_source, …) ─▶ rule_for: the longest registered prefix ─▶ the rule ─▶ Scored
 
 The reward managers and `compute_score` call `rule_score` where the user gives no function of their own.
 """
@@ -10,32 +10,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from freewheel.errors import ConfigError
+from freewheel.judge.verdict import Scored
 from freewheel.rewards import math_equal
 from freewheel.rewards.answers import answer_line, last_box, marked_answer, number_in
 
-
-@dataclass(frozen=True)
-class RuleScore:
-    """What a rule says of one response."""
-
-    value: float
-    format: float = 1.0
-    """1 where the answer has the shape that was asked for, else 0."""
-    parts: Mapping[str, float] = field(default_factory=dict)
-    """What the score is made of, by name, where it has parts."""
-
-
-Rule = Callable[[str, object, Mapping[str, Any]], RuleScore]
+Rule = Callable[[str, object, Mapping[str, Any]], Scored]
 """`(response, ground_truth, extra_info)`."""
 
-NO_ANSWER = RuleScore(0.0, format=0.0)
+NO_ANSWER = Scored(0.0, format=0.0)
 
 
-def gsm8k(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+def gsm8k(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
     """1 if the last `####` is followed by the right number, in any usual spelling and compared exactly.
 
     The ground truth is a number, or a solution that ends in `#### 42`. A percent sign and a currency do not count.
@@ -46,7 +34,7 @@ def gsm8k(response: str, ground_truth: object, extra_info: Mapping[str, Any]) ->
         raise ConfigError("ground_truth", ground_truth, "gsm8k needs a number, or a solution that ends in '#### 42'")
     marked = marked_answer(response)
     answer = number_in(marked) if marked is not None else None
-    return NO_ANSWER if answer is None else RuleScore(float(answer == truth))
+    return NO_ANSWER if answer is None else Scored(float(answer == truth))
 
 
 def exact_match(
@@ -56,7 +44,7 @@ def exact_match(
     *,
     ignore_space: bool = True,
     ignore_case: bool = True,
-) -> RuleScore:
+) -> Scored:
     """1 if the whole response is the ground truth; `functools.partial(exact_match, ignore_case=False)` is a rule too.
 
     `ignore_space`: any run of white space is one space, and there is none at the ends.
@@ -66,20 +54,20 @@ def exact_match(
         text = " ".join(text.split()) if ignore_space else text
         return text.casefold() if ignore_case else text
 
-    return RuleScore(float(normal(response) == normal(str(ground_truth))))
+    return Scored(float(normal(response) == normal(str(ground_truth))))
 
 
-def boxed_math(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+def boxed_math(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
     """1 if the last `\\boxed{…}` means the same as the ground truth, by math-verify (the extra `[math]`)."""
     return _math_score(last_box(response), ground_truth)
 
 
-def dapo_math(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+def dapo_math(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
     """As `boxed_math`, for data whose prompts ask for a last line `Answer: …`; without one, the last box counts."""
     return _math_score(answer_line(response) or last_box(response), ground_truth)
 
 
-def _math_score(answer: str | None, ground_truth: object) -> RuleScore:
+def _math_score(answer: str | None, ground_truth: object) -> Scored:
     told = str(ground_truth if ground_truth is not None else "")
     truth = (last_box(told) or told).strip("$ \n")
     if not truth:
@@ -87,9 +75,9 @@ def _math_score(answer: str | None, ground_truth: object) -> RuleScore:
     if not answer:
         return NO_ANSWER
     try:
-        return RuleScore(float(math_equal.equal(answer, truth)))
+        return Scored(float(math_equal.equal(answer, truth)))
     except math_equal.NotComparable:  # a `ComparisonFailed` is no answer's fault, and no zero
-        return RuleScore(0.0)
+        return Scored(0.0)
 
 
 def format_tags(*tags: str) -> Rule:
@@ -98,11 +86,11 @@ def format_tags(*tags: str) -> Rule:
     any_tag = re.compile("(" + "|".join(f"</?{re.escape(tag)}>" for tag in tags) + ")")
     wanted = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
 
-    def rule(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+    def rule(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
         pieces = any_tag.split(response)
         outside, marks, inside = pieces[0::4], pieces[1::2], pieces[2::4]
         right = marks == wanted and not any(map(str.strip, outside)) and all(map(str.strip, inside))
-        return RuleScore(float(right), format=float(right))
+        return Scored(float(right), format=float(right))
 
     return rule
 
@@ -115,12 +103,12 @@ def tool_call(*names: str) -> Rule:
     _need_names("tool_call", names)
     known = frozenset(names)
 
-    def rule(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+    def rule(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
         pieces = _TOOL_TAG.split(response)
         marks, called = pieces[1::2], [_called(body) for body in pieces[2::4]]
         if not marks or marks != ["<tool_call>", "</tool_call>"] * len(called) or None in called:
             return NO_ANSWER
-        return RuleScore(float(known.issuperset(called)))
+        return Scored(float(known.issuperset(called)))
 
     return rule
 
@@ -175,6 +163,6 @@ def rule_for(data_source: str) -> Rule:
 
 def rule_score(
     data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, Any] | None = None
-) -> RuleScore:
+) -> Scored:
     """The score of one response by its data source's rule. The keywords are verl's, so it serves as `compute_score`."""
     return rule_for(data_source)(solution_str, ground_truth, extra_info or {})

@@ -20,7 +20,6 @@ from freewheel.judge.verdict import Failed, JudgeError, Scored, Skipped, Verdict
 from freewheel.rewards.compose import compose, fill_failed
 from freewheel.rewards.config import LengthPenaltyConfig
 from freewheel.rewards.length import group_index, median_penalty
-from freewheel.rewards.rules import RuleScore
 
 log = logging.getLogger("freewheel.rewards")
 
@@ -30,8 +29,6 @@ ComputeScore = Callable[..., Any]
 
 JUDGE_OFF = Skipped("the judge is off")
 RULE_FAILED = Failed("compute_score", 0, "compute_score failed; the log says how")
-FAILED_RULE = RuleScore(np.nan, format=0.0)
-"""The score of a row whose `compute_score` raised: NaN means "failed" wherever rewards are put together."""
 
 
 class RewardFailed(JudgeError, RuntimeError):
@@ -61,7 +58,7 @@ class Rewards:
     """What is trained on: rule + quality − penalty; what `on_failure` says where the verdict failed. Never NaN."""
     raw: Array
     """Rule + quality, unshaped. NaN where the verdict failed."""
-    rules: Sequence[RuleScore]
+    rules: Sequence[Verdict]
     quality: Array
     """Coefficient × the judge's score; 0 where it was skipped, NaN where it failed."""
     penalty: Array
@@ -80,7 +77,7 @@ class Rewards:
     def extra_info(self) -> dict[str, list[Any]]:
         """Per sample what the reward was made of; every key has one value a row."""
         extra: dict[str, list[Any]] = {
-            "original_score": [rule.value for rule in self.rules],
+            "original_score": [rule_value(rule) for rule in self.rules],
             "openai_quality_reward": self.quality.tolist(),
             "length_penalty": self.penalty.tolist(),
             "response_length": self.lengths.tolist(),
@@ -96,15 +93,15 @@ class Rewards:
         return extra
 
 
-def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[RuleScore]:
+def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[Verdict]:
     """Each sample's rule score. One that raises is a failed row and not the end of the batch, unless all do."""
-    scores: list[RuleScore] = []
+    scores: list[Verdict] = []
     errors: list[Exception] = []
     for row, sample in enumerate(samples):
         try:
             scores.append(apply_rule(compute_score, sample))
         except Exception as error:  # a user's function may raise anything
-            scores.append(FAILED_RULE)
+            scores.append(RULE_FAILED)
             if not errors:
                 log.error("compute_score failed in row %d of %d: %s", row, len(samples), error, exc_info=error)
             errors.append(error)
@@ -113,7 +110,7 @@ def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[
     return scores
 
 
-def apply_rule(compute_score: ComputeScore, sample: Sample) -> RuleScore:
+def apply_rule(compute_score: ComputeScore, sample: Sample) -> Scored:
     """The rule's score of one sample, whatever form `compute_score` gives it in."""
     found = compute_score(
         data_source=sample.data_source,
@@ -121,13 +118,13 @@ def apply_rule(compute_score: ComputeScore, sample: Sample) -> RuleScore:
         ground_truth=sample.ground_truth,
         extra_info=sample.extra_info,
     )
-    return as_rule_score(found)
+    return as_scored(found)
 
 
-def as_rule_score(found: Any) -> RuleScore:
-    """A number, a `RuleScore`, or a dict with `score` (and `format`, and parts to report) as a `RuleScore`."""
-    parts: Mapping[str, Any] = {}
-    if isinstance(found, RuleScore):
+def as_scored(found: Any) -> Scored:
+    """Return a number, a `Scored`, or a dict with `score` (and `format`, and parts to report) as a `Scored`."""
+    parts: dict[str, Any] = {}
+    if isinstance(found, Scored):
         right_format, parts, found = found.format, found.parts, found.value
     elif isinstance(found, Mapping):
         if "score" not in found:
@@ -142,11 +139,11 @@ def as_rule_score(found: Any) -> RuleScore:
         raise ConfigError("compute_score", found, "it must return a number, or a dict with 'score'") from None
     if not np.isfinite(value):
         raise ConfigError("compute_score", value, "it must return a finite number: NaN would spread through the batch")
-    return RuleScore(value, right_format, parts)
+    return Scored(value, parts=parts, format=right_format)
 
 
 def judge_requests(
-    samples: Sequence[Sample], rules: Sequence[RuleScore], config: LengthPenaltyConfig
+    samples: Sequence[Sample], rules: Sequence[Verdict], config: LengthPenaltyConfig
 ) -> list[JudgeRequest]:
     """One request a sample; those that the gate keeps from the judge carry the reason."""
     return [
@@ -160,8 +157,13 @@ def judge_requests(
     ]
 
 
-def _gated(rule: RuleScore, config: LengthPenaltyConfig) -> str:
-    if np.isnan(rule.value):
+def rule_value(rule: Verdict) -> float:
+    """Return the score, or NaN if there is none: NaN means "failed" wherever rewards are put together."""
+    return rule.value if isinstance(rule, Scored) else np.nan
+
+
+def _gated(rule: Verdict, config: LengthPenaltyConfig) -> str:
+    if not isinstance(rule, Scored):
         return RULE_FAILED.detail
     if config.gate == "on" and rule.value == 0:
         return "judge_gate: the rule score is 0"
@@ -171,13 +173,13 @@ def _gated(rule: RuleScore, config: LengthPenaltyConfig) -> str:
 
 
 def combine(
-    samples: Sequence[Sample], rules: Sequence[RuleScore], verdicts: Sequence[Verdict], config: LengthPenaltyConfig
+    samples: Sequence[Sample], rules: Sequence[Verdict], verdicts: Sequence[Verdict], config: LengthPenaltyConfig
 ) -> Rewards:
     """The rewards of a batch that holds its groups whole."""
-    verdicts = [RULE_FAILED if np.isnan(one.value) else given for one, given in zip(rules, verdicts, strict=True)]
+    verdicts = [given if isinstance(one, Scored) else one for one, given in zip(rules, verdicts, strict=True)]
     groups = group_index([sample.group for sample in samples])
     lengths = np.array([sample.length for sample in samples], dtype=np.int64)
-    rule = np.array([one.value for one in rules], dtype=np.float64)
+    rule = np.array([rule_value(one) for one in rules], dtype=np.float64)
     judged = np.array([_judged(verdict) for verdict in verdicts], dtype=np.float64)
     penalty, medians = median_penalty(
         lengths,
@@ -190,7 +192,7 @@ def combine(
     composed = compose(
         {"rule": rule, "quality": judged}, {"quality": config.reward_coefficient}, penalties={"length": penalty}
     )
-    valid = np.array([not isinstance(verdict, Failed) for verdict in verdicts], dtype=bool)
+    valid = ~np.isnan(composed.raw)
     policy = config.failure_policy
     reward = composed.shaped
     if not valid.all():

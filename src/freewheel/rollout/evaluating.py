@@ -21,7 +21,8 @@ from typing import Any, Self
 import numpy as np
 
 from freewheel.data.group import Array, Prompt, Response
-from freewheel.rewards.rules import RuleScore
+from freewheel.judge.verdict import Failed, Scored, Verdict
+from freewheel.rewards.scoring import rule_value
 from freewheel.rollout.engine import (
     Engine,
     EngineDied,
@@ -29,14 +30,13 @@ from freewheel.rollout.engine import (
     GenerationRequest,
     SamplingParams,
 )
-from freewheel.rollout.reward_functions import Call, Outcome, RewardFunction
+from freewheel.rollout.reward_functions import Call, RewardFunction
 from freewheel.rollout.reward_workers import Executor, Job, Workers, timed_out
 from freewheel.rollout.seeds import sample_seed
 
 log = logging.getLogger("freewheel.rollout")
 
-Found = RuleScore | float
-"""A number, with its parts or without; NaN where scoring failed."""
+Found = Verdict | float
 Score = Callable[[Prompt, Response], Found | Awaitable[Found]]
 """What it raises is counted as a failure."""
 
@@ -163,26 +163,25 @@ class HeldOutScore:
         if self._workers is not None:
             await self._workers.close()
 
-    async def __call__(self, prompt: Prompt, response: Response) -> RuleScore:
-        """NaN unless it was scored."""
+    async def __call__(self, prompt: Prompt, response: Response) -> Verdict:
         tokens = response.tokens.tolist() if self._function.wants_tokens else ()
         call = Call(text=self._decode(response.tokens), row=prompt.row, finish=response.finish, tokens=tokens)
-        outcome = await (self._in_loop(call) if self._workers is None else self._in_workers(self._workers, call))
-        if outcome.status == "failed":
-            log.warning("Evaluation: a response could not be scored: %s", outcome.reason)
-        return outcome.rule
+        verdict = await (self._in_loop(call) if self._workers is None else self._in_workers(self._workers, call))
+        if isinstance(verdict, Failed):
+            log.warning("Evaluation: a response could not be scored: %s", verdict.summary)
+        return verdict
 
-    async def _in_workers(self, workers: Workers, call: Call) -> Outcome:
-        scored: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    async def _in_workers(self, workers: Workers, call: Call) -> Verdict:
+        scored: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
-        def done(outcomes: list[Outcome]) -> None:
+        def done(verdicts: list[Verdict]) -> None:
             if not scored.done():
-                scored.set_result(outcomes[0])
+                scored.set_result(verdicts[0])
 
         workers.submit([Job([call], done)])
         return await scored
 
-    async def _in_loop(self, call: Call) -> Outcome:
+    async def _in_loop(self, call: Call) -> Verdict:
         task = asyncio.create_task(self._function.score_async([call]))
         try:
             await asyncio.wait([task], timeout=self._timeout_s)  # and not longer, if it does not care for `cancel`
@@ -214,7 +213,7 @@ async def evaluate(
     gate = asyncio.Semaphore(AHEAD * max(1, engine.stats().slots // samples))
     name = f"eval-{next(_numbers)}"
     found: list[list[Response | None]] = [[None] * samples for _ in prompts]
-    scores: list[list[RuleScore | None]] = [[None] * samples for _ in prompts]
+    scores: list[list[Verdict | None]] = [[None] * samples for _ in prompts]
     errors: list[EngineError] = []
     done = 0
 
@@ -264,27 +263,25 @@ async def _generate(engine: Engine, request: GenerationRequest, into: list[Respo
         into[index] = response
 
 
-async def _scored(score: Score, prompt: Prompt, response: Response) -> RuleScore | None:
+async def _scored(score: Score, prompt: Prompt, response: Response) -> Verdict | None:
     """None where it could not be scored."""
     try:
         value: Any = score(prompt, response)
         if inspect.isawaitable(value):
             value = await value
-        return value if isinstance(value, RuleScore) else RuleScore(float(value))
+        return value if isinstance(value, Verdict) else Scored(float(value))
     except Exception as error:  # a user's function: whatever it raises is a failure to score, and told as one
         log.warning("Evaluation: a response could not be scored: %s: %s", type(error).__name__, error, exc_info=error)
         return None
 
 
-def _result(
-    found: list[list[Response | None]], scores: list[list[RuleScore | None]], keep_responses: bool
-) -> EvalResult:
+def _result(found: list[list[Response | None]], scores: list[list[Verdict | None]], keep_responses: bool) -> EvalResult:
     versions: set[int] = set()
     for response in itertools.chain.from_iterable(found):
         if response is not None:
             versions.update(np.unique(response.versions).tolist())
     return EvalResult(
-        scores=np.array([[math.nan if one is None else one.value for one in row] for row in scores], np.float64),
+        scores=np.array([[math.nan if one is None else rule_value(one) for one in row] for row in scores], np.float64),
         part_scores=_part_scores(scores),
         truncated=np.array([[one is not None and one.finish == "length" for one in row] for row in found]),
         lengths=np.array([[0 if one is None else len(one.tokens) for one in row] for row in found], np.int64),
@@ -293,7 +290,7 @@ def _result(
     )
 
 
-def _part_scores(scores: list[list[RuleScore | None]]) -> dict[str, Array]:
+def _part_scores(scores: list[list[Verdict | None]]) -> dict[str, Array]:
     names = sorted({name for row in scores for one in row if one is not None for name in one.parts})
     found = {
         name: np.array([[math.nan if one is None else one.parts.get(name, math.nan) for one in row] for row in scores])

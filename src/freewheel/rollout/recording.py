@@ -39,15 +39,15 @@ def sample_of(group: PromptGroup, *, replica: str, decode: Callable[[Array], str
 
 
 def _response(response: Response, decode: Callable[[Array], str]) -> dict[str, Any]:
-    reward = response.reward
-    assert reward is not None
+    verdict = response.verdict
+    assert verdict is not None
     return {
         "segments": samples.segments(decode, response.tokens, response.versions.tolist()),
         "tokens": len(response.tokens),
         "finish": response.finish,
-        "value": reward.value,
-        "raw": reward.raw,
-        "status": reward.status,
-        "reason": reward.reason,
-        "parts": dict(reward.parts),
+        "value": response.reward,
+        "raw": response.raw_reward,
+        "status": verdict.status,
+        "reason": verdict.summary,
+        "parts": dict(verdict.parts),
     }

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from freewheel.rollout.reward_functions import Outcome
+from freewheel.judge.verdict import Failed
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -38,7 +38,7 @@ class RewardCounts:
             self._busy_s += now - self._busy_since
             self._busy_since = None
 
-    def settled(self, failure: Outcome | None, status: str, latency_s: float) -> None:
+    def settled(self, failure: Failed | None, status: str, latency_s: float) -> None:
         self._latency_s += latency_s
         if failure is not None:
             self._note(failure)
@@ -47,27 +47,27 @@ class RewardCounts:
         else:
             self.scored += 1
 
-    def _note(self, failure: Outcome) -> None:
+    def _note(self, failure: Failed) -> None:
         """Says the first of a kind, the tenth, the hundredth and so on: a broken function fails thousands of times."""
-        self.failed[failure.kind] += 1
-        count = self.failed[failure.kind]
-        self._first_failure = self._first_failure or failure.reason
+        self.failed[failure.reason] += 1
+        count = self.failed[failure.reason]
+        self._first_failure = self._first_failure or failure.summary
         if count == 1:
             trace = f"\n{failure.trace.rstrip()}" if failure.trace else ""
-            log.warning("Scoring failed (%s): %s%s", self._name, failure.reason, trace)
+            log.warning("Scoring failed (%s): %s%s", self._name, failure.summary, trace)
         elif str(count).strip("0") == "1":
-            log.warning("Scoring failed (%s) %d times by now: %s", self._name, count, failure.reason)
+            log.warning("Scoring failed (%s) %d times by now: %s", self._name, count, failure.summary)
 
-    def grouped(self, n: int, failures: Sequence[Outcome]) -> None:
+    def grouped(self, n: int, failures: Sequence[Failed]) -> None:
         """A function that has never scored anything is broken rather than unlucky."""
-        if self.scored or len(failures) < n or len({failure.kind for failure in failures}) > 1:
+        if self.scored or len(failures) < n or len({failure.reason for failure in failures}) > 1:
             return
         self._broken_groups += 1
         if self._broken_groups == BROKEN_GROUPS:
             log.error(
                 "The reward function %s looks broken: nothing was scored so far, and every response of the first %d "
                 "groups failed the same way: %s. Check reward.function against your data",
-                *(self._name, BROKEN_GROUPS, failures[0].reason),
+                *(self._name, BROKEN_GROUPS, failures[0].summary),
             )
 
     def snapshot(self, now: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Reward functions as people bring them: found by name, known by their signature, called without ever raising.
 
-    "my_package.rewards:score" ─▶ load_reward ─▶ RewardFunction ─ score(calls) ─▶ Outcome, Outcome, …
+    "my_package.rewards:score" ─▶ load_reward ─▶ RewardFunction ─ score(calls) ─▶ Verdict, Verdict, …
 
 Three conventions, told apart by the names of the parameters; each may be `async`:
 
@@ -24,13 +24,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from freewheel.data.group import Finish, Status
+from freewheel.data.group import Finish
 from freewheel.data.tasks import Task
 from freewheel.errors import ConfigError, shown
-from freewheel.judge.verdict import Failed, Reason, Scored, Skipped
+from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.compute_score import compute_score, compute_score_async, monitors
-from freewheel.rewards.rules import RuleScore
-from freewheel.rewards.scoring import FAILED_RULE, as_rule_score
+from freewheel.rewards.scoring import as_scored
 from freewheel.utils.registry import DETAIL_CHARS, find_object
 
 KEY = "reward.function"
@@ -81,79 +80,59 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return found if isinstance(found, str) else ""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one call."""
-
-    status: Status
-    rule: RuleScore = FAILED_RULE
-    """NaN unless it is scored."""
-    kind: str = ""
-    """What went wrong, in a word: failures are counted by it."""
-    detail: str = ""
-    trace: str = ""
-    """Where it went wrong, for the log."""
-    infra: bool = False
-    """The failure lies beside the response: a service or a process. Another time it may succeed."""
-
-    @property
-    def reason(self) -> str:
-        return f"{self.kind}: {self.detail}" if self.detail else self.kind
+def failed(kind: str, detail: str = "", trace: str = "", *, infra: bool = False) -> Failed:
+    """Return a failure of a reward function. `kind` is what statistics count it by."""
+    return Failed(kind, detail=detail[:DETAIL_CHARS], trace=trace, infra=infra)
 
 
-def failed(kind: str, detail: str = "", trace: str = "", *, infra: bool = False) -> Outcome:
-    return Outcome(status="failed", kind=kind, detail=detail[:DETAIL_CHARS], trace=trace, infra=infra)
-
-
-def from_exception(error: BaseException) -> Outcome:
+def from_exception(error: BaseException) -> Failed:
     trace = "".join(traceback.format_exception(error))
     # Connections, time-outs and the exceptions of most HTTP clients are OSErrors.
     return failed(type(error).__name__, str(error), trace, infra=isinstance(error, OSError))
 
 
-def from_verdict(verdict: Failed) -> Outcome:
-    """The judge's failures are its service's, except where it is about this very response."""
-    about_it = verdict.reason in (Reason.UNPARSEABLE, Reason.REJECTED)
-    return failed(f"judge {verdict.reason}", verdict.detail, infra=not about_it)
+def from_judge(verdict: Failed) -> Failed:
+    """Mark a failure as the judge's. It is an infrastructure failure unless the judge rejects this very response."""
+    about_response = verdict.reason in (Reason.UNPARSEABLE, Reason.REJECTED)
+    return failed(f"judge {verdict.reason}", verdict.detail, infra=not about_response)
 
 
-def as_outcome(found: Any) -> Outcome:
-    """A function's answer for one response: a number, a dict with `score`, a `RuleScore`, a `Verdict`, or None.
+def as_verdict(found: Any) -> Verdict:
+    """Read what a function returned for one response: a number, a dict with `score`, a `Verdict`, or None.
 
-    None is a response that the function does not score (as in TRL): it is left out, and that is no failure.
+    None means that the function does not score this response (as in TRL). That is not a failure.
     """
     if isinstance(found, _PLAIN):
         return _scored(found)
     if found is None:
-        return Outcome(status="skipped", kind="none", detail="the function gave None")
+        return Skipped("none: the function gave None")
     if isinstance(found, Skipped):
-        return Outcome(status="skipped", kind="skipped", detail=found.reason)
+        return Skipped(f"skipped: {found.reason}" if found.reason else "skipped")
     if isinstance(found, Failed):
-        return from_verdict(found)
-    if isinstance(found, Scored):
-        found = RuleScore(found.value, parts=found.parts)
-    elif isinstance(found, Mapping) and found.get("judge_status") == "failed":
-        # What compute_score and reward managers say to trainers that cannot mask: the score beside it is a stand-in.
-        return from_verdict(Failed(str(found.get("judge_reason", ""))))
-    elif inspect.isawaitable(found):
+        return from_judge(found)
+    if isinstance(found, Mapping) and found.get("judge_status") == "failed":
+        # compute_score and the reward managers fill in a score for trainers that cannot mask: do not take it.
+        return from_judge(Failed(str(found.get("judge_reason", ""))))
+    if inspect.isawaitable(found):
         if inspect.iscoroutine(found):
             found.close()
         return failed("result", "the function gave something to await: declare it with `async def`")
     return _scored(found)
 
 
-_PLAIN = (RuleScore, float, int)
-"""Nearly all answers, so they are asked for first: the other questions take longer than most rules."""
+_PLAIN = (Scored, float, int)
+"""Nearly all results have one of these types. They are checked first: the other checks take longer than most rules."""
 
 
-def _scored(found: Any) -> Outcome:
+def _scored(found: Any) -> Verdict:
     try:
-        rule = as_rule_score(found)
+        scored = as_scored(found)
     except ConfigError as error:
         return failed("result", str(error.renamed(KEY)))
-    parts = _numbers(rule.parts)
+    parts = _numbers(scored.parts)
     if isinstance(found, Mapping) and "format" in found:
-        parts["format"] = rule.format  # it gates the judge, and is worth a curve as well
-    return Outcome(status="scored", rule=RuleScore(rule.value, rule.format, parts))
+        parts["format"] = scored.format  # it gates the judge, and is worth a curve as well
+    return Scored(scored.value, parts=parts, format=scored.format)
 
 
 def _numbers(parts: Mapping[str, Any]) -> dict[str, float]:
@@ -191,28 +170,28 @@ class RewardFunction:
     def wants_tokens(self) -> bool:
         return self.convention == "trl" and (self.takes_columns or "completion_ids" in self.names)
 
-    def score(self, calls: Sequence[Call]) -> list[Outcome]:
-        """An outcome for each call; a function that raises makes failures. For one response at a time, give one."""
+    def score(self, calls: Sequence[Call]) -> list[Verdict]:
+        """A verdict for each call; a function that raises makes failures. For one response at a time, give one."""
         try:
             return self._read(self._invoke(calls), len(calls))
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's function may raise anything
             return [from_exception(error)] * len(calls)
 
-    async def score_async(self, calls: Sequence[Call]) -> list[Outcome]:
+    async def score_async(self, calls: Sequence[Call]) -> list[Verdict]:
         """The same for an async function."""
         try:
             return self._read(await self._invoke(calls), len(calls))
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's function may raise anything
             return [from_exception(error)] * len(calls)
 
-    def _read(self, found: Any, count: int) -> list[Outcome]:
+    def _read(self, found: Any, count: int) -> list[Verdict]:
         if not self.is_batch:
-            return [as_outcome(found)]
+            return [as_verdict(found)]
         if found is None or isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
             return [failed("result", f"a batch function must give a list, and gave {shown(found)}")] * count
         if len(found) != count:
             return [failed("result", f"the function gave {len(found)} results for {count} responses")] * count
-        return [as_outcome(one) for one in found]
+        return [as_verdict(one) for one in found]
 
     def _invoke(self, calls: Sequence[Call]) -> Any:
         if self.convention == "single":

@@ -1,7 +1,7 @@
 """From rule scores to rewards: an LLM judge's verdicts and a length penalty on top, where a run has them.
 
     rule known ─▶ ask ─ all of one tick as a batch ─▶ Judge ─▶ verdict ─▶ then(verdict)
-    whole group ─▶ compose: rule + coefficient × verdict − penalty ─▶ Reward, Reward, …
+    whole group ─▶ compose: rule + coefficient × verdict − penalty ─▶ Response, Response, …
 
 `RewardStage` calls it. The arithmetic is that of `freewheel.rewards.scoring`; but where its trainers cannot mask a row,
 ours can: a failed verdict is NaN here.
@@ -10,21 +10,21 @@ ours can: a failed verdict is NaN here.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from freewheel.data.group import Reward
+import msgspec
+
+from freewheel.data.group import Response
 from freewheel.errors import ConfigError
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import as_config
-from freewheel.rewards.rules import RuleScore
-from freewheel.rewards.scoring import JUDGE_OFF, Sample, combine, judge_requests
-from freewheel.rollout.reward_functions import Outcome, from_verdict
+from freewheel.rewards.scoring import JUDGE_OFF, Sample, combine, judge_requests, rule_value
 from freewheel.rollout.reward_workers import in_thread
 
 log = logging.getLogger("freewheel.rollout")
@@ -49,7 +49,7 @@ class Judging:
                 "reward.on_failure says it for the whole reward: set that, and leave this out or at rule_only",
             )
         # What `combine` would fill in for a trainer that cannot mask is not looked at, so it must only not raise.
-        self.config = dataclasses.replace(config, on_failure="group_mean", num_async_workers=None)
+        self.config = replace(config, on_failure="group_mean", num_async_workers=None)
         self._deadline_s = min(timeout_s, config.batch_timeout_s)
         self._asked: list[tuple[JudgeRequest, Then]] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -62,7 +62,7 @@ class Judging:
         """False: only the length penalty is on."""
         return self._judge is not None
 
-    def ask(self, sample: Sample, rule: RuleScore, then: Then) -> None:
+    def ask(self, sample: Sample, rule: Verdict, then: Then) -> None:
         """`then` gets the verdict, on the loop. What becomes ready in one tick of the loop goes out together."""
         if not self.asks:
             then(JUDGE_OFF)
@@ -122,39 +122,38 @@ class Judging:
         if self._judge is not None:
             await in_thread(self._judge.close)
 
-    def compose(self, samples: Sequence[Sample], found: Sequence[tuple[Outcome, Verdict]]) -> list[Reward]:
-        """The rewards of a whole group: the penalty needs its median length."""
-        rules = [outcome.rule for outcome, _ in found]
-        made = combine(samples, rules, [verdict for _, verdict in found], self.config)
-        rewards = []
-        for index, (outcome, verdict) in enumerate(found):
+    def compose(
+        self,
+        samples: Sequence[Sample],
+        responses: Sequence[Response],
+        rules: Sequence[Verdict],
+        verdicts: Sequence[Verdict],
+    ) -> list[Response]:
+        """Return the responses of a whole group with their rewards: the penalty needs the group's median length."""
+        made = combine(samples, rules, verdicts, self.config)
+        rewarded = []
+        for index, (response, rule, verdict) in enumerate(zip(responses, rules, verdicts, strict=True)):
             parts = {
-                **outcome.rule.parts,
-                "rule": rules[index].value,
+                **rule.parts,
+                "rule": rule_value(rule),
                 "quality": float(made.quality[index]),
                 "length_penalty": float(made.penalty[index]),
                 "judged": float(isinstance(verdict, Scored)),
             }
             parts = {name: value for name, value in parts.items() if not math.isnan(value)}
-            if outcome.status != "scored":
-                rewards.append(unscored(outcome, parts))
-            elif not isinstance(verdict, Failed):
-                value, raw = float(made.reward[index]), float(made.raw[index])
-                rewards.append(Reward(value=value, raw=raw, parts=parts))
+            reward, raw = float(made.reward[index]), float(made.raw[index])
+            if not isinstance(rule, Scored):
+                reward, raw, verdict = math.nan, math.nan, msgspec.structs.replace(rule, parts=parts)
+            elif isinstance(verdict, Failed):
+                raw = rule.value if self._rule_only else math.nan
+                reward = raw - float(made.penalty[index])
+                verdict = msgspec.structs.replace(verdict, parts=parts)
             else:
-                raw = rules[index].value if self._rule_only else math.nan
-                value = raw - float(made.penalty[index])
-                reason = from_verdict(verdict).reason
-                rewards.append(Reward(value=value, raw=raw, status="failed", reason=reason, parts=parts))
-        return rewards
+                verdict = Scored(raw, parts=parts)
+            rewarded.append(replace(response, verdict=verdict, reward=reward, raw_reward=raw))
+        return rewarded
 
 
-def plain_reward(outcome: Outcome) -> Reward:
-    """Of a function alone: nothing shapes it."""
-    if outcome.status != "scored":
-        return unscored(outcome, {})
-    return Reward(value=outcome.rule.value, raw=outcome.rule.value, parts=outcome.rule.parts)
-
-
-def unscored(outcome: Outcome, parts: dict[str, float]) -> Reward:
-    return Reward(value=math.nan, raw=math.nan, status=outcome.status, reason=outcome.reason, parts=parts)
+def with_plain_reward(response: Response, rule: Verdict) -> Response:
+    """Return the response with the function's own score as its reward."""
+    return replace(response, verdict=rule, reward=rule_value(rule), raw_reward=rule_value(rule))

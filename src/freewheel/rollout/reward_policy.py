@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from freewheel.data.group import Reward
+from freewheel.data.group import Response
 from freewheel.errors import ConfigError
+from freewheel.judge.verdict import Failed
 from freewheel.rewards.config import OnFailure
 from freewheel.rewards.scoring import RewardFailed
-from freewheel.rollout.reward_functions import Outcome
 
 MIN_SCORED = 2
 """Rewards that a group needs to have a baseline; one where it has only one response."""
@@ -68,36 +68,40 @@ class GroupPolicy:
         fallback = policy.value if policy.kind == "fallback" else None
         return cls(retries=retries, fallback=fallback, raises=policy.kind == "raise")
 
-    def decide(self, rewards: Sequence[Reward], failures: Sequence[Outcome], tries: int) -> list[Reward] | Again:
-        """The rewards to train on, or another try. `tries`: how often it was scored before.
+    def decide(self, responses: Sequence[Response], failures: Sequence[Failed], tries: int) -> list[Response] | Again:
+        """The responses with the rewards to train on, or another try. `tries`: how often they were scored before.
 
         Raises `FatalRewardFailure`, or `ScoringFailed` where too few are left for a baseline.
         """
-        lost = [reward for reward in rewards if _is_lost(reward)]
+        lost = [_summary(response) for response in responses if _is_lost(response)]
         if self.raises and lost:
             raise FatalRewardFailure(
-                f"{len(lost)} of {len(rewards)} responses could not be scored, and reward.on_failure is 'raise': "
-                f"{lost[0].reason}"
+                f"{len(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
+                f"{lost[0]}"
             )
-        usable = sum(not math.isnan(reward.value) for reward in rewards)
-        enough = usable >= min(MIN_SCORED, len(rewards))
+        usable = sum(not math.isnan(response.reward) for response in responses)
+        enough = usable >= min(MIN_SCORED, len(responses))
         if not enough and failures and tries < self.retries:
             return Again(RETRY_DELAY_S * 2**tries)
         if self.fallback is not None:
-            rewards = [replace(one, value=self.fallback) if _is_lost(one) else one for one in rewards]
+            responses = [replace(one, reward=self.fallback) if _is_lost(one) else one for one in responses]
             usable += len(lost)
-            enough = usable >= min(MIN_SCORED, len(rewards))
+            enough = usable >= min(MIN_SCORED, len(responses))
         if not enough:
-            reasons = Counter(reward.reason for reward in rewards if math.isnan(reward.value))
+            reasons = Counter(_summary(response) for response in responses if math.isnan(response.reward))
             raise ScoringFailed(
-                f"{usable} of {len(rewards)} responses have a reward after {tries + 1} tries: "
+                f"{usable} of {len(responses)} responses have a reward after {tries + 1} tries: "
                 + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()),
                 reasons,
                 is_infra=bool(failures) and all(failure.infra for failure in failures),
             )
-        return list(rewards)
+        return list(responses)
 
 
-def _is_lost(reward: Reward) -> bool:
-    """Failed, and nothing stands in for it."""
-    return reward.status == "failed" and math.isnan(reward.value)
+def _is_lost(response: Response) -> bool:
+    """Return whether scoring failed and no other number takes the reward's place."""
+    return isinstance(response.verdict, Failed) and math.isnan(response.reward)
+
+
+def _summary(response: Response) -> str:
+    return response.verdict.summary if response.verdict is not None else ""

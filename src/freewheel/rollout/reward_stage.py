@@ -1,6 +1,6 @@
 """`RewardStage`: scores responses as they finish, one by one, with permits of its own, on the rollouter's event loop.
 
-    GroupScoring.add ─▶ waiting ─ permit ─▶ function ─▶ outcome ─▶ judge ─▶ verdict ─▶ settled
+    GroupScoring.add ─▶ waiting ─ permit ─▶ function ─▶ rule ─▶ judge ─▶ verdict ─▶ settled
       │ never waits        │ waits for: one of `concurrency` permits                     │ all n of the group
       ▼                    ▼ batch functions: the whole group, or a short linger         ▼
     generation goes on                                          composed ─▶ result(), or again, or ScoringFailed
@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from freewheel.data.group import Prompt, Response, Reward, Ticket
-from freewheel.judge.verdict import Failed, Verdict
+from freewheel.data.group import Prompt, Response, Ticket
+from freewheel.judge.verdict import Failed, Scored, Verdict
 from freewheel.observe import trace
 from freewheel.rewards import math_equal, shutdown_judges
 from freewheel.rewards.scoring import JUDGE_OFF, Sample
 from freewheel.rollout.reward_counts import RewardCounts
-from freewheel.rollout.reward_functions import Call, Outcome, RewardFunction, failed, from_verdict
-from freewheel.rollout.reward_judging import Judging, plain_reward
+from freewheel.rollout.reward_functions import Call, RewardFunction, failed, from_judge
+from freewheel.rollout.reward_judging import Judging, with_plain_reward
 from freewheel.rollout.reward_policy import Again, FatalRewardFailure, GroupPolicy, ScoringFailed
 from freewheel.rollout.reward_workers import CLOSE_S, Executor, Job, Workers, in_thread, timed_out
 
@@ -44,20 +44,23 @@ class _Item:
 
     group: GroupScoring
     index: int
+    response: Response
     call: Call
     sample: Sample | None
     """For the judge and the length penalty."""
     added_s: float
-    outcome: Outcome | None = None
+    rule: Verdict | None = None
+    """The function's verdict."""
     verdict: Verdict = JUDGE_OFF
+    """The judge's verdict."""
 
     @property
-    def failure(self) -> Outcome | None:
+    def failure(self) -> Failed | None:
         """What it failed with, if it did."""
-        assert self.outcome is not None
-        if self.outcome.status == "scored" and isinstance(self.verdict, Failed):
-            return from_verdict(self.verdict)
-        return self.outcome if self.outcome.status == "failed" else None
+        for one in (self.rule, self.verdict):
+            if isinstance(one, Failed):
+                return one
+        return None
 
 
 class GroupScoring:
@@ -67,7 +70,7 @@ class GroupScoring:
         self._stage = stage
         self._ticket = ticket
         self._prompt = prompt
-        self._result: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
+        self._result: asyncio.Future[list[Response]] = asyncio.get_running_loop().create_future()
         self._result.add_done_callback(_look)
         self.items: list[_Item | None] = [None] * n
         self.unsettled = n
@@ -86,8 +89,8 @@ class GroupScoring:
         assert self.items[index] is None, f"response {index} of prompt {self._ticket.ordinal} was added twice"
         self.items[index] = self._stage._admit(self, index, self._prompt, text, response)
 
-    async def result(self) -> list[Reward]:
-        """All rewards, in the order of the indexes, when all are there. Raises `ScoringFailed` or
+    async def result(self) -> list[Response]:
+        """All responses with their rewards, in the order of the indexes. Raises `ScoringFailed` or
         `FatalRewardFailure`. Cancelling the caller gives the group up."""
         return await self._result
 
@@ -108,16 +111,16 @@ class GroupScoring:
     def over(self) -> bool:
         return self._result.done()
 
-    def finish(self, rewards: list[Reward]) -> None:
+    def finish(self, rewarded: list[Response]) -> None:
         if not self.over:
-            self._result.set_result(rewards)
+            self._result.set_result(rewarded)
 
     def fail(self, error: Exception) -> None:
         if not self.over:
             self._result.set_exception(error)
 
 
-def _look(result: asyncio.Future[list[Reward]]) -> None:
+def _look(result: asyncio.Future[list[Response]]) -> None:
     """A group whose generation failed is never asked for its result; asyncio must not complain about that."""
     if not result.cancelled():
         result.exception()
@@ -157,7 +160,7 @@ class RewardStage:
         self._workers = (
             None if score.is_async else Workers(score, count=workers, executor=executor, timeout_s=timeout_s)
         )
-        self._tasks: set[asyncio.Task[list[Outcome]]] = set()
+        self._tasks: set[asyncio.Task[list[Verdict]]] = set()
         self._timers: set[asyncio.TimerHandle] = set()
         self._waiting: deque[_Item] = deque()
         self._pump_at: asyncio.Handle | None = None
@@ -189,7 +192,7 @@ class RewardStage:
                 question=call.question,
                 extra_info=call.extra_info,
             )
-        item = _Item(group, index, call, sample, self._clock())
+        item = _Item(group, index, response, call, sample, self._clock())
         self._counts.started(item.added_s, idle=self._in_flight == 0 and not self._waiting)
         self._waiting.append(item)
         # The response itself is not in its group's list yet.
@@ -218,10 +221,10 @@ class RewardStage:
         self._idle_now()
         if self._closed:
             return
-        again = [item for item in taken if item.outcome is not None]  # only their verdict failed the last time
+        again = [item for item in taken if item.rule is not None]  # only their verdict failed the last time
         for item in again:
             self._judge(item)
-        fresh = [item for item in taken if item.outcome is None]
+        fresh = [item for item in taken if item.rule is None]
         self._call([fresh] if self.function.is_batch and fresh else [[item] for item in fresh])
 
     def _call(self, batches: Sequence[list[_Item]]) -> None:
@@ -259,36 +262,37 @@ class RewardStage:
 
     # -- one response -------------------------------------------------------------------------------------------------
 
-    def _scored(self, batch: list[_Item], outcomes: Sequence[Outcome]) -> None:
+    def _scored(self, batch: list[_Item], verdicts: Sequence[Verdict]) -> None:
         """The function has spoken."""
         if self._closed:
             return
-        first = outcomes[0]
-        if len(batch) > 1 and first.kind != "timeout" and all(one is first for one in outcomes):
+        first = verdicts[0]
+        shared = isinstance(first, Failed) and first.reason != "timeout" and all(one is first for one in verdicts)
+        if len(batch) > 1 and shared:
             # A batch that failed as a whole: one response may have brought it down, and the others are not to blame.
             self._call([[item] for item in batch])
             return
-        for item, outcome in zip(batch, outcomes, strict=True):
-            item.outcome = outcome
-            if outcome.status == "scored" and self._judging is not None and not item.group.over:
+        for item, rule in zip(batch, verdicts, strict=True):
+            item.rule = rule
+            if isinstance(rule, Scored) and self._judging is not None and not item.group.over:
                 self._judge(item)
             else:
                 self._settle(item)
 
     def _judge(self, item: _Item) -> None:
-        assert self._judging is not None and item.sample is not None and item.outcome is not None
-        self._judging.ask(item.sample, item.outcome.rule, partial(self._judged, item))
+        assert self._judging is not None and item.sample is not None and item.rule is not None
+        self._judging.ask(item.sample, item.rule, partial(self._judged, item))
 
     def _judged(self, item: _Item, verdict: Verdict) -> None:
         if not self._closed:
-            item.verdict = verdict
+            item.verdict = from_judge(verdict) if isinstance(verdict, Failed) else verdict
             self._settle(item)
 
     def _settle(self, item: _Item) -> None:
         """The response has its end; its permit goes to another."""
         self._in_flight -= 1
-        assert item.outcome is not None
-        failure, status = item.failure, item.outcome.status
+        assert item.rule is not None
+        failure, status = item.failure, item.rule.status
         self._counts.settled(failure, status, self._clock() - item.added_s)
         ended = "failed" if failure is not None else status
         trace.phase("score", item.group.ordinal, item.added_s, index=item.index, status=ended)
@@ -326,11 +330,13 @@ class RewardStage:
         else:
             group.finish(decision)
 
-    def _compose(self, items: Sequence[_Item]) -> list[Reward]:
-        found = [(item.outcome, item.verdict) for item in items if item.outcome is not None]
+    def _compose(self, items: Sequence[_Item]) -> list[Response]:
+        rules = [item.rule for item in items if item.rule is not None]
+        responses = [item.response for item in items]
         if self._judging is None:
-            return [plain_reward(outcome) for outcome, _ in found]
-        return self._judging.compose([item.sample for item in items if item.sample is not None], found)
+            return list(map(with_plain_reward, responses, rules))
+        samples = [item.sample for item in items if item.sample is not None]
+        return self._judging.compose(samples, responses, rules, [item.verdict for item in items])
 
     def _later(self, delay_s: float, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -348,9 +354,8 @@ class RewardStage:
         self._counts.started(now, idle=self._in_flight == 0 and not self._waiting)
         group.unsettled = len(failures)
         for item in failures:
-            assert item.outcome is not None
-            if item.outcome.status != "scored":
-                item.outcome = None
+            if not isinstance(item.rule, Scored):
+                item.rule = None
             item.verdict, item.added_s = JUDGE_OFF, now
             self._waiting.append(item)
         self._pump_soon(0.0)

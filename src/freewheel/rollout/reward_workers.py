@@ -1,6 +1,6 @@
 """Where reward functions that are not async run: threads of this process, each with a child process if so wished.
 
-    submit ─▶ queue ─▶ thread (─▶ its child ─▶) outcome ─▶ done ─ one wake for all that is ready ─▶ on_done, on the loop
+    submit ─▶ queue ─▶ thread (─▶ its child ─▶) verdict ─▶ done ─ one wake for all that is ready ─▶ on_done, on the loop
 
 Threads are daemons of our own and not a `ThreadPoolExecutor`: a function that never returns must hold up neither the
 next response nor the end of the process. Its thread is written off and another takes its place; a child is killed.
@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any, Literal, NoReturn
 
 from freewheel.errors import ConfigError
-from freewheel.rollout.reward_functions import Call, Outcome, RewardFunction, failed, from_exception
+from freewheel.judge.verdict import Failed, Verdict
+from freewheel.rollout.reward_functions import Call, RewardFunction, failed, from_exception
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -46,7 +47,7 @@ class Job:
     """One call of the function: a response, or a batch."""
 
     calls: Sequence[Call]
-    done: Callable[[list[Outcome]], None]
+    done: Callable[[list[Verdict]], None]
     """Called on the loop."""
 
 
@@ -76,7 +77,7 @@ class Workers:
         self._payload = _pickled(function) if executor == "process" else None
         self._lock = threading.Condition()
         self._queue: deque[Job] = deque()
-        self._finished: deque[tuple[Job, list[Outcome]]] = deque()
+        self._finished: deque[tuple[Job, list[Verdict]]] = deque()
         self._workers: list[_Worker] = []
         self._idle = 0
         self._wake_sent = False
@@ -135,8 +136,8 @@ class Workers:
     def _deliver(self) -> None:
         self._wake_sent = False  # before the look: what comes after it sends a wake of its own
         while self._finished:
-            job, outcomes = self._finished.popleft()
-            job.done(outcomes)
+            job, verdicts = self._finished.popleft()
+            job.done(verdicts)
 
     def _watch(self) -> None:
         """Gives up on calls whose time is over, and looks again when the next one's may be."""
@@ -170,10 +171,10 @@ class Workers:
         try:
             while (job := self._next(worker)) is not None:
                 try:
-                    outcomes = self._execute(worker, job)
+                    verdicts = self._execute(worker, job)
                 except Exception as error:  # noqa: BLE001  # no process could be started, say: the job must end
-                    outcomes = [from_exception(error)] * len(job.calls)
-                if not self._finish(worker, job, outcomes):
+                    verdicts = [from_exception(error)] * len(job.calls)
+                if not self._finish(worker, job, verdicts):
                     return
         finally:
             if worker.child is not None:
@@ -190,13 +191,13 @@ class Workers:
             worker.started_at = time.monotonic() if self._payload is None else None
             return worker.job
 
-    def _finish(self, worker: _Worker, job: Job, outcomes: list[Outcome]) -> bool:
+    def _finish(self, worker: _Worker, job: Job, verdicts: list[Verdict]) -> bool:
         with self._lock:
             if worker.written_off:
                 return False
             worker.job = worker.started_at = None
             self._idle += 1
-            self._finished.append((job, outcomes))
+            self._finished.append((job, verdicts))
             told_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
             wake = not told_later and not self._wake_sent
             self._wake_sent |= wake
@@ -205,7 +206,7 @@ class Workers:
                 self._loop.call_soon_threadsafe(self._deliver)
         return True
 
-    def _execute(self, worker: _Worker, job: Job) -> list[Outcome]:
+    def _execute(self, worker: _Worker, job: Job) -> list[Verdict]:
         if self._payload is None:
             return self._function.score(job.calls)
         why = ""
@@ -234,7 +235,7 @@ class Workers:
             log.warning("A reward process ended while it scored (%s), the %d. time; another takes over", why, count)
 
 
-def timed_out(timeout_s: float) -> Outcome:
+def timed_out(timeout_s: float) -> Failed:
     return failed("timeout", f"no score within reward.timeout_s = {timeout_s:g} s", infra=True)
 
 
@@ -327,9 +328,9 @@ class _Child:
             self.close()
             raise _ChildDied(problem)
 
-    def ask(self, calls: Sequence[Call]) -> list[Outcome]:
+    def ask(self, calls: Sequence[Call]) -> list[Verdict]:
         self._send(pickle.dumps(calls))
-        found: list[Outcome] = self._receive()
+        found: list[Verdict] = self._receive()
         return found
 
     def kill(self) -> None:

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from freewheel.data.group import Array, Prompt, PromptGroup, Response, Ticket
@@ -285,9 +285,7 @@ class Rollouter:
             self._note()
             self._leave(scoring.missing if scoring is not None else self.sampling.n)
         note_generated(ticket, responses, began_s)
-        rewards = await scoring.result()
-        scored = [replace(response, reward=reward) for response, reward in zip(responses, rewards, strict=True)]
-        return PromptGroup.of(ticket, prompt, scored, created_s)
+        return PromptGroup.of(ticket, prompt, await scoring.result(), created_s)
 
     def _render(self, ticket: Ticket) -> Prompt:
         try:

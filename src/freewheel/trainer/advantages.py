@@ -87,7 +87,7 @@ def whiten(values: Array) -> Array:
 
 def estimate(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[Array]:
     """An advantage for each response of each group, by the algorithm's name. (PPO's are `gae`'s, a token each.)"""
-    values = [group.values for group in groups]
+    values = [group.rewards for group in groups]
     estimators: dict[str, Callable[[], list[Array]]] = {
         "grpo": lambda: grpo(values, config.normalisation),
         "rloo": lambda: rloo(values, config.normalisation),
@@ -98,7 +98,7 @@ def estimate(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[Arr
 
 def has_no_variance(group: PromptGroup) -> bool:
     """Whether a group baseline leaves nothing to learn from it: `algorithm.zero_variance` says what then happens."""
-    return not _differs(group.values[group.scored])
+    return not _differs(group.rewards[group.scored])
 
 
 def _centred(values: Array) -> Array:

@@ -160,7 +160,7 @@ def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
                     made=made,
                     behaviour=group.logprobs[part][made],
                     versions=group.versions[part][made],
-                    reward=float(group.values[index]),
+                    reward=float(group.rewards[index]),
                     advantage=float(advantages[index]),
                     weight=0.0,
                 )

@@ -87,11 +87,11 @@ def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """
     if not groups:
         return {}
-    values = np.concatenate([group.values for group in groups])
+    values = np.concatenate([group.rewards for group in groups])
     scored = values[~np.isnan(values)]
     lengths = np.concatenate([np.add.reduceat(group.mask != 0, group.offsets[:-1], dtype=np.int64) for group in groups])
-    status = np.array([reward.status for group in groups for reward in group.rewards])
-    raw = np.array([reward.raw for group in groups for reward in group.rewards])
+    status = np.array([verdict.status for group in groups for verdict in group.verdicts])
+    raw = np.concatenate([group.raw_rewards for group in groups])
     raw = raw[~np.isnan(raw)]
     found = {
         "rollout/response_length_mean": lengths.mean(),
@@ -112,8 +112,8 @@ def _reward_parts(groups: Sequence[PromptGroup]) -> dict[str, float]:
     """Return the mean of each part of the reward, as the reward function or the judge named it."""
     found: dict[str, list[float]] = {}
     for group in groups:
-        for reward in group.rewards:
-            for name, value in reward.parts.items():
+        for verdict in group.verdicts:
+            for name, value in verdict.parts.items():
                 if math.isfinite(value):
                     found.setdefault(name, []).append(value)
     return {f"reward/{name}": math.fsum(values) / len(values) for name, values in sorted(found.items())}

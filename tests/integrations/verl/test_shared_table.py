@@ -14,7 +14,8 @@ from freewheel.integrations.verl import shared_table
 from freewheel.integrations.verl.rows import Row
 from freewheel.integrations.verl.settings import Settings
 from freewheel.integrations.verl.shared_table import SharedTable, TableActor, TableLost
-from freewheel.rewards import RewardFailed, RuleScore, Sample
+from freewheel.judge.verdict import Scored
+from freewheel.rewards import RewardFailed, Sample
 from freewheel.rewards.config import as_config
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
@@ -25,7 +26,7 @@ def settings(name: str, **more: Any) -> Settings:
 
 
 def row(number: int, uid: str, **more: Any) -> Row:
-    return Row(f"{uid}-{number}", Sample("", 10, uid), (2,), **{"rule": RuleScore(1.0), "request": None, **more})
+    return Row(f"{uid}-{number}", Sample("", 10, uid), (2,), **{"rule": Scored(1.0), "request": None, **more})
 
 
 async def test_one_worker_after_another_batch(ray_session: None) -> None:
@@ -81,7 +82,7 @@ async def test_a_row_that_cannot_be_sent_fails_alone_and_meets_its_group(
 ) -> None:
     table = SharedTable(settings("pickles"))
     await asyncio.gather(*(table.reward(row(number, "first")) for number in range(2)))  # the actor is there
-    bad = {"rule": RuleScore(5.0, parts={"acc": 0.5, "lock": threading.Lock()}), "extra": {"match": threading.Lock()}}
+    bad = {"rule": Scored(5.0, parts={"acc": 0.5, "lock": threading.Lock()}), "extra": {"match": threading.Lock()}}
     rows = [row(0, "u"), row(1, "u", **bad), row(0, "v"), row(1, "v")]
     with caplog.at_level(logging.ERROR):
         answers = await asyncio.wait_for(asyncio.gather(*map(table.reward, rows)), 30)
@@ -99,7 +100,7 @@ async def test_a_row_that_cannot_be_sent_fails_alone_and_meets_its_group(
 async def test_a_row_that_cannot_be_sent_at_all_is_lost_by_itself(ray_session: None) -> None:
     table = SharedTable(settings("never"))
     await asyncio.gather(*(table.reward(row(number, "first")) for number in range(2)))
-    bad = Row("bad", Sample("", 10, "u", extra_info={"lock": threading.Lock()}), (2,), RuleScore(1.0), None)
+    bad = Row("bad", Sample("", 10, "u", extra_info={"lock": threading.Lock()}), (2,), Scored(1.0), None)
     good = asyncio.gather(*(table.reward(row(number, "v")) for number in range(2)))
     with pytest.raises(TableLost):
         await asyncio.wait_for(table.reward(bad), 30)

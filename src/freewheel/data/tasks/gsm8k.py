@@ -6,16 +6,19 @@ verl's Parquet: `prompt`, `reward_model.ground_truth`, `extra_info`     ┴─�
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from freewheel.data.group import Finish, Prompt
 from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, as_sample, render
 from freewheel.data.sources import load_rows, require
 from freewheel.errors import DataError
+from freewheel.judge.verdict import Scored
 from freewheel.rewards.answers import marked_answer, number_in
-from freewheel.rewards.rules import RuleScore, gsm8k
+from freewheel.rewards.rules import gsm8k
 
 DATA_SOURCE = "openai/gsm8k"
 HUB = "openai/gsm8k"
@@ -43,10 +46,10 @@ class Gsm8k:
     def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
         return render(row, tokenizer, rendering)
 
-    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
+    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> Scored:
         """Score a response, cut off or not. The parts distinguish a wrong number from a missing one."""
         found = gsm8k(response, row["reward_model"]["ground_truth"], row.get("extra_info") or {})
-        return replace(found, parts={"correct": found.value, "format": found.format})
+        return msgspec.structs.replace(found, parts={"correct": found.value, "format": found.format})
 
     def _sample(self, row: dict[str, Any], index: int, split: str, path: str | Path) -> Row:
         where = f"{path}, row {index}"

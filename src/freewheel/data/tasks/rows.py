@@ -14,7 +14,8 @@ from freewheel.data.group import Finish, Prompt
 from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, as_sample, conversation, render
 from freewheel.data.sources import load_rows
 from freewheel.errors import ConfigError, DataError
-from freewheel.rewards.rules import RuleScore, rule_score
+from freewheel.judge.verdict import Scored
+from freewheel.rewards.rules import rule_score
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Rows:
         prompt = render(row, tokenizer, rendering)
         return Prompt(tokens=prompt.tokens, row=row)  # a reward function gets the row as it was given
 
-    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
+    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> Scored:
         return rule_score(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
 
 

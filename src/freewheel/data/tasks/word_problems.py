@@ -22,7 +22,8 @@ import numpy as np
 from freewheel.data.group import Finish, Prompt
 from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, render
 from freewheel.errors import ConfigError, DataError
-from freewheel.rewards.rules import NO_ANSWER, RuleScore, register_rule
+from freewheel.judge.verdict import Scored
+from freewheel.rewards.rules import NO_ANSWER, register_rule
 
 DATA_SOURCE = "freewheel/word_problems"
 SPLITS = ("train", "test")
@@ -144,7 +145,7 @@ def rows(split: str) -> list[Row]:
 _ANSWER = re.compile(r"[^#]*#([0-9]+)\Z")
 
 
-def score(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> RuleScore:
+def score(response: str, ground_truth: object, extra_info: Mapping[str, Any]) -> Scored:
     """Return 1 if the response has one `#` with exactly the right number after it. A rule of `freewheel.rewards`.
 
     The steps before it are not checked: the policy has to discover that they help.
@@ -153,7 +154,7 @@ def score(response: str, ground_truth: object, extra_info: Mapping[str, Any]) ->
     if not truth.isascii() or not truth.isdigit():
         raise DataError(f"ground_truth = {ground_truth!r}: word_problems needs a whole number")
     answer = _ANSWER.fullmatch(response.strip())
-    return NO_ANSWER if answer is None else RuleScore(float(answer[1] == truth))
+    return NO_ANSWER if answer is None else Scored(float(answer[1] == truth))
 
 
 def model_path() -> Path:
@@ -178,7 +179,7 @@ class WordProblems:
     def render(self, row: Row, tokenizer: TokenizerLike, rendering: Rendering = PLAIN) -> Prompt:
         return render(row, tokenizer, rendering)
 
-    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> RuleScore:
+    def score(self, response: str, row: Row, *, finish: Finish = "stop") -> Scored:
         """Score a response. One that was cut off may not have finished writing its number."""
         if finish == "length":
             return NO_ANSWER

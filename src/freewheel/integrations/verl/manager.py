@@ -30,7 +30,7 @@ from freewheel.integrations.verl.settings import Settings
 from freewheel.integrations.verl.shared_table import SharedTable, TableLost
 from freewheel.integrations.verl.table import Table, plain_rule
 from freewheel.rewards.rules import rule_score
-from freewheel.rewards.scoring import Sample, as_rule_score, judge_requests
+from freewheel.rewards.scoring import Sample, as_scored, judge_requests
 
 
 class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ignore]
@@ -103,7 +103,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
             text = await asyncio.to_thread(decode, response_ids[:length], skip_special_tokens=True)
             sample = dataclasses.replace(sample, response=text)
             found = await self._score(sample)
-            rule = plain_rule(as_rule_score(found))
+            rule = plain_rule(as_scored(found))
             extra = self._extra(found if isinstance(found, Mapping) else {})
         except Exception as error:  # noqa: BLE001  # a user's function may raise anything; the row is failed, and it is said
             self._sayings.failed(f"compute_score: {type(error).__name__}", error)

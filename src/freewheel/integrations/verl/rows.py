@@ -15,8 +15,7 @@ import numpy as np
 
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Scored, Verdict
-from freewheel.rewards.rules import RuleScore
-from freewheel.rewards.scoring import Rewards, Sample
+from freewheel.rewards.scoring import Rewards, Sample, rule_value
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Row:
     sample: Sample
     """Without its text where no judge needs it."""
     sizes: tuple[int, ...]
-    rule: RuleScore | None
+    rule: Scored | None
     """None where `compute_score` raised."""
     request: JudgeRequest | None
     """None where the judge is off, or `compute_score` raised."""
@@ -100,12 +99,12 @@ def results(
     verl averages these keys and may filter by them, and knows neither NaN nor None there.
     """
     quality = _filled(rewards.quality, otherwise=0.0)
-    raw = _filled(rewards.raw, otherwise=[rule.value for rule in rewards.rules])
+    raw = _filled(rewards.raw, otherwise=[rule_value(rule) for rule in rewards.rules])
     told = []
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         info: dict[str, Any] = {
             "acc": float(accuracy[index]),
-            "original_score": float(rewards.rules[index].value),
+            "original_score": rule_value(rewards.rules[index]),
             "openai_quality_reward": float(quality[index]),
             "length_penalty": float(rewards.penalty[index]),
             "response_length": int(rewards.lengths[index]),

@@ -22,9 +22,8 @@ from freewheel.integrations.verl.rows import Row, results
 from freewheel.integrations.verl.saying import Sayings
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
-from freewheel.judge.verdict import Failed, Reason, Verdict
+from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.rules import RuleScore
 from freewheel.rewards.scoring import JUDGE_OFF, RULE_FAILED, combine
 
 log = logging.getLogger("freewheel.integrations.verl")
@@ -164,7 +163,7 @@ class _Means:
         self._value = 0.0
         self._accuracy = 0.0
 
-    def fill(self, rules: Sequence[RuleScore | None], *, fresh: int) -> tuple[list[RuleScore], list[float]]:
+    def fill(self, rules: Sequence[Scored | None], *, fresh: int) -> tuple[list[Scored], list[float]]:
         """A score and an accuracy for every row: where `compute_score` raised, the mean of its group's, or of all."""
         known = [rule for rule in rules if rule is not None]
         for rule in rules[-fresh:]:
@@ -175,17 +174,17 @@ class _Means:
         value = statistics.fmean(rule.value for rule in known) if known else self._value
         accuracy = statistics.fmean(map(accuracy_of, known)) if known else self._accuracy
         return (
-            [rule if rule is not None else RuleScore(value) for rule in rules],
+            [rule if rule is not None else Scored(value) for rule in rules],
             [accuracy_of(rule) if rule is not None else accuracy for rule in rules],
         )
 
 
-def plain_rule(rule: RuleScore) -> RuleScore:
+def plain_rule(rule: Scored) -> Scored:
     """What a table needs of it. The rest of a user's dict may be large, or not even fit into a pickle."""
-    return RuleScore(rule.value, rule.format, {"acc": accuracy_of(rule)})
+    return Scored(rule.value, parts={"acc": accuracy_of(rule)}, format=rule.format)
 
 
-def accuracy_of(rule: RuleScore) -> float:
+def accuracy_of(rule: Scored) -> float:
     """verl's core metric of a validation: the dict's own `acc`, or the score."""
     try:
         found = float(rule.parts["acc"])
