@@ -121,7 +121,7 @@ SUBMITTED = "param_sync_count"
 
 def _facts(group: PromptGroup) -> tuple[Any, ...]:
     arrays = (group.prompt, group.lengths, group.tokens, group.logprobs, group.versions, group.mask)
-    rewards = tuple((reward.value, reward.status) for reward in group.rewards)
+    rewards = (*group.rewards.tolist(), *(verdict.status for verdict in group.verdicts))
     return (group.ordinal, *(array.tobytes() for array in arrays), group.finish, rewards)
 
 
