@@ -19,10 +19,10 @@ from typing import Any, Protocol
 from freewheel.data.group import Finish, Prompt
 from freewheel.data.prompts import Rendering, Row, TokenizerLike
 from freewheel.errors import ConfigError
-from freewheel.rewards.rules import RuleScore
+from freewheel.judge.verdict import Scored
 from freewheel.utils.registry import Registry
 
-Score = RuleScore | float | Mapping[str, Any]
+Score = Scored | float | Mapping[str, Any]
 """A number, the result of a rule of `freewheel.rewards`, or a dict with `score` and other named numbers."""
 
 
