@@ -12,7 +12,7 @@ from freewheel.cli.console import guarded_stdout, print_text
 
 app = typer.Typer(
     name="freewheel",
-    help=(freewheel.__doc__ or "").removeprefix("freewheel: ").capitalize(),
+    help="Reinforcement-learning post-training in which no accelerator waits for something it does not need.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

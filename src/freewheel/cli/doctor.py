@@ -64,7 +64,7 @@ def doctor(
     A judge that the configuration names is asked one short question, which costs what one judgement costs.
     """
     from freewheel.cli.console import ExitCode, plain_errors, print_json
-    from freewheel.cli.train import find_local_modules
+    from freewheel.runtime.start import find_local_modules
 
     with plain_errors():
         find_local_modules()

@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -21,8 +19,6 @@ import typer
 if TYPE_CHECKING:
     from freewheel.rollout.evaluating import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
-    from freewheel.runtime.plan import Plan
-    from freewheel.runtime.start import RunRequest
 
 MERGES = ("hydra",)
 """What it takes to read a configuration."""
@@ -64,16 +60,18 @@ def train(
     with _plain_errors():
         _need(MERGES if dry_run else TRAINS)
         _no_flag(resume_flag)
+        from freewheel.runtime.start import find_local_modules
+
         find_local_modules()
         if dry_run:
             _show(overrides or [], config_path, config_name)
             return
-        from freewheel.runtime.start import make_plan, read_config
+        from freewheel.api import drive, plan_run
+        from freewheel.dashboard.terminal import view
+        from freewheel.runtime.start import read_config
 
         given = read_config(overrides or [], config_path, config_name)
-        plan = make_plan(given.config)
-        plan.check()
-        raise typer.Exit(_run(given, plan, plain=plain))
+        raise typer.Exit(drive(given, plan_run(given), view(plain=plain)).exit_code)
 
 
 def evaluate(
@@ -104,8 +102,10 @@ def evaluate(
 
     with _plain_errors():
         _need(EVALUATES)
-        find_local_modules()
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
+        from freewheel.runtime.start import find_local_modules
+
+        find_local_modules()
 
         given: dict[str, Any] = {
             "task": task,
@@ -130,23 +130,6 @@ def evaluate(
         if result.failed:
             say(f"warning: {result.failed} responses have no score and are left out")
             raise typer.Exit(1)
-
-
-def _run(given: RunRequest, plan: Plan, *, plain: bool) -> int:
-    from freewheel.dashboard.terminal import says_warnings, view
-    from freewheel.dashboard.web.child import page_of
-    from freewheel.runtime.main import FullyAsyncMain
-
-    with view(plain=plain) as shown, says_warnings(shown):
-        main = FullyAsyncMain(
-            config=given.config,
-            plan=plan,
-            resume=given.resume,
-            changed=given.changed,
-            view=shown,
-            alongside=partial(page_of, given.config, shown),
-        )
-        return main.run().exit_code
 
 
 def _show(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
@@ -264,16 +247,6 @@ def _need(packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         _refuse([f"training needs {', '.join(missing)}: pip install 'freewheel[train]'"])
-
-
-def find_local_modules() -> None:
-    """`module:name` may be in the working directory, after all else: nothing there takes an installed module's place.
-
-    Ray's workers take over where this process looks."""
-    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
-        here = str(Path.cwd())
-        if here not in sys.path:
-            sys.path.append(here)
 
 
 CONFIG_PANEL = "Configuration"

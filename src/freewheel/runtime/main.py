@@ -99,6 +99,7 @@ class FullyAsyncMain:
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested = False
+        self._stop_lock = threading.Lock()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -168,16 +169,19 @@ class FullyAsyncMain:
 
     def request_stop(self) -> None:
         """Finish the step, save and end; a second request ends at once. As Ctrl-C does, from any thread."""
-        self._stop_requested = True
-        if self._loop is not None:
-            with suppress(RuntimeError):  # the loop has closed: the run is over
-                self._loop.call_soon_threadsafe(self._interrupted)
+        with self._stop_lock:
+            if self._loop is None:  # Ray is being started
+                self._stop_requested = True
+                return
+        with suppress(RuntimeError):  # the loop has closed: the run is over
+            self._loop.call_soon_threadsafe(self._interrupted)
 
     async def _whole(self) -> None:
         self._working = asyncio.ensure_future(self._work())
-        self._loop = asyncio.get_running_loop()
+        with self._stop_lock:
+            self._loop = asyncio.get_running_loop()
         with self._signals():
-            if self._stop_requested:  # while Ray was being started
+            if self._stop_requested:
                 self._interrupted()
             try:
                 self._ending = (await self._working, None)

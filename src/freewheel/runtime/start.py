@@ -14,6 +14,8 @@ Called by `freewheel.cli.train` and `freewheel.doctor`.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,6 +80,15 @@ class RunRequest:
     """The run continues in its existing folder."""
     changed: list[str] = field(default_factory=list)
     """Settings that differ from the earlier run's, a line each: key, old and new value, and the consequence."""
+
+
+def find_local_modules() -> None:
+    """Let `module:name` be in the working directory, after everything else: nothing there replaces an installed module.
+    Ray's workers look where this process looks."""
+    with contextlib.suppress(FileNotFoundError):  # the working directory was removed
+        here = str(Path.cwd())
+        if here not in sys.path:
+            sys.path.append(here)
 
 
 def read_config(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> RunRequest:
@@ -151,7 +162,7 @@ def load_run(folder: Path) -> TrainConfig:
     config = load(folder / CONFIG)
     values, before, here = config.to_dict(), config.run_dir, str(folder)
     if before is not None and Path(before).absolute() != folder.absolute():
-        for section, name in (("data", "train"), ("data", "eval"), ("model", "path")):
+        for section, name in (("data", "train"), ("data", "eval"), ("model", "path"), ("model", "tokenizer")):
             path = Path(values[section][name] or "")
             if path.is_absolute() and path.is_relative_to(Path(before).absolute()):
                 values[section][name] = str(folder.absolute() / path.relative_to(Path(before).absolute()))
