@@ -28,7 +28,7 @@ EIGHTFOLD = 8
 USUAL_LATENCY_S = 1.0
 """Of a judge of which only the limits are given."""
 MOST_ACCELERATORS = 16_384
-"""Thousands are make_plan for: above this the table of links and shares says nothing any more."""
+"""Thousands are planned for: above this the table of links and shares says nothing any more."""
 MOST_GROUPS = 16 * MOST_ACCELERATORS
 """A step: as many for each of those as where nothing is said."""
 MOST_AHEAD = 100
@@ -44,7 +44,7 @@ OF_A_MODEL = {
 }
 """Flags that only --model has a use for, by their parameter."""
 DRAWN = ".svg"
-_WHAT, _WORK, _SHOW = "What is make_plan", "The work", "Output"
+_WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
 
 def _finite(value: float | None) -> float | None:
@@ -161,7 +161,7 @@ def plan(
         scores = _scores(judge_latency, judge_rate, judge_knee)
         if run is not None:
             _refuse_given(context, OF_A_MODEL)
-            make_plan = of_run(
+            planned = of_run(
                 run,
                 mode=mode,
                 threshold=threshold,
@@ -180,7 +180,7 @@ def plan(
                 max_new_tokens=max_new_tokens,
                 scores=scores or Scores(),
             )
-            make_plan = of_model(
+            planned = of_model(
                 model,
                 accelerator,
                 accelerators,
@@ -196,17 +196,17 @@ def plan(
             raise typer.BadParameter(said, param_hint="--accelerators")
         else:
             raise typer.BadParameter("give a run's folder, or in its place a model with --model", param_hint="RUN")
-        if scale_to and scale_to < 2 * make_plan.accelerators:
-            remedy = f"the {make_plan.accelerators:,} that are make_plan are doubled again and again: give "
-            raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * make_plan.accelerators:,} or more, or 0 for none")
+        if scale_to and scale_to < 2 * planned.accelerators:
+            remedy = f"the {planned.accelerators:,} that are planned are doubled again and again: give "
+            raise ConfigError("--scale-to", scale_to, f"{remedy}{2 * planned.accelerators:,} or more, or 0 for none")
         if sys.stderr.isatty():
-            say(f"simulating {_title(make_plan).splitlines()[-1]}, which may take a minute")
-        rows = make_plan.splits()
-        last = min(EIGHTFOLD * make_plan.accelerators, LARGEST) if scale_to is None else scale_to
-        scaled = make_plan.scaling(last, rows)
+            say(f"simulating {_title(planned).splitlines()[-1]}, which may take a minute")
+        rows = planned.splits()
+        last = min(EIGHTFOLD * planned.accelerators, LARGEST) if scale_to is None else scale_to
+        scaled = planned.scaling(last, rows)
         if plot is not None:
-            _draw(plot, make_plan, rows, scaled)
-        _show(make_plan, rows, scaled, price=price, as_json=as_json)
+            _draw(plot, planned, rows, scaled)
+        _show(planned, rows, scaled, price=price, as_json=as_json)
 
 
 def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
@@ -216,7 +216,7 @@ def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
     for parameter, flag in flags.items():
         source = context.get_parameter_source(parameter)
         if source is not None and source.name == "COMMANDLINE":
-            remedy = "it is for a model that is make_plan (--model), and a run has its own: leave it out"
+            remedy = "it is for a model that is planned (--model), and a run has its own: leave it out"
             raise ConfigError(flag, context.params[parameter], remedy)
 
 
@@ -230,12 +230,12 @@ def _scores(latency_s: float | None, rate_per_s: float | None, knee: int | None)
     return Scores(is_judge=True, latency_s=latency, rate_per_s=rate_per_s, knee=knee)
 
 
-def _title(make_plan: Planned) -> str:
-    config = make_plan.config
-    return f"{make_plan.about}\nmode {config.mode}, {make_plan.groups_per_step:,} groups x {config.rollout.n} a step"
+def _title(planned: Planned) -> str:
+    config = planned.config
+    return f"{planned.about}\nmode {config.mode}, {planned.groups_per_step:,} groups x {config.rollout.n} a step"
 
 
-def _show(make_plan: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:
+def _show(planned: Planned, rows: list[Row], scaled: list[Row], *, price: float | None, as_json: bool) -> None:
     from freewheel.cli.console import print_json, print_text
     from freewheel.plan import report
     from freewheel.plan.planner import best
@@ -243,26 +243,26 @@ def _show(make_plan: Planned, rows: list[Row], scaled: list[Row], *, price: floa
     if as_json:
         print_json(
             {
-                "title": _title(make_plan),
+                "title": _title(planned),
                 "splits": [report.as_json(row, price) for row in rows],
                 "best": report.as_json(best(rows), price),
                 "scaling": [report.as_json(row, price) for row in scaled],
             }
         )
         return
-    said = [_title(make_plan), "", report.table(rows, price=price), "", report.summary(rows)]
+    said = [_title(planned), "", report.table(rows, price=price), "", report.summary(rows)]
     if scaled:
         said += ["", "With as many groups a step for each accelerator:", "", report.scaling_table(scaled)]
     print_text("\n".join([*said, "", report.explained([*rows, *scaled])]))
 
 
-def _draw(path: Path, make_plan: Planned, rows: list[Row], scaled: list[Row]) -> None:
+def _draw(path: Path, planned: Planned, rows: list[Row], scaled: list[Row]) -> None:
     from freewheel.cli.console import say
     from freewheel.errors import ConfigError
     from freewheel.plan.report import draw
 
     try:
-        path.write_text(draw(rows, scaled, title=_title(make_plan)), encoding="utf-8")
+        path.write_text(draw(rows, scaled, title=_title(planned)), encoding="utf-8")
     except OSError as error:
         raise ConfigError("--plot", str(path), f"it cannot be written: {error.strerror}") from error
     say(f"drawn into {path}")
