@@ -45,11 +45,12 @@ from common import (
 )
 from freewheel.data.group import Block, Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
+from freewheel.queue.client import QueueClient
 from freewheel.queue.journal import CheckpointMark
-from freewheel.runtime.actors import MANY, QueueActor
+from freewheel.runtime.actors import MAX_CALLS, QueueActor
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.remote import ActorDirectory, RemoteQueue
+from freewheel.runtime.remote import ActorDirectory, remote_queue
 
 PROMISED_SAMPLES_PER_S = 20_000
 PROMISED_PUT_P99_MS = 50.0
@@ -110,10 +111,10 @@ def encoded_group() -> bytes:
     return PromptGroup.of(Ticket(0, 0), prompt, responses, created_s=0.0).encode()
 
 
-def client(queue: Any) -> RemoteQueue:
-    peers = ActorDirectory()
-    peers.meet({"queue": queue})
-    return RemoteQueue(peers)
+def client(queue: Any) -> QueueClient:
+    actors = ActorDirectory()
+    actors.update({"queue": queue})
+    return remote_queue(actors)
 
 
 class Producer:
@@ -254,7 +255,7 @@ class Scene:
 
 
 def actor(kind: type, *args: Any) -> Any:
-    return ray.remote(kind).options(num_cpus=0, max_concurrency=MANY).remote(*args)
+    return ray.remote(kind).options(num_cpus=0, max_concurrency=MAX_CALLS).remote(*args)
 
 
 def main() -> int:

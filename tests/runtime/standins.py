@@ -82,7 +82,7 @@ class Part(Mortal):
     answer: Any = None
     """To `open`."""
 
-    async def meet(self, handles: dict[str, Any]) -> None:
+    async def connect(self, handles: dict[str, Any]) -> None:
         self.met |= handles
 
     async def run(self) -> Any:
@@ -130,7 +130,7 @@ class Queue(Part):
         self.told = {"step": 3, "abandoned": {}, "published_version": 0}
 
     async def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.calls.append((method.__name__, *args))
+        self.calls.append((method, *args))
         return 0
 
 
@@ -170,7 +170,7 @@ class StandInSupervisor(Supervisor):
     """A crew whose parts are here. `on_made` is told of each, before anybody talks to it."""
 
     def __init__(self, **given: Any) -> None:
-        super().__init__(**{"tell": lambda name, *_: self.told_of.append(name), **given})
+        super().__init__(**{"on_process": lambda name, *_: self.told_of.append(name), **given})
         self.told_of: list[str] = []
         self.made: list[Part] = []
         self.killed: list[str] = []

@@ -15,7 +15,7 @@ from freewheel.observe.snapshot import RunSnapshot
 from freewheel.rollout.reward_counts import RewardCounts
 from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_judging import TOTALS
-from freewheel.runtime.account import RunAccount, summed
+from freewheel.runtime.account import RunAccount, sum_replicas
 from freewheel.runtime.recovery import HOPELESS_BATCHES, SAME_BATCHES
 from freewheel.trainer.backend import Row
 
@@ -139,9 +139,9 @@ def test_of_a_run_that_is_paused_the_reason_is_told_and_no_time_to_its_end(scene
     assert shown.verdict == "paused until there is room: no space left on /runs" and shown.eta_s is None
     scene.look()  # nobody answers: that is no end of it
     assert scene.view.snapshots[-1].verdict == shown.verdict
-    assert scene.view.said[-1] == "The run is paused, and goes on when there is room: no space left on /runs"
+    assert scene.view.said[-1] == "The run is paused and continues when there is room: no space left on /runs"
     scene.look(queue={"paused": ""})
-    assert scene.view.said[-1] == "There is room again: the run goes on"
+    assert scene.view.said[-1] == "There is room again: the run continues"
     assert "paused" not in scene.view.snapshots[-1].verdict and scene.view.snapshots[-1].eta_s
 
 
@@ -186,11 +186,11 @@ def test_a_judge_is_up_where_one_replica_reaches_it() -> None:
     up = {**down, "breaker": "closed", "faults": {"broken": 1, "timeout": 2}, "latency_p50_s": 0.5}
     other = {**down, "url": "http://b", "sent": 1}
     of = [{"judge": {"endpoints": [one, other]}} for one in (down, up)]
-    first, second = summed(of)["judge"]["endpoints"]
+    first, second = sum_replicas(of)["judge"]["endpoints"]
     assert first == {**up, "sent": 10, "faults": {"broken": 4, "timeout": 2}}
     assert second == {**other, "sent": 2, "faults": {"broken": 6}}, "none reaches it"
     begun: dict[str, Any] = {"judge": {"endpoints": []}}
-    assert summed([begun, of[0]]) == summed([of[0], begun]) == of[0], "one that has asked nobody yet"
+    assert sum_replicas([begun, of[0]]) == sum_replicas([of[0], begun]) == of[0], "one that has asked nobody yet"
 
 
 def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: Scene) -> None:
@@ -298,7 +298,7 @@ def test_prompts_that_are_given_up_one_after_the_other_are_hopeless_and_the_reas
     scene.look(queue={"step": 0, "abandoned": {"reward": limit - 1}})
     assert scene.account.hopeless == ""
     scene.look(queue={"step": 0, "abandoned": {"reward": limit - 1, "prompt": 1}})
-    assert f"{limit} prompts were given up since step 0" in scene.account.hopeless
+    assert f"{limit} prompts were abandoned since step 0" in scene.account.hopeless
     assert f"reward {limit - 1}, prompt 1" in scene.account.hopeless
 
 
@@ -436,13 +436,13 @@ def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene
     scene.look(step_row(3), trainer={"saved_step": 3})
     said = end("stopped")
     assert "Stopped at step 3 of 10" in said
-    assert f"The checkpoint of step 3 is there; go on with: freewheel train resume={scene.folder}" in said
+    assert f"The checkpoint of step 3 is there; continue with: freewheel train resume={scene.folder}" in said
 
 
 def test_a_run_that_failed_says_why_and_what_is_there(scene: Scene, end: End) -> None:
     said = end("failed", RuntimeError("the GPU fell off"))
     assert "RuntimeError: the GPU fell off" in said
-    assert f"No checkpoint yet; go on with: freewheel train resume={scene.folder}" in said
+    assert f"No checkpoint yet; continue with: freewheel train resume={scene.folder}" in said
 
 
 def test_where_nobody_answers_any_more_what_was_known_last_is_shown(scene: Scene) -> None:
@@ -464,7 +464,7 @@ def test_the_pulse_of_a_run_is_recorded_once_a_second_at_most(scene: Scene) -> N
 
 def test_a_sync_is_recorded_as_it_was_told(scene: Scene) -> None:
     told = {"version": 3, "took_s": 0.5, "bytes": 7, "engines": {"rollouter-0": {"took_s": 0.4}}, "failed": False}
-    scene.account.synced([told])
+    scene.account.record_syncs([told])
     (row,) = read_metrics(scene.folder, "sync")
     assert row.items() >= told.items()
 

@@ -69,7 +69,7 @@ async def test_a_run_begins_with_everybody_opened_and_known_to_everybody(tmp_pat
 async def test_everybody_knows_a_successor(crew: StandInSupervisor, name: str) -> None:
     _, second = await replaced(crew, name)
     assert name not in crew.opening
-    assert crew.peers[name].part is second
+    assert crew.directory[name].part is second
     for one in ALL:
         assert crew[one].met[name] is crew.handles[name]
     assert crew.told_of.count(name) == 2

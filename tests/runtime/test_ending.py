@@ -44,7 +44,7 @@ class Scene(FullyAsyncMain):
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         self.crew = self._supervisor = StandInSupervisor(
-            config=self.config, plan=self.plan, run_dir=self.run_dir, tell=self._tell
+            config=self.config, plan=self.plan, run_dir=self.run_dir, on_process=self._record_process
         )
 
     async def _start(self) -> None:
@@ -188,7 +188,7 @@ def test_whoever_dies_is_replaced_and_the_run_goes_on_to_its_end(scene: Build, n
     result = one.run()
     assert result.error is None
     assert (result.outcome, result.steps) == ("finished", 3)
-    assert sum(f"{name} died and is started anew" in text for text in one.events()) == 2
+    assert sum(f"{name} died and is restarted" in text for text in one.events()) == 2
     assert sum(part.name == name for part in one.crew.made) == 3
     assert ("export", str(one.run_dir / "final")) in one.crew["trainer"].calls
 
@@ -211,7 +211,7 @@ def test_a_successor_that_is_not_ready_in_time_is_ended_and_replaced_itself(scen
     one = scene(happens)
     assert one.run().outcome == "stopped"
     assert one.crew.killed == ["trainer"]
-    assert any("trainer is ended: open gave no answer within 600 s" in text for text in one.events())
+    assert any("trainer is killed: open gave no answer within 600 s" in text for text in one.events())
 
 
 def test_a_part_that_keeps_dying_is_started_as_often_as_was_allowed(scene: Build) -> None:
@@ -288,7 +288,7 @@ def test_what_stands_still_is_started_anew_once_before_the_run_is_given_up(scene
     one = scene(nothing_moves)
     assert isinstance(one.run().error, Stalled)
     assert one.crew.killed == ["rollouter-0", "rollouter-1"]
-    assert "rollouter-0 is ended: no step, no token and no score" in "\n".join(one.events())
+    assert "rollouter-0 is killed: no step, no token and no score" in "\n".join(one.events())
 
 
 def test_a_step_that_never_ends_ends_the_trainer(scene: Build) -> None:
@@ -299,7 +299,7 @@ def test_a_step_that_never_ends_ends_the_trainer(scene: Build) -> None:
     one = scene(happens)
     one.run()
     assert one.crew.killed[0] == "trainer"
-    assert any("trainer is ended: step 4 has been trained for" in text for text in one.events())
+    assert any("trainer is killed: step 4 has been trained for" in text for text in one.events())
 
 
 def test_a_pause_is_said_once_and_so_is_its_end(scene: Build) -> None:
@@ -314,8 +314,8 @@ def test_a_pause_is_said_once_and_so_is_its_end(scene: Build) -> None:
     assert one.run().outcome == "stopped"
     found = [text for text in one.events() if "paused" in text or "room again" in text]
     assert found == [
-        "The run is paused, and goes on when there is room: 0 MB free on /data",
-        "There is room again: the run goes on",
+        "The run is paused and continues when there is room: 0 MB free on /data",
+        "There is room again: the run continues",
     ]
 
 
@@ -338,10 +338,10 @@ def test_who_is_silent_is_ended_and_replaced(scene: Build, name: str) -> None:
 
     one = scene(happens)
     assert one.run().outcome == "finished"
-    assert len(asked) == main.SILENT_TIMES  # a question that was lost is no silence
+    assert len(asked) == main.SILENT_QUESTIONS  # a question that was lost is no silence
     assert one.crew.killed == [name]
-    assert any(f"{name} is ended: it was silent for 60 s" in text for text in one.events())
-    assert any(f"{name} died and is started anew" in text for text in one.events())
+    assert any(f"{name} is killed: it was silent for 60 s" in text for text in one.events())
+    assert any(f"{name} died and is restarted" in text for text in one.events())
 
 
 async def test_an_answer_that_comes_late_is_heard_once_and_nobody_waits_for_it() -> None:
@@ -356,10 +356,10 @@ async def test_an_answer_that_comes_late_is_heard_once_and_nobody_waits_for_it()
         return "now"
 
     questions = {"slow": slow, "quick": quick}
-    assert await asking.round(questions, wait_s=0.01) == {"quick": "now"}
-    assert await asking.round(questions, wait_s=WAIT_S) == {"quick": "now"}  # not for the one that owes an answer
+    assert await asking.poll(questions, wait_s=0.01) == {"quick": "now"}
+    assert await asking.poll(questions, wait_s=WAIT_S) == {"quick": "now"}  # not for the one that owes an answer
     gate.set()
-    assert await asking.round(questions, wait_s=WAIT_S, late=True) == {"slow": "late", "quick": "now"}
+    assert await asking.poll(questions, wait_s=WAIT_S, late=True) == {"slow": "late", "quick": "now"}
     assert asked == ["slow"]
 
 
@@ -372,7 +372,7 @@ async def test_only_silence_in_a_row_counts() -> None:
 
     counts = []
     for _ in range(4):
-        await asking.round({"peer": ask}, wait_s=WAIT_S)
+        await asking.poll({"peer": ask}, wait_s=WAIT_S)
         counts.append(asking.silent["peer"])
     assert counts == [1, 2, 0, 1]
 
@@ -495,7 +495,7 @@ def test_ctrl_c_while_the_trainer_is_being_replaced_stops_the_run(scene: Build) 
     one = scene(happens)
     result = one.run()
     assert (result.outcome, result.exit_code, result.error) == ("stopped", 130, None)
-    assert f"The checkpoint of step 2 is there; go on with: freewheel train resume={one.run_dir}" in said(result)
+    assert f"The checkpoint of step 2 is there; continue with: freewheel train resume={one.run_dir}" in said(result)
     assert all(part.dead.is_set() for part in one.crew.made)
 
 

@@ -362,9 +362,9 @@ def check_that_each_that_died_was_replaced_and_nobody_else(run: Struck) -> None:
     struck = [name for name, _ in STROKES]
     for name in struck:
         died = struck.count(name)
-        assert len([text for text in run.events if f"{name} died and is started anew" in text]) == died, name
+        assert len([text for text in run.events if f"{name} died and is restarted" in text]) == died, name
         assert len(run.processes(name)) == died + 1, name
-    silent = [text for text in run.events if "rollouter-0 is ended: it was silent for 6 s" in text]
+    silent = [text for text in run.events if "rollouter-0 is killed: it was silent for 6 s" in text]
     assert len(silent) == 1, "the one that was stopped, and not the one that was killed"
     assert "rollouter-0 died; " in run.log
     ended = [process for name in struck for process in run.processes(name)[:-1]]

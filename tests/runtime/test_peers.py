@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
-from freewheel.queue.message_queue import MessageQueue
 from freewheel.runtime import remote as module
-from freewheel.runtime.remote import ActorDirectory, NoAnswer, RemoteQueue, call, cause, died
+from freewheel.runtime.remote import ActorDirectory, NoAnswer, call, is_death, remote_queue, unwrap
 
 from .standins import WAIT_S, Handle, Mortal, until
 
@@ -42,7 +41,7 @@ class Peer(Mortal):
 
 def knowing(**known: Peer) -> ActorDirectory:
     peers = ActorDirectory()
-    peers.meet({name: Handle(peer) for name, peer in known.items()})
+    peers.update({name: Handle(peer) for name, peer in known.items()})
     return peers
 
 
@@ -70,10 +69,10 @@ async def test_a_call_to_a_dead_peer_goes_to_its_successor() -> None:
     asked = asyncio.ensure_future(peers.call("queue", "say"))
     await asyncio.sleep(0.01)
     assert not asked.done()
-    peers.meet({"sync": Handle(Peer("another"))})  # not the one that is waited for
+    peers.update({"sync": Handle(Peer("another"))})  # not the one that is waited for
     await asyncio.sleep(0.01)
     assert not asked.done()
-    peers.meet({"queue": Handle(second)})
+    peers.update({"queue": Handle(second)})
     assert await asked == ("second",)
 
 
@@ -88,7 +87,7 @@ async def test_a_peer_that_dies_while_it_is_asked_is_dead() -> None:
         async def hangs(self) -> None:
             return
 
-    peers.meet({"queue": Handle(Second())})
+    peers.update({"queue": Handle(Second())})
     assert await asked is None
 
 
@@ -97,7 +96,7 @@ async def test_one_that_is_not_met_yet_is_waited_for() -> None:
     asked = asyncio.ensure_future(peers.call("queue", "say"))
     await asyncio.sleep(0.01)
     assert not asked.done()
-    peers.meet({"queue": Handle(Peer("at last"))})
+    peers.update({"queue": Handle(Peer("at last"))})
     assert await asked == ("at last",)
 
 
@@ -124,7 +123,7 @@ async def test_what_a_peer_raises_is_raised_and_nobody_is_asked_again() -> None:
 async def test_a_silent_peer_is_asked_again_and_its_successor_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
     first = Peer("first")
     peers = knowing(queue=first)
 
@@ -135,12 +134,12 @@ async def test_a_silent_peer_is_asked_again_and_its_successor_when_there_is_one(
     await until(lambda: first.asked >= 2)
     second = Peer("second")
     monkeypatch.setattr(second, "hangs", hangs)
-    peers.meet({"queue": Handle(second)})
+    peers.update({"queue": Handle(second)})
     assert await asked == "second"
 
 
 async def test_a_peer_that_was_out_of_reach_for_a_moment_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
     away = ActorUnavailableError("the network", b"0" * 16)
     peer = Peer("back", away, away)
     assert await knowing(queue=peer).call("queue", "say") == ("back",)
@@ -149,7 +148,7 @@ async def test_a_peer_that_was_out_of_reach_for_a_moment_is_asked_again(monkeypa
 
 async def test_where_no_successor_comes_in_time_the_last_try_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RECOVERY_S", 0.05)
-    monkeypatch.setattr(module, "ASK_AGAIN_S", 0.001)
+    monkeypatch.setattr(module, "RETRY_S", 0.001)
     dead = Peer()
     dead.die()
     peers = knowing(queue=dead, sync=Peer())
@@ -160,17 +159,17 @@ async def test_where_no_successor_comes_in_time_the_last_try_is_told(monkeypatch
 
 
 async def test_a_queue_is_called_through_its_name_with_the_callers_patience() -> None:
-    queue = RemoteQueue(knowing(queue=Peer()))
-    assert await queue.take(3, wait_s=2.0) == (MessageQueue.take, (3,), {"wait_s": 2.0})
+    queue = remote_queue(knowing(queue=Peer()))
+    assert await queue.take(3, wait_s=2.0) == ("take", (3,), {"wait_s": 2.0})
 
 
 def test_only_the_death_of_the_called_one_itself_is_its_death() -> None:
-    assert died(ActorDiedError())
-    assert not died(nested_death())
-    assert not died(NoAnswer("it did not answer"))
+    assert is_death(ActorDiedError())
+    assert not is_death(nested_death())
+    assert not is_death(NoAnswer("it did not answer"))
 
 
 def test_an_error_comes_out_of_rays_wrapping() -> None:
     error = ValueError("no finite loss")
-    assert cause(RayTaskError("run", "Traceback …", error).as_instanceof_cause()) is error
-    assert cause(error) is error
+    assert unwrap(RayTaskError("run", "Traceback …", error).as_instanceof_cause()) is error
+    assert unwrap(error) is error

@@ -28,7 +28,7 @@ def test_a_stall_is_said_once_and_then_time_counts_anew() -> None:
     progress.note("a", trainer={}, now=1.0)
     stall = progress.stalled(7.1, patience_s=6.0)
     assert stall is not None
-    assert (stall.why, stall.training) == ("no step, no token and no score for 6 s", False)
+    assert (stall.why, stall.is_training) == ("no step, no token and no score for 6 s", False)
     progress.note("a", trainer={}, now=8.0)
     assert progress.stalled(13.0, patience_s=6.0) is None
     assert progress.stalled(13.2, patience_s=6.0) is not None
@@ -71,7 +71,7 @@ def test_a_step_that_never_ends_is_a_stall_and_is_named() -> None:
         assert progress.stalled(now, patience_s=10.0) is None
     progress.note("tokens go on", trainer=TRAINS, now=STEP_S + 1)
     stall = progress.stalled(STEP_S + 1, patience_s=10.0)
-    assert stall is not None and stall.training
+    assert stall is not None and stall.is_training
     assert "step 7 has been trained for 3601 s" in stall.why
 
 

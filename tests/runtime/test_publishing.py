@@ -71,7 +71,7 @@ async def test_a_successor_that_knows_nothing_makes_nobody_let_go() -> None:
     publisher, peers = publisher_of([1], [1, 2], None, None, [3, 4])
     await publisher.submit(1, packed(packer, 1))
     await publisher.submit(2, packed(packer, 2))
-    await publisher.again()
+    await publisher.publish_again()
     assert peers.calls[-1] == peers.calls[-2]
     await publisher.submit(3, packed(packer, 3))
     assert [version for version, _ in publisher._held] == [1, 2, 3], "an engine may read what the one before began"

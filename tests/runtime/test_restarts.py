@@ -34,7 +34,6 @@ def test_no_part_is_started_more_often_in_a_row_than_allowed_and_a_step_forgives
             waits[part].append(wait_s)
     for found in waits.values():
         assert all(0 <= before <= after <= LONGEST_BACKOFF_S for before, after in pairwise(found))
-    assert restarts.total.total() == len(deaths)
 
 
 def test_the_first_restart_comes_at_once_and_the_wait_doubles_up_to_its_limit() -> None:

@@ -1,7 +1,7 @@
 """`QueueClient`: the message queue as the rollouters, the trainer and the synchronizer see it.
 
     Rollouter ─────────── admit, put, fail, abandon ──────────┐
-    FullyAsyncTrainer ─── begin, take, commit, … ─────────────┼─▶ MessageQueue, or RemoteQueue ─▶ its actor
+    FullyAsyncTrainer ─── begin, take, commit, … ─────────────┼─▶ MessageQueue, or remote_queue ─▶ its actor
     ParameterSynchronizer  confirm_published, fence, … ───────┘
 
 Every method is idempotent: a caller whose queue died repeats the call to the successor. A method with `wait_s` returns

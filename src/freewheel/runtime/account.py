@@ -1,8 +1,9 @@
-"""`RunAccount`: what is known of a run, put together from its components' answers: rows, statistics, snapshot, summary.
+"""`RunAccount`: what is known of a run, from its components' answers: rows, statistics, snapshot, summary.
 
-    stats of all components, rows of trainer and sync ─▶ look ─▶ metrics.jsonl, the view, `Component Statistics`
-
-Called by `FullyAsyncMain`, which does the asking. No Ray in here.
+    statistics of all components, rows of trainer and synchronizer ─▶ look ─┬▶ metrics.jsonl
+                                                                            ├▶ the view (`RunSnapshot`)
+                                                                            └▶ `Component Statistics`
+`FullyAsyncMain` asks the components and calls `look` once a second. No Ray in here.
 """
 
 from __future__ import annotations
@@ -24,30 +25,36 @@ from freewheel.observe.spans import ELAPSED, shares
 from freewheel.rewards.config import as_config
 from freewheel.runtime.bottleneck import Bound, Setting, Verdict, Waits, Watching, stopped, waited
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.recovery import GivenUp, Progress
+from freewheel.runtime.recovery import AbandonedPrompts, Progress
 
-EVENTS_KEPT = 20
+_EVENTS_KEPT = 20
 """For the view; the log has all."""
-RECENT_STEPS = 20
-"""What the time to the end is judged by."""
-RATE_NEEDS_S = 2.0
-"""Steps are seen about once a second: over a shorter time their rate means nothing."""
-REPLICA_COUNTERS = (
+_RECENT_STEPS = 20
+"""Steps from which the remaining time is estimated."""
+_RATE_NEEDS_S = 2.0
+"""Shortest time that gives a rate: steps are seen about once a second."""
+_FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
+_REWARD = "rollout/reward_mean"
+_HELD_OUT = "eval/reward"
+_FAILURE_CHARS = 200
+"""How much of a failure's message fits into the last lines of a run."""
+
+_ENDPOINTS = "endpoints"
+"""A judge's endpoints among its statistics, as `EndpointStats` has them."""
+_REPLICA_COUNTERS = (
     *("total_generated_samples", "generation_errors", "param_sync_requests", "dropped_zero_variance"),
     *("generated_tokens", "prompt_tokens", "engine_busy_s"),
 )
-"""What a replica did stays done when it dies; its successor counts from 0."""
-REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
-"""What among the rewards' numbers is over when a replica dies."""
-ENDPOINTS = "endpoints"
-"""Of a judge, as `EndpointStats` has them."""
-JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", ENDPOINTS)
-"""The same among its judge's."""
-FRESHNESS = ("avg_sample_age", "max_sample_age", "avg_sample_age_s", "max_sample_age_s", "stale_samples_ratio")
-REWARD = "rollout/reward_mean"
-HELD_OUT = "eval/reward"
-FAILURE_CHARS = 200
-"""Of a failure's words, what fits into the last lines of a run."""
+"""Counters that a dead replica's work stays in; the restarted one counts from 0."""
+_REWARD_STATES = ("in_flight", "waiting", "lost_threads", "mean_latency_s")
+"""Statistics of rewards that describe the moment, and end with the replica."""
+_JUDGE_STATES = ("in_flight", "limit", "queued", "loop_lag_s", _ENDPOINTS)
+"""The same of its judge."""
+_NOT_SUMMED = {
+    "version": min,
+    **dict.fromkeys(("mean_latency_s", "loop_lag_s", "latency_p50_s", "latency_p90_s", "latency_p99_s"), max),
+}
+"""Statistics of which all replicas together have the least or the largest, not the sum."""
 
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -65,12 +72,12 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """As shells know them: 130 after Ctrl-C."""
+        """130 is what shells use after Ctrl-C."""
         return {"finished": 0, "stopped": 130, "failed": 1}[self.outcome]
 
 
 class View(Protocol):
-    """Who shows a run; `freewheel.dashboard.terminal` has one."""
+    """Shows a run; `freewheel.dashboard.terminal` has one."""
 
     def update(self, snapshot: RunSnapshot) -> None: ...
 
@@ -80,7 +87,7 @@ class View(Protocol):
 
 
 class RunAccount:
-    """One run's accounts. `look` takes what was found, and says when statistics are due."""
+    """The account of one run."""
 
     def __init__(
         self, *, config: TrainConfig, run_dir: Path, recorder: Recorder, view: View | None, clock: Any = time.monotonic
@@ -90,7 +97,7 @@ class RunAccount:
         """By component: trainer, rollouter (all replicas together), queue, sync."""
         self.progress = Progress(clock())
         self.waits: Waits = {}
-        """By component, of the whole run so far; without steps of the journal that were trained again."""
+        """Shares of the whole run by component and span, without replayed steps."""
         self._config = config
         self._run_dir = run_dir
         self._recorder = recorder
@@ -98,7 +105,6 @@ class RunAccount:
         self._clock = clock
         self._began = clock()
         self._started: float | None = None
-        self._first_step = 0
         self._spans: dict[str, Mapping[str, float]] = {}
         self._recent: dict[str, dict[str, float]] = {}
         self._tokens = (clock(), 0.0)
@@ -106,9 +112,9 @@ class RunAccount:
         self._rewards: list[tuple[int, float]] = []
         self._held_out: list[tuple[int, float]] = []
         self._freshness: dict[str, float] = {}
-        self._step_times: deque[tuple[int, float]] = deque(maxlen=RECENT_STEPS)
-        self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
-        self._said_at = clock()
+        self._step_times: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._events: deque[str] = deque(maxlen=_EVENTS_KEPT)
+        self._statistics_at = clock()
         self._saved_step = 0
         self._replicas: dict[str, Mapping[str, Any]] = {}
         self._last_queue: Mapping[str, Any] = {}
@@ -116,22 +122,28 @@ class RunAccount:
         self._died: list[Mapping[str, Any]] = []
         """Counters of replicas that were replaced."""
         self._pulse = Pulse()
-        self._given_up = GivenUp(groups_per_step=config.trainer.groups_per_step)
+        self._abandoned = AbandonedPrompts(groups_per_step=config.trainer.groups_per_step)
         judge = config.reward.judge
-        self._watching = Watching(_setting(config), is_judge=judge is not None and as_config(judge).judges)
+        setting = Setting(
+            mode=config.mode,
+            threshold=config.staleness_threshold,
+            sync_every_steps=config.async_training.sync_every_steps,
+            save_every_steps=config.trainer.save_every_steps,
+        )
+        self._watching = Watching(setting, is_judge=judge is not None and as_config(judge).judges)
         self._replayed: dict[str, Mapping[str, float]] = {}
-        """Spans until steps of the journal were trained again: as `statistics` has them, for who reads only those."""
+        """Spans until the last replayed step, by the components' names in `statistics`."""
         self._stopped_by: Bound | None = None
         self._over = False
 
     def begin(self, step: int) -> None:
-        self.step = self._first_step = self._saved_step = step
+        self.step = self._saved_step = step
         self.say(f"Run directory: {self._run_dir}")
 
-    def went_as_far_as(self, step: int) -> None:
-        """Steps up to `step` are in the journal and are trained again: those that have a row need no second one."""
-        told = max((row["step"] for row in read_metrics(self._run_dir, "step")), default=0)
-        self.step = max(self.step, min(step, told))
+    def skip_known_rows(self, journaled_step: int) -> None:
+        """Ignore rows of replayed steps, up to `journaled_step`, that `metrics.jsonl` already has."""
+        recorded = max((row["step"] for row in read_metrics(self._run_dir, "step")), default=0)
+        self.step = max(self.step, min(journaled_step, recorded))
 
     def started(self) -> None:
         now = self._started = self._clock()
@@ -139,10 +151,11 @@ class RunAccount:
         self.say(f"Started in {now - self._began:.1f} s")
 
     def note(self, text: str, **values: Any) -> None:
-        """For the record only."""
+        """Record an event without showing it."""
         self._recorder.record("event", self.step, {"text": text, **values})
 
     def say(self, text: str) -> None:
+        """Record an event and show it."""
         self._events.append(text)
         self.note(text)
         trace.instant(text)
@@ -154,29 +167,28 @@ class RunAccount:
     def look(
         self, stats: Mapping[str, Mapping[str, Any]], rows: Sequence[Any], now: float, *, last: bool = False
     ) -> bool:
-        """Takes in what the components said. True: statistics are due, as they are at the last look, and `statistics`
-        has them."""
+        """Take in the components' answers. Returns whether `statistics` are due, as they are at the last look."""
         self._over = last
         for row in rows:
-            self._row(row, now)
+            self._take_row(row, now)
         replicas = {name: found for name, found in stats.items() if name.startswith("rollouter")}
         trainer, queue, sync = (dict(stats.get(name, {})) for name in ("trainer", "queue", "sync"))
-        self._note_replaced(replicas)
-        rollouter = summed([*self._replicas.values(), *self._died])
-        rollouter["dropped_stale_samples"] = trainer.get("dropped_stale_samples", 0)  # found by who consumes them
+        self._note_replacements(replicas)
+        rollouter = sum_replicas([*self._replicas.values(), *self._died])
+        rollouter["dropped_stale_samples"] = trainer.get("dropped_stale_samples", 0)  # the trainer finds them
         self._saved_step = int(trainer.get("saved_step", self._saved_step))
         self.statistics = {"trainer": trainer, "rollouter": rollouter, "queue": queue, "sync": sync}
         self._watching.note(now, {"trainer": trainer, **replicas}, rollouter.get("rewards", {}))
-        self._account_spans({"trainer": trainer, **replicas})
+        self._note_spans({"trainer": trainer, **replicas})
         if self._watching.replays:
             self._replayed = {name: found["spans"] for name, found in self.statistics.items() if "spans" in found}
-        self._last_queue = queue or self._last_queue  # one that missed a look has not moved for that
+        self._last_queue = queue or self._last_queue  # keep the last answer of a component that missed a look
         self._last_sync = sync or self._last_sync
         self.statistics["run"] = {"verdict": self.verdict.sentence}
         if self._replayed:
             self.statistics["run"]["replayed"] = self._replayed
-        self._say_what_stopped_it()
-        self._given_up.note(queue)
+        self._report_halt()
+        self._abandoned.note(queue)
         tokens = float(rollouter.get("generated_tokens", 0))
         before, count = self._tokens
         if now > before and tokens >= count:
@@ -186,21 +198,20 @@ class RunAccount:
         marks = (*done, tokens, str(_without(rollouter.get("rewards", {}), ("judge",))))
         self.progress.note(marks, trainer=trainer, paused=bool(queue.get("paused")), now=now)
         snapshot = self.snapshot(now)
-        self._beat(snapshot, now, last=last)
+        self._record_pulse(snapshot, now, last=last)
         if self._view is not None:
             self._view.update(snapshot)
-        if not last and now - self._said_at < self._config.observe.statistics_every_s:
+        if not last and now - self._statistics_at < self._config.observe.statistics_every_s:
             return False
-        self._said_at = now
+        self._statistics_at = now
         self._recorder.record("statistics", self.step, self.statistics)
         return True
 
-    def synced(self, syncs: Sequence[Mapping[str, Any]]) -> None:
-        """Takes in what is to be recorded of weight syncs."""
+    def record_syncs(self, syncs: Sequence[Mapping[str, Any]]) -> None:
         for one in syncs:
             self._recorder.record("sync", self.step, one)
 
-    def _beat(self, snapshot: RunSnapshot, now: float, *, last: bool) -> None:
+    def _record_pulse(self, snapshot: RunSnapshot, now: float, *, last: bool) -> None:
         pulse = self._pulse.beat(now, snapshot, last=last)
         if pulse is None:
             return
@@ -211,21 +222,21 @@ class RunAccount:
         if snapshot.tokens_per_s is not None:
             trace.counter("tokens_per_s", tokens_per_s=snapshot.tokens_per_s)
 
-    def _row(self, row: Any, now: float) -> None:
-        if row.kind == "step" and row.step <= self.step:  # trained again by a trainer that took another's place
+    def _take_row(self, row: Any, now: float) -> None:
+        if row.kind == "step" and row.step <= self.step:  # replayed by a restarted trainer
             return
         self._recorder.record(row.kind, row.step, row.values)
         if row.kind == "eval":
-            if math.isfinite(row.values[HELD_OUT]):  # where no response got a score there is none
-                self._held_out.append((row.step, float(row.values[HELD_OUT])))
+            if math.isfinite(row.values[_HELD_OUT]):  # not finite if no response got a score
+                self._held_out.append((row.step, float(row.values[_HELD_OUT])))
             return
         self.step = row.step
         self._step_times.append((row.step, now))
-        if REWARD in row.values:
-            self._rewards.append((row.step, float(row.values[REWARD])))
-        self._freshness = {name: row.values[name] for name in FRESHNESS if name in row.values}
+        if _REWARD in row.values:
+            self._rewards.append((row.step, float(row.values[_REWARD])))
+        self._freshness = {name: row.values[name] for name in _FRESHNESS if name in row.values}
 
-    def _account_spans(self, components: Mapping[str, Mapping[str, Any]]) -> None:
+    def _note_spans(self, components: Mapping[str, Mapping[str, Any]]) -> None:
         for name, found in components.items():
             spans = found.get("spans")
             if not spans:
@@ -234,9 +245,9 @@ class RunAccount:
             self._spans[name] = spans
         self.waits = self._watching.whole
 
-    def _note_replaced(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+    def _note_replacements(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
         for name, found in replicas.items():
-            if not found:  # it is being started
+            if not found:  # it is starting
                 continue
             before = self._replicas.get(name)
             if before is not None and found["spans"][ELAPSED] < before["spans"][ELAPSED]:
@@ -245,34 +256,37 @@ class RunAccount:
 
     @property
     def hopeless(self) -> str:
-        """Why no step is to be expected any more; empty while one is."""
-        return self._given_up.hopeless
+        """Why no further step can be expected; empty while one can."""
+        return self._abandoned.hopeless
 
     @property
     def verdict(self) -> Verdict:
-        """What holds the run up, lately; at its end: what held it up, over all of it."""
-        return self._stopped or (self._watching.verdict_on(self.waits) if self._over else self._watching.verdict())
+        """What holds the run up: lately while it runs, over the whole run at its end."""
+        return self._halted or (self._watching.verdict_on(self.waits) if self._over else self._watching.verdict())
 
     @property
-    def _stopped(self) -> Verdict | None:
+    def _halted(self) -> Verdict | None:
+        """What keeps everything from moving: a full disk, or a judge that does not answer."""
         judge = self.statistics.get("rollouter", {}).get("rewards", {}).get("judge") or {}
-        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get(ENDPOINTS) or ())
+        return stopped(paused=self._last_queue.get("paused", ""), endpoints=judge.get(_ENDPOINTS) or ())
 
-    def _say_what_stopped_it(self) -> None:
-        """Once, and once that it goes on."""
-        found, before = self._stopped, self._stopped_by
-        self._stopped_by = found.bound if found is not None else None
+    def _report_halt(self) -> None:
+        """Report a halt once, and its end once."""
+        halted, before = self._halted, self._stopped_by
+        self._stopped_by = halted.bound if halted is not None else None
         if self._stopped_by == before:
             return
-        if found is None:
-            self.say("There is room again: the run goes on" if before == "paused" else "The judge answers again")
-        elif found.bound == "paused":
-            self.say(f"The run is paused, and goes on when there is room: {self._last_queue['paused']}")
+        if halted is None:
+            self.say("There is room again: the run continues" if before == "paused" else "The judge answers again")
+        elif halted.bound == "paused":
+            self.say(f"The run is paused and continues when there is room: {self._last_queue['paused']}")
         else:
-            self.say(f"Nothing goes on: {found}")
+            self.say(f"The run is at a halt: {halted}")
 
     def snapshot(self, now: float) -> RunSnapshot:
         queue, sync = self._last_queue, self._last_sync
+        rate = self._steps_per_s(now)
+        left = self._config.trainer.total_steps - self.step
         return RunSnapshot(
             mode=self._config.mode,
             step=self.step,
@@ -287,34 +301,26 @@ class RunAccount:
             waits=self._recent,
             verdict="" if self.verdict.bound == "unmeasured" else self.verdict.sentence,
             tokens_per_s=self._tokens_per_s,
-            samples_per_s=self._samples_per_s(now),
+            samples_per_s=None
+            if rate is None
+            else rate * self._config.trainer.groups_per_step * self._config.rollout.n,
             elapsed_s=now - (self._started or now),
-            eta_s=self._eta_s(now),
+            eta_s=None if not rate or self._halted else left / rate,
             alerts=self._recorder.alerts,
             events=list(self._events),
             run_dir=str(self._run_dir),
         )
 
-    def _rate(self, now: float) -> float | None:
-        """Steps a second, lately."""
-        if not self._step_times or now - self._step_times[0][1] < RATE_NEEDS_S:
+    def _steps_per_s(self, now: float) -> float | None:
+        if not self._step_times or now - self._step_times[0][1] < _RATE_NEEDS_S:
             return None
         first, since = self._step_times[0]
         return (self.step - first) / (now - since)
 
-    def _samples_per_s(self, now: float) -> float | None:
-        rate = self._rate(now)
-        per_step = self._config.trainer.groups_per_step * self._config.rollout.n
-        return None if rate is None else rate * per_step
-
-    def _eta_s(self, now: float) -> float | None:
-        rate = self._rate(now)
-        return None if not rate or self._stopped else (self._config.trainer.total_steps - self.step) / rate
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, outcome: str, error: BaseException | None) -> list[str]:
-        """What is said at the end."""
+        """Return the last lines for the user."""
         self._over = True
         now = self._clock()
         summary = [f"{outcome.capitalize()} at step {self.step} of {self._config.trainer.total_steps}"]
@@ -329,20 +335,20 @@ class RunAccount:
             (first, was), (last, now_is) = self._held_out[0], self._held_out[-1]
             summary.append(f"Held-out reward {was:.3f} at step {first}, {now_is:.3f} at step {last}")
         if self.waits:
-            summary.append(self._waited())
-        if unused := self._unused():
+            summary.append(self._describe_waits())
+        if unused := self._describe_unused():
             summary.append(unused)
         summary.append(f"Run directory: {self._run_dir}")
         begun = self._started is not None or (self._run_dir / JOURNAL).exists()
         if outcome == "stopped" or (outcome == "failed" and begun):
             saved = f"The checkpoint of step {self._saved_step} is there" if self._saved_step else "No checkpoint yet"
-            summary.append(f"{saved}; go on with: freewheel train resume={self._run_dir}")
+            summary.append(f"{saved}; continue with: freewheel train resume={self._run_dir}")
         if self._view is not None:
             self._view.finish(self.snapshot(now), "\n".join(summary))
         return summary
 
-    def _unused(self) -> str:
-        """What came to nothing, which a reward curve does not show."""
+    def _describe_unused(self) -> str:
+        """What a reward curve does not show: abandoned prompts, and responses without a score."""
         abandoned = self.statistics.get("queue", {}).get("abandoned", {})
         rewards = self.statistics.get("rollouter", {}).get("rewards", {})
         failed = rewards.get("failed", {})
@@ -353,12 +359,11 @@ class RunAccount:
         ]
         if not parts:
             return ""
-        first = rewards.get("first_failure", "")[:FAILURE_CHARS] if self.verdict.bound == "failing" else ""
+        first = rewards.get("first_failure", "")[:_FAILURE_CHARS] if self.verdict.bound == "failing" else ""
         return f"{' and '.join(parts)}: {f'first {first}; ' if first else ''}see {self._run_dir / TEXT_LOG}"
 
-    def _waited(self) -> str:
-        """By the measure that the verdict has. An engine is idle while it does not compute, whatever its rollouter has
-        in hand."""
+    def _describe_waits(self) -> str:
+        """Waiting as the verdict measures it. An engine is idle while it computes nothing, whatever its groups do."""
         training, generation = waited(self.waits)
         replicas = self.statistics.get("rollouter", {})
         elapsed_s = replicas.get("spans", {}).get(ELAPSED, 0.0)
@@ -367,58 +372,46 @@ class RunAccount:
         return f"{both}; {self.verdict}"
 
 
-def _setting(config: TrainConfig) -> Setting:
-    """What of it a remedy depends on."""
-    return Setting(
-        mode=config.mode,
-        threshold=config.staleness_threshold,
-        sync_every_steps=config.async_training.sync_every_steps,
-        save_every_steps=config.trainer.save_every_steps,
-    )
+# -- statistics of several replicas -----------------------------------------------------------------------------------
 
 
-def _counters(replica: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays of a replica that died."""
-    rewards = _without(replica.get("rewards", {}), REWARD_STATES)
-    if "judge" in rewards:
-        rewards["judge"] = _without(rewards["judge"], JUDGE_STATES)
-    counted = {name: replica[name] for name in REPLICA_COUNTERS if name in replica}
-    return {**counted, "rewards": rewards, "spans": replica["spans"]}
-
-
-def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in names}
-
-
-PERCENTILES = ("latency_p50_s", "latency_p90_s", "latency_p99_s")
-OF_SEVERAL = {"version": min, "mean_latency_s": max, "loop_lag_s": max, **dict.fromkeys(PERCENTILES, max)}
-"""Of several replicas the least or the largest is told, and not the sum."""
-
-
-def summed(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is neither a number nor an endpoint is the first one's."""
+def sum_replicas(replicas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up the numbers in the replicas' statistics, nested ones too. Of other values, the first replica's is kept."""
     total: dict[str, Any] = {}
     for found in replicas:
         for name, value in found.items():
             known = total.get(name)
-            if name == ENDPOINTS:  # a replica that has just begun knows none
-                total[name] = _endpoints([*(known or ()), *(value or ())])
+            if name == _ENDPOINTS:  # a replica that just started knows none
+                total[name] = _merge_endpoints([*(known or ()), *(value or ())])
             elif isinstance(value, Mapping) and isinstance(known, Mapping):
-                total[name] = summed([known, value])
+                total[name] = sum_replicas([known, value])
             elif _is_number(value) and _is_number(known):
-                total[name] = OF_SEVERAL.get(name, sum)((known, value))
+                total[name] = _NOT_SUMMED.get(name, sum)((known, value))
             else:
                 total.setdefault(name, value)
     return total
 
 
-def _endpoints(told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each as all replicas see it: it is up where one of them reaches it."""
+def _merge_endpoints(endpoints: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Merge what all replicas know of each endpoint. It is up if one of them reaches it."""
     by_address: dict[Any, list[Mapping[str, Any]]] = {}
-    for one in told:
+    for one in endpoints:
         by_address.setdefault((one.get("url"), one.get("model")), []).append(one)
-    return [summed(sorted(seen, key=lambda one: not is_up(**one))) for seen in by_address.values()]
+    return [sum_replicas(sorted(seen, key=lambda one: not is_up(**one))) for seen in by_address.values()]
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _counters(replica: Mapping[str, Any]) -> dict[str, Any]:
+    """What remains of a dead replica's statistics."""
+    rewards = _without(replica.get("rewards", {}), _REWARD_STATES)
+    if "judge" in rewards:
+        rewards["judge"] = _without(rewards["judge"], _JUDGE_STATES)
+    counted = {name: replica[name] for name in _REPLICA_COUNTERS if name in replica}
+    return {**counted, "rewards": rewards, "spans": replica["spans"]}
+
+
+def _without(values: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}

@@ -1,11 +1,11 @@
-"""Ray's side of the components: an actor around each.
+"""Ray actors around the components.
 
-    RollouterActor ── RemoteQueue ──▶ QueueActor ◀── RemoteQueue ── TrainerActor
+    RollouterActor ── remote_queue ──▶ QueueActor ◀── remote_queue ── TrainerActor
           ▲  load_weights([ref])                                        │ submit(version, [ref])
           └──────────── RemoteReplica ── SynchronizerActor ◀────────────┘
 
-Actors build their component (`freewheel.runtime.building`) and pass calls on. How they call each other is in
-`freewheel.runtime.remote`.
+An actor builds its component (`freewheel.runtime.building`) and forwards calls to it. How actors call each other is in
+`freewheel.runtime.remote`; `Supervisor` starts and replaces them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import gc
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from freewheel.queue.journal import CheckpointMark
 from freewheel.rollout.engine import EngineDied
 from freewheel.runtime.building import OpenedQueue, end_recording, open_queue, start_recording
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.remote import ActorDirectory, RemotePublisher, RemoteQueue, RemoteReplica
+from freewheel.runtime.remote import ActorDirectory, RemotePublisher, RemoteReplica, remote_queue
 from freewheel.runtime.training_ranks import Ranks
 from freewheel.sync.weights import WeightsGone
 from freewheel.utils.registry import receive_in_memory
@@ -37,48 +37,51 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("freewheel.runtime")
 
-EVALUATION_S = 3600.0
+MAX_CALLS = 1000
+"""Calls that an actor may have in progress. Many of them only wait, and must not block others."""
+_EVALUATION_S = 3600.0
 """Longest time for an evaluation."""
-GARBAGE_AFTER = 100_000
-"""Objects between two collections in the queue's process: groups by the thousand are alive in it and none is garbage
-in a cycle, so that looking through them is a pause and nothing else."""
-ENGINE_DIED = 3
-"""What a rollouter's process ends with when its engine has."""
-MANY = 1000
-"""Calls that an actor may have in progress: those that wait must not keep others out."""
+_GARBAGE_THRESHOLD = 100_000
+"""Objects between two collections in the queue's process. It holds thousands of live groups and no garbage cycles, so a
+collection is only a pause."""
+_ENGINE_DIED = 3
+"""Exit code of a rollouter's process whose engine died."""
 
 
-class Component:
-    """What all actors have. `open` comes first: what a constructor raises reaches the user as the death of an actor.
-    `run` ends with the component, so that its death is noticed."""
+class _ComponentActor:
+    """What all actors have.
+
+    Loading happens in `open`, not in the constructor: Ray reports an exception of a constructor as the actor's death.
+    `run` ends with the component, so that its death is noticed.
+    """
 
     def __init__(self, name: str, run_dir: str) -> None:
         from freewheel.observe.logs import attach_log
 
         attach_log(run_dir, name)
-        self._name, self._folder = name, run_dir
-        self._peers = ActorDirectory()
+        self._name, self._run_dir = name, run_dir
+        self._actors = ActorDirectory()
 
-    async def meet(self, handles: Mapping[str, Any]) -> None:
-        self._peers.meet(handles)
+    async def connect(self, handles: Mapping[str, Any]) -> None:
+        """Receive the other actors, or their successors."""
+        self._actors.update(handles)
 
     async def process(self) -> tuple[int, str]:
-        """Its number, and the node that it is on."""
+        """Return the process id and the Ray node."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
     async def close(self) -> None:
-        """The last that is asked of it."""
+        """The last call."""
         end_recording()
 
 
-class QueueActor(Component):
-    """Around a `MessageQueue`."""
+class QueueActor(_ComponentActor):
+    """Holds a `MessageQueue`."""
 
     def __init__(self, name: str, run_dir: str) -> None:
         super().__init__(name, run_dir)
         gc.freeze()
-        gc.set_threshold(GARBAGE_AFTER)
-        self._run_dir = Path(run_dir)
+        gc.set_threshold(_GARBAGE_THRESHOLD)
         self._opened: OpenedQueue | None = None
         self._closing = asyncio.Event()
 
@@ -89,19 +92,19 @@ class QueueActor(Component):
         checkpoint: CheckpointMark | None,
         in_flight: Mapping[str, Sequence[Ticket]] | None,
     ) -> list[str]:
-        """Gives what is to be said of the journal. `checkpoint`: where a run begins; None: in a dead one's place."""
+        """Return notes about the journal. `checkpoint`: where a run begins; None for a restarted queue."""
         self._opened = await open_queue(
-            config, self._run_dir, total_prompts=total_prompts, checkpoint=checkpoint, in_flight=in_flight
+            config, Path(self._run_dir), total_prompts=total_prompts, checkpoint=checkpoint, in_flight=in_flight
         )
         return self._opened.notes
 
     async def run(self) -> None:
         await self._closing.wait()
 
-    async def call(self, method: Callable[..., Awaitable[Any]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of `MessageQueue`; only `RemoteQueue` does."""
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of `QueueClient`; only `remote_queue` does."""
         assert self._opened is not None
-        return await method(self._opened.queue, *args, **kwargs)
+        return await getattr(self._opened.queue, method)(*args, **kwargs)
 
     async def stats(self) -> dict[str, Any]:
         return {} if self._opened is None else dict(await self._opened.queue.stats())
@@ -113,23 +116,20 @@ class QueueActor(Component):
         await super().close()
 
 
-class SynchronizerActor(Component):
-    """Around a `ParameterSynchronizer`."""
+class SynchronizerActor(_ComponentActor):
+    """Holds a `ParameterSynchronizer`."""
 
-    def __init__(self, name: str, run_dir: str) -> None:
-        super().__init__(name, run_dir)
-        self._sync: Any = None
+    _sync: Any = None
 
     async def open(
         self, config: TrainConfig, rollouters: dict[str, Any], version: int, versions: Mapping[str, int] | None
     ) -> None:
-        """`versions`: what each rollouter holds, where this one takes a dead one's place."""
+        """`versions`: what each rollouter holds, for a restarted synchronizer."""
         from freewheel.runtime.building import synchronizer
 
-        start_recording(config.observe, self._folder, self._name)
+        start_recording(config.observe, self._run_dir, self._name)
         replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
-        queue = RemoteQueue(self._peers)
-        self._sync = synchronizer(config, replicas, queue, version=version, versions=versions)
+        self._sync = synchronizer(config, replicas, remote_queue(self._actors), version=version, versions=versions)
 
     async def run(self) -> None:
         await self._sync.run()
@@ -138,13 +138,11 @@ class SynchronizerActor(Component):
         if self._sync is not None:
             await self._sync.announce()
 
-    async def submit(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> list[int] | None:
-        in_use: list[int] | None = await self._sync.submit(version, weights, checksum, n_bytes)
-        return in_use
+    async def submit(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> Any:
+        return await self._sync.submit(version, weights, checksum, n_bytes)
 
-    async def prime(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> list[int] | None:
-        in_use: list[int] | None = await self._sync.prime(version, weights, checksum, n_bytes)
-        return in_use
+    async def prime(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> Any:
+        return await self._sync.prime(version, weights, checksum, n_bytes)
 
     async def wait_published(self, version: int, wait_s: float) -> bool:
         return bool(await self._sync.wait_published(version, wait_s=wait_s))
@@ -156,12 +154,12 @@ class SynchronizerActor(Component):
         return {} if self._sync is None else dict(self._sync.stats())
 
     async def rows(self) -> list[dict[str, Any]]:
-        """What is to be recorded of syncs since the last call."""
-        return [] if self._sync is None else self._sync.drain_rows()
+        """Return the records of weight syncs since the last call."""
+        return [] if self._sync is None else list(self._sync.drain_rows())
 
 
-class RollouterActor(Component):
-    """Around a `Rollouter` with its engine and reward stage."""
+class RollouterActor(_ComponentActor):
+    """Holds a `Rollouter` with its engine and reward stage."""
 
     def __init__(
         self,
@@ -176,57 +174,57 @@ class RollouterActor(Component):
         """`objects`: what settings name as `in_memory:name`."""
         super().__init__(name, run_dir)
         receive_in_memory(objects)
-        self._given = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
+        self._settings = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
+        self._observe = config.observe
         self._rollouter: Any = None
         self._closing = asyncio.Event()
 
     async def open(self) -> dict[str, Any]:
-        """Loads the model, and gives what the coordinator must know before it starts anything."""
+        """Load the model. Returns the number of prompts, which the queue needs."""
         from freewheel.runtime.building import RolloutSide
 
-        start_recording(self._given["config"].observe, self._folder, self._name, samples=True)
-        self._side = RolloutSide(**self._given)
-        self._rollouter = self._side.rollouter(RemoteQueue(self._peers))
-        gc.freeze()  # what was imported and loaded is no garbage: collections need not look through it
+        start_recording(self._observe, self._run_dir, self._name, samples=True)
+        self._side = RolloutSide(**self._settings)
+        self._rollouter = self._side.rollouter(remote_queue(self._actors))
+        gc.freeze()  # imported modules and the model are no garbage: collections need not visit them
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
 
     async def run(self) -> None:
-        """Until `close`: when there is nothing left to generate, the last version and evaluation still need it, and its
-        death must still be noticed."""
-        async with self._mortal():
+        """Run until `close`. With nothing left to generate, the last sync and evaluation still need this process."""
+        async with self._dying_with_engine():
             await self._rollouter.run()
         await self._closing.wait()
 
     @asynccontextmanager
-    async def _mortal(self) -> AsyncIterator[None]:
-        """With the engine this process ends, so that another is started in its place."""
+    async def _dying_with_engine(self) -> AsyncIterator[None]:
+        """End this process when the engine dies, so that both are restarted."""
         try:
             yield
         except EngineDied as error:
-            log.error("The engine died, and this process ends with it: %s", error)
-            with suppress(Exception):  # what it leaves behind would be in its successor's way
+            log.error("The engine died, so this process ends: %s", error)
+            with suppress(Exception):  # leftovers would get in the way of the next engine
                 await self._rollouter.close()
             end_recording()
-            os._exit(ENGINE_DIED)
+            os._exit(_ENGINE_DIED)
 
     async def load_weights(self, version: int, weights: list[Any], verify: bool) -> int | None:
         try:
             loaded = await weights[0]
         except OwnerDiedError as error:
             raise WeightsGone(str(error).splitlines()[0]) from error
-        async with self._mortal():
-            found: int | None = await self._rollouter.load_weights(version, loaded, verify=verify)
-        return found
+        async with self._dying_with_engine():
+            checksum: int | None = await self._rollouter.load_weights(version, loaded, verify=verify)
+        return checksum
 
     async def tickets(self) -> list[Ticket]:
-        """What it works on; a queue that comes in a dead one's place is told."""
+        """Return the tickets of all groups in progress, for a restarted queue."""
         return [] if self._rollouter is None else list(self._rollouter.tickets())
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
-        """This replica's share of the held-out prompts."""
-        async with self._mortal():
-            found: EvalResult | None = await self._side.evaluate(share, shares)
-        return found
+        """Evaluate this replica's share of the held-out prompts."""
+        async with self._dying_with_engine():
+            result: EvalResult | None = await self._side.evaluate(share, shares)
+        return result
 
     async def stats(self) -> dict[str, Any]:
         return {} if self._rollouter is None else dict(self._rollouter.stats())
@@ -239,8 +237,8 @@ class RollouterActor(Component):
         await super().close()
 
 
-class TrainerActor(Component):
-    """Around a `FullyAsyncTrainer` with its backend and checkpoints."""
+class TrainerActor(_ComponentActor):
+    """Holds a `FullyAsyncTrainer` with its backend and checkpoints."""
 
     def __init__(
         self,
@@ -252,31 +250,32 @@ class TrainerActor(Component):
         rank_options: Sequence[Mapping[str, Any]],
         resume: str | None,
     ) -> None:
-        """`objects`: what settings name as `in_memory:name`. `rank_options`: what Ray is told of each training process
-        beside this one."""
+        """`objects`: what settings name as `in_memory:name`. `rank_options`: Ray's options of each other training
+        process."""
         super().__init__(name, run_dir)
         receive_in_memory(objects)
-        self._given = {"config": config, "plan": plan, "run_dir": run_dir, "resume": resume}
+        self._settings = {"config": config, "plan": plan, "run_dir": run_dir, "resume": resume}
+        self._config, self._plan = config, plan
         self._rank_options = rank_options
         self._ranks: Ranks | None = None
         self._trainer: Any = None
-        self._stop = False
+        self._stop_requested = False
 
     async def open(self, replicas: Sequence[str]) -> str:
-        """Loads the model, and gives what the learning settings do together."""
+        """Load the model. Returns the learning settings in words."""
         from freewheel.runtime.building import TrainSide
 
-        start_recording(self._given["config"].observe, self._folder, self._name)
+        start_recording(self._config.observe, self._run_dir, self._name)
         if self._rank_options:
-            told = (self._given["config"], self._given["plan"])
-            self._ranks = ranks = await Ranks.start(*told, self._given["run_dir"], self._rank_options)
-            self._side = await ranks.opened(*told, lambda: TrainSide(**self._given, ranks=ranks))
+            self._ranks = ranks = await Ranks.start(self._config, self._plan, self._run_dir, self._rank_options)
+            build = lambda: TrainSide(**self._settings, ranks=ranks)  # noqa: E731
+            self._side = await ranks.opened(self._config, self._plan, build)
         else:
-            self._side = TrainSide(**self._given)
+            self._side = TrainSide(**self._settings)
         self._replicas = list(replicas)
-        self._publisher = RemotePublisher(self._peers)
-        self._trainer = self._side.trainer(RemoteQueue(self._peers), self._publisher, self._evaluate)
-        if self._stop:
+        self._publisher = RemotePublisher(self._actors)
+        self._trainer = self._side.trainer(remote_queue(self._actors), self._publisher, self._evaluate)
+        if self._stop_requested:
             self._trainer.request_stop()
         gc.freeze()
         return self._side.backend.describe()
@@ -284,10 +283,10 @@ class TrainerActor(Component):
     async def _evaluate(self, step: int) -> dict[str, float] | None:
         from freewheel.runtime.building import evaluation_metrics
 
-        if not self._side.config.eval.prompts:
+        if not self._config.eval.prompts:
             return None
         shares = [
-            self._peers.call(name, "evaluate", share, len(self._replicas), deadline_s=EVALUATION_S)
+            self._actors.call(name, "evaluate", share, len(self._replicas), deadline_s=_EVALUATION_S)
             for share, name in enumerate(self._replicas)
         ]
         return evaluation_metrics(await asyncio.gather(*shares))
@@ -296,16 +295,16 @@ class TrainerActor(Component):
         return str(await self._trainer.run())
 
     async def publish_again(self) -> None:
-        """For a synchronizer that came in a dead one's place."""
+        """Send the last weights to a restarted synchronizer."""
         if self._trainer is not None:
-            await self._publisher.again()
+            await self._publisher.publish_again()
 
     async def ranks(self) -> dict[str, tuple[int, str]]:
-        """The processes that train beside this one: number and node, by name."""
+        """Return process id and Ray node of the other training processes, by name."""
         return {} if self._ranks is None else self._ranks.processes
 
     async def request_stop(self) -> None:
-        self._stop = True
+        self._stop_requested = True
         if self._trainer is not None:
             self._trainer.request_stop()
 

@@ -1,13 +1,13 @@
-"""`FullyAsyncMain`: starts the components, watches them, recovers what can be recovered, and stops everything.
+"""`FullyAsyncMain`: the whole life of a run, in the user's own process.
 
-    start:  Ray ─▶ the crew: queue, synchronizer, trainer, rollouters
-    watch:  a look every second: rows to the recorder, statistics to log and view, progress to the watchdog
-            a part that died, was silent or stands still ─▶ replaced, while its budget lasts
-    end:    trainer's loop ended ─▶ queue closed ─▶ export ─▶ everything released, whatever happened before
+    start:  Ray ─▶ Supervisor: queue, synchronizer, trainer, rollouters
+    watch:  once a second: rows to the recorder, statistics to log and view, progress to the watchdog
+            a component that died, is silent or stalls ─▶ restarted, while its budget lasts
+    end:    the trainer's loop ended ─▶ export ─▶ queue closed ─▶ everything released, whatever happened before
 
-It waits for: the components' loops (each look is bounded). It is unblocked by: the trainer's end, a component's death,
-Ctrl-C or SIGTERM. What a part raises, other than by dying, ends the run; then the trainer finishes its step and saves
-first. Runs in the user's own process.
+It waits for the components' loops; each look is bounded. The trainer's end, a component's death, Ctrl-C, SIGTERM and
+`request_stop` unblock it. A component that raises an error ends the run. In that case the trainer first finishes its
+step and saves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from freewheel.runtime.building import check_journal, end_recording, named_funct
 from freewheel.runtime.cluster import cluster, lost_processes
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.recovery import KeepsDying, NothingToTrainOn, NotRecorded, RayDied, Restarts, Stalled
-from freewheel.runtime.remote import START_S, NoAnswer, call, cause, died
+from freewheel.runtime.remote import START_S, NoAnswer, call, is_death, unwrap
 from freewheel.runtime.start import new_run, write_config
 from freewheel.runtime.supervisor import Poller, Supervisor, newest_checkpoint
 from freewheel.trainer.checkpoint import Resumed, RunLock, RunLocked
@@ -48,25 +48,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("freewheel.runtime")
 
 LOOK_EVERY_S = 1.0
-"""Between two looks at the components. A look costs a few milliseconds of theirs."""
+"""Time between two looks at the components. A look costs them a few milliseconds."""
 ANSWER_S = 5.0
-"""Longest time that a look waits for an answer; one that comes later is told at a later look."""
-SILENT_TIMES = 3
-"""Questions in a row that `recovery.silent_s` is divided into: one that was lost is no silence."""
+"""Longest time that a look waits for an answer. A later answer is used by a later look."""
+SILENT_QUESTIONS = 3
+"""Unanswered questions in a row, over `recovery.silent_s`, that make a component silent. One may get lost."""
 STOP_S = 10.0
 """Longest time for a component to close when a run ends."""
 SAVE_S = 120.0
-"""Longest time for the trainer to save after something else failed, the step under way not counted."""
-PATIENCE = 10
-"""Times a time-out of generation or of a batch passes without any progress before a run is held to be stuck."""
-ROWS = "rows"
-"""The question for the trainer's rows, among those for statistics."""
-SYNCS = "syncs"
-"""The question for what is to be recorded of weight syncs."""
+"""Longest time for the trainer to save after another component failed, without its current step."""
+_PATIENCE = 10
+"""A run without any progress for this many generation or batch timeouts is stuck."""
+_TRAINER_ROWS, _SYNC_ROWS = "rows", "syncs"
+"""Names of the questions for rows, next to one question for statistics to each component."""
 
 
 class FullyAsyncMain:
-    """Nothing that it started outlives it. Hook: `custom_monitor`, by subclass or by configuration."""
+    """Runs a training run. Nothing that it started outlives it. Hook: `custom_monitor`."""
 
     def __init__(
         self,
@@ -79,23 +77,25 @@ class FullyAsyncMain:
         alongside: Callable[[], AbstractContextManager[None]] = nullcontext,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`alongside`: what goes on while the run does, such as its page; from when the folder is its own."""
+        """`changed`: settings that differ from the resumed run's, in words. `alongside`: entered while the run lasts,
+        once the run directory is locked; it serves the run's page."""
         self.config = config if config.run_dir else new_run(config)
         self.plan = plan
         self.run_dir = Path(self.config.run_dir or "").absolute()
         self._resume = resume
         self._changed = changed
-        """Settings that a resumed run did not have before, in words."""
         self._clock = clock
         self._view = view
         self._alongside = alongside
         self._monitor = named_function("observe.custom_monitor", config.observe.custom_monitor)
-        self._supervisor = Supervisor(config=self.config, plan=plan, run_dir=self.run_dir, tell=self._tell)
+        self._supervisor = Supervisor(
+            config=self.config, plan=plan, run_dir=self.run_dir, on_process=self._record_process
+        )
         recovery = config.recovery
         self._restarts = Restarts(max_restarts=recovery.max_restarts, backoff_s=recovery.backoff_s)
         self._poller = Poller()
         self._ending: tuple[Outcome, BaseException | None] = ("stopped", None)
-        self._stopping = 0
+        self._interrupts = 0
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requested = False
@@ -104,35 +104,42 @@ class FullyAsyncMain:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        """The whole run, in the foreground. `ConfigError`: it cannot begin."""
+        """Run to the end. Raises `ConfigError` if the run cannot begin."""
         alerts = Alerts(self.config.observe.alerts)
-        with self._own_folder() as sinks:
+        with self._own_run_dir() as sinks:
             recorder = Recorder(run_dir=self.run_dir, sinks=sinks, alerts=alerts)
             with closing(recorder), self._alongside():
                 account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
                 self._account = account
-                # Ray is joined before our signal handlers are set, which replace those that it sets.
                 cpus = self.plan.replicas * self.plan.threads_rollout + self.plan.world_size * self.plan.threads_trainer
                 try:
                     with cluster(address=self.config.ray.address, cpus=cpus):
-                        asyncio.run(self._whole())
+                        asyncio.run(self._live())
                 except KeyboardInterrupt:
                     log.warning("Stopped while Ray was being started or ended")
-                except SystemExit as asked:  # by the handler that Ray sets for SIGTERM before ours are
+                except SystemExit as asked:  # from Ray's SIGTERM handler, before ours replaces it
                     if asked.code != signal.SIGTERM:
                         raise
             outcome, error = self._ending
             summary = account.finish(outcome, error)
             return RunResult(outcome=outcome, run_dir=self.run_dir, steps=account.step, summary=summary, error=error)
 
+    def request_stop(self) -> None:
+        """Finish the step, save and end, as Ctrl-C does. May be called from any thread; a second call ends at once."""
+        with self._stop_lock:
+            if self._loop is None:  # Ray is being started
+                self._stop_requested = True
+                return
+        with suppress(RuntimeError):  # the loop has closed: the run is over
+            self._loop.call_soon_threadsafe(self._interrupt)
+
     @contextmanager
-    def _own_folder(self) -> Iterator[list[Sink]]:
-        """The run directory, for nobody else while this run lasts, with its configuration and its log, and the sinks.
-        A start that is refused leaves no run behind, which the next would have to go on with."""
+    def _own_run_dir(self) -> Iterator[list[Sink]]:
+        """Lock the run directory, and write configuration and log into it. A refused start leaves no run behind."""
         lock, sinks = RunLock(self.run_dir), list[Sink]()
         try:
             lock.acquire()
-            sinks += self._sinks()
+            sinks += self._open_sinks()
             write_config(self.config)
             attach_log(self.run_dir, "main")
             start_recording(self.config.observe, self.run_dir, "main")
@@ -153,8 +160,7 @@ class FullyAsyncMain:
             detach_log()
             lock.release()
 
-    def _sinks(self) -> list[Sink]:
-        """Before Ray is started: what cannot work is to be said at once."""
+    def _open_sinks(self) -> list[Sink]:
         observe = self.config.observe
         try:
             return open_sinks(
@@ -167,28 +173,19 @@ class FullyAsyncMain:
         except SinkError as error:
             raise ConfigError(error.key, error.value, error.remedy) from error
 
-    def request_stop(self) -> None:
-        """Finish the step, save and end; a second request ends at once. As Ctrl-C does, from any thread."""
-        with self._stop_lock:
-            if self._loop is None:  # Ray is being started
-                self._stop_requested = True
-                return
-        with suppress(RuntimeError):  # the loop has closed: the run is over
-            self._loop.call_soon_threadsafe(self._interrupted)
-
-    async def _whole(self) -> None:
+    async def _live(self) -> None:
         self._working = asyncio.ensure_future(self._work())
         with self._stop_lock:
             self._loop = asyncio.get_running_loop()
-        with self._signals():
+        with self._signal_handlers():
             if self._stop_requested:
-                self._interrupted()
+                self._interrupt()
             try:
                 self._ending = (await self._working, None)
             except asyncio.CancelledError:
                 self._ending = ("stopped", None)
-            except Exception as caught:  # told to the user with what to do next, whatever it was
-                error = cause(caught)
+            except Exception as caught:  # reported to the user, whatever it is
+                error = unwrap(caught)
                 self._ending = ("failed", error)
                 log.error("The run ended: %s: %s", type(error).__name__, error, exc_info=caught)
             finally:
@@ -199,65 +196,64 @@ class FullyAsyncMain:
         try:
             outcome = await self._watch()
         except Exception:
-            with suppress(asyncio.CancelledError):  # ended in haste, it has failed all the same
+            with suppress(asyncio.CancelledError):  # the run has failed, also if an interrupt cuts this short
                 await self._let_trainer_save()
-                with suppress(Exception):  # what the others know by now may say why
+                with suppress(Exception):  # other components may know the cause by now
                     await self._look(last=True)
             raise
         await self._look(last=True)
         if outcome == "finished" and self._account.step == 0:
-            raise NothingToTrainOn("every prompt was given up and no step was taken: the warnings in the log say why")
+            raise NothingToTrainOn("every prompt was abandoned and no step was taken: see the warnings in the log")
         if outcome == "finished":
             await call(self._supervisor.handles["trainer"], "export", str(self.run_dir / FINAL), deadline_s=START_S)
         return outcome
 
     async def _let_trainer_save(self) -> None:
-        """Where the trainer lives, what it learned outlives the failure of another."""
+        """After another component failed: save what the trainer learned, if it can."""
         trainer = self._supervisor.loops.get("trainer")
         if trainer is None or trainer.done() or "trainer" in self._supervisor.opening:
             return
-        if (
-            "queue" not in self._supervisor.loops
-        ):  # it died for good: without it no checkpoint can say which prompts ended
+        if "queue" not in self._supervisor.loops:  # only the queue knows which prompts a checkpoint covers
             return
         self._account.say("The run has failed: finishing the step and saving before it ends")
-        with suppress(NoAnswer, RayError):  # it may be about to end by itself
+        with suppress(NoAnswer, RayError):  # the trainer may be ending by itself
             await call(self._supervisor.handles["trainer"], "request_stop", deadline_s=self.config.recovery.silent_s)
         limit_s = SAVE_S + self._account.progress.longest_step_s
         await asyncio.wait([trainer], timeout=limit_s)
         if not trainer.done():
-            log.error("The trainer did not end within %.0f s: what it learned since its last save is lost", limit_s)
+            log.error("The trainer did not end within %.0f s: steps since its last save are lost", limit_s)
 
     @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM: finish the step and save. A second one: end now; while closing: wait for nobody."""
+    def _signal_handlers(self) -> Iterator[None]:
+        """Handle Ctrl-C and SIGTERM in the main thread. Replaces the handlers that Ray has set."""
         loop = asyncio.get_running_loop()
-        here = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
-        numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
         for number in numbers:
-            loop.add_signal_handler(number, self._interrupted)
+            loop.add_signal_handler(number, self._interrupt)
         try:
             yield
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _interrupted(self) -> None:
-        self._stopping += 1
+    def _interrupt(self) -> None:
+        """The first time: finish the step and save. The second time: end now. While closing: stop waiting."""
+        self._interrupts += 1
         if self._working.done():
             self._hurry.set()
             return
         trainer = self._supervisor.loops.get("trainer")
-        if self._stopping > 1 or trainer is None or trainer.done() or "trainer" in self._supervisor.opening:
-            self._working.cancel()  # also where the trainer died: what it had not saved is in the journal
+        if self._interrupts > 1 or trainer is None or trainer.done() or "trainer" in self._supervisor.opening:
+            self._working.cancel()  # unsaved steps of a dead trainer are in the journal
             return
-        self._account.say("Finishing the step and saving; once more ends at once")
-        self._stop = asyncio.ensure_future(self._supervisor.stop_trainer())
+        self._account.say("Finishing the step and saving; interrupt again to end at once")
+        self._stopping = asyncio.ensure_future(self._supervisor.stop_trainer())
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        resumed = self._resumed() if self._resume else None
+        resumed = self._find_checkpoint() if self._resume else None
         self._account.begin(resumed.step if resumed else 0)
         shared = self.plan.shared_gpu
         self._account.note(f"Training and generation share {'a' if shared else 'no'} GPU", shared_gpu=shared)
@@ -267,10 +263,10 @@ class FullyAsyncMain:
             self._account.say(note)
         if self._resume:
             queue = await call(self._supervisor.handles["queue"], "stats")
-            self._account.went_as_far_as(queue["step"])
+            self._account.skip_known_rows(queue["step"])
         self._account.started()
 
-    def _resumed(self) -> Resumed | None:
+    def _find_checkpoint(self) -> Resumed | None:
         found = newest_checkpoint(self.run_dir, self.config)
         if found is not None:
             log.info("Resuming from %s (step %d, version %d)", found.path, found.step, found.version)
@@ -279,7 +275,7 @@ class FullyAsyncMain:
         if damaged:
             check_journal(self.run_dir)
         why = "No checkpoint can be loaded" if damaged else "There is no checkpoint yet"
-        self._account.say(f"{why}: beginning anew, with what the journal has")
+        self._account.say(f"{why}: starting from the beginning, with what the journal has")
         return None
 
     # -- watch --------------------------------------------------------------------------------------------------------
@@ -294,31 +290,26 @@ class FullyAsyncMain:
                 if error is None and name == "trainer":
                     outcome: Outcome = ended.result()
                     return outcome
-                if (
-                    name == "trainer"
-                    and self._stopping
-                    and error
-                    and died(error)
-                    and self._supervisor.can_replace(name)
-                ):
-                    return "stopped"  # what it was to save is in the journal
-                self._ended(name, error)
+                dies_while_stopping = name == "trainer" and self._interrupts and error and is_death(error)
+                if dies_while_stopping and self._supervisor.can_replace(name):
+                    return "stopped"  # its unsaved steps are in the journal
+                self._recover(name, error)
             await self._look()
 
-    def _ended(self, name: str, error: BaseException | None) -> None:
-        """A component's loop is over while the run is not."""
-        unready = type(error) is NoAnswer  # what took its place was not ready in time, or waited for another in vain
-        if error is None or not (died(error) or unready):
+    def _recover(self, name: str, error: BaseException | None) -> None:
+        """Restart a component whose loop ended while the run continues, or raise why the run cannot continue."""
+        was_not_ready = type(error) is NoAnswer  # a replacement that did not open in time
+        if error is None or not (is_death(error) or was_not_ready):
             raise error or RuntimeError(f"{name} ended by itself")
         why = str(error).splitlines()[0]
         if dead := lost_processes():
             raise RayDied(f"Ray itself died ({', '.join(dead)}), and everything with it: resume the run") from error
-        if not isinstance(error, ActorDiedError):  # it may live, and of two with one name the elder must not
+        if not isinstance(error, ActorDiedError):  # it may be alive, and two actors must not share a name
             self._kill(name, why)
         if not self._supervisor.can_replace(name):
             raise NotRecorded(
-                f"{name} died ({why}), and what it had was in no journal (journal.enabled = false): resume the run, "
-                "which goes on from its last checkpoint, or begin one with journal.enabled=true"
+                f"{name} died ({why}), and its state was not journaled (journal.enabled = false): resume the run, "
+                "which continues from its last checkpoint, or start one with journal.enabled=true"
             ) from error
         wait_s = self._restarts.died(name, step=self._account.step)
         if wait_s is None:
@@ -326,82 +317,80 @@ class FullyAsyncMain:
                 f"{name} died {self.config.recovery.max_restarts + 1} times without a step trained in between "
                 f"(recovery.max_restarts); the last time: {why}"
             ) from error
-        self._account.say(f"{name} died and is started anew: {why}")
-        log.error("%s died and is started anew in %g s: %s", name, wait_s, why)
+        self._account.say(f"{name} died and is restarted: {why}")
+        log.error("%s died and is restarted in %g s: %s", name, wait_s, why)
         self._poller.forget(name)
         self._supervisor.replace(name, after_s=wait_s)
 
     async def _look(self, *, last: bool = False) -> None:
-        """Statistics and rows from everybody who answers; who died is told by its loop."""
+        """Collect statistics and rows from every component that answers. Deaths are reported by the loops."""
         stats: dict[str, Any] = {}
         rows: list[Any] = []
         syncs: list[dict[str, Any]] = []
-        for _ in range(2 if last and self._poller.pending else 1):  # what is still owed does not tell the latest
-            found = await self._poller.round(self._questions(), wait_s=ANSWER_S, late=last)
-            rows += found.pop(ROWS, None) or []
-            syncs += found.pop(SYNCS, None) or []
+        for _ in range(2 if last and self._poller.is_waiting else 1):  # answers to old questions are not the latest
+            found = await self._poller.poll(self._questions(), wait_s=ANSWER_S, late=last)
+            rows += found.pop(_TRAINER_ROWS, None) or []
+            syncs += found.pop(_SYNC_ROWS, None) or []
             stats |= {name: answer for name, answer in found.items() if answer is not None}
-        due = self._account.look(stats, rows, self._clock(), last=last)
-        self._account.synced(syncs)
-        if due:
+        statistics_due = self._account.look(stats, rows, self._clock(), last=last)
+        self._account.record_syncs(syncs)
+        if statistics_due:
             for line in component_statistics(self._account.statistics):
                 log.info("%s", line)
             self._call_monitor()
         if not last:
-            self._end_the_silent()
-            self._judge(stats)
+            self._kill_silent()
+            self._check_progress(stats)
 
     def _questions(self) -> dict[str, Callable[[], Any]]:
         answering = [name for name in self._supervisor.handles if name not in self._supervisor.opening]
-        deadline_s = self.config.recovery.silent_s / SILENT_TIMES
+        deadline_s = self.config.recovery.silent_s / SILENT_QUESTIONS
         questions: dict[str, Callable[[], Any]]
         questions = {name: partial(self._ask, name, "stats", deadline_s) for name in answering}
-        if "trainer" in answering:  # asked once: they are told once
-            questions[ROWS] = partial(self._ask, "trainer", "rows", START_S)
-        if "sync" in answering:
-            questions[SYNCS] = partial(self._ask, "sync", "rows", START_S)
+        for name, question in (("trainer", _TRAINER_ROWS), ("sync", _SYNC_ROWS)):
+            if name in answering:  # with a long deadline: rows are given out once
+                questions[question] = partial(self._ask, name, "rows", START_S)
         return questions
 
     async def _ask(self, name: str, method: str, deadline_s: float) -> Any:
-        """The answer; None of one that died."""
+        """Return the answer, or None of a dead component."""
         try:
             return await call(self._supervisor.handles[name], method, deadline_s=deadline_s)
         except RayActorError:
             return None
 
-    def _end_the_silent(self) -> None:
-        """A part that does not answer is as good as dead; its end makes it so, and it is replaced."""
-        for name in [name for name in self._supervisor.handles if self._poller.silent[name] >= SILENT_TIMES]:
+    def _kill_silent(self) -> None:
+        """Kill components that do not answer, so that they are replaced."""
+        for name in [name for name in self._supervisor.handles if self._poller.silent[name] >= SILENT_QUESTIONS]:
             self._kill(name, f"it was silent for {self.config.recovery.silent_s:g} s")
 
     def _kill(self, name: str, why: str) -> None:
         self._poller.forget(name)
-        self._account.say(f"{name} is ended: {why}")
+        self._account.say(f"{name} is killed: {why}")
         self._supervisor.kill(name)
 
-    def _judge(self, stats: Mapping[str, Any]) -> None:
-        """Ends a run that gets nowhere, after what stands still was started anew in vain."""
+    def _check_progress(self, stats: Mapping[str, Any]) -> None:
+        """Restart what stalls. End the run if that did not help, or if no step can be expected."""
         if self._account.hopeless:
             raise NothingToTrainOn(self._account.hopeless)
-        stalled = self._account.progress.stalled(self._clock(), patience_s=self._patience_s)
-        if stalled is None:
+        stall = self._account.progress.stalled(self._clock(), patience_s=self._patience_s)
+        if stall is None:
             return
         where = stats.get("queue", {}).get("waiting_for", "the queue does not answer")
         if self._account.progress.stalls > 1:
-            raise Stalled(f"{stalled.why}: {where}")
-        for name in ["trainer"] if stalled.training else self._supervisor.replicas:
+            raise Stalled(f"{stall.why}: {where}")
+        for name in ["trainer"] if stall.is_training else self._supervisor.replicas:
             if name not in self._supervisor.opening:
-                self._kill(name, f"{stalled.why}: {where}")
+                self._kill(name, f"{stall.why}: {where}")
 
     @property
     def _patience_s(self) -> float:
         """Longer than anything may take that shows no progress."""
         a, reward = self.config.async_training, self.config.reward
         hook_s = HOOK_TIMEOUTS * a.generation_timeout if self.config.rollout.rollouter_class else 0.0
-        return PATIENCE * max(a.batch_timeout, a.generation_timeout) + 2 * reward.timeout_s + hook_s
+        return _PATIENCE * max(a.batch_timeout, a.generation_timeout) + 2 * reward.timeout_s + hook_s
 
-    def _tell(self, name: str, process: int, node: str) -> None:
-        """Where a part runs: for whoever looks at, or after, a run's processes."""
+    def _record_process(self, name: str, process: int, node: str) -> None:
         self._account.note(f"{name} is process {process}", process=process, role=name, node=node)
 
     def _call_monitor(self) -> None:
@@ -412,25 +401,22 @@ class FullyAsyncMain:
             log.exception("custom_monitor failed")
 
     def custom_monitor(self, trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
-        """Hook, called with each `Component Statistics`: the function that `observe.custom_monitor` names."""
+        """Hook, called with each `Component Statistics`. Calls the function named by `observe.custom_monitor`."""
         if self._monitor is not None:
             self._monitor(trainer_stats, rollouter_stats)
 
     # -- end ----------------------------------------------------------------------------------------------------------
 
     async def _end(self) -> None:
-        """Releases everything, in the order of the data; nobody who does not answer is waited for."""
+        """Close all components at once, for at most `STOP_S` or until an interrupt; then kill what is left."""
         await self._poller.close()
-        handles = self._supervisor.handles
-        asked: list[Any] = [call(handle, "close", deadline_s=STOP_S) for handle in handles.values()]
-        ends: list[Any] = [asyncio.gather(*asked, return_exceptions=True), asyncio.ensure_future(self._hurry.wait())]
-        await asyncio.wait(ends, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
-        await asyncio.gather(*ends, return_exceptions=True)
-        for loop in self._supervisor.loops.values():
-            loop.cancel()
-        await asyncio.gather(*self._supervisor.loops.values(), return_exceptions=True)
+        handles, loops = self._supervisor.handles, self._supervisor.loops
+        closes = [call(handle, "close", deadline_s=STOP_S) for handle in handles.values()]
+        waits: list[Any] = [asyncio.gather(*closes, return_exceptions=True), asyncio.ensure_future(self._hurry.wait())]
+        await asyncio.wait(waits, timeout=STOP_S, return_when=asyncio.FIRST_COMPLETED)
+        for task in (*waits, *loops.values()):
+            task.cancel()
+        await asyncio.gather(*waits, *loops.values(), return_exceptions=True)
         for handle in handles.values():
             ray.kill(handle)
         self._supervisor.release()

@@ -1,15 +1,15 @@
-"""`Supervisor`: the components of a run as Ray actors: started, introduced to each other, and replaced when they die.
+"""`Supervisor`: starts the components of a run as Ray actors, connects them, polls them, and replaces dead ones.
 
-    start:    actors, all at once ─▶ opened in the order of their needs ─▶ introduced ─▶ their loops
-    replace:  (back-off) ─▶ a new actor ─▶ opened with what the others know ─▶ introduced ─▶ its loop
+    start:    all actors at once ─▶ open, in the order of their dependencies ─▶ connect ─▶ their loops run
+    replace:  (back-off) ─▶ a new actor ─▶ open with what the others know ─▶ connect ─▶ its loop runs
 
-    rollouter  what it worked on is issued again; it has the newest weights before it gets any work
-    queue      restored from the journal, and told what live rollouters have in hand; the synchronizer announces anew
-    sync       told what each engine holds; the trainer publishes its last version again
-    trainer    the newest checkpoint; steps since are in the queue's journal and are trained again as they were
+    rollouter  its groups are issued again; it loads the newest weights before it gets any work
+    queue      restored from the journal and the tickets that live rollouters hold; the synchronizer announces again
+    sync       receives the version that each engine holds; the trainer publishes its last version again
+    trainer    loads the newest checkpoint; later steps are in the queue's journal and are replayed as they were
 
-A replacement waits for: its own start, and for peers that are being replaced at the same time. The watch continues
-meanwhile. Called by `FullyAsyncMain`.
+A replacement waits for its own start, and for actors that are replaced at the same time. Watching continues meanwhile.
+Used by `FullyAsyncMain`.
 """
 
 from __future__ import annotations
@@ -28,50 +28,49 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from freewheel.data.group import Ticket
 from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime import actors
-from freewheel.runtime.actors import MANY
+from freewheel.runtime.actors import MAX_CALLS
 from freewheel.runtime.building import model_folder
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.placement import Pools
-from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, RemoteQueue, call
+from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, call, remote_queue
 from freewheel.trainer.checkpoint import CheckpointStore, Resumed
 from freewheel.utils.registry import objects_in_memory
+from freewheel.utils.waiting import unless_failed
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
 
-
 log = logging.getLogger("freewheel.runtime")
 
-ASK_S = 10.0
-"""Longest time for a component to say what another's successor must know; one that does not say it is as good as dead,
-and what it works on is issued again."""
+_HANDOVER_S = 10.0
+"""Longest time for an actor to report what a replaced one must know. An actor that does not answer counts as dead, and
+its groups are issued again."""
 
-Tell = Callable[[str, int, str], None]
-"""(name, process, node): called for each component that is started."""
+OnProcess = Callable[[str, int, str], None]
+"""(name, process id, node): called for each process that is started."""
 
 
 class Supervisor:
-    """Everybody by name: `queue`, `sync`, `trainer`, `rollouter-0` and so on."""
+    """Owns the actors by name: `queue`, `sync`, `trainer`, `rollouter-0` and so on."""
 
-    def __init__(self, *, config: TrainConfig, plan: Plan, run_dir: Path, tell: Tell) -> None:
+    def __init__(self, *, config: TrainConfig, plan: Plan, run_dir: Path, on_process: OnProcess) -> None:
         self.handles: dict[str, Any] = {}
         self.loops: dict[str, asyncio.Task[Any]] = {}
-        """Each ends with its component, or is its replacement under way."""
+        """A task for each component. It ends when the component does; it includes a replacement in progress."""
         self.opening: set[str] = set()
-        """Those that load what they need, and cannot answer."""
-        self.peers = ActorDirectory()
+        """Components that are loading and cannot answer."""
+        self.directory = ActorDirectory()
         self._config = config
         self._plan = plan
+        self._objects = objects_in_memory()
         self._run_dir = run_dir
-        self._tell = tell
+        self._on_process = on_process
         self._processes: dict[str, tuple[int, str]] = {}
         self._total_prompts: int | None = None
         self._start_from: tuple[str, int] = ("", 0)
         self._pools = Pools(plan)
-        self._objects = objects_in_memory()
 
     @property
     def replicas(self) -> list[str]:
@@ -80,7 +79,7 @@ class Supervisor:
     # -- start --------------------------------------------------------------------------------------------------------
 
     async def start(self, resumed: Resumed | None) -> list[str]:
-        """All of them, from a checkpoint or from the beginning. Gives what is to be said of it."""
+        """Start all components, from a checkpoint or from the beginning. Returns notes about the journal."""
         self._start_from = (resumed.path, resumed.version) if resumed else (model_folder(self._config), 0)
         mark = CheckpointMark(resumed.step, resumed.version, resumed.frontier) if resumed else CheckpointMark()
         await self._pools.reserve()
@@ -90,31 +89,30 @@ class Supervisor:
             "trainer": self._new_trainer(resumed),
             **{name: self._new_rollouter(name) for name in self.replicas},
         }
-        await asyncio.gather(*(self._identified(name) for name in self.handles))
+        await asyncio.gather(*(self._report_process(name) for name in self.handles))
         described, opened, *_ = await asyncio.gather(
             call(self.handles["trainer"], "open", self.replicas, deadline_s=START_S),
             *(call(self.handles[name], "open", deadline_s=START_S) for name in self.replicas),
         )
-        await self._tell_of_ranks()
+        await self._report_ranks()
         self._total_prompts = opened["total_prompts"]
         opening = (self._config, self._total_prompts, mark, None)
         notes = await call(self.handles["queue"], "open", *opening, deadline_s=START_S)
         rollouters = {name: self.handles[name] for name in self.replicas}
         await call(self.handles["sync"], "open", self._config, rollouters, self._start_from[1], None)
-        await self._introduce()
+        await self._connect()
         log.info("Training: %s", described)
         for name, handle in self.handles.items():
             self.loops[name] = asyncio.ensure_future(_run(handle))
         return list(notes)
 
-    def _actor(self, kind: type, name: str, *args: Any, **needs: Any) -> Any:
-        """`needs`: what it asks Ray for."""
-        options = {"num_cpus": 0, "max_concurrency": MANY} | needs
+    def _actor(self, kind: type, name: str, *args: Any, **resources: Any) -> Any:
+        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS} | resources
         return ray.remote(kind).options(**options).remote(name, str(self._run_dir), *args)
 
     def _new_rollouter(self, name: str) -> Any:
         path, version = self._start_from
-        if not Path(path).exists():  # a checkpoint that was resumed from, and pruned since: `join` brings newer weights
+        if not Path(path).exists():  # a checkpoint that was pruned since; `join` brings newer weights
             path = model_folder(self._config)
         return self._actor(
             actors.RollouterActor,
@@ -126,129 +124,120 @@ class Supervisor:
         )
 
     def _new_trainer(self, resumed: Resumed | None) -> Any:
+        others = [self._rank_resources(rank) for rank in range(1, self._plan.world_size)]
         return self._actor(
             actors.TrainerActor,
             "trainer",
-            *(self._config, self._plan, self._objects, self._rank_options(), resumed.path if resumed else None),
-            **self._training(0),
+            *(self._config, self._plan, self._objects, others, resumed.path if resumed else None),
+            **self._rank_resources(0),
         )
 
-    def _training(self, rank: int) -> dict[str, Any]:
-        """What a training process asks Ray for."""
+    def _rank_resources(self, rank: int) -> dict[str, Any]:
         needs = {"num_cpus": self._plan.threads_trainer, "num_gpus": self._plan.gpus_trainer}
         return needs | self._pools.options("trainer", rank)
 
-    def _rank_options(self) -> list[dict[str, Any]]:
-        """Of each training process beside the trainer's own, which starts them and is their end."""
-        return [self._training(rank) for rank in range(1, self._plan.world_size)]
-
-    async def _tell_of_ranks(self) -> None:
+    async def _report_ranks(self) -> None:
+        """The trainer's actor starts the other training processes, and ends them."""
         if self._plan.world_size > 1:
-            for name, found in (await call(self.handles["trainer"], "ranks", deadline_s=ASK_S)).items():
-                self._tell(name, *found)
+            for name, process in (await call(self.handles["trainer"], "ranks", deadline_s=_HANDOVER_S)).items():
+                self._on_process(name, *process)
 
-    async def _identified(self, name: str) -> None:
+    async def _report_process(self, name: str) -> None:
         self._processes[name] = await call(self.handles[name], "process", deadline_s=START_S)
-        self._tell(name, *self._processes[name])
+        self._on_process(name, *self._processes[name])
 
-    async def _introduce(self) -> None:
-        """Everybody to everybody, those that are opened. One that does not hear it has died, or will ask in vain until
-        it is replaced itself."""
+    async def _connect(self) -> None:
+        """Give every open actor the handles of all others. One that misses it has died, and is replaced itself."""
         known = {name: handle for name, handle in self.handles.items() if name not in self.opening}
-        self.peers.meet(known)
-        met = [call(handle, "meet", known, deadline_s=ASK_S) for handle in known.values()]
-        await asyncio.gather(*(_if_alive(one) for one in met))
+        self.directory.update(known)
+        connecting = [call(handle, "connect", known, deadline_s=_HANDOVER_S) for handle in known.values()]
+        await asyncio.gather(*(_if_alive(one) for one in connecting))
 
     # -- replacements -------------------------------------------------------------------------------------------------
 
     def can_replace(self, name: str) -> bool:
-        """Without a journal a queue's death is the loss of what it held, and nobody can give a trainer's successor the
-        steps since its checkpoint."""
+        """Without a journal, a dead queue's groups are lost, and so are the steps since the trainer's checkpoint."""
         return name not in ("queue", "trainer") or self._config.journal.enabled
 
     def replace(self, name: str, *, after_s: float) -> None:
-        """Starts `name` anew. Its loop is the replacement from now on, and then the new one's own."""
+        """Restart `name`. Its loop is now the replacement's work, and then the new component's loop."""
         self.opening.add(name)
         self._processes.pop(name, None)
-        self.loops[name] = asyncio.ensure_future(self._replaced(name, after_s))
+        self.loops[name] = asyncio.ensure_future(self._replace(name, after_s))
 
-    async def _replaced(self, name: str, after_s: float) -> Any:
+    async def _replace(self, name: str, after_s: float) -> Any:
         await asyncio.sleep(after_s)
-        role = name if name in _ROLES else "rollouter"
-        return await _ROLES[role](self, name)
+        restart = {"queue": self._restart_queue, "sync": self._restart_sync, "trainer": self._restart_trainer}
+        return await (restart[name]() if name in restart else self._restart_rollouter(name))
 
-    async def _started(
-        self, name: str, handle: Any, *args: Any, then: Callable[[], Awaitable[Any]] | None = None
-    ) -> Any:
-        """A new actor in the place of `name`, opened, and everybody knows it; `then`: before anybody does."""
+    async def _open(self, name: str, handle: Any, *args: Any, then: Callable[[], Awaitable[Any]] | None = None) -> Any:
+        """Open a new actor under `name` and connect it. `then` runs before anybody else can call it."""
         self.handles[name] = handle
-        await self._identified(name)
+        await self._report_process(name)
         answer = await call(handle, "open", *args, deadline_s=START_S)
         if then is not None:
             await then()
         self.opening.discard(name)
-        await self._introduce()
+        await self._connect()
         return answer
 
-    async def _rollouter(self, name: str) -> Any:
-        lost = await RemoteQueue(self.peers).release_replica(name)
+    async def _restart_rollouter(self, name: str) -> Any:
+        lost = await remote_queue(self.directory).release_replica(name)
         log.error("%s died; %d groups are issued again", name, lost)
         handle = self._new_rollouter(name)
-        joining = partial(self.peers.call, "sync", "join", name, handle, deadline_s=START_S)
-        await self._started(name, handle, then=joining)
+        join = partial(self.directory.call, "sync", "join", name, handle, deadline_s=START_S)
+        await self._open(name, handle, then=join)
         return await _run(handle)
 
-    async def _queue(self, name: str) -> Any:
-        handle = self._actor(actors.QueueActor, name)
-        in_flight = await self._in_flight()
-        for note in await self._started(name, handle, self._config, self._total_prompts, None, in_flight):
+    async def _restart_queue(self) -> Any:
+        handle = self._actor(actors.QueueActor, "queue")
+        in_flight = await self._ask_rollouters("tickets")
+        for note in await self._open("queue", handle, self._config, self._total_prompts, None, in_flight):
             log.info("%s", note)
-        # A synchronizer that does not hear it has died: its successor announces by itself.
-        return await _run(handle, beside=_if_alive(self.peers.call("sync", "announce")))
+        # A synchronizer that does not hear this has died, and its replacement announces by itself.
+        return await _run(handle, inform=_if_alive(self.directory.call("sync", "announce")))
 
-    async def _in_flight(self) -> dict[str, list[Ticket]]:
-        asked = [name for name in self.replicas if name not in self.opening]
-        answers = await asyncio.gather(
-            *(_if_alive(call(self.handles[name], "tickets", deadline_s=ASK_S)) for name in asked)
-        )
-        return {name: tickets for name, tickets in zip(asked, answers, strict=True) if tickets is not None}
-
-    async def _sync(self, name: str) -> Any:
-        handle = self._actor(actors.SynchronizerActor, name)
-        queue = await self.peers.call("queue", "stats")
-        living = [one for one in self.replicas if one not in self.opening]
-        stats = await asyncio.gather(*(_if_alive(call(self.handles[one], "stats", deadline_s=ASK_S)) for one in living))
-        versions = {one: found["version"] for one, found in zip(living, stats, strict=True) if found}
-        rollouters = {one: self.handles[one] for one in self.replicas}
-        # What every engine holds is published, also where the queue is a successor that was not told so.
+    async def _restart_sync(self) -> Any:
+        handle = self._actor(actors.SynchronizerActor, "sync")
+        queue = await self.directory.call("queue", "stats")
+        versions = {name: stats["version"] for name, stats in (await self._ask_rollouters("stats")).items() if stats}
+        rollouters = {name: self.handles[name] for name in self.replicas}
+        # A version that every engine holds is published, also if a restarted queue does not know it.
         published = max(queue["published_version"], min(versions.values(), default=0))
-        await self._started(name, handle, self._config, rollouters, published, versions)
-        return await _run(handle, beside=self._brought_up(handle))
+        await self._open("sync", handle, self._config, rollouters, published, versions)
+        return await _run(handle, inform=self._bring_sync_up_to_date(handle))
 
-    async def _brought_up(self, sync: Any) -> None:
+    async def _bring_sync_up_to_date(self, sync: Any) -> None:
         await call(sync, "announce", deadline_s=START_S)
         await _if_alive(call(self.handles["trainer"], "publish_again", deadline_s=START_S))
 
-    async def _trainer(self, name: str) -> Any:
+    async def _restart_trainer(self) -> Any:
         resumed = await asyncio.to_thread(newest_checkpoint, self._run_dir, self._config)
-        log.info("A trainer begins anew from %s", f"step {resumed.step}" if resumed else "the beginning")
+        log.info("The trainer restarts from %s", f"step {resumed.step}" if resumed else "the beginning")
         handle = self._new_trainer(resumed)
-        await self._started(name, handle, self.replicas, then=self._tell_of_ranks)
+        await self._open("trainer", handle, self.replicas, then=self._report_ranks)
         return await _run(handle)
+
+    async def _ask_rollouters(self, method: str) -> dict[str, Any]:
+        """Return the answers of the rollouters that are alive."""
+        names = [name for name in self.replicas if name not in self.opening]
+        asked = (_if_alive(call(self.handles[name], method, deadline_s=_HANDOVER_S)) for name in names)
+        answers = zip(names, await asyncio.gather(*asked), strict=True)
+        return {name: answer for name, answer in answers if answer is not None}
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     async def stop_trainer(self) -> None:
-        """One that does not hear it has died, and its end is told by its loop."""
-        await _if_alive(self.peers.call("trainer", "request_stop"))
+        """Ask the trainer to stop. If it does not hear this, it has died, and its loop reports that."""
+        await _if_alive(self.directory.call("trainer", "request_stop"))
 
     def release(self) -> None:
-        """Nobody is left: others may have the machines."""
+        """Return the reserved machines to the cluster."""
         self._pools.release()
 
     def kill(self, name: str) -> None:
-        """Ends a component that does not end by itself. A process that is stopped does not hear Ray: it is killed by
-        its number where it is on this machine."""
+        """End a component. Ray cannot end a stopped process (SIGSTOP), so a process on this machine gets SIGKILL from
+        here."""
         process, node = self._processes.get(name, (0, ""))
         if process and node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(ProcessLookupError):
@@ -256,89 +245,83 @@ class Supervisor:
         ray.kill(self.handles[name])
 
 
-_ROLES = {
-    "queue": Supervisor._queue,
-    "sync": Supervisor._sync,
-    "trainer": Supervisor._trainer,
-    "rollouter": Supervisor._rollouter,
-}
-
-
 def newest_checkpoint(run_dir: Path, config: TrainConfig) -> Resumed | None:
-    """The newest that is whole."""
+    """Return the newest checkpoint that is whole."""
     store = CheckpointStore(run_dir, keep_last=config.trainer.keep_last)
     latest = store.latest()
     return None if latest is None else Resumed.of(latest, store.load(latest).state)
 
 
-async def _run(handle: Any, *, beside: Coroutine[Any, Any, None] | None = None) -> Any:
-    """Its loop. `beside`: what the others are told of it; should it die meanwhile, that is heard at once."""
-    loop = asyncio.ensure_future(_ended(handle))
-    telling = asyncio.ensure_future(beside or asyncio.sleep(0))
+async def _run(handle: Any, *, inform: Coroutine[Any, Any, None] | None = None) -> Any:
+    """Run the component's loop. `inform` tells others about it; a death during that is raised at once."""
+    loop = asyncio.ensure_future(_await_run(handle))
     try:
-        await asyncio.wait([loop, telling], return_when=asyncio.FIRST_COMPLETED)
-        if not loop.done():
-            await telling
+        if inform is not None:
+            await unless_failed(inform, loop)
         return await loop
     finally:
         loop.cancel()
-        telling.cancel()
 
 
-async def _ended(handle: Any) -> Any:
+async def _await_run(handle: Any) -> Any:
     return await handle.run.remote()
 
 
-async def _if_alive(asked: Any) -> Any:
-    """The answer; None of one that died or is silent."""
+async def _if_alive(answer: Awaitable[Any]) -> Any:
+    """Return the answer, or None of an actor that is dead or silent."""
     try:
-        return await asked
+        return await answer
     except (NoAnswer, RayError):
         return None
 
 
-Question = Callable[[], Awaitable[Any]]
-
-
 class Poller:
-    """One open question to each peer; every answer is heard once."""
+    """Asks all components without waiting for a slow one. Each has one open question; each answer is returned once.
+
+    poll ─▶ a question to each component without an open one ─▶ (waits briefly) ─▶ the answers so far
+                                                     └─ late: returned by a later poll; too late: counted as silence
+    """
 
     def __init__(self) -> None:
         self.silent: Counter[str] = Counter()
-        """By name: questions in a row that were never answered."""
+        """By component: unanswered questions in a row."""
         self._open: dict[str, asyncio.Future[Any]] = {}
 
     @property
-    def pending(self) -> bool:
+    def is_waiting(self) -> bool:
         return bool(self._open)
 
-    async def round(self, questions: Mapping[str, Question], *, wait_s: float, late: bool = False) -> dict[str, Any]:
-        """Answers by name. `late`: those who owe one since an earlier round are waited for too."""
+    async def poll(
+        self, questions: Mapping[str, Callable[[], Awaitable[Any]]], *, wait_s: float, late: bool = False
+    ) -> dict[str, Any]:
+        """Return answers by name. `late`: also wait for answers to earlier questions."""
         fresh = {name: asyncio.ensure_future(ask()) for name, ask in questions.items() if name not in self._open}
         self._open |= fresh
         waited_for = [*(self._open if late else fresh).values()]
         if waited_for:
             await asyncio.wait(waited_for, timeout=wait_s)
-        done = {name: self._open.pop(name) for name in list(self._open) if self._open[name].done()}
-        for name, asked in done.items():
-            error = asked.exception()
+        answers = {}
+        for name in [name for name, question in self._open.items() if question.done()]:
+            question = self._open.pop(name)
+            error = question.exception()
             if error is None:
                 del self.silent[name]
+                answers[name] = question.result()
             elif isinstance(error, NoAnswer):
                 self.silent[name] += 1
                 log.warning("%s: %s", name, error)
             else:
                 raise error
-        return {name: asked.result() for name, asked in done.items() if asked.exception() is None}
+        return answers
 
     def forget(self, name: str) -> None:
-        """What was asked of it no longer matters: another takes its place."""
+        """Drop an open question to a component that is being replaced."""
         del self.silent[name]
         if name in self._open:
             self._open.pop(name).cancel()
 
     async def close(self) -> None:
-        open_, self._open = self._open, {}
-        for asked in open_.values():
-            asked.cancel()
-        await asyncio.gather(*open_.values(), return_exceptions=True)
+        questions, self._open = self._open, {}
+        for question in questions.values():
+            question.cancel()
+        await asyncio.gather(*questions.values(), return_exceptions=True)

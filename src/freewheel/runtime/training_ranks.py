@@ -25,7 +25,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.remote import START_S, NoAnswer, call, cause
+from freewheel.runtime.remote import START_S, NoAnswer, call, unwrap
 from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
 from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
@@ -163,7 +163,7 @@ class _Asked:
         try:
             ray.get(reference)
         except RayTaskError as error:  # also one that met another's death
-            return _End(f"{name} failed ({cause(error)})", died=False)
+            return _End(f"{name} failed ({unwrap(error)})", died=False)
         except RayActorError as error:
             return _End(f"{name} died ({_line(error)})", died=True)
         return None
