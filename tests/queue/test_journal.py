@@ -44,6 +44,7 @@ from freewheel.queue.journal import (
     set_aside,
 )
 from freewheel.queue.ledger import Frontier
+from freewheel.utils.sqlite import COMPANIONS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -350,6 +351,7 @@ from pathlib import Path
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import *
 from freewheel.queue.ledger import Frontier
+from freewheel.utils.sqlite import COMPANIONS
 
 PER_STEP, GROUP_BYTES = {per_step}, {size}
 {functions}
@@ -480,7 +482,7 @@ def test_what_a_killed_writer_left_in_its_log_is_read(path: Path):
         journal.append(trained(1, [0, 1]))
         killed = path.parent / "killed"
         killed.mkdir()
-        for suffix in ("", *journal_file.COMPANIONS):
+        for suffix in ("", *COMPANIONS):
             shutil.copy(f"{path}{suffix}", killed)
     with opened(killed / path.name, readonly=True) as reader:
         assert reader.last_step() == 1
