@@ -1,5 +1,6 @@
 """Where the mock judge runs: a thread, a process of its own, a program; and how each of them ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 import trustme
@@ -14,9 +16,19 @@ import trustme
 from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge, expected_score
 from freewheel.judge.verdict import JudgeError
+from freewheel.utils.processes import wait_for_end, within
 
 PATIENCE_S = 10.0
 """Far more than anything here takes; only a broken test waits for it."""
+
+
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that nobody has reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
 
 QUESTION = {"model": "judge", "messages": [{"role": "user", "content": "Rate this answer."}]}
 
@@ -69,34 +81,34 @@ def test_tls_is_served_with_a_given_context() -> None:
         MockJudge(ssl_context=served).in_process()
 
 
-def start_program(*flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "freewheel.judge.testing", "--port", "0", *flags]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_program_ends_cleanly_on_a_signal(number: signal.Signals) -> None:
-    with start_program("--profile", '{"scores": {"Rate": "3"}}') as program:
+    command = [sys.executable, "-m", "freewheel", "mock-judge", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as program:
         assert program.stdout is not None
         ready = json.loads(program.stdout.readline())
-        assert ready["url"] == f"http://127.0.0.1:{ready['port']}/v1/chat/completions"
+        assert ready["endpoint"] == f"http://127.0.0.1:{ready['port']}/v1"
         os.kill(program.pid, number)
         assert program.wait(PATIENCE_S) == 0
 
 
-def test_the_program_ends_with_its_parent() -> None:
-    with start_program("--until-eof") as program:
-        assert program.stdin is not None
-        assert program.stdout is not None
-        assert program.stdout.readline()
-        program.stdin.close()
-        assert program.wait(PATIENCE_S) == 0
+PARENT = """
+import time
+from freewheel.judge.testing import MockJudge
+with MockJudge().in_process() as judge:
+    print(judge.pid, flush=True)
+    time.sleep(3600)
+"""
 
 
-def test_the_program_says_what_is_wrong_with_a_profile(capfd: pytest.CaptureFixture[str]) -> None:
-    with start_program("--profile", '{"error_share": 2}') as program:
-        assert program.wait(PATIENCE_S) == 2
-    assert "error_share" in capfd.readouterr().err
+def test_a_child_process_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        with contextlib.suppress(TimeoutError):
+            within(PATIENCE_S, lambda: wait_for_end(child))
+        assert not is_running(child)
 
 
 def test_counts_need_a_judge_that_was_started() -> None:

@@ -1,9 +1,17 @@
-"""Start a mock judge."""
+"""`MockJudge`: an OpenAI-compatible judge on loopback, on the current loop, in a thread or in a child process.
+
+    async with MockJudge(profile) as judge:                 on the current loop
+    with MockJudge(profile).in_thread() as judge:           for synchronous callers
+    with MockJudge(profile).in_process() as judge:          when its CPU time must not be the caller's
+    serve(profile)                                          a program of its own: `freewheel mock-judge`
+
+Each `judge` is a `RunningJudge`. A child process is read over HTTP (`/__counts`, `/__requests`, `/__reset`), gets its
+profile as a line on stdin, answers with its port on stdout, and ends with its parent.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import selectors
 import signal
@@ -12,11 +20,13 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import IO, Protocol, Self, TypeVar
+from typing import IO, Self, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -24,276 +34,75 @@ from freewheel.errors import ConfigError
 from freewheel.judge.testing.profile import JudgeProfile
 from freewheel.judge.testing.server import CHAT_PATH, Counts, JudgeServer, RecordedRequest
 from freewheel.judge.verdict import JudgeError
-
-DEFAULT_HOST = "127.0.0.1"
-DEFAULT_PORT = 8099
-"""Where `serve` listens unless told otherwise: none of the ports that inference servers take by default."""
-
-STDIN_READ_BYTES = 4096
-"""What comes on stdin is thrown away; only its end matters."""
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's loop where it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
-
-
-def serve(
-    profile: JudgeProfile,
-    host: str = DEFAULT_HOST,
-    port: int = DEFAULT_PORT,
-    ready: Callable[[str], None] | None = None,
-    *,
-    until_eof: int | None = None,
-) -> None:
-    """Serve until SIGINT or SIGTERM, then close cleanly and return. To be called in the main thread.
-
-    `ready` gets the address of chat completions once it is open. `until_eof` is a file descriptor whose end means
-    "stop" too: a parent that dies closes its end of a pipe, whatever else it fails to do.
-    """
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(_serve(profile, host, port, ready, until_eof))
-
-
-async def _serve(
-    profile: JudgeProfile, host: str, port: int, ready: Callable[[str], None] | None, until_eof: int | None
-) -> None:
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-
-    def read() -> None:
-        assert until_eof is not None
-        if not os.read(until_eof, STDIN_READ_BYTES):
-            loop.remove_reader(until_eof)
-            stopped.set()
-
-    if until_eof is not None:
-        loop.add_reader(until_eof, read)
-    server = JudgeServer(profile)
-    bound = await server.start(host, port)
-    try:
-        if ready is not None:
-            ready(f"http://{host}:{bound}/v1{CHAT_PATH}")
-        await stopped.wait()
-    finally:
-        await server.stop()
-
+from freewheel.utils.processes import end_with
 
 T = TypeVar("T")
 
-START_TIMEOUT_S = 60.0
-"""How long a start may take: imports on a busy machine are slow."""
-
-STOP_TIMEOUT_S = 10.0
-"""How long a child may take to end by itself before it is killed."""
-
-CALL_TIMEOUT_S = 30.0
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8099
+"""Not a default port of any inference server."""
+_START_TIMEOUT_S = 60.0
+"""Imports on a busy machine are slow."""
+_STOP_TIMEOUT_S = 10.0
+"""How long a child process may take to end before it is killed."""
+_CALL_TIMEOUT_S = 30.0
 """For reading counts from a judge that is busy answering."""
 
 
-def base_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The address that OpenAI clients call `base_url`."""
-    return f"{'https' if tls else 'http'}://{host}:{port}/v1"
-
-
-class ThreadedJudge:
-    """A `MockJudge` seen from another thread: every access happens on its own loop."""
-
-    def __init__(self, judge: MockJudge, loop: asyncio.AbstractEventLoop) -> None:
-        self._judge = judge
-        self._loop = loop
-
-    @property
-    def profile(self) -> JudgeProfile:
-        return self._judge.profile
-
-    @property
-    def port(self) -> int:
-        return self._judge.port
-
-    @property
-    def base_url(self) -> str:
-        return self._judge.base_url
-
-    @property
-    def url(self) -> str:
-        return self._judge.url
-
-    def counts(self) -> Counts:
-        return self._on_loop(self._judge.counts)
-
-    def requests(self) -> list[RecordedRequest]:
-        return self._on_loop(self._judge.requests)
-
-    def reset(self, profile: JudgeProfile | None = None) -> None:
-        self._on_loop(lambda: self._judge.reset(profile))
-
-    def _on_loop(self, function: Callable[[], T]) -> T:
-        async def call() -> T:
-            return function()
-
-        return asyncio.run_coroutine_threadsafe(call(), self._loop).result(CALL_TIMEOUT_S)
-
-
-@contextmanager
-def in_thread(judge: MockJudge) -> Iterator[RunningJudge]:
-    """Run the judge on a loop in a thread of its own while the context lasts."""
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
-
-    async def live() -> None:
-        done = asyncio.Event()
-        try:
-            await judge.start()
-        except BaseException as problem:
-            started.set_exception(problem)
-            raise
-        started.set_result((asyncio.get_running_loop(), done))
-        await done.wait()
-        await judge.stop()
-
-    def run() -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            try:
-                runner.run(live())
-            except BaseException:
-                # A failed start is raised in the caller's thread, where `started` is read.
-                if not started.done() or started.exception() is None:
-                    raise
-
-    thread = threading.Thread(target=run, name="freewheel-mock-judge", daemon=True)
-    thread.start()
-    loop, done = started.result(START_TIMEOUT_S)
-    try:
-        yield ThreadedJudge(judge, loop)
-    finally:
-        loop.call_soon_threadsafe(done.set)
-        thread.join(STOP_TIMEOUT_S)
-
-
-class RemoteJudge:
-    """A mock judge in another process, read over HTTP."""
-
-    def __init__(self, profile: JudgeProfile, host: str, port: int, pid: int) -> None:
-        self.profile = profile
-        self.port = port
-        self.pid = pid
-        self._root = f"http://{host}:{port}"
-        # The environment's proxies are for the world outside, not for loopback.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    @property
-    def base_url(self) -> str:
-        return f"{self._root}/v1"
-
-    @property
-    def url(self) -> str:
-        return self.base_url + CHAT_PATH
-
-    def counts(self) -> Counts:
-        return msgspec.json.decode(self._call("GET", "/__counts"), type=Counts)
-
-    def requests(self) -> list[RecordedRequest]:
-        return msgspec.json.decode(self._call("GET", "/__requests"), type=list[RecordedRequest])
-
-    def reset(self, profile: JudgeProfile | None = None) -> None:
-        self._call("POST", "/__reset", b"" if profile is None else msgspec.json.encode(profile))
-        self.profile = profile or self.profile
-
-    def _call(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(self._root + path, data=body, method=method)
-        with self._opener.open(request, timeout=CALL_TIMEOUT_S) as reply:
-            read: bytes = reply.read()
-        return read
-
-
-@contextmanager
-def in_process(profile: JudgeProfile, host: str, port: int) -> Iterator[RunningJudge]:
-    """Run a judge in a child process while the context lasts. It ends when its stdin does, so never outlives us."""
-    command = [sys.executable, "-m", "freewheel.judge.testing", "--profile", "-", "--until-eof"]
-    command += ["--host", host, "--port", str(port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            # By stdin, not by argument: a profile may hold a key, and arguments are public and limited in length.
-            child.stdin.write(msgspec.json.encode(profile) + b"\n")
-            child.stdin.flush()
-            ready = json.loads(_first_line(child.stdout))
-            yield RemoteJudge(profile, host, ready["port"], child.pid)
-        finally:
-            child.stdin.close()
-            try:
-                child.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-
-
-def _first_line(stream: IO[bytes]) -> bytes:
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        if not selector.select(START_TIMEOUT_S):
-            raise JudgeError(f"the mock judge's process was not ready within {START_TIMEOUT_S:g} s")
-    line = stream.readline()
-    if not line:
-        raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
-    return line
-
-
-class RunningJudge(Protocol):
+class RunningJudge(ABC):
     """A mock judge that is up, wherever it runs."""
 
-    @property
-    def profile(self) -> JudgeProfile:
+    def __init__(self, profile: JudgeProfile, host: str, port: int, *, scheme: str = "http") -> None:
+        self.profile = profile
         """What it does now."""
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
+        self.host = host
+        self.port = port
+        self._scheme = scheme
 
     @property
     def base_url(self) -> str:
-        """`http://127.0.0.1:PORT/v1`, as OpenAI clients want it."""
+        """`http://127.0.0.1:PORT/v1`, the `base_url` of OpenAI clients."""
+        return f"{self._scheme}://{self.host}:{self.port}/v1"
 
     @property
     def url(self) -> str:
         """The full address of chat completions."""
+        return self.base_url + CHAT_PATH
 
+    @abstractmethod
     def counts(self) -> Counts:
         """The counts as they are now."""
 
+    @abstractmethod
     def requests(self) -> list[RecordedRequest]:
         """The kept chat requests, oldest first (see `keep_requests`)."""
 
+    @abstractmethod
     def reset(self, profile: JudgeProfile | None = None) -> None:
-        """Begin anew, with another profile if one is given. What is in flight loses its connection."""
+        """Start over, with another profile if one is given. Requests in flight lose their connection."""
 
 
-class MockJudge:
-    """An OpenAI-compatible judge on loopback that behaves as its profile says."""
+class MockJudge(RunningJudge):
+    """An OpenAI-compatible judge on loopback that behaves as its profile describes."""
 
     def __init__(
         self,
         profile: JudgeProfile | None = None,
-        host: str = "127.0.0.1",
+        host: str = DEFAULT_HOST,
         port: int = 0,
         *,
         ssl_context: ssl.SSLContext | None = None,
     ) -> None:
-        self._profile = profile or JudgeProfile()
-        self._host = host
-        self._port = port
+        super().__init__(profile or JudgeProfile(), host, port, scheme="http" if ssl_context is None else "https")
         self._ssl_context = ssl_context
         self._server: JudgeServer | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The loop of the judge's own thread, if it has one."""
 
     async def start(self) -> None:
-        """Listen, on the current loop."""
-        self._server = JudgeServer(self._profile)
-        self._port = await self._server.start(self._host, self._port, self._ssl_context)
+        """Listen on the current loop."""
+        self._server = JudgeServer(self.profile)
+        self.port = await self._server.start(self.host, self.port, self._ssl_context)
 
     async def stop(self) -> None:
         """Close every connection and stop listening. The counts stay readable."""
@@ -309,43 +118,172 @@ class MockJudge:
     ) -> None:
         await self.stop()
 
-    @property
-    def profile(self) -> JudgeProfile:
-        return self._profile
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-    @property
-    def base_url(self) -> str:
-        return base_url(self._host, self._port, tls=self._ssl_context is not None)
-
-    @property
-    def url(self) -> str:
-        return self.base_url + CHAT_PATH
-
     def counts(self) -> Counts:
-        return msgspec.json.decode(self._running().counts_json(), type=Counts)
+        return msgspec.json.decode(self._call(lambda server: server.counts_json()), type=Counts)
 
     def requests(self) -> list[RecordedRequest]:
-        return msgspec.json.decode(self._running().requests_json(), type=list[RecordedRequest])
+        return msgspec.json.decode(self._call(lambda server: server.requests_json()), type=list[RecordedRequest])
 
     def reset(self, profile: JudgeProfile | None = None) -> None:
-        self._profile = profile or self._profile
-        self._running().reset(profile)
+        self.profile = profile or self.profile
+        self._call(lambda server: server.reset(profile))
 
-    def in_thread(self) -> AbstractContextManager[RunningJudge]:
-        """The same on a loop of its own in a background thread."""
-        return in_thread(self)
+    @contextmanager
+    def in_thread(self) -> Iterator[RunningJudge]:
+        """Run on a loop in a background thread while the context lasts."""
+        started: Future[asyncio.Event] = Future()
+
+        async def live() -> None:
+            done = asyncio.Event()
+            try:
+                await self.start()
+            except BaseException as problem:  # noqa: BLE001
+                started.set_exception(problem)  # raised in the caller's thread
+                return
+            self._loop = asyncio.get_running_loop()
+            started.set_result(done)
+            await done.wait()
+            await self.stop()
+            self._loop = None
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=_new_loop) as runner:
+                runner.run(live())
+
+        thread = threading.Thread(target=run, name="freewheel-mock-judge", daemon=True)
+        thread.start()
+        done = started.result(_START_TIMEOUT_S)
+        try:
+            yield self
+        finally:
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(done.set)
+            thread.join(_STOP_TIMEOUT_S)
 
     def in_process(self) -> AbstractContextManager[RunningJudge]:
-        """The same in a process of its own, which ends with the context or with this process, whichever is first."""
+        """Run in a child process, which ends with the context or with this process, whichever is first."""
         if self._ssl_context is not None:
             raise ConfigError("ssl_context", "set", "a context cannot travel to another process; use in_thread()")
-        return in_process(self._profile, self._host, self._port)
+        return _in_process(self.profile, self.host, self.port)
 
-    def _running(self) -> JudgeServer:
-        if self._server is None:
+    def _call(self, work: Callable[[JudgeServer], T]) -> T:
+        """Run `work` on the server's loop."""
+        server, loop = self._server, self._loop
+        if server is None:
             raise JudgeError("this mock judge has not been started: use `async with`, in_thread() or in_process()")
-        return self._server
+        if loop is None:
+            return work(server)
+
+        async def call() -> T:
+            return work(server)
+
+        return asyncio.run_coroutine_threadsafe(call(), loop).result(_CALL_TIMEOUT_S)
+
+
+class RemoteJudge(RunningJudge):
+    """A mock judge in another process, read over HTTP."""
+
+    def __init__(self, profile: JudgeProfile, host: str, port: int, pid: int) -> None:
+        super().__init__(profile, host, port)
+        self.pid = pid
+        # The proxies of the environment are not for loopback.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def counts(self) -> Counts:
+        return msgspec.json.decode(self._request("GET", "/__counts"), type=Counts)
+
+    def requests(self) -> list[RecordedRequest]:
+        return msgspec.json.decode(self._request("GET", "/__requests"), type=list[RecordedRequest])
+
+    def reset(self, profile: JudgeProfile | None = None) -> None:
+        self._request("POST", "/__reset", b"" if profile is None else msgspec.json.encode(profile))
+        self.profile = profile or self.profile
+
+    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(f"{self._scheme}://{self.host}:{self.port}{path}", data=body, method=method)
+        with self._opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
+            read: bytes = reply.read()
+        return read
+
+
+class _ChildSettings(msgspec.Struct):
+    """What a child process reads from stdin."""
+
+    profile: JudgeProfile
+    host: str
+    port: int
+    parent_pid: int
+
+
+@contextmanager
+def _in_process(profile: JudgeProfile, host: str, port: int) -> Iterator[RunningJudge]:
+    command = [sys.executable, "-c", "from freewheel.judge.testing.mock import _run_child; _run_child()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        try:
+            # By stdin, not by argument: a profile may hold a key, and arguments are public and limited in length.
+            child.stdin.write(msgspec.json.encode(_ChildSettings(profile, host, port, os.getpid())) + b"\n")
+            child.stdin.flush()
+            url = _read_first_line(child.stdout).decode().strip()
+            yield RemoteJudge(profile, host, urlsplit(url).port or 0, child.pid)
+        finally:
+            child.terminate()
+            try:
+                child.wait(_STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def _read_first_line(stream: IO[bytes]) -> bytes:
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        if not selector.select(_START_TIMEOUT_S):
+            raise JudgeError(f"the mock judge's process was not ready within {_START_TIMEOUT_S:g} s")
+    line = stream.readline()
+    if not line:
+        raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
+    return line
+
+
+def _run_child() -> None:
+    settings = msgspec.json.decode(sys.stdin.readline(), type=_ChildSettings)
+    end_with(settings.parent_pid)
+
+    def announce(url: str) -> None:
+        sys.stdout.write(f"{url}\n")
+        sys.stdout.flush()
+
+    serve(settings.profile, settings.host, settings.port, announce)
+
+
+def serve(
+    profile: JudgeProfile,
+    host: str = DEFAULT_HOST,
+    port: int = DEFAULT_PORT,
+    ready: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM, then close cleanly and return. Call it in the main thread.
+
+    `ready` receives the address of chat completions once it is open.
+    """
+
+    async def run() -> None:
+        stopped = asyncio.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+        async with MockJudge(profile, host, port) as judge:
+            if ready is not None:
+                ready(judge.url)
+            await stopped.wait()
+
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        runner.run(run())
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's loop where it is installed, else asyncio's."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
