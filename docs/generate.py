@@ -155,7 +155,7 @@ def configuration() -> str:
         ("`Rubric`", "See [rubrics](rubrics.md).", struct_table(Rubric)),
         (
             "`JudgeProfile`",
-            "How the test judge behaves. See [the test judge](mock-judge.md).",
+            "How the test judge behaves. See [the test judge](score.md#a-test-judge).",
             struct_table(JudgeProfile),
         ),
         ("`Failed.reason`", "Why a request has no score.", reason_table()),

@@ -50,11 +50,6 @@ HUB = "model.path=Qwen/Qwen2.5-0.5B-Instruct data.task=gsm8k"
 RUN_BY = {
     "make demo": [RECIPE, DEMO],
     "make test": [RECIPE],
-    "make test-pages": [RECIPE],
-    "make demo-judge": [RECIPE, "tests/test_readme.py::test_the_demo_of_the_judge_shows_six_ways"],
-    "make test-integrations": [RECIPE],
-    "make chaos": [RECIPE, "tests/chaos/test_slice.py"],
-    "make docs": [RECIPE, "tests/test_docs_site.py::test_the_site_is_built_without_a_warning"],
     "pip install .": [INSTALLED],
     "pip install '.[train]'": [INSTALLED],
     "freewheel train": [DEMO],
@@ -64,16 +59,8 @@ RUN_BY = {
     f"freewheel train {HUB} data.train=train.jsonl data.eval=test.jsonl": [
         "tests/test_readme.py::test_a_model_of_the_hub_and_files_are_taken",
     ],
-    "freewheel train mode=sync": [
-        "tests/test_readme.py::test_a_synchronous_run_trains_on_nothing_old",
-        "tests/runtime/test_modes.py::test_a_mode_takes_every_prompt_in_order_and_changes_weights_between_batches",
-    ],
     "freewheel train rollout.engine=vllm model.path=…": [
         "tests/integrations/vllm/test_run.py::test_a_run_with_vllm_goes_on_after_the_death_of_an_engine_core",
-    ],
-    "freewheel train --config-name cluster": [
-        "tests/runtime/test_commands.py::test_a_cluster_is_planned_from_anywhere",
-        "tests/runtime/test_cluster.py::test_training_and_generation_have_nodes_of_their_own",
     ],
     "freewheel train resume=runs/…": [
         DEMO,
@@ -87,17 +74,8 @@ RUN_BY = {
     "freewheel dashboard runs/": [DEMO],
     "freewheel doctor": ["tests/runtime/test_doctor_command.py::test_where_all_is_well_nothing_stands_in_the_way"],
     "python fully_async_main.py": ["tests/runtime/test_commands.py::test_the_three_programs_are_one"],
-    "python3 -m verl.trainer.main_ppo …": [
-        "tests/integrations/verl/test_pages.py::test_what_the_pages_tell_verl_is_a_configuration_of_verl",
-    ],
-    "freewheel serve --endpoint https://api.openai.com/v1 --model gpt-4o-mini": [
-        "tests/gateway/test_serve.py::test_eight_processes_that_ask_the_same_pay_once",
-    ],
-    "freewheel serve": ["tests/gateway/test_serve.py::test_it_takes_its_judge_from_a_config_file"],
-    "freewheel score": [JUDGING],
     "freewheel mock-judge --latency 0.5 --knee 60 --reject-above 80 --port 8099": [JUDGING],
     "freewheel score in.jsonl out.jsonl --endpoint http://127.0.0.1:8099/v1 --model my-judge": [JUDGING],
-    "freewheel cache stats": [JUDGING],
 }
 """A command, without what is beside it in a comment → the tests that run it. Not run as they are typed:
 
@@ -227,8 +205,7 @@ def test_the_demo_learns_and_its_run_can_be_looked_at_in_every_way_and_goes_on(t
 
 
 def test_a_synchronous_run_trains_on_nothing_old(tmp_path: Path):
-    (command,) = (one for one in said_in(README) if "mode=sync" in one)
-    freewheel(tmp_path, *shlex.split(command)[1:], "trainer.total_steps=3")
+    freewheel(tmp_path, "train", "mode=sync", "trainer.total_steps=3")
     (run,) = (tmp_path / "runs").iterdir()
     assert [row["max_sample_age"] for row in read_metrics(run, "step")] == [0, 0, 0]
 
