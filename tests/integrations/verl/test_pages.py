@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from ...documents import DOCS, ELLIPSIS, INLINE, ROOT, blocks, commands
+from ...documents import DOCS, ELLIPSIS, INLINE, blocks, commands
 
 verl = pytest.importorskip("verl")
 
@@ -16,14 +16,14 @@ pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
 TOLD = [
     command.words[command.words.index("verl.trainer.main_ppo") + 1 :]
-    for block in blocks("bash", pages=[ROOT / "README.md", DOCS / "verl.md"])
+    for block in blocks("bash", pages=[DOCS / "verl.md"])
     for command in commands(block)
     if "verl.trainer.main_ppo" in command.words
 ]
 
 
 def test_there_is_something_to_look_at():
-    assert len(TOLD) == 3
+    assert len(TOLD) == 2
 
 
 @pytest.mark.parametrize("overrides", TOLD, ids=lambda words: words[-1])
