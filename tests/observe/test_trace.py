@@ -319,7 +319,7 @@ def test_a_trace_that_cannot_be_read_is_not_taken_for_a_file_that_cannot_be_writ
 
 
 def test_the_page_has_exactly_these_events():
-    text = (ROOT / "docs/traces.md").read_text()
+    text = (ROOT / "docs/dashboard.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (span|group|counter) \| (\w+) \| ([^|]*) \| ([^|]*) \|$", text, re.M)
     assert [
         (name, category, where, tuple(re.findall(r"\w+", args)), what) for name, category, where, args, what in rows

@@ -154,7 +154,7 @@ def test_a_larger_model_needs_more_and_gives_less(name):
 
 
 def test_what_was_measured_on_an_h200_is_what_the_table_gives():
-    """docs/training-speed.md: 55,439 tokens/s of a 1.5B step; DESIGN's 20,700 tokens/s of 0.5B with 256 sequences."""
+    """docs/benchmarks.md: 55,439 tokens/s of a 1.5B step; DESIGN's 20,700 tokens/s of 0.5B with 256 sequences."""
     made = cluster("1.5b", prompt_tokens=128, response_tokens=1024, max_new_tokens=1024)
     per_s = 1 / made.scene(ending(unending(8), 12), trainers=1, generators=1).training.per_token_s
     assert per_s == pytest.approx(55_439, rel=0.1)

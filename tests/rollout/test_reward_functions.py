@@ -290,8 +290,9 @@ def test_whatever_a_function_raises_is_a_failure_of_its_response(error):
 
 # -- documentation ----------------------------------------------------------------------------------------------------
 
-PAGE = Path(__file__).parents[2] / "docs" / "reward-functions.md"
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
+SECTION = re.split(r"^## ", PAGE.read_text().partition("## Reward functions\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("source", EXAMPLES)

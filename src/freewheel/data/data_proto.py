@@ -4,7 +4,7 @@
     non_tensor_batch  numpy arrays    data_source, extra_info, uid, …    ┘ under one index
     meta_info         dict            values for the batch as a whole
 
-The API is the part of verl's `DataProto` that people use. docs/data.md lists the differences and their reasons.
+The API is the part of verl's `DataProto` that people use. docs/rewards.md lists the differences and their reasons.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     a scored group ─▶ due? (so many a second) ─▶ text, by versions ─▶ Lines ─▶ RUN/samples/NAME-PID.jsonl
 
 A rollouter's process calls `attach_samples`; where it has not, no group is ever due. The beginning of a run is kept
-beside the newest. The dashboard shows them; `docs/traces.md` has the format.
+beside the newest. The dashboard shows them; `docs/dashboard.md` has the format.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 
 A process calls `attach_trace` with its component's name; where it has not, all of this does nothing. An event costs its
 caller a tuple: text is made of it in the writing thread. Times are those of `now`, and wall-clock time in the files.
-`EVENTS` is what there is; docs/traces.md has the same table. `freewheel.observe.trace` reads it.
+`EVENTS` is what there is; docs/dashboard.md has the same table. `freewheel.observe.trace` reads it.
 
 Reading a trace: the files of all processes as one, which Perfetto and chrome://tracing open.
 
@@ -68,35 +68,30 @@ def _of(category: Category, *rows: tuple[str, str, str, str]) -> tuple[EventKind
 EVENTS = (
     *_of(
         SPAN,
-        ("trainer", "train", "step", "a step is computed"),
+        ("trainer", "train", "step", "a training step"),
         ("trainer", "wait_batch", "", "there is nothing to train on"),
-        ("trainer", "pack", "step", "weights, and what a checkpoint needs, are copied"),
-        ("trainer", "save", "step", "a checkpoint is written, beside the rest"),
+        ("trainer", "pack", "step", "weights and checkpoint state are copied"),
+        ("trainer", "save", "step", "a checkpoint is written in the background"),
         ("rollouter", "generate", "", "at least one group is in generation"),
-        ("rollouter", "wait_reward", "", "nothing is in generation, and at least one group in scoring"),
-        ("rollouter", "wait_room", "", "nothing is in hand: the bound on staleness holds generation back"),
-        ("rollouter", "load_weights", "version", "the engine takes a version over, in mid-flight"),
-        ("sync", "drain", "version", "what is in progress ends before weights change (sync and one_step_off)"),
-        ("sync", "sync", "version bytes", "a version is brought to all engines, from the first transfer to the last"),
-        ("sync", "load", "version attempts", "the same for one engine, on a track of its name"),
+        ("rollouter", "wait_reward", "", "nothing is in generation, at least one group in scoring"),
+        ("rollouter", "wait_room", "", "nothing to do: the staleness bound holds generation back"),
+        ("rollouter", "load_weights", "version", "the engine loads a version while it generates"),
+        ("sync", "drain", "version", "running work finishes before weights change (sync and one_step_off)"),
+        ("sync", "sync", "version bytes", "a version goes to all engines"),
+        ("sync", "load", "version attempts", "the same for one engine, on its own track"),
     ),
     *_of(
         GROUP,
         ("rollouter", "generate", "attempt responses tokens", "from the ticket to the last response"),
         ("rollouter", "response", "index tokens", "one response, from the ticket to its end"),
-        (
-            "rollouter",
-            "score",
-            "index status",
-            "one response, from its end to its verdict: waiting, function and judge",
-        ),
-        ("rollouter", "store", "", "from the whole group to the queue's word that it is on the disk"),
-        ("trainer", "train", "step version lag", "taken from the queue, trained on, and committed"),
+        ("rollouter", "score", "index status", "one response, from its end to its verdict"),
+        ("rollouter", "store", "", "from the complete group to the queue's confirmation"),
+        ("trainer", "train", "step version lag", "taken from the queue, trained on and committed"),
     ),
     *_of(
         COUNTER,
-        ("main", "groups", "queue_size in_progress", "groups that are ready, and groups on their way"),
-        ("main", "tokens_per_s", "tokens_per_s", "tokens generated a second, by all engines"),
+        ("main", "groups", "queue_size in_progress", "groups ready, groups in progress"),
+        ("main", "tokens_per_s", "tokens_per_s", "tokens generated per second, all engines"),
     ),
 )
 

@@ -4,7 +4,7 @@
     Shape       ├─ Cluster.scene(split) ─▶ Scene: decoding by memory bandwidth or the host, training by arithmetic,
     Workload    ┘                                 weights by the link
 
-What freewheel was measured with is one H200 and models of 0.5B and 1.5B (docs/training-speed.md, docs/plan.md); `MFU`,
+What freewheel was measured with is one H200 and models of 0.5B and 1.5B (docs/benchmarks.md, docs/plan.md); `MFU`,
 `HOST_PER_SEQUENCE_S` come from there. Everything else follows from data sheets and the shares named below, and is told
 as extrapolated.
 """

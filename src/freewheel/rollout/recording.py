@@ -3,7 +3,7 @@
     responses ─▶ note_generated ─▶ freewheel.observe.trace
     a scored group ─▶ offer_sample ─▶ freewheel.observe.samples: now and then one is due, and only then is text made
 
-Called by `Rollouter`. docs/traces.md has both formats.
+Called by `Rollouter`. docs/dashboard.md has both formats.
 """
 
 from __future__ import annotations
