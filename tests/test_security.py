@@ -28,7 +28,7 @@ from freewheel.observe.recorder import PrometheusSink, Recorder, TensorBoardSink
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
 from freewheel.runtime import cluster
-from freewheel.runtime.config import TrainConfig, judge_settings
+from freewheel.runtime.config import TrainConfig, check_judge
 from freewheel.runtime.config_files import compose, to_yaml
 from freewheel.runtime.start import new_run, write_config
 from freewheel.trainer.checkpoint import CheckpointDamaged, CheckpointStore, RunLock
@@ -285,9 +285,9 @@ def test_a_row_of_data_cannot_name_a_path(tmp_path: Path):
 )
 def test_a_key_among_the_settings_is_refused_and_not_shown(judge: dict[str, Any]):
     with pytest.raises(ConfigError, match="a key must not be") as caught:
-        judge_settings(judge)
+        check_judge(judge)
     assert not leaks(str(caught.value).encode())
-    judge_settings({"api_endpoint": "https://a/v1?api-version=2024-06-01", "model_name": "m"})
+    check_judge({"api_endpoint": "https://a/v1?api-version=2024-06-01", "model_name": "m"})
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
-"""Everything that a training run needs to know: the only place where a default stands.
+"""The configuration of a training run: every key, its default and its checks.
 
     schema defaults ◀─ a YAML file ◀─ key=value overrides        merged by `freewheel.runtime.config_files`
-           └─▶ TrainConfig: every key checked, and every pair of keys that must agree, before anything starts
+           └─▶ TrainConfig: checks every key, and every pair of keys that must agree, before anything starts
 
-`docs/training-configuration.md` is generated from here. A setting that cannot work is refused with the key, the value
-and the remedy. Needs no torch and no ray.
+The only place of a default. `docs/training-configuration.md` is generated from the docstrings of the keys. A setting
+that cannot work is a `ConfigError` with the key, the value and the remedy. A key that another key makes useless is
+refused if the user must have set it on purpose. What depends on the machine is checked by the plan
+(`freewheel.runtime.plan`). Imports neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -28,47 +30,38 @@ THRESHOLDS: Mapping[str, int] = {"sync": 0, "one_step_off": 1}
 Auto = Literal["auto"]
 
 EMBEDDED = "embedded"
-"""`model.path` of the model that comes with the package."""
-EMBEDDED_LR = 3e-4
-USUAL_LR = 1e-6
-"""What is usual for models of a billion parameters and more; `lr: auto` takes it for any but the embedded one."""
-
-LARGEST_SEED = 2**64 - 1
-LARGEST_PORT = 2**16 - 1
-MOST_STEPS = 10**9
-"""At a step a second 32 years: more is a slip of the finger, and its time left is a number that nobody can read."""
-
-
+"""`model.path` of the model that ships with the package."""
+_EMBEDDED_LR = 3e-4
+_USUAL_LR = 1e-6
+"""`lr: auto` for any other model: usual for models of a billion parameters and more."""
 OWN_ROWS = "word_problems"
-"""The task that makes its rows itself."""
-NO_ROWS = "rows"
-"""The task that brings none."""
-KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token", "code", "sig", "signature")
-"""Of a URL, by which services take a key that others take in a header."""
-RESPONSE_BYTES = 512
-"""Of memory, less than which no response takes with its arrays and its reward, however short it is."""
-GIB = 2**30
-TASK_NAME = re.compile(r"[\w.-]+(:\w+)?")
-WORDS_ELSEWHERE = ("gsm8k",)
-"""Built-in tasks whose words the embedded model does not know."""
+"""The task that makes its own rows."""
+_NO_ROWS = "rows"
+"""The task that ships without rows."""
+_UNKNOWN_WORDS = ("gsm8k",)
+"""Built-in tasks with words that the embedded model does not know."""
+
+_LARGEST_SEED = 2**64 - 1
+_LARGEST_PORT = 2**16 - 1
+_MOST_STEPS = 10**9
+"""More is a typing error: 32 years at a step per second."""
+_RESPONSE_BYTES = 512
+"""Least memory of a response with its arrays and its reward, however short it is."""
+_GIB = 2**30
+_TASK_NAME = re.compile(r"[\w.-]+(:\w+)?")
+_KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token", "code", "sig", "signature")
+"""Parameters of a URL in which services accept an API key."""
 
 
-def auto_or_integer(key: str, value: Any, *, low: int) -> None:
-    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-        raise ConfigError(key, value, f"give 'auto' or a whole number of at least {low}")
+# -- checks of single keys --------------------------------------------------------------------------------------------
 
 
-def object_name(key: str, value: str | None) -> None:
+def _check_object_name(key: str, value: str | None) -> None:
     if value is not None and (not isinstance(value, str) or not all(value.partition(":")[::2])):
         raise ConfigError(key, value, "give module:name, such as my_package.rewards:score")
 
 
-def at_most(key: str, value: int | float | None, high: int | float, what: str) -> None:
-    if value is not None and value > high:
-        raise ConfigError(key, value, f"{what}: give at most {high}")
-
-
-def server_urls(key: str, urls: list[str] | None) -> None:
+def _check_urls(key: str, urls: list[str] | None) -> None:
     if urls is None:
         return
     if not urls:
@@ -77,20 +70,20 @@ def server_urls(key: str, urls: list[str] | None) -> None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(key, url, "give the address of a `vllm serve`, such as http://127.0.0.1:8000")
         if has_key(url):
-            raise ConfigError(key, "<hidden>", "a run's settings are written to its folder: no key in a URL")
+            remedy = "the configuration is written to the run directory: give a URL without a key"
+            raise ConfigError(key, "<hidden>", remedy)
 
 
-def failure_policy(on_failure: str) -> None:
-    """What the reward stage would refuse when it is made; it alone knows how to read it."""
+def _check_failure_policy(on_failure: str) -> None:
     if on_failure == "mask":
-        return  # as by default: its module takes a quarter of a second to import, and every command reads settings
+        return  # the default: importing the policy takes a quarter of a second
     from freewheel.rollout.reward_policy import GroupPolicy
 
     GroupPolicy.of(on_failure, 0)
 
 
-def judge_settings(judge: Mapping[str, Any] | None) -> None:
-    """What the reward manager would refuse when it is made, said by its full name. A key must not stand in it."""
+def check_judge(judge: Mapping[str, Any] | None) -> None:
+    """Check the settings of `reward.judge` as the reward manager does. They must not contain an API key."""
     if judge is None:
         return
     where = _find_key(judge)
@@ -98,7 +91,7 @@ def judge_settings(judge: Mapping[str, Any] | None) -> None:
         raise ConfigError(
             f"reward.judge.{where}",
             "<hidden>",
-            "a run's settings are written to its folder, and a key must not be: put it into the environment as "
+            "the configuration is written to the run directory, and a key must not be: put it into the environment as "
             "OPENAI_API_KEY, or name another variable in reward.judge.judge.api_key_env",
         )
     from freewheel.rewards.config import as_config
@@ -110,7 +103,7 @@ def judge_settings(judge: Mapping[str, Any] | None) -> None:
 
 
 def _find_key(value: Any) -> str | None:
-    """The dotted place of an `api_key` within, or of a URL that has one."""
+    """Return the dotted name of an `api_key` inside `value`, or of a URL that contains one."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, inner in items:
         if (name == "api_key" and inner is not None) or has_key(inner):
@@ -122,26 +115,29 @@ def _find_key(value: Any) -> str | None:
 
 
 def has_key(value: Any) -> bool:
-    """Whether a URL carries a key among its parameters."""
+    """Whether a URL carries an API key among its parameters."""
     if not isinstance(value, str) or not value.lstrip().startswith(("http://", "https://")):
         return False
     query = value.partition("?")[2].partition("#")[0]
-    return any(name.lower() in KEY_PARAMETERS for name, _ in parse_qsl(query))
+    return any(name.lower() in _KEY_PARAMETERS for name, _ in parse_qsl(query))
+
+
+# -- the schema -------------------------------------------------------------------------------------------------------
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that is trained."""
 
     path: str = EMBEDDED
-    """`embedded` (it comes with the package), a HF folder, or a hub id."""
+    """`embedded` (it ships with the package), a HF folder, or a hub id."""
     tokenizer: str | None = None
-    """Where it differs from `path`."""
+    """A folder or a hub id. None: `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU that has it, else float32."""
     lora: LoraConfig | None = None
     """None trains all parameters."""
     trust_remote_code: bool = False
-    """Run code that comes with the model's files."""
+    """Run code from the model's files."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
@@ -154,26 +150,26 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Where prompts come from."""
 
     task: str = "word_problems"
-    """A built-in task (`word_problems`, `gsm8k`, `rows` for data in the form of samples), or `module:name` of your own:
-    how to load, render and score."""
+    """How to load, render and score rows: a built-in task (`word_problems`, `gsm8k`, `rows` for data in the form of
+    samples), or `module:name` of your own."""
     train: str | None = None
-    """A JSONL or Parquet file, a folder or a hub id, as the task reads it. None: what comes with the task."""
+    """A JSONL or Parquet file, a folder or a hub id, as the task reads it. None: the task's own rows."""
     eval: str | None = None
-    """The same for held-out prompts. None: what comes with the task, or no evaluation."""
+    """The same for held-out prompts. None: the task's own, or no evaluation."""
     train_split: str = "train"
-    """Which part of `train`, where it has several."""
+    """The split of `train`, if it has several."""
     eval_split: str = "test"
-    """Which part of `eval`, where it has several."""
+    """The split of `eval`, if it has several."""
     limit: int | None = None
-    """Use the first so many rows."""
+    """Use only this many rows, from the start."""
     shuffle: bool = True
-    """A new order in each epoch, by `seed`. Off: the order of the file."""
+    """Use a new order in each epoch, from `seed`. Off: the order of the file."""
     epochs: int | None = None
     """How often each prompt may be used. None: as often as `trainer.total_steps` needs."""
     system_prompt: str | None = None
-    """Put before every prompt, in place of one that a row has."""
+    """Put before every prompt. Replaces a row's own system prompt."""
     chat_template: Literal["auto", "on", "off"] = "auto"
-    """`auto`: the tokenizer's, if it has one."""
+    """`auto`: use the tokenizer's template, if it has one."""
     max_prompt_tokens: int = 512
     """Longest prompt."""
     too_long: Literal["filter", "truncate_left", "error"] = "filter"
@@ -195,86 +191,85 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     n: int = 8
     """Responses to a prompt: the size of a group."""
     temperature: float = 1.0
-    """Of sampling; training uses the same."""
+    """Sampling temperature; training uses the same."""
     top_p: float = 1.0
-    """Sample from the likeliest tokens that make up this share. 1: from all."""
+    """Sample from the most likely tokens that make up this share. 1: from all."""
     top_k: int = 0
-    """0: all tokens."""
+    """Sample from this many most likely tokens. 0: from all."""
     max_new_tokens: int | Auto = "auto"
-    """`auto`: the task's own."""
+    """Longest response. `auto`: the task's own."""
     slots: int | Auto = "auto"
-    """Sequences generated at a time by a replica. `auto`: a training step's worth, at most 256."""
+    """Sequences that a replica generates at a time. `auto`: a training step's worth, at most 256."""
     replicas: int | Auto = "auto"
-    """Rollouters, each with an engine. `auto`: one a GPU, or one on a CPU."""
+    """Rollouters, each with an engine. `auto`: one per GPU, or one on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     n_gpus_per_node: int | Auto = "auto"
-    """GPUs for generation on each of `nnodes`. `auto`: what is there and the trainer leaves."""
+    """GPUs for generation on each of `nnodes`. `auto`: all that the trainer leaves."""
     nnodes: int = 1
-    """Machines for generation. More than one need `ray.address`."""
+    """Machines for generation. More than one needs `ray.address`."""
     tensor_parallel_size: int = 1
     """GPUs that share each matrix of a replica's model (vllm)."""
     pipeline_parallel_size: int = 1
     """Groups of such GPUs that share a replica's layers (vllm)."""
     gpu_memory_share: float | Auto = "auto"
-    """Of a GPU, for weights and KV cache of a replica (vllm). `auto`: 0.9, or 0.4 where training is on it too, over the
-    replicas that share it."""
+    """Share of a GPU for a replica's weights and KV cache (vllm). `auto`: 0.9, or 0.4 on a GPU that also trains,
+    divided by the replicas on it."""
     vllm: dict[str, Any] = {}
-    """Any argument of vLLM's engine, by its own name, such as `{enforce_eager: true}`. Given whole it replaces what a
-    file or a run that is resumed has; `rollout.vllm.enforce_eager=true` adds to it."""
+    """Any argument of vLLM's engine, by its own name, such as `{enforce_eager: true}`. A whole mapping replaces the one
+    of a file or of a resumed run; `rollout.vllm.enforce_eager=true` adds to it."""
     urls: list[str] | None = None
-    """`vllm serve` servers that generate in place of engines of our own, one a replica."""
+    """`vllm serve` servers that generate instead of engines in the run, one per replica."""
     threads: int = 1
-    """Of a replica on a CPU. Two on two busy cores are slower than one."""
+    """Threads of a replica on a CPU. Two on two busy cores are slower than one."""
     rollouter_class: str | None = None
     """`module:name` of a subclass of `Rollouter`."""
 
     def __post_init__(self) -> None:
         check_integer("rollout.n", self.n, low=1)
         check_number("rollout.temperature", self.temperature, above=0)
-        check_number("rollout.top_p", self.top_p, above=0)
-        at_most("rollout.top_p", self.top_p, 1, "it is a share")
+        check_number("rollout.top_p", self.top_p, above=0, high=1)
         check_integer("rollout.top_k", self.top_k, low=0)
         for key in ("max_new_tokens", "slots", "replicas", "n_gpus_per_node"):
-            auto_or_integer(f"rollout.{key}", getattr(self, key), low=0 if key == "n_gpus_per_node" else 1)
+            low = 0 if key == "n_gpus_per_node" else 1
+            check_integer(f"rollout.{key}", getattr(self, key), low=low, auto=True)
         for key in ("nnodes", "threads", "tensor_parallel_size", "pipeline_parallel_size"):
             check_integer(f"rollout.{key}", getattr(self, key), low=1)
         if self.gpu_memory_share != "auto":
-            check_number("rollout.gpu_memory_share", self.gpu_memory_share, above=0)
-            at_most("rollout.gpu_memory_share", self.gpu_memory_share, 1, "it is a share")
-        server_urls("rollout.urls", self.urls)
-        object_name("rollout.rollouter_class", self.rollouter_class)
+            check_number("rollout.gpu_memory_share", self.gpu_memory_share, above=0, high=1)
+        _check_urls("rollout.urls", self.urls)
+        _check_object_name("rollout.rollouter_class", self.rollouter_class)
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a response becomes a number."""
 
     function: str | None = None
-    """`module:name` of a function, sync or async, of one response or of a batch. None: the task's own."""
+    """`module:name` of a function, sync or async, for one response or a batch. None: the task's own."""
     judge: dict[str, Any] | None = None
-    """Settings of `LengthPenaltyConfig` for an LLM judge and a length penalty on top of the function. None: neither."""
+    """Settings of `LengthPenaltyConfig`: an LLM judge and a length penalty on top of the function. None: neither."""
     concurrency: int = 2048
-    """Responses that are scored at a time by a replica. They hold no generation slot."""
+    """Responses that a replica scores at a time. They hold no generation slot."""
     timeout_s: float = 300.0
-    """Longest time to score a response; then it has failed."""
+    """Longest time to score a response; after that it has failed."""
     workers: int = 4
     """Threads (or processes) for functions that are not async."""
     executor: Literal["thread", "process"] = "thread"
-    """`process` keeps a function that is busy in Python from slowing the engine beside it."""
+    """`process` keeps a function that computes in Python from slowing the engine."""
     retries: int = 2
-    """How often a group is scored again that has fewer than two scored responses, before it is dropped."""
+    """How often a group with fewer than two scored responses is scored again before it is dropped."""
     on_failure: str = "mask"
-    """A response whose scoring failed: `mask` leaves it out of baseline and loss, `raise` ends the run,
-    `fallback: -1.0` gives it that number."""
+    """What happens to a response whose scoring failed: `mask` leaves it out of baseline and loss, `raise` ends the run,
+    `fallback: -1.0` gives it that reward."""
 
     def __post_init__(self) -> None:
-        object_name("reward.function", self.function)
+        _check_object_name("reward.function", self.function)
         check_integer("reward.concurrency", self.concurrency, low=1)
         check_number("reward.timeout_s", self.timeout_s, above=0)
         check_integer("reward.workers", self.workers, low=1)
         check_integer("reward.retries", self.retries, low=0)
-        judge_settings(self.judge)
-        failure_policy(self.on_failure)
+        check_judge(self.judge)
+        _check_failure_policy(self.on_failure)
 
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -285,78 +280,78 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     groups_per_step: int = 32
     """P: groups that a step trains on."""
     micro_batch_tokens: int = 16384
-    """Longest micro-batch, padding included. Gradients are accumulated over a step's micro-batches."""
+    """Largest micro-batch in tokens, padding included. A step accumulates gradients over its micro-batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
     n_gpus_per_node: int | Auto = "auto"
-    """GPUs for training on each of `nnodes`. `auto`: one if there is one."""
+    """GPUs for training on each of `nnodes`. `auto`: one, if there is one."""
     nnodes: int = 1
-    """Machines for training. More than one need `ray.address`."""
+    """Machines for training. More than one needs `ray.address`."""
     world_size: int | Auto = "auto"
-    """Processes that share the training, each with a shard of the model (FSDP2). `auto`: one a GPU, or one on a CPU."""
+    """Training processes, each with a shard of the model (FSDP2). `auto`: one per GPU, or one on a CPU."""
     compile: bool | Auto = "auto"
-    """Compile the decoder's layers (torch.compile): faster steps after a slower first one. `auto`: on a GPU."""
+    """Compile the decoder's layers (torch.compile): a slower first step, faster ones after it. `auto`: on a GPU."""
     threads: int = 1
-    """On a CPU. Two on two busy cores are slower than one."""
+    """Threads on a CPU. Two on two busy cores are slower than one."""
     save_every_steps: int | None = 20
-    """None: only at the end."""
+    """Steps between two checkpoints. None: only at the end."""
     keep_last: int = 2
-    """Checkpoints kept: a resume falls back to the one before where the newest is damaged."""
+    """Checkpoints to keep: a resume falls back to the one before if the newest is damaged."""
     keep_best: bool = True
-    """The weights that did best on held-out prompts are kept beside them, in `best/`."""
+    """Keep the weights that did best on held-out prompts, in `best/`."""
     max_errors: int = 3
-    """Attempts at a step that fails (out of memory, say) before the run ends."""
+    """Attempts at a failing step (out of memory, say) before the run ends."""
     trainer_class: str | None = None
     """`module:name` of a subclass of `FullyAsyncTrainer`."""
 
     def __post_init__(self) -> None:
         for key in ("total_steps", "groups_per_step", "micro_batch_tokens", "nnodes", "threads", "max_errors"):
             check_integer(f"trainer.{key}", getattr(self, key), low=1)
-        at_most("trainer.total_steps", self.total_steps, MOST_STEPS, "no run lasts that long")
-        auto_or_integer("trainer.n_gpus_per_node", self.n_gpus_per_node, low=0)
-        auto_or_integer("trainer.world_size", self.world_size, low=1)
+        check_integer("trainer.total_steps", self.total_steps, low=1, high=_MOST_STEPS)
+        check_integer("trainer.n_gpus_per_node", self.n_gpus_per_node, low=0, auto=True)
+        check_integer("trainer.world_size", self.world_size, low=1, auto=True)
         check_integer("trainer.save_every_steps", self.save_every_steps, low=1, optional=True)
         check_integer("trainer.keep_last", self.keep_last, low=1)
-        object_name("trainer.trainer_class", self.trainer_class)
+        _check_object_name("trainer.trainer_class", self.trainer_class)
 
 
 class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far generation may run ahead of training, and how long each waits for the other."""
 
     staleness_threshold: int = 3
-    """Versions a sample may lag before generation is held back. `mode` sets it to 0 (sync) or 1 (one_step_off)."""
+    """Versions a sample may lag before generation is held back. `mode` fixes it at 0 (sync) or 1 (one_step_off)."""
     max_staleness_allowed: int = 5
     """Versions a sample may lag at most when it is trained on; older is never trained on."""
     selection_window: int | Auto = "auto"
-    """W: how far behind the oldest untaken group one that finished earlier may be taken. `auto`: what
-    `max_staleness_allowed` leaves; 1 takes groups strictly in order."""
+    """W: the trainer takes the first finished groups among the W oldest ones that it has not taken. 1: strictly in
+    order. `auto`: the largest that `max_staleness_allowed` permits."""
     max_queue_size: int = 1000
-    """Groups alive at a time: admitted, generated, scored, queued or in training."""
+    """Most groups alive at a time: admitted, in generation, in scoring, queued or in training."""
     min_batch_count: int = 1
-    """Fewest batches of `groups_per_step` that must be ready before a step."""
+    """Batches of `groups_per_step` that must be ready before a step."""
     batch_timeout: float = 30.0
-    """Seconds that the trainer waits for a batch before it says so and its peers are checked."""
+    """Seconds that the trainer waits for a batch before it warns and other components are checked."""
     generation_timeout: float = 30.0
-    """Seconds without a new token, pauses excluded, before a response is given up and its prompt issued again."""
+    """Seconds without a new token, pauses excluded, before a response is abandoned and its prompt issued again."""
     batch_generation_interval: float = 0.1
-    """Pause in seconds between two admissions of prompts while the engine is full. Slots that come free end it."""
+    """Seconds between two admissions of prompts while the engine is full. A free slot ends the pause."""
     sync_every_steps: int = 1
     """Steps between two weight versions."""
     in_flight_updates: bool = True
-    """New weights reach responses in mid-generation. Off: they wait until all that was admitted is done. `mode` sync
-    and one_step_off turn it off."""
+    """Load new weights in the middle of responses. Off: wait until all admitted responses are complete. Modes sync and
+    one_step_off turn it off."""
     max_sync_retries: int = 3
-    """How often a weight sync that failed is tried again; until then the old version serves."""
+    """How often a failed weight sync is retried. Meanwhile engines use the old version."""
     sync_timeout: float = 30.0
-    """Seconds that an engine has to take a version and confirm it."""
+    """Seconds for an engine to load a version and confirm it."""
     sync_retry_delay: float = 1.0
-    """Seconds before a sync is tried again."""
+    """Seconds before a failed sync is retried."""
     weight_transport: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
-    """How weights get to engines. `ipc`: within a GPU that training and generation share. `nccl`: from GPU to GPU
-    (vllm). `object_store`: through host memory, wherever they are. `auto`: the fastest that fits."""
+    """How weights reach engines. `ipc`: within a GPU that training and generation share. `nccl`: from GPU to GPU
+    (vllm). `object_store`: through host memory, everywhere. `auto`: the fastest that works."""
     verify_every_syncs: int = 10
-    """How often what an engine holds is compared with what it was sent: at its first sync, after a recovery, and every
-    so many. 0: never."""
+    """Compare an engine's weights with those sent at its first sync, after a recovery, and at every this many syncs.
+    0: never."""
 
     def __post_init__(self) -> None:
         for key, low in (
@@ -373,22 +368,22 @@ class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             check_number(f"async_training.{key}", getattr(self, key), above=0)
         for key in ("batch_generation_interval", "sync_retry_delay"):
             check_number(f"async_training.{key}", getattr(self, key), low=0)
-        auto_or_integer("async_training.selection_window", self.selection_window, low=1)
+        check_integer("async_training.selection_window", self.selection_window, low=1, auto=True)
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Greedy accuracy on held-out prompts, beside training."""
+    """Evaluation on held-out prompts during training."""
 
     every_steps: int | None = 5
-    """None: only at the start and at the end."""
+    """Steps between two evaluations. None: only at the start and at the end."""
     prompts: int = 128
     """How many held-out prompts; 0 turns evaluation off."""
     at_start: bool = True
-    """Also before the first step: what there is to compare with."""
+    """Also evaluate before the first step, for comparison."""
     temperature: float = 0.0
-    """0: the likeliest token each time."""
+    """Sampling temperature. 0: always the most likely token."""
     samples: int = 1
-    """Responses to each, averaged."""
+    """Responses per prompt; their rewards are averaged."""
 
     def __post_init__(self) -> None:
         check_integer("eval.every_steps", self.every_steps, low=1, optional=True)
@@ -398,7 +393,7 @@ class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a metric is worth a warning. Names as in metrics.jsonl."""
+    """When a metric raises a warning. Names as in metrics.jsonl."""
 
     above: float | None = None
     """Warn when it is higher."""
@@ -407,7 +402,7 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is recorded, and where it goes beside `metrics.jsonl` in the run directory."""
+    """What is recorded, and where it goes besides `metrics.jsonl` in the run directory."""
 
     tensorboard: bool = False
     """Event files under `tensorboard/` in the run directory."""
@@ -422,30 +417,28 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     custom_monitor: str | None = None
     """`module:name` of a function `(trainer_stats, rollouter_stats)`, called with each `Component Statistics`."""
     trace_every: int = 1
-    """Every so many groups, one has its life traced. 0: none, and only what components do is traced."""
+    """Trace one group in this many from prompt to weight update. 0: trace components only."""
     trace_mb: float = 64.0
-    """Of each component, the newest so many MB of trace are kept. 0: no trace."""
+    """MB of trace to keep per component, the newest. 0: no trace."""
     samples_per_s: float = 1.0
-    """Groups a second, of each rollouter, that are kept as text for the sample browser. 0: none."""
+    """Groups per second and rollouter to keep as text for the sample browser. 0: none."""
     samples_mb: float = 64.0
-    """Of each rollouter, the first and the newest samples, so many MB in all. 0: none."""
+    """MB of samples to keep per rollouter, the first and the newest. 0: none."""
     dashboard: bool = True
-    """Serve the run's page on 127.0.0.1 while it lasts, from a process of its own; the start prints its address."""
+    """Serve the run's page on 127.0.0.1 while it lasts, from a separate process. The start prints its address."""
     dashboard_port: int = 0
-    """Of that page. 0 takes any free one."""
+    """Port of that page. 0 takes any free one."""
 
     def __post_init__(self) -> None:
         check_text("observe.wandb_project", self.wandb_project, "give the project's name", optional=True)
-        check_integer("observe.prometheus_port", self.prometheus_port, low=0, optional=True)
-        at_most("observe.prometheus_port", self.prometheus_port, LARGEST_PORT, "no port is higher")
+        check_integer("observe.prometheus_port", self.prometheus_port, low=0, high=_LARGEST_PORT, optional=True)
         check_number("observe.statistics_every_s", self.statistics_every_s, above=0)
-        object_name("observe.custom_monitor", self.custom_monitor)
+        _check_object_name("observe.custom_monitor", self.custom_monitor)
         check_integer("observe.trace_every", self.trace_every, low=0)
         check_number("observe.trace_mb", self.trace_mb, low=0)
         check_number("observe.samples_per_s", self.samples_per_s, low=0)
         check_number("observe.samples_mb", self.samples_mb, low=0)
-        check_integer("observe.dashboard_port", self.dashboard_port, low=0)
-        at_most("observe.dashboard_port", self.dashboard_port, LARGEST_PORT, "no port is higher")
+        check_integer("observe.dashboard_port", self.dashboard_port, low=0, high=_LARGEST_PORT)
         for name, alert in self.alerts.items():
             if alert.above is None and alert.below is None:
                 raise ConfigError(f"observe.alerts.{name}", {}, "give above, below or both")
@@ -458,26 +451,26 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a run writes down so that nothing is lost: scored groups, and what each step was trained on."""
+    """What a run records so that nothing is lost: scored groups, and the groups of each step."""
 
     enabled: bool = True
-    """Off: groups that are queued, and steps since the last checkpoint, are lost with the process that holds them."""
+    """Off: queued groups and steps since the last checkpoint are lost with the process that holds them."""
     keep_groups: int = 256
-    """Groups kept for `freewheel inspect --group` after a checkpoint covers their step."""
+    """Groups to keep for `freewheel inspect --group` after a checkpoint covers their step."""
 
     def __post_init__(self) -> None:
         check_integer("journal.keep_groups", self.keep_groups, low=0)
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What happens when a part of the run dies."""
+    """What happens when a component dies."""
 
     max_restarts: int = 5
-    """Times in a row that a part is started anew before a step is trained; then the run ends and can be resumed."""
+    """Restarts of a component in a row, without a trained step in between. Then the run ends and can be resumed."""
     backoff_s: float = 1.0
-    """Before the second restart in a row; doubled from one to the next, 30 s at most. The first comes at once."""
+    """Seconds before the second restart in a row. Doubles with each further one, up to 30 s. The first is immediate."""
     silent_s: float = 60.0
-    """A part that has not answered for so long is ended and started anew."""
+    """Kill and restart a component that has not answered for this many seconds."""
 
     def __post_init__(self) -> None:
         check_integer("recovery.max_restarts", self.max_restarts, low=0)
@@ -489,9 +482,9 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The Ray cluster."""
 
     address: str | None = None
-    """`auto` or `host:port` of a running cluster. None starts one here and ends it with the run."""
+    """`auto` or `host:port` of a running cluster. None: start one here and end it with the run."""
     room_s: float = 60.0
-    """Longest time that a cluster has to find room for the run: machines that are starting join within it."""
+    """Longest wait for room on the cluster: machines may still be joining."""
 
     def __post_init__(self) -> None:
         check_text("ray.address", self.address, "give 'auto' or host:port", optional=True)
@@ -504,9 +497,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     mode: Mode = "fully_async"
     """`sync`: generate, then train. `one_step_off`: batch k trains while k+1 generates. `fully_async`: streaming."""
     seed: int = 0
-    """Of the order of prompts and of every draw."""
+    """Seed of the order of prompts and of every random draw."""
     run_dir: str | None = None
-    """None: a new folder under `runs/`."""
+    """Folder of the run. None: a new one under `runs/`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -522,14 +515,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ray: RayConfig = RayConfig()
 
     def __post_init__(self) -> None:
-        check_integer("seed", self.seed, low=0)
-        at_most("seed", self.seed, LARGEST_SEED, "seeds have 64 bits")
+        check_integer("seed", self.seed, low=0, high=_LARGEST_SEED)
         check_text("run_dir", self.run_dir, "give a folder's path", optional=True)
-        check_pairs(self)
+        _check_pairs(self)
 
     @property
     def staleness_threshold(self) -> int:
-        """What holds: `mode` fixes it for the two synchronous modes."""
+        """The threshold in effect: the two synchronous modes fix it."""
         return THRESHOLDS.get(self.mode, self.async_training.staleness_threshold)
 
     @property
@@ -542,13 +534,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def widest_window(self) -> int:
-        """W under which no sample lags more than `max_staleness_allowed`."""
+        """The largest W at which no sample lags more than `max_staleness_allowed`."""
         per_version = self.trainer.groups_per_step * self.async_training.sync_every_steps
         return (self.async_training.max_staleness_allowed - self.staleness_threshold) * per_version + 1
 
     @property
     def bounds(self) -> Bounds:
-        """The arithmetic of DESIGN §2, resolved."""
+        """The bounds of staleness and of the queue, resolved from mode and settings."""
         a = self.async_training
         window = 1 if self.mode != "fully_async" else a.selection_window
         return Bounds(
@@ -565,18 +557,20 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def lr(self) -> float:
-        """`optimizer.lr`, `auto` resolved."""
+        """`optimizer.lr` with `auto` resolved."""
         if self.optimizer.lr != "auto":
             return self.optimizer.lr
-        return EMBEDDED_LR if self.uses_embedded_model else USUAL_LR
+        return _EMBEDDED_LR if self.uses_embedded_model else _USUAL_LR
 
     def to_dict(self) -> dict[str, Any]:
         plain: dict[str, Any] = msgspec.to_builtins(self)
         return plain
 
 
-def check_pairs(config: TrainConfig) -> None:
-    """Every two keys that must agree."""
+# -- checks of keys that must agree -----------------------------------------------------------------------------------
+
+
+def _check_pairs(config: TrainConfig) -> None:
     for check in (_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation):
         check(config)
 
@@ -642,13 +636,11 @@ def _devices(config: TrainConfig) -> None:
 
 
 def _engine(config: TrainConfig) -> None:
-    """What the native engine has no use for."""
+    """Refuse settings that the native engine does not have."""
     r = config.rollout
     if r.engine == "vllm":
         if r.urls is not None and r.replicas not in ("auto", len(r.urls)):
-            raise ConfigError(
-                "rollout.replicas", r.replicas, f"servers that rollout.urls names: {len(r.urls)}; give auto"
-            )
+            raise ConfigError("rollout.replicas", r.replicas, f"rollout.urls names {len(r.urls)} servers: give auto")
         return
     given = {
         "tensor_parallel_size": r.tensor_parallel_size != 1,
@@ -660,12 +652,13 @@ def _engine(config: TrainConfig) -> None:
     for key, is_given in given.items():
         if is_given:
             raise ConfigError(
-                f"rollout.{key}", getattr(r, key), "the native engine has none: leave it out, or rollout.engine=vllm"
+                f"rollout.{key}",
+                getattr(r, key),
+                "the native engine does not have it: leave it out, or give rollout.engine=vllm",
             )
 
 
 def _ranks(config: TrainConfig) -> None:
-    """Processes and GPUs must say the same of training."""
     t = config.trainer
     if t.world_size == "auto" or t.device == "cpu" or t.n_gpus_per_node == "auto":
         return
@@ -710,7 +703,7 @@ def _optimizer(config: TrainConfig) -> None:
 
 def _data(config: TrainConfig) -> None:
     data = config.data
-    if not TASK_NAME.fullmatch(data.task):  # which a new run's folder is named after
+    if not _TASK_NAME.fullmatch(data.task):  # a new run's folder is named after it
         raise ConfigError("data.task", data.task, "give a built-in task's name, or module:name")
     if data.task == OWN_ROWS and (data.train or data.eval):
         key = "train" if data.train else "eval"
@@ -719,9 +712,11 @@ def _data(config: TrainConfig) -> None:
             getattr(data, key),
             f"{OWN_ROWS} makes its own rows: leave it out, or choose another data.task",
         )
-    if data.task == NO_ROWS and data.train is None:
-        raise ConfigError("data.train", None, f"the task {NO_ROWS} brings no data: give a file, a folder or a hub id")
-    if config.uses_embedded_model and data.task in WORDS_ELSEWHERE:
+    if data.task == _NO_ROWS and data.train is None:
+        raise ConfigError(
+            "data.train", None, f"the task {_NO_ROWS} has no rows of its own: give a file, a folder or a hub id"
+        )
+    if config.uses_embedded_model and data.task in _UNKNOWN_WORDS:
         raise ConfigError(
             "model.path",
             config.model.path,
@@ -741,30 +736,30 @@ def _evaluation(config: TrainConfig) -> None:
         raise ConfigError(
             "data.eval_split",
             data.eval_split,
-            "the held-out prompts would be those that are trained on: give another split or file, or eval.prompts=0",
+            "the run would be evaluated on prompts that it trains on: give another split or file, or eval.prompts=0",
         )
 
 
 def step_in_memory(config: TrainConfig, memory_bytes: int) -> list[ConfigError]:
-    """A step's responses are in memory at once, on the machine that trains. `memory_bytes`: of that; 0: not known."""
+    """Return a problem if a step's responses do not fit into the trainer's memory. `memory_bytes` 0: not known."""
     n, groups = config.rollout.n, config.trainer.groups_per_step
-    least = n * groups * RESPONSE_BYTES
+    least = n * groups * _RESPONSE_BYTES
     if not memory_bytes or least <= memory_bytes or config.ray.address is not None:
         return []
     key, value, other = ("rollout.n", n, "trainer.groups_per_step") if n >= groups else (
         "trainer.groups_per_step", groups, "rollout.n"
     )  # fmt: skip
-    remedy = f"a step has {n * groups:,} responses, which take at least {least / GIB:,.1f} GiB, and this machine has "
-    return [ConfigError(key, value, f"{remedy}{memory_bytes / GIB:,.1f}: give less, or a smaller {other}")]
+    remedy = f"a step has {n * groups:,} responses, which take at least {least / _GIB:,.1f} GiB, and this machine has "
+    return [ConfigError(key, value, f"{remedy}{memory_bytes / _GIB:,.1f}: give less, or a smaller {other}")]
 
 
 def held_out_file(config: TrainConfig) -> list[ConfigError]:
-    """A single file is taken whole, whatever the split. Asks the disk, and so is the plan's to ask."""
+    """Return a problem if one file is both trained and evaluated on: the splits of a file are all of its rows."""
     data = config.data
     if not config.eval.prompts or data.train is None or data.eval is None:
         return []
     train, held_out = Path(data.train).expanduser(), Path(data.eval).expanduser()
     if not (train.is_file() and held_out.is_file() and train.samefile(held_out)):
         return []
-    remedy = "the held-out prompts would be those that are trained on, for a file is taken whole: give another file, "
-    return [ConfigError("data.eval", data.eval, remedy + "or eval.prompts=0")]
+    why = "the run would be evaluated on prompts that it trains on, because a file is used as a whole"
+    return [ConfigError("data.eval", data.eval, f"{why}: give another file, or eval.prompts=0")]

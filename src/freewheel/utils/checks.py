@@ -13,7 +13,13 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def check_number(
-    key: str, value: Any, *, low: float = -math.inf, above: float = -math.inf, optional: bool = False
+    key: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    above: float = -math.inf,
+    high: float = math.inf,
+    optional: bool = False,
 ) -> None:
     if value is None and optional:
         return
@@ -22,13 +28,21 @@ def check_number(
         raise ConfigError(key, value, f"give a finite number {wanted}" + (", or None" if optional else ""))
     if value < low or value <= above:
         raise ConfigError(key, value, f"it must be {wanted}")
+    if value > high:
+        raise ConfigError(key, value, f"give at most {high:g}")
 
 
-def check_integer(key: str, value: Any, *, low: int, optional: bool = False) -> None:
-    if value is None and optional:
+def check_integer(
+    key: str, value: Any, *, low: int, high: int | None = None, auto: bool = False, optional: bool = False
+) -> None:
+    """`auto`: the word `auto` is also allowed. `optional`: None is."""
+    if (value is None and optional) or (auto and value == "auto"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(key, value, f"give a whole number of at least {low}" + (", or None" if optional else ""))
+        also = ", or None" if optional else ", or 'auto'" if auto else ""
+        raise ConfigError(key, value, f"give a whole number of at least {low}{also}")
+    if high is not None and value > high:
+        raise ConfigError(key, value, f"give at most {high}")
 
 
 def check_text(key: str, value: Any, remedy: str, *, optional: bool = False) -> None:
