@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from freewheel.judge import Endpoint, Failed, JudgeConfig, JudgeRequest
-from freewheel.judge.endpoint import AttemptPatience, Lane
-from freewheel.judge.engine import Flight
+from freewheel.judge.endpoint import AttemptPatience, EndpointState
+from freewheel.judge.engine import InFlightRequest
 from freewheel.judge.exchange import (
     ChatExchange,
     ChatRequest,
@@ -128,11 +128,11 @@ async def test_the_endpoints_own_model_is_part_of_the_key(scripted: Any, replyin
 def test_a_long_completion_is_not_measured_by_quick_ones(request_: Any, given_up: bool) -> None:
     config = JudgeConfig(endpoint="http://127.0.0.1:1", model="m")
     exchange: Any = RubricExchange(config, bytes(32)) if given_up else ChatExchange(config)
-    lane = Lane(config, config.endpoints[0])
+    lane = EndpointState(config, config.endpoints[0])
     for number in range(AttemptPatience.SAMPLES_NEEDED):
         lane.latencies.add(0.05)
         lane.patience.answered(float(number))
-    flight = Flight(request_, exchange, exchange.identify(request_), 0.0)
+    flight = InFlightRequest(request_, exchange, exchange.identify(request_), 0.0)
     flight.permit = lane.send(0.0, flight.size)
     assert flight.is_overdue(20.0) is given_up
     assert flight.is_overdue(config.attempt_timeout_s)

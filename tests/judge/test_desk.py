@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from freewheel.judge import EngineDied, Failed, Handle, JudgeClosed, JudgeRequest, JudgeStats, Scored
-from freewheel.judge import tracker as desk_module
-from freewheel.judge.tracker import CHUNK, CHUNK_CHARS, GRACE_S, WINDOW, Desk
-from freewheel.judge.transport import AskStats, Cancel, Close, Results, StatsReply, Submit
+from freewheel.judge import tracker as tracker_module
+from freewheel.judge.tracker import CHUNK, CHUNK_CHARS, GRACE_S, WINDOW, RequestTracker
+from freewheel.judge.transport import AskStats, Cancel, Results, StatsReply, Submit
 
 SMALL_WINDOW, SMALL_CHUNK = 7, 3
 
@@ -23,7 +23,7 @@ def requests(count: int, chars: int = 1) -> list[JudgeRequest]:
     return [JudgeRequest("x" * chars) for _ in range(count)]
 
 
-def drain(desk: Desk) -> list[Any]:
+def drain(desk: RequestTracker) -> list[Any]:
     messages = []
     while (message := desk.next()) is not None:
         messages.append(message)
@@ -35,9 +35,9 @@ class Interleavings(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.window, self.chunk = desk_module.WINDOW, desk_module.CHUNK
-        desk_module.WINDOW, desk_module.CHUNK = SMALL_WINDOW, SMALL_CHUNK
-        self.desk = Desk()
+        self.window, self.chunk = tracker_module.WINDOW, tracker_module.CHUNK
+        tracker_module.WINDOW, tracker_module.CHUNK = SMALL_WINDOW, SMALL_CHUNK
+        self.desk = RequestTracker()
         self.handles: list[Handle] = []
         self.sent: Counter[tuple[int, int]] = Counter()
         self.holding: list[tuple[int, int]] = []
@@ -54,7 +54,7 @@ class Interleavings(RuleBasedStateMachine):
                 self._answer(self.holding)
             assert all(handle.done() for handle in self.handles)
             self.no_verdict_changes()
-            desk_module.WINDOW, desk_module.CHUNK = self.window, self.chunk
+            tracker_module.WINDOW, tracker_module.CHUNK = self.window, self.chunk
 
     @rule(count=st.integers(0, 30), deadline=st.sampled_from([None, -1.0, 1000.0]))
     def submit(self, count: int, deadline: float | None) -> None:
@@ -135,7 +135,7 @@ test_any_interleaving_gives_each_request_exactly_one_verdict = Interleavings.Tes
 
 
 def test_what_is_handed_over_is_bounded_by_the_window() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     desk.submit(requests(2 * WINDOW + 7), None)
     first = drain(desk)
     assert sum(len(m.indexes) for m in first) == WINDOW and all(len(m.indexes) <= CHUNK for m in first)
@@ -144,7 +144,7 @@ def test_what_is_handed_over_is_bounded_by_the_window() -> None:
 
 
 def test_a_batch_that_ends_early_makes_room() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     for _ in range(3):
         full = desk.submit(requests(WINDOW), None)
         assert sum(len(m.indexes) for m in drain(desk) if isinstance(m, Submit)) == WINDOW
@@ -152,7 +152,7 @@ def test_a_batch_that_ends_early_makes_room() -> None:
 
 
 def test_an_answer_that_comes_twice_counts_once() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     handle = desk.submit(requests(WINDOW + 10), None)
     drain(desk)
     desk.take(Results([(0, 0, Scored(1.0)), (0, 0, Scored(2.0))], 0.0))
@@ -161,14 +161,14 @@ def test_an_answer_that_comes_twice_counts_once() -> None:
 
 
 def test_long_texts_travel_in_small_messages() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     desk.submit([JudgeRequest("x", reference="y" * (CHUNK_CHARS // 4)) for _ in range(16)], None)
     desk.submit([JudgeRequest("x" * (CHUNK_CHARS // 4)) for _ in range(16)], None)
     assert max(len(m.indexes) for m in drain(desk)) <= 5
 
 
 def test_a_dead_engines_requests_go_out_again_first_and_in_order() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     handle = desk.submit(requests(CHUNK + 10), None)
     assert [len(m.indexes) for m in (desk.next(), desk.next()) if isinstance(m, Submit)] == [CHUNK, 10]
     desk.take(Results([(0, index, Scored(1.0)) for index in range(5)], 0.0))
@@ -179,7 +179,7 @@ def test_a_dead_engines_requests_go_out_again_first_and_in_order() -> None:
 
 
 def test_cancelling_tells_the_engine_only_if_it_holds_something() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     never_sent, sent = desk.submit(requests(3), None), desk.submit(requests(3), None)
     never_sent.cancel()
     assert [type(m) for m in drain(desk)] == [Submit]
@@ -191,7 +191,7 @@ def test_cancelling_tells_the_engine_only_if_it_holds_something() -> None:
 
 
 def test_expired_batches_end_only_after_the_engines_grace() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     handle = desk.submit(requests(2), time.monotonic() + 0.05)
     assert desk.next_deadline() == pytest.approx(handle.deadline_at + GRACE_S)
     desk.expire(time.monotonic())
@@ -203,17 +203,16 @@ def test_expired_batches_end_only_after_the_engines_grace() -> None:
 
 
 def test_after_closing_nothing_is_taken_and_everything_has_ended() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     handle = desk.submit(requests(2), None)
     desk.close("closed for the night")
     assert {v.detail for v in handle.result(0)} == {"closed for the night"}
     with pytest.raises(JudgeClosed, match="closed for the night"):
         desk.submit(requests(1), None)
-    assert Close() in drain(desk)
 
 
 def test_a_broken_engine_fails_what_is_open_and_refuses_what_comes() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     handle = desk.submit(requests(2), None)
     asked = desk.ask_stats()
     desk.break_down("out of luck")
@@ -225,7 +224,7 @@ def test_a_broken_engine_fails_what_is_open_and_refuses_what_comes() -> None:
 
 
 def test_figures_are_answered_by_ticket_and_kept() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     first, second = desk.ask_stats(), desk.ask_stats()
     assert [m.ticket for m in drain(desk) if isinstance(m, AskStats)] == [1, 2]
     desk.take(StatsReply(2, JudgeStats(scored=2)))
@@ -236,7 +235,7 @@ def test_figures_are_answered_by_ticket_and_kept() -> None:
 
 
 def test_what_was_spent_is_known_after_the_engine_is_lost() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     desk.submit(requests(2), None)
     drain(desk)
     desk.take(Results([(0, 0, Scored(1.0))], 0.75))

@@ -649,8 +649,10 @@ async def test_any_mixture_of_batches_faults_cancels_and_deadlines_leaves_the_bo
             assert reasons(verdicts) <= {"scored", "cancelled", "deadline", "unparseable", "unavailable"}
         await asyncio.sleep(0.05)
         core, stats = engine.engine, engine.engine.stats()
-        assert not (core._flights or core._batches or core._started or core._calls_out), "a flight was forgotten"
-        assert stats.in_flight == 0 and sum(lane.reserved_cost for lane in core._lanes) == pytest.approx(0.0, abs=1e-9)
+        assert not (core._inflight or core._batches or core._started or core._calls_out), "a flight was forgotten"
+        assert stats.in_flight == 0 and sum(lane.reserved_cost for lane in core._endpoints) == pytest.approx(
+            0.0, abs=1e-9
+        )
         assert stats.submitted == stats.scored + sum(stats.failed.values()) == len(engine.verdicts)
 
 

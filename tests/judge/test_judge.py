@@ -31,7 +31,7 @@ from freewheel.judge import (
     Verdict,
 )
 from freewheel.judge import service as service_module
-from freewheel.judge import tracker as desk_module
+from freewheel.judge import tracker as tracker_module
 from freewheel.judge.judge import STATS_TIMEOUT_S
 from freewheel.judge.service import Service
 from freewheel.judge.testing import RunningJudge
@@ -156,7 +156,7 @@ def test_cancelling_a_score_cancels_its_batch(mock: Mock, make_judge: Make) -> N
                 await judge.score(texts(4))
 
     asyncio.run(main())
-    assert judge._desk.open_handles() == []
+    assert judge._tracker.open_handles() == []
     until(lambda: hanging.counts().in_flight == 0)
 
 
@@ -311,7 +311,7 @@ def test_a_deadline_of_a_thousand_years_is_one(mock: Mock, make_judge: Make) -> 
 
 
 def test_a_batchs_deadline_is_kept(mock: Mock, make_judge: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk_module, "GRACE_S", 10.0)  # so that it is the engine that keeps it
+    monkeypatch.setattr(tracker_module, "GRACE_S", 10.0)  # so that it is the engine that keeps it
     judge = make_judge(mock(hang_share=1.0).url)
     judge.submit(["warm up"], deadline_s=0.01).result(WAIT_S)
     began = time.monotonic()
@@ -424,29 +424,10 @@ def test_after_its_end_the_link_writes_into_no_foreign_file(mock: Mock, make_jud
     assert isinstance(link, ProcessLink)
     judge.close()
     files = [(tmp_path / str(n)).open("wb+", buffering=0) for n in range(20)]
-    link._woken = False
     link.wake()
     assert all(file.seek(0, os.SEEK_END) == 0 for file in files)
     for file in files:
         file.close()
-
-
-def test_a_wake_that_comes_while_one_is_read_is_not_lost() -> None:
-    link = ProcessLink(JudgeConfig(endpoint="http://127.0.0.1:1", model="m"), desk_module.Desk())
-    link.wake()
-    real = link._wake_in
-
-    class Meanwhile:
-        def recv(self, size: int) -> bytes:
-            link.wake()
-            return real.recv(size)
-
-    link._wake_in = Meanwhile()  # type: ignore[assignment]
-    link._heard()
-    link._wake_in = real
-    link.wake()
-    assert real.recv(10) == b"w"
-    link.forget()
 
 
 # -- closing ---------------------------------------------------------------------------------------------------------
@@ -623,7 +604,7 @@ async def test_a_starved_thread_says_so_once_and_a_lively_one_does_not(
     monkeypatch.setattr(service_module, "REMEMBER_EVERY_S", 1e9)
     config = JudgeConfig(endpoint="http://127.0.0.1:1", model="m", placement="thread", cache=False)
     service = Service(config, 0.0, lambda message: None)
-    service._engine = SimpleNamespace(busy=True)  # type: ignore[assignment]
+    service._engine = SimpleNamespace(is_busy=lambda: True)  # type: ignore[assignment]
     watch = asyncio.create_task(service._watch())
     await asyncio.sleep(0.1)
     assert "late" not in caplog.text

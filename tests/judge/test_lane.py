@@ -11,22 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.judge import Endpoint, JudgeConfig, Usage
-from freewheel.judge.endpoint import NEVER, Breaker, Lane, Permit, State, pick
+from freewheel.judge.endpoint import NEVER, Breaker, EndpointState, Permit, State, choose_endpoint
 from freewheel.judge.outcome import HALTS, INFRA, Failure, Kind, Reply
 
 REPLY = Reply("7", Usage(100, 2))
 
 
-def lanes(*endpoints: Endpoint, **settings: Any) -> list[Lane]:
+def lanes(*endpoints: Endpoint, **settings: Any) -> list[EndpointState]:
     config = JudgeConfig(endpoint=list(endpoints), model="m", **settings)
-    return [Lane(config, endpoint) for endpoint in config.endpoints]
+    return [EndpointState(config, endpoint) for endpoint in config.endpoints]
 
 
-def lane(**settings: Any) -> Lane:
+def lane(**settings: Any) -> EndpointState:
     return lanes(Endpoint(url="http://a"), **settings)[0]
 
 
-def fail(one: Lane, kind: Kind, times: int = 1, now: float = 0.0) -> None:
+def fail(one: EndpointState, kind: Kind, times: int = 1, now: float = 0.0) -> None:
     for _ in range(times):
         one.failed(one.send(now, 400), now, Failure(kind, "detail"))
 
@@ -70,7 +70,7 @@ def test_only_an_unwell_endpoint_opens_the_breaker_and_only_a_refusal_halts(kind
     fail(one, kind, times=12)
     assert (one.breaker.state is State.OPEN) == (kind in INFRA)
     assert (one.halted is not None) == (kind in HALTS or kind is Kind.FORBIDDEN)
-    assert one.works == (kind not in INFRA | HALTS | {Kind.FORBIDDEN})
+    assert one.works() == (kind not in INFRA | HALTS | {Kind.FORBIDDEN})
 
 
 def test_a_halted_lane_sends_nothing_until_it_is_reconsidered_and_then_one() -> None:
@@ -83,7 +83,7 @@ def test_a_halted_lane_sends_nothing_until_it_is_reconsidered_and_then_one() -> 
     permit = one.send(0.0, 10)
     assert permit.probe and one.ready_at(0.0, 10) == NEVER
     one.replied(permit, 1.0, REPLY, 10)
-    assert one.works and one.ready_at(1.0, 10) <= 1.0
+    assert one.works() and one.ready_at(1.0, 10) <= 1.0
 
 
 def test_a_reply_without_usage_costs_its_estimate() -> None:
@@ -112,7 +112,7 @@ def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:
         Endpoint(url="http://a", requests_per_minute=60), Endpoint(url="http://b"), requests_per_minute=6000
     )
 
-    def burst(one: Lane) -> int:
+    def burst(one: EndpointState) -> int:
         count = 0
         while one.ready_at(0.0, 10) <= 0.0 and count < 30:
             one.replied(one.send(0.0, 10), 0.0, REPLY, 10)
@@ -122,10 +122,10 @@ def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:
     assert burst(own) < 5 < burst(common)
 
 
-def choose(candidates: list[Lane], count: int) -> Counter[str]:
+def choose(candidates: list[EndpointState], count: int) -> Counter[str]:
     chosen: Counter[str] = Counter()
     for _ in range(count):
-        one, _ = pick(candidates, 0.0, 10)
+        one, _ = choose_endpoint(candidates, 0.0, 10)
         assert one is not None
         one.send(0.0, 10)
         chosen[one.url.split("/")[2]] += 1
@@ -140,29 +140,29 @@ def test_weights_share_what_is_in_flight() -> None:
 def test_a_full_lane_leaves_the_rest_to_the_others() -> None:
     two = lanes(Endpoint(url="http://a", weight=9), Endpoint(url="http://b"), concurrency="fixed:5")
     assert choose(two, 10) == {"a": 5, "b": 5}
-    assert pick(two, 0.0, 10) == (None, NEVER)
+    assert choose_endpoint(two, 0.0, 10) == (None, NEVER)
 
 
 def test_a_standby_is_used_only_while_no_other_works() -> None:
     main, standby = two = lanes(Endpoint(url="http://a"), Endpoint(url="http://b", weight=0), concurrency="fixed:2")
     assert choose(two, 2) == {"a": 2}
-    assert pick(two, 0.0, 10)[0] is None, "a full main lane is no reason"
+    assert choose_endpoint(two, 0.0, 10)[0] is None, "a full main lane is no reason"
     fail(main, Kind.AUTH)
-    assert pick(two, 0.0, 10)[0] is standby
+    assert choose_endpoint(two, 0.0, 10)[0] is standby
     main.reconsider()
 
 
 def test_a_request_avoids_the_lane_it_failed_on_if_there_is_another() -> None:
     first, second = two = lanes(Endpoint(url="http://a", weight=1000), Endpoint(url="http://b"), concurrency="fixed:1")
-    assert pick(two, 0.0, 10, avoid=first)[0] is second
+    assert choose_endpoint(two, 0.0, 10, avoid=first)[0] is second
     second.send(0.0, 10)
-    assert pick(two, 0.0, 10, avoid=first)[0] is first
+    assert choose_endpoint(two, 0.0, 10, avoid=first)[0] is first
 
 
 def test_pick_says_when_to_ask_again() -> None:
     first, second = two = lanes(Endpoint(url="http://a"), Endpoint(url="http://b"))
     fail(first, Kind.BROKEN, times=10, now=0.0)
     fail(second, Kind.BROKEN, times=10, now=0.2)
-    one, at = pick(two, 0.2, 10)
+    one, at = choose_endpoint(two, 0.2, 10)
     assert one is None and at == Breaker.FIRST_PAUSE_S
     assert math.isfinite(at)

@@ -248,9 +248,9 @@ def test_a_fork_right_after_the_first_submit_harms_neither(mock: Mock, script: A
         os._exit(0)
     subprocess.Popen = start
     os.kill(child_of(judge), signal.SIGKILL)
-    while judge._desk.restarts == 0 and not handle.done():
+    while judge._tracker.restarts == 0 and not handle.done():
         time.sleep(0.01)
-    say(judge._desk.restarts)
+    say(judge._tracker.restarts)
     judge.close()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)

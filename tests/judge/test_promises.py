@@ -16,7 +16,7 @@ import pytest
 
 from freewheel.judge import Endpoint, Failed, Judge, JudgeConfig, JudgeRequest, Scored
 from freewheel.judge.testing import RunningJudge
-from freewheel.judge.tracker import WINDOW, Desk
+from freewheel.judge.tracker import WINDOW, RequestTracker
 from freewheel.judge.transport import Results, Submit
 
 Mock = Callable[..., RunningJudge]
@@ -171,7 +171,7 @@ def test_submits_torn_by_exceptions_from_signals_leave_a_judge_that_works(mock: 
 
 
 def test_a_batch_that_the_engine_cannot_hold_gives_way_to_others() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     bulk = desk.submit([JudgeRequest(str(n)) for n in range(2 * WINDOW)], None)
     small = desk.submit([JudgeRequest("small")], None)
     sent = [desk.next() for _ in range(2)]
@@ -181,7 +181,7 @@ def test_a_batch_that_the_engine_cannot_hold_gives_way_to_others() -> None:
 
 
 def test_older_batches_that_fit_are_sent_whole_before_younger_ones() -> None:
-    desk = Desk()
+    desk = RequestTracker()
     for _ in range(2):
         desk.submit([JudgeRequest(str(n)) for n in range(1000)], None)
     order = []

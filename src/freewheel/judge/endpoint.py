@@ -1,4 +1,10 @@
-"""The state of one endpoint: may something be sent, and what did the last call teach?"""
+"""The state of one endpoint: may a request be sent there now, and what did the last call teach?
+
+    choose_endpoint ─▶ EndpointState.ready_at ─▶ send ─▶ Permit ─▶ replied | failed | dropped
+
+An `EndpointState` owns the endpoint's limiter, pacer, breaker, latencies and accounts. Everything here is pure: the
+engine passes the time and makes the calls.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +20,27 @@ from freewheel.judge.outcome import HALTS, INFRA, WAITS, Failure, Kind, Reply
 from freewheel.judge.pacing import Pacer
 from freewheel.judge.stats import EndpointStats, State
 
+NEVER = math.inf
+
+BYTES_PER_TOKEN = 4.0
+"""First estimate of a prompt's UTF-8 bytes per token. The judge's own counts correct it."""
+FIRST_COMPLETION_TOKENS = 64.0
+"""First estimate of a reply's tokens where `max_tokens` is not set. The judge's own counts correct it."""
+LEARNING = 1 / 16
+"""Weight of one reply in those corrections."""
+
 
 class LatencyHistogram:
-    """Quantiles of recent latencies, to within one bin (5%)."""
+    """Quantiles of recent latencies to within one bin (5%), in constant memory. Old samples fade."""
 
     SMALLEST_S = 1e-4
-    """Everything quicker than a loopback round trip is one bin."""
+    """Everything faster than a loopback round trip is in one bin."""
     RATIO = 1.05
-    """Width of a bin: what a percentile may be off by."""
+    """Width of a bin, and so the error of a quantile."""
     BINS = 320
-    """Up to 10 minutes, the longest that any deadline allows by default."""
+    """Up to 10 minutes, the longest latency that any default deadline allows."""
     FADE_EVERY = 2048
-    """Samples after which all counts are halved, so that the last few thousand decide."""
+    """After this many samples all counts are halved, so the last few thousand decide."""
 
     _SCALE = 1 / math.log(RATIO)
 
@@ -45,7 +60,7 @@ class LatencyHistogram:
             self._total /= 2
 
     def quantile(self, share: float) -> float:
-        """The latency that `share` of the samples stay under; 0.0 while there are none."""
+        """The latency below which `share` of the samples are; 0.0 without samples."""
         left = share * self._total
         if self._total == 0:
             return 0.0
@@ -57,25 +72,25 @@ class LatencyHistogram:
 
 
 class AttemptPatience:
-    """How long one call may take: three times the 99th percentile of what was seen, within the configured bound.
+    """How long one call may take: three times the 99th percentile of the latencies, within the configured bound.
 
-    A request that timed out gets twice as long the next time. When nothing but time-outs comes back, all calls do: the
-    judge has become slower, and giving up early would only add to its load.
+    A request that timed out gets twice as long the next time. If calls do nothing but time out, the judge has become
+    slower: then all calls get longer, because giving up early would only add to its load.
     """
 
     FACTOR = 3.0
     """Times p99: with a lognormal latency about one call in a million is cut off in vain."""
     FLOOR_S = 1.0
-    """Never less: below it, a garbage collection or a TLS handshake looks like a hang."""
+    """Never less than this: a garbage collection or a TLS handshake would look like a hang."""
     SAMPLES_NEEDED = 64
-    """Before that many latencies a 99th percentile is a guess."""
+    """With fewer latencies a 99th percentile is a guess."""
     IN_A_ROW = 8
-    """Time-outs of calls that were sent after the last one that was answered: hangs of 5% of the calls do that once in
-    10^10, a judge that became slower does it at once."""
+    """Time-outs of calls sent after the last answered one that mean "slower". With 5% hangs that happens once in 10^10
+    calls; a judge that became slower gets there at once."""
     MOST_DOUBLINGS = 2
-    """For one request: four times as long as usual, or else the last of many hangs holds up its whole batch."""
+    """At most four times as long for one request, or the last of many hangs would hold up its whole batch."""
     REFRESH_EVERY = 32
-    """Latencies between two looks at the percentile, which costs more than the rest."""
+    """Latencies between two computations of the percentile, which costs more than everything else here."""
 
     def __init__(self, bound_s: float, latencies: LatencyHistogram) -> None:
         self.bound_s = bound_s
@@ -101,7 +116,7 @@ class AttemptPatience:
 
     def timed_out(self, sent_at: float) -> None:
         if sent_at <= self._answered_sent_at:
-            return  # later calls were answered: this one hung
+            return  # later calls were answered, so only this one hung
         self._in_a_row += 1
         if self._in_a_row >= self.IN_A_ROW:
             self._in_a_row = 0
@@ -109,18 +124,26 @@ class AttemptPatience:
 
 
 class Breaker:
+    """A circuit breaker: while the endpoint is down, it is sent one probe at a time and nothing else.
+
+        CLOSED ──nearly all recent calls failed──▶ OPEN ──pause over──▶ PROBING ──probe answered──▶ CLOSED
+                                                    ▲                      │
+                                                    └──── probe failed ────┘  (the pause grows)
+
+    Requests wait meanwhile, and a wait costs them no attempt.
+    """
+
     CONSECUTIVE = 10
     """Failures in a row that open it. At a fault rate of 20% that happens once in ten million calls."""
     FIRST_PAUSE_S = 0.25
     """A restart behind a load balancer is often over by then."""
     GROWTH = 2.0
-    """Pauses 0.25, 0.5, then 1 s each."""
+    """Pauses of 0.25, 0.5, then 1 s each."""
     LONGEST_PAUSE_S = 1.0
-    """The most time lost after the judge is back; one request a second harms nobody."""
+    """The most time lost after the judge is back. One request per second harms nobody."""
 
     def __init__(self) -> None:
         self.state = State.CLOSED
-        self.opened = 0
         self._failures = 0
         self._alive_at = -math.inf
         self._pause_s = self.FIRST_PAUSE_S
@@ -128,65 +151,54 @@ class Breaker:
         self._probe_out = False
 
     def ready_at(self, now: float) -> float:
-        """When something may be sent: `now` or before if at once, infinity while a probe is out."""
+        """When a request may be sent: `now` or earlier means at once; infinity while a probe is out."""
         if self.state is State.CLOSED:
             return now
         if self.state is State.OPEN and now >= self._until:
-            self.state, self._probe_out = State.PROBING, False
+            self.probe_next()
         if self.state is State.PROBING:
             return math.inf if self._probe_out else now
         return self._until
 
     def sent(self) -> bool:
-        """True if this call is the probe; its end must be told as such."""
+        """Returns True if this call is the probe. Its end must be reported with `probe=True`."""
         if self.state is State.PROBING:
             self._probe_out = True
             return True
         return False
 
     def answered(self, now: float) -> None:
-        """The endpoint gave a sign of life: any reply of its own, a 429 included."""
+        """The endpoint is alive: it gave a reply of its own, and a 429 is one."""
         self.state, self._failures, self._alive_at, self._pause_s = State.CLOSED, 0, now, self.FIRST_PAUSE_S
 
-    def failed(self, now: float, *, tells_of: float, probe: bool) -> None:
-        """A call ended without a sign of life. An error tells of now, a hang of when the call was sent: one from before
-        the last sign of life hung alone."""
+    def failed(self, now: float, *, known_at: float, probe: bool) -> None:
+        """A call ended without a sign of life.
+
+        `known_at` is the time of which the failure tells: now for an error, the time of sending for a hang. A call
+        that was sent before the last sign of life hung alone, and does not count.
+        """
         if probe:
             self._pause_s = min(self.LONGEST_PAUSE_S, self._pause_s * self.GROWTH)
-            self._open(now)
-        elif self.state is State.CLOSED and tells_of >= self._alive_at:
+            self.state, self._until = State.OPEN, now + self._pause_s
+        elif self.state is State.CLOSED and known_at >= self._alive_at:
             self._failures += 1
             if self._failures >= self.CONSECUTIVE:
-                self._open(now)
+                self.state, self._until = State.OPEN, now + self._pause_s
 
     def dropped(self, *, probe: bool) -> None:
-        """A call ended without saying anything about the endpoint (it was cancelled)."""
+        """A call was cancelled, which says nothing about the endpoint."""
         if probe:
             self._probe_out = False
 
     def probe_next(self) -> None:
-        """After a halt: let one request find out whether the endpoint accepts us again."""
+        """Let one request find out whether the endpoint accepts requests again."""
         self.state, self._probe_out = State.PROBING, False
-
-    def _open(self, now: float) -> None:
-        self.state, self._until = State.OPEN, now + self._pause_s
-        self.opened += 1
-
-
-NEVER = math.inf
-
-BYTES_PER_TOKEN = 4.0
-"""First guess for a prompt's tokens, of UTF-8 bytes; corrected by what the judge reports."""
-FIRST_COMPLETION_TOKENS = 64.0
-"""First guess for a reply's tokens where max_tokens says nothing; corrected likewise."""
-LEARNING = 1 / 16
-"""Weight of one reply in those corrections."""
 
 
 class Permit(NamedTuple):
-    """One call under way: what must be given back when it ends."""
+    """One call under way, with everything that is given back when it ends."""
 
-    lane: Lane
+    endpoint: EndpointState
     ticket: Ticket
     sent_at: float
     tokens: int
@@ -194,14 +206,14 @@ class Permit(NamedTuple):
     probe: bool
 
     def without(self, held_s: float) -> Permit:
-        """As if it had been sent that much later: what a slow client takes is not the judge's latency."""
+        """As if it had been sent `held_s` later: the time of a slow client is not the judge's latency."""
         if not held_s:
             return self
         sent_at, level = self.ticket
         return self._replace(ticket=(sent_at + held_s, level), sent_at=self.sent_at + held_s)
 
 
-class Lane:
+class EndpointState:
     def __init__(self, config: JudgeConfig, endpoint: Endpoint, memory: LimiterMemory | None = None) -> None:
         ceiling, fixed = parse_concurrency(config.concurrency)
         self.url = endpoint.url
@@ -216,7 +228,9 @@ class Lane:
         self.latencies = LatencyHistogram()
         self.patience = AttemptPatience(config.attempt_timeout_s, self.latencies)
         self.halted: Failure | None = None
+        """Why nothing is sent here any more."""
         self.reserved_cost = 0.0
+        """What the calls under way may cost."""
         self.stats = EndpointStats(url=self.url, model=self.model)
         self._price = config.prices.get(self.model)
         self._bytes_per_token = BYTES_PER_TOKEN
@@ -226,7 +240,7 @@ class Lane:
         self._longest_is_bound = longest is not None
 
     def ready_at(self, now: float, body_bytes: int) -> float:
-        """`now` or before: send. Later: ask again then. `NEVER`: ask again when a call ends."""
+        """When a request may be sent: `now` or earlier means at once, `NEVER` means to ask again when a call ends."""
         if self.halted is not None or not self.limiter.has_room():
             return NEVER
         if self.breaker.state is not State.CLOSED and (at := self.breaker.ready_at(now)) > now:
@@ -235,18 +249,17 @@ class Lane:
             return self.limiter.quiet_until
         return self.pacer.ready_at(now, self._tokens(body_bytes))
 
-    @property
     def works(self) -> bool:
         """False while the endpoint is known to be down or to refuse us."""
         return self.halted is None and self.breaker.state is State.CLOSED
 
     def knows_cost(self, most_tokens: int | None = None) -> bool:
-        """False while the longest reply is neither bounded nor seen: then one call at a time finds out."""
+        """False while the longest reply is neither bounded nor seen. One call at a time then finds out."""
         bounded = self._longest_is_bound if most_tokens is None else most_tokens > 0
         return bounded or self.stats.answered > 0
 
     def most_cost(self, body_bytes: int, most_tokens: int | None = None) -> float:
-        """What a call may cost: by `most_tokens`, by `max_tokens` where that is None, else by the longest reply yet."""
+        """What a call may cost, by `most_tokens`, else by `max_tokens`, else by the longest reply so far."""
         if self._price is None:
             return 0.0
         prompt_tokens = body_bytes / min(self._bytes_per_token, BYTES_PER_TOKEN)
@@ -261,7 +274,7 @@ class Lane:
         return Permit(self, self.limiter.sent(now), now, tokens, reserved, self.breaker.sent())
 
     def replied(self, permit: Permit, now: float, reply: Reply, body_bytes: int) -> None:
-        """The judge answered; whether the answer parses is not the endpoint's affair."""
+        """The judge answered. Whether the answer parses does not concern the endpoint."""
         latency_s, usage, stats = now - permit.sent_at, reply.usage, self.stats
         self.limiter.succeeded(permit.ticket, now)
         self.breaker.answered(now)
@@ -280,14 +293,16 @@ class Lane:
             if self._price is not None:
                 stats.cost += self._price.of(usage.prompt_tokens, usage.completion_tokens)
         elif self._price is not None:
-            stats.cost += permit.reserved_cost  # no usage in the reply: the estimate stands
+            stats.cost += permit.reserved_cost  # the reply reports no usage, so the estimate counts
         self.pacer.settled(now, permit.tokens, used or permit.tokens, latency_s)
         if reply.rate is not None:
             self.pacer.observed(now, reply.rate)
 
     def failed(self, permit: Permit, now: float, failure: Failure) -> Failure:
-        """The call failed. Returns what that means here: a 403 from an endpoint that never answered is about our key,
-        one from an endpoint that did is about this request."""
+        """The call failed. Returns what the failure means at this endpoint.
+
+        A 403 from an endpoint that never answered is about our key. After an answer it is about the request.
+        """
         if failure.kind is Kind.FORBIDDEN and not self.stats.answered:
             failure = failure._replace(kind=Kind.AUTH)
         kind = failure.kind
@@ -305,8 +320,8 @@ class Lane:
         if kind is Kind.TIMEOUT:
             self.patience.timed_out(permit.sent_at)
         if kind in INFRA:
-            tells_of = permit.sent_at if kind is Kind.TIMEOUT else now
-            self.breaker.failed(now, tells_of=tells_of, probe=permit.probe)
+            known_at = permit.sent_at if kind is Kind.TIMEOUT else now
+            self.breaker.failed(now, known_at=known_at, probe=permit.probe)
         elif kind is Kind.STALE:
             self.breaker.dropped(probe=permit.probe)
         else:
@@ -326,7 +341,7 @@ class Lane:
         self.breaker.dropped(probe=permit.probe)
 
     def reconsider(self) -> None:
-        """A new batch came after a halt: one request may find out whether the endpoint takes us now."""
+        """A new batch arrived. After a halt, one request may find out whether the endpoint accepts us now."""
         if self.halted is not None:
             self.halted = None
             self.breaker.probe_next()
@@ -348,30 +363,34 @@ class Lane:
         return int(body_bytes / self._bytes_per_token + self._completion_tokens)
 
 
-def pick(
-    lanes: Sequence[Lane], now: float, body_bytes: int, avoid: Lane | None = None, avoid_until: float = -NEVER
-) -> tuple[Lane | None, float]:
-    """The lane to send on now, or None and the time to ask again.
+def choose_endpoint(
+    endpoints: Sequence[EndpointState],
+    now: float,
+    body_bytes: int,
+    avoid: EndpointState | None = None,
+    avoid_until: float = -NEVER,
+) -> tuple[EndpointState | None, float]:
+    """Return the endpoint to send to now, or None and the time to ask again.
 
-    The lane furthest below its weight's share goes first; a standby (weight 0) only while no other works; `avoid`, the
-    lane on which the request just failed, not before `avoid_until`, and then only if there is no other.
+    The endpoint furthest below its weight's share comes first. A standby (weight 0) is used only while no other works.
+    `avoid` is where the request has just failed: not before `avoid_until`, and then only if nothing else is ready.
     """
-    if len(lanes) == 1:
-        at = lanes[0].ready_at(now, body_bytes)
-        return (lanes[0], now) if at <= now else (None, at)
-    standby = not any(lane.works for lane in lanes if lane.weight > 0)
-    best: Lane | None = None
+    if len(endpoints) == 1:
+        at = endpoints[0].ready_at(now, body_bytes)
+        return (endpoints[0], now) if at <= now else (None, at)
+    standby = not any(one.works() for one in endpoints if one.weight > 0)
+    best: EndpointState | None = None
     best_rank, wake_at = (True, math.inf), NEVER
-    for lane in lanes:
-        if lane.weight == 0 and not standby:
+    for one in endpoints:
+        if one.weight == 0 and not standby:
             continue
-        at = lane.ready_at(now, body_bytes)
-        if lane is avoid:
+        at = one.ready_at(now, body_bytes)
+        if one is avoid:
             at = max(at, avoid_until)
         if at > now:
             wake_at = min(wake_at, at)
             continue
-        rank = (lane is avoid, (lane.limiter.in_flight + 1) / (lane.weight or 1.0))
+        rank = (one is avoid, (one.limiter.in_flight + 1) / (one.weight or 1.0))
         if rank < best_rank:
-            best, best_rank = lane, rank
+            best, best_rank = one, rank
     return (best, now) if best is not None else (None, wake_at)

@@ -1,8 +1,10 @@
-"""What one kind of request is to the engine: its identity, its bytes on the wire, and what a reply to it means.
+"""What the engine needs to know about each kind of request: its identity, its bytes, and what a reply to it means.
 
-JudgeRequest ─▶ RubricExchange   a rubric's two messages; the reply is read as a score
-ChatRequest  ─▶ ChatExchange     the client's own body; the reply goes back as it came
-ChatStream   ─▶ StreamExchange   likewise, chunk by chunk
+    JudgeRequest ─▶ RubricExchange   the two messages of a rubric; the reply is read as a score
+    ChatRequest  ─▶ ChatExchange     the body of a gateway's client; the reply is returned as it came
+    ChatStream   ─▶ StreamExchange   the same, chunk by chunk
+
+All three share the limiter, retries, breaker, cache and accounts of the engine.
 """
 
 from __future__ import annotations
@@ -25,37 +27,44 @@ from freewheel.judge.verdict import Scored, Usage
 
 if TYPE_CHECKING:
     from freewheel.judge.client import ChatClient
-    from freewheel.judge.engine import Flight
+    from freewheel.judge.engine import InFlightRequest
+
+CHAT_VERSION = b"freewheel-chat-1"
+"""Must change with the way in which the key of a chat body is computed."""
+PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
+"""Fields that identify the client. They do not change the answer."""
+
+_MARK = "\x00user\x00"
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
     """One chat completion as a client sent it.
 
-    Equal ones are sent once, as judge requests are, where one answer can stand for another: with `temperature` 0 or a
-    `seed`. All others ask for a sample, and who asks for two votes wants two.
+    Equal requests are sent once if one answer can stand for all: with `temperature` 0 or a `seed`. Any other request
+    is for a sample, and a client that asks for two samples wants two.
     """
 
     body: bytes
-    """A JSON object. It goes upstream as it is, save `model` where an endpoint has its own name for it."""
+    """A JSON object. It is sent as it is, except for `model` where an endpoint has its own name for it."""
     fresh: bool = False
-    """Ask the upstream whatever is cached, share with nobody, and keep the answer for the next."""
+    """Send it whatever is cached, share it with nobody, and cache the answer."""
     shares_samples: bool = False
-    """Take one sample for all who ask for the same."""
+    """Use one sample for everyone who asks for the same."""
 
 
 class ChatStream:
-    """The same for `"stream": true`: it takes a slot and is retried until its first byte, and is never shared."""
+    """A chat completion with `"stream": true`. It takes a slot, is retried until its first byte, and never shared."""
 
     __slots__ = ("body", "sink")
 
     def __init__(self, body: bytes, sink: Callable[[bytes], Awaitable[None]]) -> None:
         self.body = body
         self.sink = sink
-        """Gets each chunk of the event stream."""
+        """Receives each chunk of the event stream."""
 
 
 class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
-    """A chat completion that was answered."""
+    """The answer to a chat completion."""
 
     content: bytes
     """The upstream's body; empty for a stream, which went to its sink."""
@@ -66,25 +75,45 @@ class Relayed(msgspec.Struct, frozen=True, tag="relayed"):
     status = "relayed"
 
 
-_MARK = "\x00user\x00"
+class Identity(NamedTuple):
+    """What the engine must know before it sends a request."""
+
+    key: bytes
+    """Equal for requests that may share one call."""
+    size: int
+    """Approximate number of bytes to send, from which tokens are estimated."""
+    keep_as: bytes | None
+    """The key under which the reply is cached. Only a request with this as its `key` reads it."""
+    most_tokens: int | None = None
+    """Longest reply that the request allows. None: the config decides; 0: the request does not say."""
+    patient: bool = False
+    """The reply may take the whole of `attempt_timeout_s`, however fast other replies are."""
+
+
+class Exchange(Protocol):
+    def identify(self, request: Any) -> Identity: ...
+
+    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure: ...
+
+    def read(self, inflight: InFlightRequest, reply: Reply) -> Scored | Relayed:
+        """Raises `Unparseable`."""
+
+    def revive(self, cached: CachedReply) -> Scored | Relayed | None:
+        """Turn a cached reply into an answer. None: it must be requested again."""
 
 
 class BodyWriter:
-    """Writes chat-completion requests for one model name."""
+    """Writes the HTTP bodies for one model name. Everything except the user message is encoded once."""
 
     def __init__(self, config: JudgeConfig, model: str, prompts: PromptBuilder) -> None:
-        body: dict[str, object] = {
-            "model": model,
-            "messages": [{"role": "system", "content": prompts.system}, {"role": "user", "content": _MARK}],
+        messages = [{"role": "system", "content": prompts.system}, {"role": "user", "content": _MARK}]
+        settings = {
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+            "response_format": config.loaded_rubric.response_format(),
         }
-        if config.temperature is not None:
-            body["temperature"] = config.temperature
-        if config.max_tokens is not None:
-            body["max_tokens"] = config.max_tokens
-        response_format = config.loaded_rubric.response_format()
-        if response_format is not None:
-            body["response_format"] = response_format
-        body.update(config.sampling)
+        given = {key: value for key, value in settings.items() if value is not None}
+        body = {"model": model, "messages": messages, **given, **config.sampling}
         self._prompts = prompts
         self._before, _, self._after = msgspec.json.encode(body).partition(msgspec.json.encode(_MARK))
 
@@ -93,42 +122,7 @@ class BodyWriter:
         return self._before + msgspec.json.encode(user) + self._after
 
 
-CHAT_VERSION = b"freewheel-chat-1"
-"""Changes when the recipe of a chat body's key does."""
-PRIVATE_FIELDS = ("user", "metadata", "safety_identifier")
-"""Fields that say who asks and not what is asked: they do not change the answer."""
-
-
-class Identity(NamedTuple):
-    """What the engine must know before anything is sent."""
-
-    key: bytes
-    """Equal for requests that may share one call."""
-    size: int
-    """Bytes to be sent, roughly: tokens are estimated from it."""
-    keep_as: bytes | None
-    """The key under which its reply may serve later requests; what is kept there serves it only where it is `key`."""
-    most_tokens: int | None = None
-    """Longest reply that it allows, where that is not the config's affair; 0: it does not say."""
-    patient: bool = False
-    """Its reply may take the whole of `attempt_timeout_s`, however quick others are."""
-
-
-class Exchange(Protocol):
-    def identify(self, request: Any) -> Identity: ...
-
-    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure: ...
-
-    def read(self, flight: Flight, reply: Reply) -> Scored | Relayed:
-        """Raises `Unparseable`."""
-
-    def revive(self, cached: CachedReply) -> Scored | Relayed | None:
-        """A kept reply as an answer; None: it has to be asked for again."""
-
-
 class RubricExchange:
-    """Judging by the config's rubric."""
-
     def __init__(self, config: JudgeConfig, secret: bytes) -> None:
         self._hash = RequestHasher(config)
         self._parse = make_reader(config.loaded_rubric)
@@ -146,28 +140,26 @@ class RubricExchange:
         content = sum(map(_utf8_bytes, (request.response, request.prompt, request.reference)))
         return Identity(key, self._static_size + content, keep_as=key)
 
-    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
-        assert isinstance(flight.request, JudgeRequest)
-        return await client.ask(self._bodies[model].write(flight.request, reask=flight.asks > 0))
+    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
+        assert isinstance(inflight.request, JudgeRequest)
+        return await client.ask(self._bodies[model].write(inflight.request, reask=inflight.asks > 0))
 
-    def read(self, flight: Flight, reply: Reply) -> Scored:
+    def read(self, inflight: InFlightRequest, reply: Reply) -> Scored:
         if reply.cut_off:
             raise Unparseable(f"the reply was cut off (max_tokens, or a filter): {reply.text[:80]!r}")
         value, parts = self._parse(reply.text)
-        return Scored(value, reply.text, flight.usage, parts, attempts=flight.calls)
+        return Scored(value, reply.text, inflight.usage, parts, attempts=inflight.calls)
 
     def revive(self, cached: CachedReply) -> Scored | None:
         try:
             value, parts = self._parse(cached.text)
         except Unparseable:
-            return None  # the rubric reads more strictly now: ask again
+            return None  # the rubric has become stricter
         usage = Usage(cached.prompt_tokens, cached.completion_tokens)
         return Scored(value, cached.text, usage, parts, cached=True, attempts=0)
 
 
 class ChatExchange:
-    """Passing a client's request on, and the answer back."""
-
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
         first = config.endpoints[0]
@@ -194,19 +186,19 @@ class ChatExchange:
         counts = [count if isinstance(count, int) and count > 0 else 0 for count in (longest, choices or 1)]
         return Identity(key, len(body), keep_as, most_tokens=counts[0] * counts[1], patient=True)
 
-    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
-        assert isinstance(flight.request, ChatRequest)
-        return await client.ask(self._named(flight.request.body, model), read_chat)
+    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
+        assert isinstance(inflight.request, ChatRequest)
+        return await client.ask(self._with_model(inflight.request.body, model), read_chat)
 
-    def read(self, flight: Flight, reply: Reply) -> Relayed:
-        return Relayed(reply.text.encode(), flight.usage, attempts=flight.calls)
+    def read(self, inflight: InFlightRequest, reply: Reply) -> Relayed:
+        return Relayed(reply.text.encode(), inflight.usage, attempts=inflight.calls)
 
     def revive(self, cached: CachedReply) -> Relayed | None:
         usage = Usage(cached.prompt_tokens, cached.completion_tokens)
         return Relayed(cached.text.encode(), usage, cached=True, attempts=0)
 
-    def _named(self, body: bytes, model: str) -> bytes:
-        """With the endpoint's own name for the configured model."""
+    def _with_model(self, body: bytes, model: str) -> bytes:
+        """Replace the configured model's name by the endpoint's own name for it."""
         if model == self._model:
             return body
         fields = msgspec.json.decode(body)
@@ -216,25 +208,25 @@ class ChatExchange:
 
 
 class StreamExchange(ChatExchange):
-    """Passing an event stream on while it comes. Once a byte of it went out, it cannot be asked for again."""
+    """Passes an event stream on while it comes. Once a byte has been passed on, the request cannot be repeated."""
 
     def identify(self, request: ChatStream) -> Identity:  # type: ignore[override]
         return self._identity(request.body, msgspec.json.decode(request.body), secrets.token_bytes(32), None)
 
-    async def call(self, client: ChatClient, model: str, flight: Flight) -> Reply | Failure:
-        stream = flight.request
+    async def call(self, client: ChatClient, model: str, inflight: InFlightRequest) -> Reply | Failure:
+        stream = inflight.request
         assert isinstance(stream, ChatStream)
 
         async def pass_on(chunk: bytes) -> None:
-            flight.commit()
+            inflight.commit()
             began = time.monotonic()
             try:
                 await stream.sink(chunk)
-            except OSError as error:  # the client's connection, and not the judge's
+            except OSError as error:  # the connection to the client, not to the judge
                 raise HungUp(str(error)) from error
-            flight.held_s += time.monotonic() - began
+            inflight.held_s += time.monotonic() - began
 
-        return await client.stream(self._named(stream.body, model), pass_on)
+        return await client.stream(self._with_model(stream.body, model), pass_on)
 
 
 def _utf8_bytes(text: str) -> int:

@@ -1,4 +1,16 @@
-"""The front door: `Judge` scores batches in an engine that runs elsewhere, `InlineJudge` on the caller's event loop."""
+"""The front door: `Judge` scores batches in an engine that runs elsewhere, `InlineJudge` on the caller's event loop.
+
+    with Judge(JudgeConfig(endpoint=…, model=…)) as judge:
+        handle = judge.submit(requests)      # returns at once, from any thread
+        …                                    # the GPU continues
+        verdicts = handle.result()
+
+    async with InlineJudge(JudgeConfig(endpoint=…, model=…)) as judge:
+        verdicts = await judge.score(requests)
+
+Training uses `Judge`, because a blocked loop blocks an `InlineJudge`. The gateway and the synchronous reward path use
+`InlineJudge`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 
@@ -20,29 +32,61 @@ from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.tracker import Desk, Handle
-from freewheel.judge.transport import ProcessLink, ThreadLink
+from freewheel.judge.tracker import Handle, RequestTracker
+from freewheel.judge.transport import Link, ProcessLink, ThreadLink
 from freewheel.judge.verdict import JudgeClosed, Verdict
 from freewheel.utils.checks import check_number
 
 if TYPE_CHECKING:
     from freewheel.judge.engine import Request
 
+log = logging.getLogger("freewheel.judge")
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long `close` may take: it closes connections and writes the cache."""
+STATS_TIMEOUT_S = 2.0
+"""An engine that does not answer by then is busy or dead, and its last figures are returned."""
 FROM_CONFIG: Final = -1.0
-"""A batch's deadline where the caller gives none: the config's `batch_deadline_s`."""
+"""Default of `deadline_s`: the config's `batch_deadline_s`."""
 
 Requests = Iterable[JudgeRequest | str | Mapping[str, str]]
 
 
 def as_requests(requests: Requests) -> list[JudgeRequest]:
-    """The batch as requests. A plain string is a response without a question."""
+    """Check a batch and convert it to requests. A plain string is a response without a question."""
     if isinstance(requests, str | bytes | Mapping) or not isinstance(requests, Iterable):
         raise ConfigError("requests", requests, "give several: a list, even for one")
-    return [r if type(r) is JudgeRequest and _all_text(r) else _request(i, r) for i, r in enumerate(requests)]
+    return [r if type(r) is JudgeRequest and _is_all_text(r) else _as_request(i, r) for i, r in enumerate(requests)]
 
 
-def deadline_at_of(deadline_s: float | None, config: JudgeConfig) -> float | None:
-    """In `time.monotonic()` seconds; None: no limit."""
+def _is_all_text(r: JudgeRequest) -> bool:
+    return type(r.response) is type(r.prompt) is type(r.reference) is type(r.id) is type(r.skip) is str
+
+
+def _as_request(index: int, given: object) -> JudgeRequest:
+    key = f"requests[{index}]"
+    if isinstance(given, str):
+        given = {"response": given}
+    elif isinstance(given, JudgeRequest):
+        given = msgspec.structs.asdict(given)
+    if not isinstance(given, Mapping):
+        raise ConfigError(key, given, "give a JudgeRequest, a response as text, or a mapping of its fields")
+    fields = JudgeRequest.__struct_fields__
+    for name, value in given.items():
+        if name not in fields:
+            raise ConfigError(f"{key}.{name}", value, f"unknown field; known are {', '.join(fields)}")
+        if not isinstance(value, str) and not (name == "id" and type(value) is int):
+            raise ConfigError(f"{key}.{name}", value, "give text")
+    if "response" not in given:
+        raise ConfigError(f"{key}.response", None, "it is missing; give the text to judge")
+    # str.__str__ makes plain text of a subclass such as numpy's: only plain text can be sent.
+    return JudgeRequest(
+        **{name: str(value) if isinstance(value, int) else str.__str__(value) for name, value in given.items()}
+    )
+
+
+def _deadline_at(deadline_s: float | None, config: JudgeConfig) -> float | None:
+    """In `time.monotonic()` seconds; None means no limit."""
     if deadline_s is FROM_CONFIG:
         deadline_s = config.batch_deadline_s
     elif deadline_s is not None:
@@ -50,59 +94,11 @@ def deadline_at_of(deadline_s: float | None, config: JudgeConfig) -> float | Non
     return time.monotonic() + deadline_s if deadline_s is not None else None
 
 
-def _all_text(r: JudgeRequest) -> bool:
-    return type(r.response) is type(r.prompt) is type(r.reference) is type(r.id) is type(r.skip) is str
-
-
-def _request(index: int, given: object) -> JudgeRequest:
-    try:
-        if isinstance(given, str):
-            return JudgeRequest(str.__str__(given))
-        if isinstance(given, JudgeRequest):
-            given = msgspec.structs.asdict(given)
-        if isinstance(given, Mapping):
-            unknown = sorted(set(given) - set(JudgeRequest.__struct_fields__))
-            if unknown:
-                known = ", ".join(JudgeRequest.__struct_fields__)
-                raise ConfigError(
-                    f"requests[{index}].{unknown[0]}", given[unknown[0]], f"unknown field; known are {known}"
-                )
-            if type(given.get("id")) is int:
-                given = {**given, "id": str(given["id"])}
-            for key, value in given.items():
-                if not isinstance(value, str):
-                    raise ConfigError(f"requests[{index}].{key}", value, "give text")
-            # str() makes plain text of a subclass, as numpy has one: only that can travel.
-            return JudgeRequest(**{key: str.__str__(value) for key, value in given.items()})
-    except TypeError as error:
-        raise ConfigError(f"requests[{index}]", given, str(error)) from None
-    raise ConfigError(
-        f"requests[{index}]", given, "give a JudgeRequest, a response as text, or a mapping of its fields"
-    )
-
-
-log = logging.getLogger("freewheel.judge")
-
-CLOSE_TIMEOUT_S = 5.0
-"""How long a shutdown may take: connections are closed and the cache is written out."""
-STATS_TIMEOUT_S = 2.0
-"""An engine that does not answer by then is busy or dead; its last figures are given instead."""
-
-
-class Link(Protocol):
-    """Where the engine lives, and the way to it."""
-
-    def start(self) -> None: ...
-    def join(self, timeout_s: float) -> None: ...
-    def abandon(self) -> None: ...
-    def forget(self) -> None: ...
-
-
 class Judge:
-    """Scores responses with an LLM judge. Nothing happens until the first use; closing it leaves nothing behind.
+    """Scores responses with an LLM judge. The first use starts the engine; `close` leaves nothing behind.
 
-    Safe from any thread and any number of event loops. Pickled or forked, it becomes a judge of its own with the same
-    config (the key is not pickled; the other process reads it from its environment).
+    Safe from any thread and any number of event loops. Pickled or forked, it becomes a separate judge with the same
+    config. The key is not pickled: the other process reads it from its environment.
     """
 
     def __init__(self, config: JudgeConfig | Mapping[str, Any]) -> None:
@@ -111,44 +107,47 @@ class Judge:
         _judges.add(self)
 
     def _reset(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may close while its thread is in here
-        self._desk = Desk()
+        self._lock = threading.RLock()  # a signal handler may close while its thread holds the lock
+        self._tracker = RequestTracker()
         self._link: Link | None = None
         self._closed = False
         self._finalizer: weakref.finalize[..., Any] | None = None
 
     def start(self) -> Self:
-        """Starts the engine now instead of at the first submit. Does nothing if it runs."""
+        """Start the engine now instead of at the first `submit`. Does nothing if it is running."""
         with self._lock:
-            if self._closed:
-                raise JudgeClosed("the judge is closed; make another one")
+            self._check_open()
             if self._link is None:
-                link = self._make_link()
-                link.start()
-                self._link = link
+                placement = ProcessLink if self.config.placement == "process" else ThreadLink
+                link = self._link = placement(self.config, self._tracker)
+                try:
+                    link.start()
+                except BaseException:  # Ctrl-C may come while the thread starts: it must not stay behind
+                    self._link = None
+                    link.join(CLOSE_TIMEOUT_S)
+                    raise
                 self._finalizer = weakref.finalize(self, _abandon, link, os.getpid())
-                self._finalizer.atexit = False  # _close_all does it, for all at once
+                self._finalizer.atexit = False  # _close_all closes all judges at exit
         return self
 
-    def _make_link(self) -> Link:
-        if self.config.placement == "process":
-            return ProcessLink(self.config, self._desk)
-        return ThreadLink(self.config, self._desk)
-
     def submit(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> Handle:
-        """Hands a batch over and returns at once. A plain string is a response without a question.
+        """Submit a batch and return at once. A plain string is a response without a question.
 
-        `deadline_s` overrides the config's `batch_deadline_s` for this batch (None: no limit).
+        `deadline_s` overrides the config's `batch_deadline_s` for this batch; None means no limit.
         """
         batch = as_requests(requests)
-        deadline_at = deadline_at_of(deadline_s, self.config)
+        deadline_at = _deadline_at(deadline_s, self.config)
         if batch:
             self.start()
-        elif self._closed:
-            raise JudgeClosed("the judge is closed; make another one")
-        handle = self._desk.submit(batch, deadline_at)
-        handle.judge = self  # a judge that nobody holds is closed; one with an open batch is held by its handle
+        else:
+            self._check_open()
+        handle = self._tracker.submit(batch, deadline_at)
+        handle.judge = self
         return handle
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise JudgeClosed("the judge is closed; make another one")
 
     async def score(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> list[Verdict]:
         """Submit and wait, without blocking the loop. Cancelling the caller cancels the batch."""
@@ -160,8 +159,8 @@ class Judge:
 
     @property
     def pending(self) -> int:
-        """Batches that are not done."""
-        return len(self._desk.open_handles())
+        """Number of batches that are not done."""
+        return len(self._tracker.open_handles())
 
     @property
     def running(self) -> bool:
@@ -169,25 +168,27 @@ class Judge:
         return self._link is not None and not self._closed
 
     def stats(self) -> JudgeStats:
-        """What the engine did so far. Zeros before the first use, the last figures after closing."""
+        """The engine's figures. Zeros before the first use, the last figures after closing."""
         if self.running:
-            answer = self._desk.ask_stats()
             try:
-                answer.result(STATS_TIMEOUT_S)
+                self._tracker.ask_stats().result(STATS_TIMEOUT_S)
             except concurrent.futures.TimeoutError:
                 log.warning("the judge's engine gave no figures within %.3g s; these are older", STATS_TIMEOUT_S)
-        return msgspec.structs.replace(self._desk.last_stats, restarts=self._desk.restarts)
+        return self._last_stats()
 
     def recent_stats(self) -> JudgeStats:
-        """The figures that the engine gave last, at once; others are asked for, and are there the next time."""
-        if self.running and not self._desk.asked_for_stats:
-            self._desk.ask_stats()
-        return msgspec.structs.replace(self._desk.last_stats, restarts=self._desk.restarts)
+        """The engine's last known figures, at once. Requests newer ones for the next call."""
+        if self.running and not self._tracker.has_asked_for_stats():
+            self._tracker.ask_stats()
+        return self._last_stats()
+
+    def _last_stats(self) -> JudgeStats:
+        return msgspec.structs.replace(self._tracker.last_stats, restarts=self._tracker.restarts)
 
     def close(self, *, drain: bool = False, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Ends the engine. `drain` waits up to `timeout_s` for open batches; what is left then ends as cancelled.
+        """End the engine. Open batches end as cancelled; `drain` waits up to `timeout_s` for them first.
 
-        Idempotent; a judge that was never used closes at once.
+        Idempotent. A judge that was never used closes at once.
         """
         with self._lock:
             if self._closed:
@@ -198,12 +199,12 @@ class Judge:
                 return
         if drain:
             until = time.monotonic() + timeout_s
-            for handle in self._desk.open_handles():
+            for handle in self._tracker.open_handles():
                 handle.wait(max(0.0, until - time.monotonic()))
         self._closed = True
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._desk.close("the judge was closed")
+        self._tracker.close("the judge was closed")
         link.join(timeout_s)
 
     def __enter__(self) -> Self:
@@ -229,8 +230,8 @@ class Judge:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["config"])  # type: ignore[misc]
 
-    def _forked(self) -> None:
-        """In a forked process: the engine is the parent's; this copy starts its own when it is used."""
+    def _become_a_forks(self) -> None:
+        """In a forked process: the engine belongs to the parent, and this copy starts its own when it is used."""
         if self._link is not None:
             self._link.forget()
         if self._finalizer is not None:
@@ -248,31 +249,31 @@ def _abandon(link: Link, pid: int) -> None:
         link.abandon()
 
 
+@atexit.register
 def _close_all() -> None:
     for judge in list(_judges):
         judge.close()
 
 
-def _forked_all() -> None:
+def _after_fork() -> None:
     for judge in list(_judges):
-        judge._forked()
+        judge._become_a_forks()
 
 
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_forked_all)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class InlineJudge:
-    """Scores requests on the loop that started it, with the verdicts that `Judge` would give."""
+    """Scores requests on the event loop that started it, with the same verdicts as `Judge`."""
 
     def __init__(self, config: JudgeConfig, *, spent: float = 0.0) -> None:
-        """`spent`: what others have spent of `max_cost`."""
-        from freewheel.judge.engine import Engine  # brings the HTTP client
+        """`spent`: the part of `max_cost` that others have spent."""
+        from freewheel.judge.engine import Engine  # imports aiohttp
 
         self.config = config
         self.engine = Engine(config, deliver=self._deliver, spent=spent)
         self._numbers = itertools.count()
-        self._open: dict[int, _Waiting] = {}
+        self._open: dict[int, _InlineBatch] = {}
         self._running = False
 
     async def start(self) -> Self:
@@ -285,22 +286,22 @@ class InlineJudge:
         return self
 
     async def close(self) -> None:
-        """What is open ends as `Failed("cancelled")`."""
+        """End the engine. Open requests end as `Failed("cancelled")`."""
         self._running = False
         await self.engine.close()
 
     async def score(self, requests: Requests, *, deadline_s: float | None = FROM_CONFIG) -> list[Verdict]:
-        """One verdict a request, in their order. Cancelling the caller cancels the batch."""
-        return await self.ask(as_requests(requests), deadline_at_of(deadline_s, self.config))
+        """Return one verdict per request, in their order. Cancelling the caller cancels the batch."""
+        return await self.ask(as_requests(requests), _deadline_at(deadline_s, self.config))
 
     async def ask(self, batch: Sequence[Request], deadline_at: float | None = None) -> list[Any]:
-        """`score` for requests that are known to be well-formed, chat completions among them."""
+        """`score` for requests that are known to be well-formed, chat completions included."""
         if not self._running:
             raise JudgeClosed("the judge is not running; use it within `async with`")
         if not batch:
             return []
         number = next(self._numbers)
-        waiting = self._open[number] = _Waiting(len(batch))
+        waiting = self._open[number] = _InlineBatch(len(batch))
         try:
             self.engine.submit(number, range(len(batch)), batch, deadline_at)
             await waiting.done.wait()
@@ -315,7 +316,7 @@ class InlineJudge:
 
     @property
     def share_done(self) -> float:
-        """Of the requests of all batches that are open."""
+        """Share of the requests of all open batches that are done."""
         total = sum(len(waiting.verdicts) for waiting in self._open.values())
         return 1 - sum(waiting.missing for waiting in self._open.values()) / total if total else 1.0
 
@@ -333,8 +334,8 @@ class InlineJudge:
         await self.close()
 
 
-class _Waiting:
-    """One batch: its verdicts so far."""
+class _InlineBatch:
+    """The verdicts of one `InlineJudge.ask` so far."""
 
     __slots__ = ("done", "missing", "verdicts")
 

@@ -1,4 +1,4 @@
-"""How one call ends: a `Reply`, or a `Failure` whose kind alone decides what the engine does next.
+"""How one call ends: a `Reply`, or a `Failure` whose kind alone decides what the engine does next. Pure.
 
 kind         asked again            slows the limiter   trips the breaker   stops the endpoint
 THROTTLED    until the deadline     yes (429)           -                   -
@@ -11,10 +11,13 @@ GARBAGE      max_attempts           -                   -                   -
 REJECTED     no                     -                   -                   -
 FORBIDDEN    no                     -                   -                   as AUTH, if it never answered us
 AUTH, NOT_FOUND, QUOTA   elsewhere  -                   -                   yes
+
+`classify` reads statuses other than 200, `read_completion` and `read_chat` read bodies with status 200.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -29,7 +32,16 @@ from freewheel.judge.request import without_surrogates
 from freewheel.judge.verdict import TOKENS_MAX, Reason, Usage
 
 DETAIL_CHARS = 300
-"""As much of a server's error as helps; the rest is usually HTML."""
+"""The useful part of a server's error; the rest is usually HTML."""
+CUT_OFF = ("length", "content_filter")
+"""Finish reasons that leave a reply incomplete: a `1` may be half of a `10`."""
+WHOLE = ("stop", "tool_calls", "function_call")
+"""Finish reasons of a client's completion that is complete. Any other one is passed on and not kept."""
+SSE_TAIL_BYTES = 1 << 16
+"""The end of an event stream, which holds its usage."""
+
+_UNREADABLE = (ValueError, RecursionError)
+"""Everything that decoding a server's JSON raises. A thousand nested brackets raise RecursionError."""
 
 
 class Kind(Enum):
@@ -48,48 +60,53 @@ class Kind(Enum):
 
 
 WAITS = frozenset({Kind.THROTTLED, Kind.RATE})
-"""The judge is well and asks for patience: no attempt is counted."""
+"""The judge is well and asks us to wait. This counts as no attempt."""
 INFRA = frozenset({Kind.OVERLOADED, Kind.TIMEOUT, Kind.BROKEN})
-"""The endpoint itself is unwell."""
+"""The endpoint itself has a fault."""
 FINAL = frozenset({Kind.REJECTED, Kind.FORBIDDEN})
-"""The judge refuses this very request, and would again."""
+"""The judge refuses this very request and would refuse it again."""
 HALTS = frozenset({Kind.AUTH, Kind.NOT_FOUND, Kind.QUOTA})
-"""No request will fare better here: nothing more is sent to this endpoint."""
+"""The endpoint will refuse every request, so nothing more is sent there."""
 
 REASONS: dict[Kind, Reason] = {
-    Kind.THROTTLED: Reason.THROTTLED,
-    Kind.RATE: Reason.THROTTLED,
-    Kind.OVERLOADED: Reason.UNAVAILABLE,
-    Kind.TIMEOUT: Reason.UNAVAILABLE,
-    Kind.BROKEN: Reason.UNAVAILABLE,
-    Kind.STALE: Reason.UNAVAILABLE,
-    Kind.GARBAGE: Reason.UNAVAILABLE,
-    Kind.REJECTED: Reason.REJECTED,
-    Kind.FORBIDDEN: Reason.REJECTED,
-    Kind.AUTH: Reason.AUTH,
-    Kind.NOT_FOUND: Reason.NOT_FOUND,
-    Kind.QUOTA: Reason.QUOTA,
+    **dict.fromkeys(WAITS, Reason.THROTTLED),
+    **dict.fromkeys(INFRA | {Kind.STALE, Kind.GARBAGE}, Reason.UNAVAILABLE),
+    **dict.fromkeys(FINAL, Reason.REJECTED),
+    **{kind: Reason(kind.value) for kind in HALTS},
 }
+"""The reason of the verdict when a call that failed this way was the last one."""
+
+_KIND_OF_STATUS: dict[int, Kind] = {
+    HTTPStatus.REQUEST_TIMEOUT: Kind.TIMEOUT,
+    HTTPStatus.UNAUTHORIZED: Kind.AUTH,
+    HTTPStatus.FORBIDDEN: Kind.FORBIDDEN,
+    HTTPStatus.NOT_FOUND: Kind.NOT_FOUND,
+}
+"""The rest of 4xx is `REJECTED`."""
 
 
 class Reply(NamedTuple):
-    """What the judge said."""
+    """What the judge answered."""
 
     text: str
     usage: Usage
     cut_off: bool = False
-    """True if it did not come to its own end: a `1` may be half of a `10`."""
+    """True if the reply is incomplete: a `1` may be half of a `10`."""
     rate: RateHeaders | None = None
 
 
 class Failure(NamedTuple):
-    """One call that brought no reply."""
+    """One call without a reply."""
 
     kind: Kind
     detail: str
     retry_after_s: float | None = None
     billed: bool = False
-    """The judge answered, so it will charge for it, although nothing can be made of the answer."""
+    """The judge answered and will charge for it, although the answer is unusable."""
+
+
+class HungUp(Exception):
+    """The client that asked for a stream is gone."""
 
 
 _RATE_WORDS = re.compile(
@@ -102,7 +119,7 @@ _QUOTA_WORDS = re.compile(
 
 
 def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: float) -> Failure:
-    """The failure that a reply other than 200 stands for."""
+    """Return the failure that a reply with a status other than 200 stands for."""
     text = _error_text(body)
     phrase = HTTPStatus(status).phrase if status in HTTPStatus._value2member_map_ else "?"
     detail = f"HTTP {status} {phrase}" + (f": {text}" if text else "")
@@ -116,26 +133,16 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, *, wall_now: 
         return Failure(kind, detail, _retry_after_s(headers, wall_now))
     if status >= 500:
         return Failure(Kind.OVERLOADED, detail, _retry_after_s(headers, wall_now))
-    if status == HTTPStatus.REQUEST_TIMEOUT:
-        return Failure(Kind.TIMEOUT, detail)
-    if status == HTTPStatus.UNAUTHORIZED:
-        return Failure(Kind.AUTH, detail)
-    if status == HTTPStatus.FORBIDDEN:
-        return Failure(Kind.FORBIDDEN, detail)
-    if status == HTTPStatus.NOT_FOUND:
-        return Failure(Kind.NOT_FOUND, detail)
     if 300 <= status < 400:
-        target = headers.get("Location", "elsewhere")
+        target = shorten(headers.get("Location", "elsewhere"))
         remedy = "a key goes only where its owner sent it; name that URL as the endpoint"
-        return Failure(
-            Kind.NOT_FOUND,
-            f"HTTP {status} {phrase}: it redirects to {shorten(target)}, which is not followed: {remedy}",
-        )
-    return Failure(Kind.REJECTED, detail)
+        detail = f"HTTP {status} {phrase}: it redirects to {target}, which is not followed: {remedy}"
+        return Failure(Kind.NOT_FOUND, detail)
+    return Failure(_KIND_OF_STATUS.get(status, Kind.REJECTED), detail)
 
 
 def _retry_after_s(headers: Mapping[str, str], wall_now: float) -> float | None:
-    """The wait that the server asks for: Retry-After (seconds or a date), else the exhausted limit's reset."""
+    """The wait that the server requests: Retry-After (seconds or a date), else the reset of the exhausted limit."""
     milliseconds = headers.get("retry-after-ms")
     if milliseconds is not None and (wait := parse_duration_s(milliseconds, wall_now)) is not None:
         return wait / 1000
@@ -150,10 +157,10 @@ def _retry_after_s(headers: Mapping[str, str], wall_now: float) -> float | None:
 
 
 def _error_text(body: bytes) -> str:
-    """The server's own words, out of the JSON shapes in use, on one line."""
+    """The server's message on one line, from the JSON shapes in use."""
     try:
         found = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _UNREADABLE:
         return shorten(body.decode("utf-8", "replace"))
     error = found.get("error", found) if isinstance(found, dict) else found
     if isinstance(error, dict):
@@ -163,13 +170,17 @@ def _error_text(body: bytes) -> str:
 
 
 def shorten(text: str) -> str:
-    """On one line, short, and fit to travel: aiohttp hands on header bytes that are not UTF-8 as lone surrogates."""
+    """Put `text` on one line, shorten it, and replace lone surrogates, which aiohttp makes of bytes outside UTF-8."""
     line = " ".join(text[: 4 * DETAIL_CHARS].encode("utf-8", "replace").decode().split())
     return line if len(line) <= DETAIL_CHARS else line[: DETAIL_CHARS - 1] + "…"
 
 
-CUT_OFF = ("length", "content_filter")
-"""Reasons to finish that leave a reply incomplete: a `1` may be half of a `10`."""
+# -- bodies with status 200 -------------------------------------------------------------------------------------------
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
 
 
 class _Part(msgspec.Struct):
@@ -187,43 +198,48 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens: float | None = None
-    completion_tokens: float | None = None
-
-
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
     usage: _Usage | None = None
 
 
-_decoder = msgspec.json.Decoder(_Completion, strict=False)
+class _End(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Envelope(msgspec.Struct):
+    """The parts of a completion that the gateway reads. Its clients may use any message."""
+
+    choices: list[_End]
+    usage: _Usage | None = None
+
+
+_completion = msgspec.json.Decoder(_Completion, strict=False)
+_envelope = msgspec.json.Decoder(_Envelope, strict=False)
 
 
 def read_completion(content: bytes) -> Reply | Failure:
-    """What a body that came with status 200 says."""
+    """Read a chat completion that came with status 200. Content may be text or a list of parts."""
     try:
-        completion = _decode(content)
-    except (ValueError, RecursionError) as error:
-        seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
-        garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
-        return error_inside(content) or garbage
+        completion = _decode_forgivingly(content)
+    except _UNREADABLE as error:
+        return _garbage(content, error)
     if not completion.choices:
         return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
     choice = completion.choices[0]
-    text = _text(choice.message.content)
+    text = choice.message.content
+    if isinstance(text, list):
+        text = "".join(part.text or "" for part in text if part.type in ("text", "output_text"))
     if not text and (choice.message.refusal or choice.finish_reason == "content_filter"):
         detail = f"the judge refuses: {choice.message.refusal or choice.finish_reason}"
         return Failure(Kind.REJECTED, detail, billed=True)
-    used = completion.usage or _Usage()
-    usage = Usage(_count(used.prompt_tokens), _count(used.completion_tokens))
-    return Reply(text, usage, choice.finish_reason in CUT_OFF)
+    return Reply(without_surrogates(text or ""), _usage(completion.usage), choice.finish_reason in CUT_OFF)
 
 
-def _decode(content: bytes) -> _Completion:
-    """Strictly first, which is quick; then as forgivingly as a reader can: what was answered was paid for."""
+def _decode_forgivingly(content: bytes) -> _Completion:
+    """Strictly first, which is fast; then as forgivingly as possible, because the answer has been paid for."""
     try:
-        return _decoder.decode(content)
+        return _completion.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = json.loads(content.decode("utf-8-sig", "replace"))
         if isinstance(found, dict):
@@ -231,27 +247,35 @@ def _decode(content: bytes) -> _Completion:
         return msgspec.convert(found, _Completion, strict=False)
 
 
-def _text(content: str | list[_Part] | None) -> str:
-    if isinstance(content, list):
-        content = "".join(part.text or "" for part in content if part.type in ("text", "output_text"))
-    return without_surrogates(content) if content else ""
-
-
-def _count(tokens: float | None) -> int:
-    return int(min(max(tokens, 0), TOKENS_MAX)) if tokens else 0
-
-
-def error_inside(content: bytes) -> Failure | None:
-    """Some gateways answer 200 with `{"error": {"code": 429, …}}`: the code is the status that was meant."""
+def read_chat(content: bytes) -> Reply | Failure:
+    """Read a client's chat completion that came with status 200. The reply's text is the whole body."""
     try:
-        found = msgspec.json.decode(content)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    error = found.get("error") if isinstance(found, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
-    if isinstance(code, int) and 400 <= code < 600:
-        return classify(code, {}, content, wall_now=0.0)
-    return None
+        envelope = _envelope.decode(content)
+        text = content.decode()
+    except _UNREADABLE as error:
+        return _garbage(content, error)
+    if not envelope.choices:
+        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
+    whole = all(choice.finish_reason in WHOLE for choice in envelope.choices)
+    return Reply(text, _usage(envelope.usage), cut_off=not whole)
+
+
+def read_stream_usage(tail: bytes) -> Usage:
+    """The tokens that the end of an event stream reports, if it does (`stream_options.include_usage`)."""
+    for line in reversed(tail.splitlines()):
+        data = line.removeprefix(b"data:").strip()
+        if b'"usage"' in data:
+            with contextlib.suppress(*_UNREADABLE):
+                return _usage(_envelope.decode(data).usage)
+    return Usage()
+
+
+def read_models(content: bytes) -> list[str]:
+    """The names in a list of models; empty if `content` is not one."""
+    try:
+        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
+    except _UNREADABLE:
+        return []
 
 
 class _Model(msgspec.Struct):
@@ -262,70 +286,23 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-def read_models(content: bytes) -> list[str]:
-    """The names in a list of models; none where it is no such list."""
-    try:
-        return [model.id for model in msgspec.json.decode(content, type=_Models).data]
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return []
+def _usage(reported: _Usage | None) -> Usage:
+    if reported is None:
+        return Usage()
+    return Usage(_count(reported.prompt_tokens), _count(reported.completion_tokens))
 
 
-WHOLE = ("stop", "tool_calls", "function_call")
-"""How a completion ends that came to its own end. One that was cut off or filtered is passed on and not kept."""
-SSE_TAIL_BYTES = 1 << 16
-"""The end of an event stream, where its usage stands."""
+def _count(tokens: float | None) -> int:
+    return int(min(max(tokens, 0), TOKENS_MAX)) if tokens else 0
 
 
-class HungUp(Exception):
-    """Who asked for a stream is gone."""
-
-
-class _Counts(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class _ChatChoice(msgspec.Struct):
-    finish_reason: str | None = None
-
-
-class _Envelope(msgspec.Struct):
-    """As much of a completion as tells it from something else."""
-
-    choices: list[_ChatChoice]
-    usage: _Counts | None = None
-
-
-_envelope = msgspec.json.Decoder(_Envelope, strict=False)
-
-
-def read_chat(content: bytes) -> Reply | Failure:
-    """A body that came with status 200, whole."""
-    try:
-        envelope = _envelope.decode(content)
-        text = content.decode()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        seen = content[:200].decode("utf-8", "replace")
-        garbage = Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)
-        return error_inside(content) or garbage
-    if not envelope.choices:
-        return Failure(Kind.GARBAGE, "200, but `choices` is empty", billed=True)
-    whole = all(choice.finish_reason in WHOLE for choice in envelope.choices)
-    return Reply(text, _usage(envelope.usage), cut_off=not whole)
-
-
-def read_stream_usage(tail: bytes) -> Usage:
-    """The tokens that an event stream's end tells of, where it does (`stream_options.include_usage`)."""
-    for line in reversed(tail.splitlines()):
-        data = line.removeprefix(b"data:").strip()
-        if b'"usage"' in data:
-            try:
-                return _usage(_envelope.decode(data).usage)
-            except (msgspec.DecodeError, UnicodeDecodeError):
-                continue
-    return Usage()
-
-
-def _usage(counts: _Counts | None) -> Usage:
-    counts = counts or _Counts()
-    return Usage(max(0, counts.prompt_tokens or 0), max(0, counts.completion_tokens or 0))
+def _garbage(content: bytes, error: Exception) -> Failure:
+    """Some gateways answer 200 with `{"error": {"code": 429, …}}`, where the code is the status they mean."""
+    with contextlib.suppress(*_UNREADABLE):
+        found = msgspec.json.decode(content)
+        inside = found.get("error") if isinstance(found, dict) else None
+        code = inside.get("code") if isinstance(inside, dict) else None
+        if isinstance(code, int) and 400 <= code < 600:
+            return classify(code, {}, content, wall_now=0.0)
+    seen = content[: 16 * DETAIL_CHARS].decode("utf-8", "replace")
+    return Failure(Kind.GARBAGE, f"200, but not a chat completion ({error}): {seen}", billed=True)

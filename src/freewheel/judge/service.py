@@ -1,4 +1,12 @@
-"""Runs one engine for a caller: in a thread, or as the process `python -m freewheel.judge.service FD`."""
+"""Runs one engine for a caller, and is the engine's process: `python -m freewheel.judge.service FD`.
+
+    ThreadLink  ── take(message) ──────────▶ Service ─▶ Engine
+    ProcessLink ── frames on FD ──▶ serve ─▶    │
+                ◀── send(message), coalesced ───┘
+
+The process reads its config, and with it the key, from the socket. It exits when the socket ends, and it never outlives
+its parent, not even where a fork of the parent holds the socket open.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +14,25 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.engine import Engine
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.transport import (
+    ENGINE_DECODER,
     AskStats,
     Cancel,
     Close,
     Configure,
-    FrameReader,
     LogLine,
+    Pipe,
     Results,
     Started,
     StatsReply,
@@ -32,34 +40,35 @@ from freewheel.judge.transport import (
     Submit,
     ToCaller,
     ToEngine,
-    pack,
-    pack_results,
 )
 from freewheel.judge.verdict import JudgeError, Verdict
+from freewheel.utils.processes import end_with
 
 log = logging.getLogger("freewheel.judge")
 
 COALESCE_S = 0.020
 """At most one results message in this time, however quickly batches end."""
 LINGER_S = 0.050
-"""While more is to come, results wait this long for company: each message takes the interpreter from a busy caller."""
+"""While more verdicts are to come, results wait this long for them: each message interrupts a busy caller."""
 LAG_CHECK_S = 0.05
-"""How often the loop's lateness is measured."""
+"""How often the delay of the event loop is measured."""
 IDLE_CHECK_S = 1.0
 """The same while there is nothing to do."""
 LAG_WARN_S = 0.05
-"""Mean lateness that is worth a warning: the engine then reacts later than most judges' network round trip."""
+"""A mean delay worth a warning: it is more than the network round trip to most judges."""
 LAG_SMOOTHING = 1 / 64
 """Weight of one check: about three seconds of memory."""
 LAG_WARN_EVERY_S = 60.0
 STATS_EVERY_S = 60.0
-"""How often a working engine says in the log how far it is."""
+"""How often a working engine logs its statistics."""
 REMEMBER_EVERY_S = 5.0
-"""How much of what the limiters learnt a kill -9 may cost."""
+"""How often the limiters' memory is written: a kill -9 loses at most this much of it."""
+GC_THRESHOLD = 50_000
+"""Thousands of requests are alive at a time and hold no cycles, so a collection every 700 objects is wasted."""
 
 
 class Service:
-    """Runs one engine until told to close. `send` takes messages for the caller."""
+    """Runs one engine until it is told to close. `send` receives the messages for the caller."""
 
     def __init__(self, config: JudgeConfig, spent: float, send: Callable[[ToCaller], None]) -> None:
         self._config = config
@@ -67,17 +76,15 @@ class Service:
         self._spent = spent
         self._engine: Engine
         self._items: list[tuple[int, int, Verdict]] = []
-        self._flush_armed = False
+        self._flush_is_due = False
         self._flushed_at = 0.0
         self._lag_s = 0.0
         self._closed = asyncio.Event()
 
-    async def run(self, ready: Callable[[], None]) -> None:
-        """Until `Close` comes. `ready` is called when messages may be handed in."""
+    async def run(self) -> None:
+        """Run until `Close`. Sends `Started` when `take` may be called, and `Stopped` at the end."""
         try:
-            self._engine = Engine(
-                self._config, deliver=self._collect, answered_all=self._answered_all, spent=self._spent
-            )
+            self._engine = Engine(self._config, deliver=self._collect, answered_all=self._flush_soon, spent=self._spent)
             try:
                 await self._engine.start()
             except BaseException:
@@ -90,7 +97,6 @@ class Service:
             return
         self._loop = asyncio.get_running_loop()
         self._send(Started())
-        ready()
         watch = self._loop.create_task(self._watch())
         try:
             await self._closed.wait()
@@ -125,64 +131,50 @@ class Service:
 
     def _collect(self, batch: int, index: int, verdict: Verdict) -> None:
         self._items.append((batch, index, verdict))
-        if not self._flush_armed:
-            self._flush_armed = True
+        if not self._flush_is_due:
+            self._flush_is_due = True
             self._loop.call_later(LINGER_S, self._flush)
 
-    def _answered_all(self) -> None:
-        """Nothing more is to come: what waits goes out now."""
+    def _flush_soon(self) -> None:
+        """Every batch is answered: send what has been collected without waiting for more."""
         self._loop.call_later(max(0.0, self._flushed_at + COALESCE_S - time.monotonic()), self._flush)
 
     def _flush(self) -> None:
-        self._flush_armed = False
+        self._flush_is_due = False
         if self._items:
             items, self._items = self._items, []
             self._flushed_at = time.monotonic()
             self._send(Results(items, self._engine.spent))
 
     async def _watch(self) -> None:
-        """Measures how late this loop runs, and keeps the limiters' memory on disk."""
-        warned_at, said, remembered_at = -LAG_WARN_EVERY_S, 0, time.monotonic()
-        say_at = remembered_at + STATS_EVERY_S
+        """Measure the delay of this loop, log statistics, and keep the limiters' memory on disk."""
+        warned_at, logged, remembered_at = -LAG_WARN_EVERY_S, 0, time.monotonic()
+        log_at = remembered_at + STATS_EVERY_S
         while True:
-            pause_s = LAG_CHECK_S if self._engine.busy else IDLE_CHECK_S
+            pause_s = LAG_CHECK_S if self._engine.is_busy() else IDLE_CHECK_S
             due = time.monotonic() + pause_s
             await asyncio.sleep(pause_s)
             now = time.monotonic()
             self._lag_s += LAG_SMOOTHING * (max(0.0, now - due) - self._lag_s)
             if self._lag_s > LAG_WARN_S and now - warned_at > LAG_WARN_EVERY_S:
                 warned_at = now
-                log.warning(
-                    "the judge's event loop runs %.0f ms late on average: %s", self._lag_s * 1e3, self._remedy()
-                )
-            if now >= say_at:
-                stats, say_at = self.stats(), now + STATS_EVERY_S
-                if stats.submitted > said:
-                    said = stats.submitted
+                if self._config.placement == "thread":
+                    remedy = "this process's Python code starves its thread; use placement='process'"
+                else:
+                    remedy = "the machine has no core to spare for it"
+                log.warning("the judge's event loop runs %.0f ms late on average: %s", self._lag_s * 1e3, remedy)
+            if now >= log_at:
+                stats, log_at = self.stats(), now + STATS_EVERY_S
+                if stats.submitted > logged:
+                    logged = stats.submitted
                     log.info(stats.line())
             if now - remembered_at > REMEMBER_EVERY_S:
                 remembered_at = now
                 self._engine.remember()
 
-    def _remedy(self) -> str:
-        if self._config.placement == "thread":
-            return "this process's Python code starves its thread; use placement='process'"
-        return "the machine has no core to spare for it"
-
-
-class ForwardingHandler(logging.Handler):
-    """Sends the engine's log records to the caller's process, where they are logged again."""
-
-    def __init__(self, send: Callable[[ToCaller], None]) -> None:
-        super().__init__()
-        self._forward = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._forward(LogLine(record.levelno, self.format(record)))
-
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """`asyncio.run` on uvloop where there is one."""
+    """`asyncio.run` on uvloop where it is installed."""
     factory = None
     with contextlib.suppress(ImportError):
         import uvloop
@@ -192,81 +184,65 @@ def run_loop(main: Coroutine[Any, Any, None]) -> None:
         runner.run(main)
 
 
-PARENT_CHECK_S = 1.0
-GC_THRESHOLD = 50_000
-"""Thousands of requests are alive at a time and hold no cycles: looking for some every 700 objects is wasted."""
+# -- the engine's process ---------------------------------------------------------------------------------------------
 
 
-class _Pipe(asyncio.Protocol):
-    """Frames in, frames out. The first message must be `Configure`."""
+class _ForwardingHandler(logging.Handler):
+    """Sends the engine's log records to the caller's process, which logs them."""
 
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self.configured: asyncio.Future[Configure] = asyncio.get_running_loop().create_future()
-        self.service: Service | None = None
-        self._reader = FrameReader.for_engine()
-        self._transport: asyncio.WriteTransport | None = None
+    def __init__(self, send: Callable[[ToCaller], None]) -> None:
+        super().__init__()
+        self._forward = send
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's own class, of the same interface
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._reader.feed(data):
-            if isinstance(message, Configure):
-                self.configured.set_result(message)
-            elif self.service is not None:
-                self.service.take(message)
-            elif isinstance(message, Close):
-                self.ended.set()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self.ended.set()
-
-    def send(self, message: ToCaller) -> None:
-        if self._transport is not None:
-            self._transport.write(pack_results(message) if isinstance(message, Results) else pack(message))
+    def emit(self, record: logging.LogRecord) -> None:
+        self._forward(LogLine(record.levelno, self.format(record)))
 
 
 async def serve(fd: int) -> None:
     loop = asyncio.get_running_loop()
     sock = socket.socket(fileno=fd)
     sock.setblocking(False)
-    transport, pipe = await loop.create_connection(_Pipe, sock=sock)
+    configured: asyncio.Future[Configure] = loop.create_future()
+    services: list[Service] = []
+
+    def take(message: ToEngine) -> None:
+        if isinstance(message, Configure):
+            configured.set_result(message)
+        else:
+            services[0].take(message)
+
+    def stop() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has closed
+            loop.call_soon_threadsafe(services[0].stop)
+
+    pipe = Pipe(ENGINE_DECODER, take)
+    await loop.create_connection(lambda: pipe, sock=sock)
     ended = loop.create_task(pipe.ended.wait())
-    first: set[asyncio.Future[Any]] = {ended, pipe.configured}
+    first: set[asyncio.Future[Any]] = {ended, configured}
     await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-    if pipe.configured.done():
-        setup = pipe.configured.result()
+    if configured.done():
+        setup = configured.result()
         logger = logging.getLogger("freewheel")
-        logger.addHandler(ForwardingHandler(pipe.send))
+        logger.addHandler(_ForwardingHandler(pipe.send))
         logger.setLevel(logging.INFO)
         logger.propagate = False
-        service = Service(setup.config, setup.spent, pipe.send)
-        running = loop.create_task(service.run(lambda: setattr(pipe, "service", service)))
-        orphaned = loop.create_task(_orphaned(setup.parent_pid))
-        await asyncio.wait({ended, running, orphaned}, return_when=asyncio.FIRST_COMPLETED)
-        orphaned.cancel()
-        if not running.done():
-            service.stop()
+        services.append(Service(setup.config, setup.spent, pipe.send))
+        running = loop.create_task(services[0].run())
+        end_with(setup.parent_pid, on_end=stop)
+        await asyncio.wait({ended, running}, return_when=asyncio.FIRST_COMPLETED)
+        services[0].stop()
         await running
-    transport.close()  # what is written goes out first
+    pipe.close()
     await pipe.ended.wait()
-
-
-async def _orphaned(parent_pid: int) -> None:
-    """Returns when the parent has gone. No event tells: the system has one for children only."""
-    while os.getppid() == parent_pid:  # noqa: ASYNC110
-        await asyncio.sleep(PARENT_CHECK_S)
 
 
 def main() -> None:
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole group, they are the parent's affair: it closes us
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole process group, and the parent closes the engine
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # each call is a socket, and 1024 is a usual limit
+    with contextlib.suppress(OSError, ValueError):  # each call is a socket, and 1024 is a common limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
     run_loop(serve(int(sys.argv[1])))
 

@@ -1,10 +1,19 @@
-"""`RequestTracker`: who waits for which verdict, and what the engine should be told next. Thread-safe, no I/O."""
+"""Who waits for which verdict: `Handle` for the caller, `RequestTracker` for the link to the engine.
+
+    Judge.submit ─▶ RequestTracker ── next() ──▶ link ──▶ engine
+    Handle       ◀─ RequestTracker ◀─ take() ─── link ◀── engine
+
+A link pulls, so it takes no more than the engine can hold. The tracker forgets a request only when its verdict is in.
+An engine that dies therefore costs time and no verdict: the next engine gets everything that was not answered.
+Both classes are thread-safe and do no I/O.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import heapq
+import itertools
 import logging
 import math
 import os
@@ -17,12 +26,24 @@ from typing import Any, NamedTuple
 
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
-from freewheel.judge.transport import AskStats, Cancel, Close, LogLine, Results, StatsReply, Submit, ToCaller, ToEngine
+from freewheel.judge.transport import AskStats, Cancel, LogLine, Results, StatsReply, Submit, ToCaller, ToEngine
 from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Reason, Scored, Skipped, Verdict
+from freewheel.utils.waiting import wait_in_slices
+
+log = logging.getLogger("freewheel.judge")
+
+WINDOW = 8192
+"""Unanswered requests that the engine may hold. This keeps any limit busy and bounds the engine's memory."""
+CHUNK = 256
+"""Requests per message."""
+CHUNK_CHARS = 1 << 20
+"""Characters per message, unless a single request is longer."""
+GRACE_S = 0.05
+"""After a deadline the tracker waits this long for the engine's own verdicts, which say more than its own."""
 
 
 class Progress(NamedTuple):
-    """How far a batch is."""
+    """How many verdicts of a batch are in."""
 
     total: int
     scored: int
@@ -39,7 +60,10 @@ class Progress(NamedTuple):
 
 
 class Handle:
-    """The verdicts of one `submit`, in the order of its requests. Each request gets exactly one."""
+    """The verdicts of one `submit`, in the order of its requests. Each request gets exactly one.
+
+    Wait for it, await it, iterate over it or cancel it, from any thread and any event loop.
+    """
 
     def __init__(
         self, batch: int, requests: Sequence[JudgeRequest], deadline_at: float | None, cancel: Callable[[Handle], None]
@@ -48,9 +72,9 @@ class Handle:
         self.requests = requests
         self.deadline_at = deadline_at
         self.judge: object = None
-        """Whose batch it is."""
+        """The judge of this batch. The reference keeps the judge open until the batch is done."""
         self.finished_at: float | None = None
-        """When its last verdict came, in `time.monotonic()` seconds."""
+        """When the last verdict arrived, in `time.monotonic()` seconds."""
         self._cancel = cancel
         self._verdicts: list[Verdict | None] = [None] * len(requests)
         self._order: list[int] = []
@@ -60,8 +84,6 @@ class Handle:
         self._pid = os.getpid()
         if not requests:
             self._finished.set()
-
-    # -- the caller's side --------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self._verdicts)
@@ -73,21 +95,24 @@ class Handle:
         return Progress(len(self._verdicts), self._counts[Scored], self._counts[Failed], self._counts[Skipped])
 
     def result(self, timeout_s: float | None = None) -> list[Verdict]:
-        """All verdicts, in the order of the requests; waits for them. `TimeoutError` leaves the batch running."""
+        """Wait for all verdicts and return them in the order of the requests.
+
+        Raises `TimeoutError` after `timeout_s`. The batch continues; call `result` again or `cancel`.
+        """
         if not self.wait(timeout_s):
             raise TimeoutError(
                 f"{len(self._order)} of {len(self)} verdicts are in after {timeout_s:g} s; "
-                "call result() again to go on waiting, or cancel()"
+                "call result() again to wait longer, or cancel()"
             )
         return self._complete()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Waits until the batch is done; False if the time was over first."""
+        """Wait until the batch is done. Returns False if `timeout_s` passes first."""
         self._check_owner()
-        return self._finished.wait(timeout_s)
+        return wait_in_slices(self._finished.wait, timeout_s)
 
     def cancel(self) -> None:
-        """What has no verdict yet gets `Failed("cancelled")`, at once. Nothing happens to a batch that is done."""
+        """Give every request without a verdict `Failed("cancelled")` at once. A batch that is done stays as it is."""
         self._check_owner()
         if not self.done():
             self._cancel(self)
@@ -101,7 +126,7 @@ class Handle:
         return self._complete()
 
     async def __aiter__(self) -> AsyncIterator[Verdict]:
-        """Verdicts in the order of the requests, each as soon as it and all before it are in."""
+        """Yield verdicts in the order of the requests, each as soon as it and all before it are in."""
         self._check_owner()
         with self._listen() as changed:
             for index in range(len(self)):
@@ -111,11 +136,10 @@ class Handle:
                 yield verdict
 
     async def as_completed(self) -> AsyncIterator[tuple[int, Verdict]]:
-        """(index, verdict) pairs in the order in which they are reached."""
+        """Yield (index, verdict) pairs in the order in which the verdicts arrive."""
         self._check_owner()
         with self._listen() as changed:
-            seen = 0
-            while seen < len(self):
+            for seen in range(len(self)):
                 while seen == len(self._order):
                     await changed.wait()
                     changed.clear()
@@ -123,7 +147,6 @@ class Handle:
                 verdict = self._verdicts[index]
                 assert verdict is not None
                 yield index, verdict
-                seen += 1
 
     def __repr__(self) -> str:
         return f"<Handle {self.batch}: {len(self._order)} of {len(self)} done>"
@@ -147,63 +170,55 @@ class Handle:
         finally:
             self._listeners.remove(listener)
 
-    # -- the desk's side ----------------------------------------------------------------------------------------------
+    # -- for the tracker ----------------------------------------------------------------------------------------------
 
-    def put(self, index: int, verdict: Verdict) -> bool:
-        """Under the desk's lock. False if there was a verdict already: the first one stands."""
-        if self._verdicts[index] is not None:
-            return False
-        self._verdicts[index] = verdict
-        self._counts[type(verdict)] += 1
-        self._order.append(index)
-        return True
+    def put(self, index: int, verdict: Verdict) -> None:
+        """Store a verdict, under the tracker's lock. The first verdict of a request is final."""
+        if self._verdicts[index] is None:
+            self._verdicts[index] = verdict
+            self._counts[type(verdict)] += 1
+            self._order.append(index)
 
     def put_missing(self, reason: Reason, detail: str) -> None:
         for index, verdict in enumerate(self._verdicts):
             if verdict is None:
                 self.put(index, Failed(reason.value, 0, detail))
 
+    def is_complete(self) -> bool:
+        return len(self._order) == len(self._verdicts)
+
     def wake(self) -> None:
-        """After puts, outside the lock: tells all who wait."""
-        if len(self._order) == len(self._verdicts) and not self._finished.is_set():
+        """Tell everyone who waits, after `put` and outside the tracker's lock."""
+        if self.is_complete() and not self._finished.is_set():
             self.finished_at = time.monotonic()
             self._finished.set()
         for loop, event in list(self._listeners):
-            with contextlib.suppress(RuntimeError):  # that loop has closed: nobody waits there any more
+            with contextlib.suppress(RuntimeError):  # that loop has closed: nobody waits there
                 loop.call_soon_threadsafe(event.set)
 
 
-log = logging.getLogger("freewheel.judge")
-
-WINDOW = 8192
-"""Requests that the engine may hold unanswered: enough to keep any limit busy, and its memory stays bounded."""
-CHUNK = 256
-"""Requests per message."""
-CHUNK_CHARS = 1 << 20
-"""Text per message, unless a single request is longer."""
-GRACE_S = 0.05
-"""How long after a deadline the desk waits for the engine's own word before it gives that word itself."""
-
-
-class _Open:
-    """A batch with requests that are not answered."""
+class _OpenBatch:
+    """A batch that still lacks verdicts."""
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
-        self.cursor = 0
-        self.again: deque[int] = deque()
-        self.out: set[int] = set()
+        self.unsent: Iterator[int] = iter(range(len(handle)))
+        self.unsent_count = len(handle)
+        self.sent: set[int] = set()
+        """Indexes that the engine holds."""
 
 
-class Desk:
+class RequestTracker:
+    """Gives every submitted request exactly one verdict, whatever happens to the engine."""
+
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may cancel or close while its thread is in here
-        self._open: dict[int, _Open] = {}
+        self._lock = threading.RLock()  # a signal handler may cancel or close while its thread holds the lock
+        self._open: dict[int, _OpenBatch] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._to_send: deque[_Open] = deque()
+        self._to_send: deque[_OpenBatch] = deque()
         self._control: deque[ToEngine] = deque()
         self._queries: dict[int, Future[JudgeStats]] = {}
-        self._out = 0
+        self._sent_count = 0
         self._next_batch = 0
         self._next_ticket = 1
         self._closed = ""
@@ -213,7 +228,7 @@ class Desk:
         self.restarts = 0
         self.last_stats = JudgeStats()
 
-    # -- from the caller ----------------------------------------------------------------------------------------------
+    # -- for the caller -----------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[JudgeRequest], deadline_at: float | None) -> Handle:
         with self._lock:
@@ -224,7 +239,7 @@ class Desk:
             handle = Handle(self._next_batch, requests, deadline_at, self.cancel)
             self._next_batch += 1
             if requests:
-                batch = self._open[handle.batch] = _Open(handle)
+                batch = self._open[handle.batch] = _OpenBatch(handle)
                 self._to_send.append(batch)
                 if deadline_at is not None:
                     heapq.heappush(self._deadlines, (deadline_at, handle.batch))
@@ -235,15 +250,14 @@ class Desk:
         self._end(handle, Reason.CANCELLED, "cancelled by the caller")
         self._wake()
 
-    @property
-    def asked_for_stats(self) -> bool:
+    def has_asked_for_stats(self) -> bool:
         return bool(self._queries)
 
     def ask_stats(self) -> Future[JudgeStats]:
         future: Future[JudgeStats] = Future()
         with self._lock:
             if self._closed or self._broken:
-                future.set_result(self.last_stats)  # nobody is left to answer
+                future.set_result(self.last_stats)  # no engine is left to answer
                 return future
             self._queries[self._next_ticket] = future
             self._control.append(AskStats(self._next_ticket))
@@ -252,66 +266,62 @@ class Desk:
         return future
 
     def close(self, why: str) -> None:
-        """No more submits; what is open ends as cancelled; the engine is told to close."""
+        """Refuse further batches and end the open ones as cancelled."""
         with self._lock:
             self._closed = self._closed or why
-            self._control.append(Close())
-            handles = [batch.handle for batch in self._open.values()]
-        for handle in handles:
-            self._end(handle, Reason.CANCELLED, why)
-        self._wake()
+        self._end_all(Reason.CANCELLED, why)
+
+    def break_down(self, why: str) -> None:
+        """The engine will not come back: refuse further batches and end the open ones as failed."""
+        with self._lock:
+            self._broken = why
+            self._answer_queries()
+        self._end_all(Reason.ENGINE, why)
 
     def open_handles(self) -> list[Handle]:
         with self._lock:
             return [batch.handle for batch in self._open.values()]
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, from any thread, when there is something new for the engine; it must not block."""
+        """Call `wake`, from any thread, whenever there is something new for the engine. It must not block."""
         self._wake = wake
 
-    # -- from the link ------------------------------------------------------------------------------------------------
+    # -- for the link -------------------------------------------------------------------------------------------------
 
     def next(self) -> ToEngine | None:
-        """What to tell the engine now; None while there is nothing, or while it holds enough."""
+        """The next message for the engine. None: there is nothing to send, or the engine holds enough."""
         with self._lock:
             if self._control:
                 return self._control.popleft()
-            while self._to_send and self._out < WINDOW:
+            while self._to_send and self._sent_count < WINDOW:
                 batch = self._to_send.popleft()
                 if batch.handle.batch not in self._open:
-                    continue  # it was ended meanwhile
+                    continue  # it has ended
                 indexes = self._cut(batch)
-                if batch.again or batch.cursor < len(batch.handle):
-                    # The first goes on, so that an older batch is done first; one that the engine cannot hold as a
-                    # whole gives way to the others, chunk by chunk.
+                if batch.unsent_count:
+                    # Older batches are sent first. Only a batch that is too large for the window takes turns.
                     put_back = self._to_send.append if len(batch.handle) > WINDOW else self._to_send.appendleft
                     put_back(batch)
                 if indexes:
-                    batch.out.update(indexes)
-                    self._out += len(indexes)
                     requests = [batch.handle.requests[index] for index in indexes]
                     return Submit(batch.handle.batch, indexes, requests, batch.handle.deadline_at)
         return None
 
-    def _cut(self, batch: _Open) -> list[int]:
-        """The next chunk's indexes: what a dead engine left unanswered first."""
+    def _cut(self, batch: _OpenBatch) -> list[int]:
+        """Take the indexes of the next message from `batch.unsent`."""
         indexes: list[int] = []
-        room, chars = min(CHUNK, WINDOW - self._out), 0
-        requests = batch.handle.requests
-        while len(indexes) < room and chars < CHUNK_CHARS:
-            if batch.again:
-                index = batch.again.popleft()
-            elif batch.cursor < len(requests):
-                index, batch.cursor = batch.cursor, batch.cursor + 1
-            else:
-                break
-            indexes.append(index)
-            request = requests[index]
+        room, chars = min(CHUNK, WINDOW - self._sent_count), 0
+        while len(indexes) < room and chars < CHUNK_CHARS and len(indexes) < batch.unsent_count:
+            indexes.append(next(batch.unsent))
+            request = batch.handle.requests[indexes[-1]]
             chars += len(request.response) + len(request.prompt) + len(request.reference)
+        batch.unsent_count -= len(indexes)
+        batch.sent.update(indexes)
+        self._sent_count += len(indexes)
         return indexes
 
     def take(self, message: ToCaller) -> None:
-        """What the engine says."""
+        """Handle a message from the engine."""
         if isinstance(message, Results):
             self._take_results(message)
         elif isinstance(message, StatsReply):
@@ -329,34 +339,33 @@ class Desk:
             self.spent = message.spent
             for number, index, verdict in message.items:
                 batch = self._open.get(number)
-                if batch is None or index not in batch.out:
-                    continue  # cancelled or expired meanwhile: its verdict is given
-                batch.out.discard(index)
-                self._out -= 1
+                if batch is None or index not in batch.sent:
+                    continue  # it was cancelled or has expired, and has its verdict
+                batch.sent.discard(index)
+                self._sent_count -= 1
                 batch.handle.put(index, verdict)
                 touched[number] = batch.handle
-                if not batch.out and not batch.again and batch.cursor >= len(batch.handle):
+                if batch.handle.is_complete():
                     del self._open[number]
         for handle in touched.values():
             handle.wake()
 
     def engine_lost(self) -> None:
-        """The engine died: what it had not answered will be sent again, first."""
+        """The engine died: send everything that it had not answered again, before the rest."""
         with self._lock:
             self.restarts += 1
-            self._control = deque(m for m in self._control if isinstance(m, Close))
-            for query in self._queries.values():
-                query.set_result(self.last_stats)
-            self._queries.clear()
-            self._out = 0
+            self._control.clear()
+            self._answer_queries()
+            self._sent_count = 0
             self._to_send.clear()
             for batch in self._open.values():
-                batch.again = deque(sorted({*batch.again, *batch.out}))
-                batch.out.clear()
+                batch.unsent = itertools.chain(sorted(batch.sent), batch.unsent)
+                batch.unsent_count += len(batch.sent)
+                batch.sent.clear()
                 self._to_send.append(batch)
 
     def next_deadline(self) -> float:
-        """When `expire` has something to do, in monotonic seconds; infinity if never."""
+        """When `expire` must be called, in monotonic seconds; infinity if there is no deadline."""
         with self._lock:
             deadlines = self._deadlines
             while deadlines and deadlines[0][1] not in self._open:
@@ -364,7 +373,7 @@ class Desk:
             return deadlines[0][0] + GRACE_S if deadlines else math.inf
 
     def expire(self, now: float) -> None:
-        """Marks what is missing of batches that are over, whatever the engine is doing."""
+        """End the batches whose deadline and grace are over, whatever the engine is doing."""
         while self.next_deadline() <= now:
             with self._lock:
                 _, number = heapq.heappop(self._deadlines)
@@ -372,24 +381,22 @@ class Desk:
             if batch is not None:
                 self._end(batch.handle, Reason.DEADLINE, "the batch's deadline is over")
 
-    def break_down(self, why: str) -> None:
-        """The engine will not come back: everything open fails, and later submits raise."""
-        with self._lock:
-            self._broken = why
-            queries = list(self._queries.values())
-            self._queries.clear()
-        for query in queries:
+    def _answer_queries(self) -> None:
+        for query in self._queries.values():
             query.set_result(self.last_stats)
+        self._queries.clear()
+
+    def _end_all(self, reason: Reason, detail: str) -> None:
         for handle in self.open_handles():
-            self._end(handle, Reason.ENGINE, why)
+            self._end(handle, reason, detail)
 
     def _end(self, handle: Handle, reason: Reason, detail: str) -> None:
         with self._lock:
             batch = self._open.pop(handle.batch, None)
             if batch is None:
                 return
-            self._out -= len(batch.out)
-            if batch.out:
+            self._sent_count -= len(batch.sent)
+            if batch.sent:
                 self._control.append(Cancel(handle.batch))
             handle.put_missing(reason, detail)
         handle.wake()

@@ -1,4 +1,14 @@
-"""Between the caller and the engine: messages, frames, and the two ways to carry them."""
+"""Between the caller and the engine: the messages, the frames on a socket, and the thread that carries them.
+
+    RequestTracker ◀─▶ Link: a thread with an event loop ◀─▶ Service: the engine
+                        ├─ ThreadLink    runs the service on that loop and calls it directly
+                        └─ ProcessLink   runs it in a child process; messages travel over a socket pair
+
+    caller ── Configure, Submit, Cancel, AskStats, Close ──▶ engine
+    caller ◀── Started, Results, StatsReply, LogLine, Stopped ── engine
+
+A child process that dies is replaced; the next one gets everything that the dead one had not answered.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import struct
@@ -14,8 +23,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -23,17 +32,32 @@ from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.stats import JudgeStats
 from freewheel.judge.verdict import Failed, Reason, Verdict
+from freewheel.utils.waiting import wait_for_event, wait_in_slices
 
 if TYPE_CHECKING:
     from freewheel.judge.service import Service
-    from freewheel.judge.tracker import Desk
+    from freewheel.judge.tracker import RequestTracker
+
+log = logging.getLogger("freewheel.judge")
+
+WRITE_AHEAD_BYTES = 1 << 18
+"""Bytes buffered ahead of the socket: enough to keep it full, little to hold twice."""
+RESTARTS_ALLOWED = 5
+"""More deaths than this within `RESTART_WINDOW_S` are a fault of ours or of the machine, and the judge gives up."""
+RESTART_WINDOW_S = 60.0
+FIRST_PAUSE_S = 0.1
+"""Pause before the first restart. It doubles with each further one."""
+KILLED_AFTER_S = 1.0
+"""How long a killed child may take to disappear."""
+
+# -- messages ---------------------------------------------------------------------------------------------------------
 
 
 class Configure(msgspec.Struct, tag=True, array_like=True):
     config: JudgeConfig
     parent_pid: int
     spent: float
-    """What an earlier engine of this judge has spent already: `max_cost` holds over restarts."""
+    """What earlier engines of this judge have spent: `max_cost` holds across restarts."""
 
 
 class Submit(msgspec.Struct, tag=True, array_like=True):
@@ -41,7 +65,7 @@ class Submit(msgspec.Struct, tag=True, array_like=True):
     indexes: list[int]
     requests: list[JudgeRequest]
     deadline_at: float | None
-    """In `time.monotonic()` seconds, one clock for all processes of a machine."""
+    """In `time.monotonic()` seconds, which all processes of a machine share."""
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):
@@ -78,11 +102,13 @@ class LogLine(msgspec.Struct, tag=True, array_like=True):
 
 class Stopped(msgspec.Struct, tag=True, array_like=True):
     error: str = ""
-    """Why the engine cannot go on (a config that only shows its fault at start); empty after a `Close`."""
+    """Why the engine cannot work, for example a setting that fails only at start. Empty after `Close`."""
 
 
 ToEngine = Configure | Submit | Cancel | AskStats | Close
 ToCaller = Started | Results | StatsReply | LogLine | Stopped
+
+# -- frames: each message is msgpack behind its length ----------------------------------------------------------------
 
 _LENGTH = struct.Struct("!I")
 
@@ -90,7 +116,7 @@ _LENGTH = struct.Struct("!I")
 def _encode_secret(value: Any) -> Any:
     if isinstance(value, Secret):
         return [value.reveal() if value else None, value.source]
-    raise NotImplementedError(f"{type(value).__name__} does not travel")
+    raise NotImplementedError(f"{type(value).__name__} cannot be sent")
 
 
 def _decode_secret(kind: type, value: Any) -> Any:
@@ -98,21 +124,23 @@ def _decode_secret(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_secret)
-_engine_decoder = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_secret)
-_caller_decoder = msgspec.msgpack.Decoder(ToCaller)
+ENGINE_DECODER = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_secret)
+CALLER_DECODER = msgspec.msgpack.Decoder(ToCaller)
 
 
 def pack(message: ToEngine | ToCaller) -> bytes:
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def pack_results(results: Results) -> bytes:
-    """As `pack`; an item that cannot be encoded (a parser's own text may hold anything) fails alone."""
+    """Encode a message as one frame. What cannot be encoded is replaced, so that the rest of the message arrives."""
     try:
-        return pack(results)
+        body = _encoder.encode(message)
     except (OverflowError, TypeError, ValueError, msgspec.MsgspecError):
-        return pack(Results([_encodable(item) for item in results.items], results.spent))
+        if isinstance(message, Submit):  # lone surrogates
+            message.requests = [JudgeRequest.encodable(request) for request in message.requests]
+        elif isinstance(message, Results):  # a rubric's own parser may return anything
+            message.items = [_encodable(item) for item in message.items]
+        else:
+            raise
+        body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
 
 
 def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
@@ -124,19 +152,11 @@ def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
 
 
 class FrameReader:
-    """Cuts a byte stream into messages. The same class serves both directions; the decoder differs."""
+    """Cuts a byte stream into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
         self._decoder = decoder
         self._buffer = bytearray()
-
-    @classmethod
-    def for_engine(cls) -> FrameReader:
-        return cls(_engine_decoder)
-
-    @classmethod
-    def for_caller(cls) -> FrameReader:
-        return cls(_caller_decoder)
 
     def feed(self, data: bytes) -> Iterator[Any]:
         buffer = self._buffer
@@ -154,324 +174,336 @@ class FrameReader:
         del buffer[:start]
 
 
-log = logging.getLogger("freewheel.judge")
+class Pipe(asyncio.Protocol):
+    """One end of the socket between caller and engine: messages in, messages out."""
 
-READ_BYTES = 1 << 16
-"""Below the size from which the allocator would map and unmap fresh pages for each read."""
-WRITE_AHEAD_BYTES = 1 << 18
-"""Bytes packed ahead of the socket: enough to keep it full, little to hold twice."""
-RESTARTS_ALLOWED = 5
-"""Deaths within `RESTART_WINDOW_S` after which the fault is ours or the machine's, and the caller must know."""
-RESTART_WINDOW_S = 60.0
-FIRST_PAUSE_S = 0.1
-"""Before the first restart; doubles with each."""
-LONGEST_WAIT_S = 3600.0
-"""For one sleep, which the system bounds at some weeks."""
+    def __init__(
+        self,
+        decoder: msgspec.msgpack.Decoder[Any],
+        take: Callable[[Any], None],
+        has_room_again: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.ended = asyncio.Event()
+        self.is_full = False
+        """More than `WRITE_AHEAD_BYTES` wait for the socket."""
+        self._reader = FrameReader(decoder)
+        self._take = take
+        self._has_room_again = has_room_again
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own with this interface
+        self._transport.set_write_buffer_limits(WRITE_AHEAD_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._reader.feed(data):
+            self._take(message)
+
+    def pause_writing(self) -> None:
+        self.is_full = True
+
+    def resume_writing(self) -> None:
+        self.is_full = False
+        self._has_room_again()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.ended.set()
+
+    def send(self, message: ToEngine | ToCaller) -> None:
+        if self._transport is not None:
+            self._transport.write(pack(message))
+
+    def close(self) -> None:
+        """End the connection after everything that was sent has left."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+# -- the caller's side ------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """A thread with an event loop that connects a tracker to its engine. Subclasses run the engine."""
+
+    def __init__(self, config: JudgeConfig, tracker: RequestTracker) -> None:
+        self._config = config
+        self._tracker = tracker
+        self._thread = threading.Thread(target=self._run, name="freewheel-judge", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event
+        self._is_up = False
+        """The engine takes messages."""
+        self._ending = False
+        self._stopped_engine = False
+        self._abandoned = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- from any thread ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._tracker.attach(self.wake)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """The tracker has something new. Never blocks."""
+        loop = self._loop
+        if loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                loop.call_soon_threadsafe(self._pump)
+
+    def join(self, timeout_s: float) -> None:
+        """End the engine and the thread. An engine that does not end within `timeout_s` is killed, where possible."""
+        self._ending = True
+        self.wake()
+        if self._thread.ident is not None and not wait_in_slices(self._has_ended_within, timeout_s):
+            self._kill(timeout_s)
+
+    def abandon(self) -> None:
+        """Nobody holds the judge any more. The garbage collector calls this in any thread, so it takes no lock."""
+        self._abandoned = True
+        self.wake()
+
+    def forget(self) -> None:
+        """Release the parent's descriptors in a forked process. The thread does not exist there."""
+
+    def _has_ended_within(self, slice_s: float) -> bool:
+        self._thread.join(slice_s)
+        return not self._thread.is_alive()
+
+    # -- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Ctrl-C belongs to the main thread. A child process inherits the mask, so its imports are not interrupted.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self._run_loop()
+        except Exception as error:  # noqa: BLE001  # logged there
+            self._break_down(error)
+
+    def _run_loop(self) -> None:
+        with asyncio.Runner() as runner:
+            runner.run(self._main())
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._pump()
+        try:
+            await self._run_engine()
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _pump(self) -> None:
+        """Exchange what there is to exchange, and arrange to be called at the next deadline."""
+        try:
+            if self._abandoned and not self._ending:
+                self._ending = True
+                self._tracker.close("the judge was let go of")
+            if self._ending:
+                self._stop_once()
+                return
+            while self._is_up and self._has_room() and (message := self._tracker.next()) is not None:
+                self._send(message)
+            self._tracker.expire(time.monotonic())
+            if self._timer is not None:
+                self._timer.cancel()
+            deadline = self._tracker.next_deadline()
+            if deadline < float("inf"):
+                left_s = max(0.0, deadline - time.monotonic())
+                self._timer = asyncio.get_running_loop().call_later(left_s, self._pump)
+        except Exception as error:  # noqa: BLE001  # logged there
+            self._break_down(error)
+
+    def _take(self, message: ToCaller) -> None:
+        """Handle a message from the engine."""
+        if isinstance(message, Started):
+            self._is_up = True
+        elif isinstance(message, Stopped):
+            if message.error:
+                self._ending = True
+                self._tracker.break_down(message.error)
+        else:
+            self._tracker.take(message)
+        asyncio.get_running_loop().call_soon(self._pump)
+
+    def _stop_once(self) -> None:
+        if not self._stopped_engine:
+            self._stopped_engine = True
+            self._stop.set()
+            self._stop_engine()
+
+    def _break_down(self, error: Exception) -> None:
+        log.exception("the judge's link broke")
+        self._ending = True
+        self._tracker.break_down(f"the judge's link broke: {type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # it has never started, or its loop has ended
+            self._stop_once()
+
+    def _is_ending(self) -> bool:
+        return self._ending
+
+    # -- for subclasses -----------------------------------------------------------------------------------------------
+
+    async def _run_engine(self) -> None:
+        """Run engines until `_ending`."""
+        raise NotImplementedError
+
+    def _send(self, message: ToEngine) -> None:
+        raise NotImplementedError
+
+    def _has_room(self) -> bool:
+        return True
+
+    def _stop_engine(self) -> None:
+        raise NotImplementedError
+
+    def _kill(self, timeout_s: float) -> None:
+        raise NotImplementedError
+
+
+class ThreadLink(Link):
+    """`placement="thread"`: the engine runs in the link's own thread.
+
+    Cheaper than a process, and starved by a process that is busy in Python. The service measures that and warns.
+    """
+
+    _service: Service | None = None
+
+    def _run_loop(self) -> None:
+        from freewheel.judge.service import run_loop  # imports aiohttp
+
+        run_loop(self._main())
+
+    async def _run_engine(self) -> None:
+        from freewheel.judge.service import Service
+
+        self._service = Service(self._config, self._tracker.spent, self._take)
+        if self._ending:
+            return
+        await self._service.run()
+
+    def _send(self, message: ToEngine) -> None:
+        assert self._service is not None
+        self._service.take(message)
+
+    def _stop_engine(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+
+    def _kill(self, timeout_s: float) -> None:
+        log.warning("the judge's thread did not close within %.3g s", timeout_s)
+
 
 _spawning = threading.Lock()
-"""Held while a child is started, and by forks: a fork in between would hold both ends of the child's socket, and
-neither side would see the other's death. (`subprocess` itself does not run fork's hooks.)"""
+"""Held while a child is started, and by forks. A fork in between would hold both ends of the child's socket, and
+neither side would notice the other's death. (`subprocess` itself does not run fork hooks.)"""
 os.register_at_fork(before=_spawning.acquire, after_in_parent=_spawning.release, after_in_child=_spawning.release)
 
 
-class ProcessLink:
-    def __init__(self, config: JudgeConfig, desk: Desk) -> None:
-        self._config = config
-        self._desk = desk
-        self._thread = threading.Thread(target=self._run, name="freewheel-judge-link", daemon=True)
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_in.setblocking(False)
-        self._wake_out.setblocking(False)
-        self._ending = False
-        self._abandoned = False
-        self._deaths: list[float] = []
-        self._child: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
-        self._close_sent = False
+class ProcessLink(Link):
+    """`placement="process"`: the engine runs in a child process, `python -m freewheel.judge.service FD`."""
+
+    _child: subprocess.Popen[bytes] | None = None
+    _socket: socket.socket | None = None
+    _pipe: Pipe | None = None
 
     @property
     def child_pid(self) -> int | None:
         return self._child.pid if self._child is not None else None
 
-    def start(self) -> None:
-        self._desk.attach(self.wake)
-        try:
-            self._thread.start()
-        except BaseException:
-            self._wake_in.close()
-            self._wake_out.close()
-            raise
-
-    def wake(self) -> None:
-        """From any thread, after the desk has something new. Never blocks, and keeps no state that an exception from a
-        signal handler could tear."""
-        with contextlib.suppress(OSError):  # full: the thread will wake anyway; closed: it has gone
-            self._wake_out.send(b"w")
-
-    def join(self, timeout_s: float) -> None:
-        """After `Desk.close`: waits for the child to close, ends it if it does not."""
-        self._ending = True
-        self.wake()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive() and self._child is not None:
-            log.warning("the judge's process did not close within %.3g s; it is killed", timeout_s)
-            self._child.kill()
-            self._thread.join(1.0)
-
-    def abandon(self) -> None:
-        """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock."""
-        self._abandoned = True
-        self.wake()
-
     def forget(self) -> None:
-        """In a forked process: lets go of the parent's descriptors, so that its child sees the end of file."""
-        self._wake_in.close()
-        self._wake_out.close()
         if self._socket is not None:
             self._socket.close()
         if self._child is not None:
-            self._child.returncode = 0  # not ours to wait for
+            self._child.returncode = 0  # only the parent may wait for it
 
-    # -- the thread ---------------------------------------------------------------------------------------------------
+    async def _run_engine(self) -> None:
+        deaths: list[float] = []
+        while not self._is_ending():
+            try:
+                code = await self._run_child()
+            except OSError as error:
+                self._tracker.break_down(f"the judge's process could not be started: {error}")
+                return
+            if self._is_ending():
+                return
+            now = time.monotonic()
+            deaths = [at for at in deaths if at > now - RESTART_WINDOW_S] + [now]
+            if len(deaths) > RESTARTS_ALLOWED:
+                self._tracker.break_down(
+                    f"the judge's process died {len(deaths)} times within {RESTART_WINDOW_S:.0f} s, "
+                    f"last with exit code {code}; its last output is on stderr"
+                )
+                return
+            self._tracker.engine_lost()
+            log.warning("the judge's process died (exit code %s); a new one takes over its open requests", code)
+            await wait_for_event(self._stop, FIRST_PAUSE_S * 2 ** (len(deaths) - 1))
 
-    def _run(self) -> None:
-        try:
-            # Ctrl-C is the main thread's affair. The child inherits the mask: not even its imports are interrupted.
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            while self._live_with_one_child():
-                pass
-        except Exception as error:
-            log.exception("the judge's link broke")
-            self._desk.break_down(f"the judge's link broke: {type(error).__name__}: {error}")
-        finally:
-            self._reap()
-            self._wake_in.close()
-            self._wake_out.close()
-
-    def _live_with_one_child(self) -> bool:
-        """Starts a child and serves it until it closes or dies. True if another is to be started."""
-        try:
-            ours = self._spawn()
-        except OSError as error:
-            self._desk.break_down(f"the judge's process could not be started: {error}")
-            return False
-        try:
-            with ours:
-                self._talk(ours)
-        finally:
-            self._socket = None
-            code = self._reap()
-        if self._close_sent or self._ending:
-            return False
-        now = time.monotonic()
-        self._deaths = [at for at in self._deaths if at > now - RESTART_WINDOW_S] + [now]
-        if len(self._deaths) > RESTARTS_ALLOWED:
-            self._desk.break_down(
-                f"the judge's process died {len(self._deaths)} times within {RESTART_WINDOW_S:.0f} s, "
-                f"last with exit code {code}; its last words are on stderr"
-            )
-            return False
-        self._desk.engine_lost()
-        log.warning("the judge's process died (exit code %s); a new one takes over its open requests", code)
-        return self._pause(now + FIRST_PAUSE_S * 2 ** (len(self._deaths) - 1))
-
-    def _pause(self, until: float) -> bool:
-        """Waits without an engine; deadlines are kept meanwhile. False if the judge was closed."""
-        poll = select.poll()
-        poll.register(self._wake_in, select.POLLIN)
-        while not (self._ending or self._abandoned) and (now := time.monotonic()) < until:
-            if poll.poll(max(0.0, min(until, self._desk.next_deadline()) - now) * 1000):
-                self._heard()
-            self._desk.expire(time.monotonic())
-        return not (self._ending or self._abandoned)
-
-    def _heard(self) -> None:
-        """Takes the wakes; the desk is looked at next."""
-        with contextlib.suppress(BlockingIOError):
-            self._wake_in.recv(4096)
+    async def _run_child(self) -> int | None:
+        """Start a child and exchange messages with it until its socket ends. Returns its exit code."""
+        loop = asyncio.get_running_loop()
+        with self._spawn() as ours:
+            self._socket = ours
+            try:
+                pipe = Pipe(CALLER_DECODER, self._take, self._pump)
+                await loop.create_connection(lambda: pipe, sock=ours)
+                pipe.send(Configure(self._config, os.getpid(), self._tracker.spent))
+                self._pipe = pipe
+                await pipe.ended.wait()
+            finally:
+                self._is_up, self._pipe, self._socket = False, None, None
+                code = self._reap()
+        return code
 
     def _spawn(self) -> socket.socket:
         if not sys.executable:
             raise OSError("this Python does not know its own executable; use placement='thread'")
+        # The child searches for modules where this process does, so it finds a rubric's own parser.
+        path = os.pathsep.join(entry or "." for entry in sys.path)
         with _spawning:
-            return self._spawn_one()
-
-    def _spawn_one(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # The child looks for modules where this process does, so that a rubric's own parser is found.
-            path = os.pathsep.join(entry or "." for entry in sys.path)
-            try:
-                self._child = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-            except BaseException:
-                ours.close()
-                raise
+            ours, theirs = socket.socketpair()
+            with theirs:
+                try:
+                    self._child = subprocess.Popen(
+                        [sys.executable, "-P", "-m", "freewheel.judge.service", str(theirs.fileno())],
+                        pass_fds=[theirs.fileno()],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        env={**os.environ, "PYTHONPATH": path},
+                    )
+                except BaseException:
+                    ours.close()
+                    raise
         ours.setblocking(False)
-        self._socket = ours
         return ours
 
-    def _talk(self, ours: socket.socket) -> None:
-        """Until the socket ends. A round is kept short: it takes the interpreter from the caller's threads."""
-        reader, started, writing = FrameReader.for_caller(), False, False
-        pending = bytearray(pack(Configure(self._config, os.getpid(), self._desk.spent)))
-        poll, woken_by = select.poll(), self._wake_in.fileno()
-        poll.register(woken_by, select.POLLIN)
-        poll.register(ours, select.POLLIN)
-        while True:
-            if self._abandoned:
-                self._abandoned, self._ending = False, True
-                self._desk.close("the judge was let go of")
-            if started:
-                self._fill(pending)
-            try:
-                if pending:
-                    del pending[: ours.send(pending)]
-            except BlockingIOError:
-                pass
-            except OSError:
-                return
-            if writing != bool(pending):
-                writing = bool(pending)
-                poll.modify(ours, select.POLLIN | select.POLLOUT if writing else select.POLLIN)
-            deadline = self._desk.next_deadline()
-            wait_s = min(deadline - time.monotonic(), LONGEST_WAIT_S)
-            events = dict(poll.poll(max(0.0, wait_s) * 1000))
-            if woken_by in events:
-                self._heard()
-            if (now := time.monotonic()) >= deadline:
-                self._desk.expire(now)
-            if not events.get(ours.fileno(), 0) & ~select.POLLOUT:
-                continue
-            try:
-                data = ours.recv(READ_BYTES)
-            except BlockingIOError:
-                continue
-            except OSError:
-                return
-            if not data:
-                return
-            for message in reader.feed(data):
-                if isinstance(message, Started):
-                    started = True
-                elif isinstance(message, Stopped):
-                    if message.error:
-                        self._close_sent = True
-                        self._desk.break_down(message.error)
-                else:
-                    self._desk.take(message)
+    def _send(self, message: ToEngine) -> None:
+        assert self._pipe is not None
+        self._pipe.send(message)
 
-    def _fill(self, pending: bytearray) -> None:
-        while len(pending) < WRITE_AHEAD_BYTES and (message := self._desk.next()) is not None:
-            if isinstance(message, Close):
-                self._close_sent = True
-            pending += _pack(message)
+    def _has_room(self) -> bool:
+        return self._pipe is not None and not self._pipe.is_full
+
+    def _stop_engine(self) -> None:
+        if self._is_up:
+            self._send(Close())
+        elif self._child is not None:
+            self._child.kill()  # it holds no request yet
+
+    def _kill(self, timeout_s: float) -> None:
+        if self._child is not None:
+            log.warning("the judge's process did not close within %.3g s; it is killed", timeout_s)
+            self._child.kill()
+            wait_in_slices(self._has_ended_within, KILLED_AFTER_S)
 
     def _reap(self) -> int | None:
-        """The child's exit code; it has closed its socket, so it is about to go or is killed."""
+        """Wait for a child that has closed its socket, or kill it. Returns its exit code."""
         child = self._child
-        if child is None or child.returncode is not None:
-            return child.returncode if child is not None else None
+        assert child is not None
         try:
-            child.wait(5.0 if self._close_sent else 0.5)
+            return child.wait(5.0 if self._ending else 0.5)
         except subprocess.TimeoutExpired:
             child.kill()
-            child.wait()
-        return child.returncode
-
-
-def _pack(message: ToEngine) -> bytes:
-    try:
-        return pack(message)
-    except UnicodeEncodeError:
-        assert isinstance(message, Submit)
-        message.requests = [JudgeRequest.encodable(request) for request in message.requests]
-        return pack(message)
-
-
-class ThreadLink:
-    def __init__(self, config: JudgeConfig, desk: Desk) -> None:
-        self._config = config
-        self._desk = desk
-        self._thread = threading.Thread(target=self._run, name="freewheel-judge", daemon=True)
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._service: Service | None = None
-        self._abandoned = False
-        self._expiry: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        self._desk.attach(self.wake)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """From any thread, after the desk has something new."""
-        loop = self._loop
-        if loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to tell
-                loop.call_soon_threadsafe(self._drain)
-
-    def join(self, timeout_s: float) -> None:
-        """After `Desk.close`."""
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            log.warning("the judge's thread did not close within %.3g s", timeout_s)
-
-    def abandon(self) -> None:
-        """Nobody holds the judge any more. Called by the garbage collector, in any thread: it takes no lock of ours."""
-        self._abandoned = True
-        self.wake()
-
-    def forget(self) -> None:
-        """In a forked process: the thread is not here; there is nothing to close."""
-
-    def _run(self) -> None:
-        from freewheel.judge.service import run_loop  # brings the HTTP client into this process
-
-        try:
-            run_loop(self._main())
-        except Exception as error:
-            log.exception("the judge's thread broke")
-            self._desk.break_down(f"the judge's thread broke: {type(error).__name__}: {error}")
-
-    async def _main(self) -> None:
-        from freewheel.judge.service import Service
-
-        self._service = Service(self._config, self._desk.spent, self._incoming)
-        await self._service.run(self._ready)
-        if self._expiry is not None:
-            self._expiry.cancel()
-
-    def _ready(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._drain()
-
-    def _drain(self) -> None:
-        assert self._service is not None and self._loop is not None
-        if self._abandoned:
-            self._abandoned = False
-            self._desk.close("the judge was let go of")
-        while (message := self._desk.next()) is not None:
-            self._service.take(message)
-        if self._expiry is not None:
-            self._expiry.cancel()
-        deadline = self._desk.next_deadline()
-        if deadline < float("inf"):
-            left_s = max(0.0, deadline - time.monotonic())
-            self._expiry = self._loop.call_later(left_s, self._expire)
-
-    def _expire(self) -> None:
-        self._desk.expire(time.monotonic())
-        self._drain()
-
-    def _incoming(self, message: ToCaller) -> None:
-        if isinstance(message, Stopped):
-            if message.error:
-                self._desk.break_down(message.error)
-            return
-        self._desk.take(message)
-        self.wake()
+            return child.wait()

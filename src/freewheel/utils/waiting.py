@@ -1,15 +1,36 @@
-"""Waiting on an event loop: with a time limit, or until a stop is requested.
+"""Waiting: on an event loop with a time limit or until a stop is requested, and on a thread without missing Ctrl-C.
 
 `Signal`: many waiters on one event loop, each for a condition of its own and with its own deadline.
+`wait_in_slices`: a blocking wait of a user's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+SLICE_S = 0.05
+"""Longest single wait of `wait_in_slices`: Ctrl-C is noticed at most this late."""
+
+
+def wait_in_slices(wait: Callable[[float], bool], timeout_s: float | None = None) -> bool:
+    """Call `wait(seconds)` until it returns True. Returns False when `timeout_s` has passed.
+
+    Use it for every blocking wait on a user's thread, as in `wait_in_slices(event.wait)`. CPython runs signal handlers
+    between bytecodes. A SIGINT that arrives after the last check but before the thread sleeps in the lock, or that the
+    kernel delivers to another thread, does not interrupt the sleep: a wait without a limit then never ends.
+    """
+    end = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        left_s = SLICE_S if end is None else min(SLICE_S, max(0.0, end - time.monotonic()))
+        if wait(left_s):
+            return True
+        if end is not None and time.monotonic() >= end:
+            return False
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
