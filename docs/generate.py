@@ -41,7 +41,7 @@ Generated from the schema by `make docs`; the schema is the only place where a d
 Every value is checked when the config is made. A wrong one is an error that names the key, the value and the remedy:
 
 ```text
-freewheel.judge.verdict.ConfigError: max_attempts = 0: give a whole number of at least 1
+freewheel.errors.ConfigError: max_attempts = 0: give a whole number of at least 1
 ```
 
 A config can be given as `JudgeConfig(...)`, as a mapping (`JudgeConfig.from_dict`), or to `freewheel score` as a TOML

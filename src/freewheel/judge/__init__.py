@@ -1,4 +1,4 @@
-"""One request to an LLM judge, and a million of them: scored at the judge's own speed limit, found by itself.
+"""Scores one response or a million with an LLM judge, at the highest speed that the judge allows.
 
     from freewheel.judge import Judge, JudgeConfig, JudgeRequest
 

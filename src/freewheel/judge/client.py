@@ -1,7 +1,7 @@
 """One call to a chat-completions endpoint: bytes out, a `Reply` or a `Failure` back, never an exception.
 
-One pool of connections serves all endpoints of an engine: the limiter bounds what is in flight, so the pool has no cap
-of its own and connections live as long as the servers keep them.
+One connection pool serves all endpoints of an engine. The limiter bounds the calls in flight, so the pool has no limit
+of its own, and connections live as long as the servers keep them.
 """
 
 from __future__ import annotations
@@ -41,51 +41,42 @@ from freewheel.utils.http import is_loopback
 log = logging.getLogger("freewheel.judge")
 
 KEEPIDLE_S = 30
-"""Idle connections are probed this often: load balancers forget them silently after a few minutes."""
+"""Idle connections are probed this often. Load balancers silently forget them after a few minutes."""
 KEEPALIVE_S = 300.0
-"""A TLS handshake costs 1.1 ms of CPU on either side: connections outlast the pause between two training steps."""
+"""A TLS handshake costs 1.1 ms of CPU on either side, so connections outlast the pause between two training steps."""
 CONNECT_TIMEOUT_S = 10.0
-"""A host that does not take a connection by then is down; waiting longer only delays the retry elsewhere."""
+"""A host that accepts no connection by then is down. Waiting longer only delays the retry elsewhere."""
 WHOLE_BODY_BYTES = 1 << 20
-"""A larger body is written in pieces: as a whole it would hold the loop, and aiohttp warns of it."""
+"""A larger body is written in pieces. In one piece it would block the loop, and aiohttp warns about it."""
 MAX_REPLY_BYTES = 16 << 20
-"""No verdict is longer; a server that streams without end must not fill our memory."""
+"""No verdict is longer. A server that streams without end must not fill our memory."""
 MODELS_PATH = "/models"
-"""Where an endpoint lists its models, beside chat completions."""
+"""Where an endpoint lists its models, next to chat completions."""
 USER_AGENT = "freewheel-judge"
 LEAST_KEY_CHARS = 12
-"""A shorter key is a local server's placeholder (`EMPTY`, `x`); cutting it out of replies would harm scores."""
-
+"""A shorter key is a local server's placeholder (`EMPTY`, `x`). Removing it from replies would change scores."""
 
 Read = Callable[[bytes], Reply | Failure]
-"""What a body that came with status 200 says."""
+"""Reads a body that came with status 200."""
 
 
-class _Opened:
-    """Whether a call had to open a connection of its own."""
-
-    __slots__ = ("fresh",)
-
-    def __init__(self) -> None:
-        self.fresh = False
-
-
-_opened: ContextVar[_Opened] = ContextVar("_opened")
+_opened: ContextVar[list[bool]] = ContextVar("_opened")
+"""Whether the call at hand opened a connection, in a list of one that the connector can write to."""
 
 
 def _open_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """For the connector: notes that the call at hand opens a connection, and has idle ones probed by the system."""
+    """Open a socket for the connector, note that in `_opened`, and have the system probe it while it is idle."""
     family, kind, protocol, _, _ = address
     opened = socket.socket(family, kind, protocol)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPIDLE_S)
-    _opened.get(_Opened()).fresh = True
+    _opened.get([False])[0] = True
     return opened
 
 
 def open_connector(config: JudgeConfig) -> aiohttp.TCPConnector:
-    """The engine's one pool of connections; to be closed on the loop that opened it."""
+    """Open the engine's connection pool. It must be closed on the loop that opened it."""
     context: ssl.SSLContext | bool = True
     if config.ca_file is not None:
         try:
@@ -98,7 +89,7 @@ def open_connector(config: JudgeConfig) -> aiohttp.TCPConnector:
 
 
 class ChatClient:
-    """Asks one endpoint."""
+    """Sends requests to one endpoint."""
 
     def __init__(self, connector: aiohttp.TCPConnector, config: JudgeConfig, endpoint: Endpoint) -> None:
         self._url = URL(endpoint.url)
@@ -129,7 +120,7 @@ class ChatClient:
         )
 
     async def ask(self, body: bytes, read: Read = read_completion) -> Reply | Failure:
-        """One HTTP exchange. Time limits are the caller's."""
+        """Make one HTTP exchange. The caller sets the time limit."""
         response = await self._post(body)
         if isinstance(response, Failure):
             return response
@@ -139,7 +130,7 @@ class ChatClient:
             response.close()
             return Failure(Kind.BROKEN, self._describe(error))
         except BaseException:
-            response.close()  # an unread body must not go back into the pool
+            response.close()  # a connection with an unread body must not return to the pool
             raise
         if content is None:
             return Failure(Kind.GARBAGE, f"a reply of more than {MAX_REPLY_BYTES} bytes", billed=response.status == 200)
@@ -149,12 +140,12 @@ class ChatClient:
         if isinstance(reply, Failure):
             return reply._replace(detail=self._redact(reply.detail))
         if self._echo and self._echo in reply.text:
-            reply = reply._replace(text=self._redact_all(reply.text))  # a reply is cached and shown
+            reply = reply._replace(text=self._redact_all(reply.text))  # replies are cached and shown
         rate = RateHeaders.parse(response.headers, time.time())
         return reply._replace(rate=rate) if rate is not None else reply
 
     async def stream(self, body: bytes, pass_on: Callable[[bytes], Awaitable[None]]) -> Reply | Failure:
-        """One exchange whose reply is handed on while it comes; what `pass_on` raises ends it."""
+        """Make one exchange and pass the reply on while it comes. Any exception of `pass_on` ends it."""
         response = await self._post(body)
         if isinstance(response, Failure):
             return response
@@ -167,7 +158,7 @@ class ChatClient:
                 tail = (tail + chunk)[-SSE_TAIL_BYTES:]
             return Reply("", read_stream_usage(tail))
         except TimeoutError:
-            detail = f"{self._url.host}: the stream stood still for {self._stall_s:g} s"
+            detail = f"{self._url.host}: no chunk for {self._stall_s:g} s"
             return Failure(Kind.TIMEOUT, detail, billed=True)
         except HungUp as error:
             return Failure(Kind.REJECTED, f"the client hung up: {error}", billed=True)
@@ -185,7 +176,7 @@ class ChatClient:
             yield chunk
 
     async def _post(self, body: bytes) -> aiohttp.ClientResponse | Failure:
-        opened = _Opened()
+        opened = [False]
         _opened.set(opened)
         try:
             data = body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body)
@@ -195,12 +186,12 @@ class ChatClient:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
             if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
                 return self._out_of_files(error)
-            return Failure(Kind.BROKEN if opened.fresh else Kind.STALE, self._describe(error))
+            return Failure(Kind.BROKEN if opened[0] else Kind.STALE, self._describe(error))
         except (aiohttp.ClientError, OSError) as error:
             return Failure(Kind.BROKEN, self._describe(error))
 
     async def models(self) -> list[str]:
-        """What the endpoint says that it serves; empty where it does not say. Time limits are the caller's."""
+        """Return the models that the endpoint lists, if it does. The caller sets the time limit."""
         url = self._url.with_path(self._url.path.removesuffix(COMPLETIONS_PATH) + MODELS_PATH)
         try:
             async with self._session.get(url, proxy=self._proxy, allow_redirects=False) as response:
@@ -227,7 +218,7 @@ class ChatClient:
         return b"".join(chunks)
 
     def _failed(self, response: aiohttp.ClientResponse, content: bytes) -> Failure:
-        # The key is taken out before the text is cut: half of it would not be found any more.
+        # Remove the key before the text is shortened: half a key would not be found.
         told = self._redact_all(content.decode("utf-8", "replace")).encode()
         failure = classify(response.status, response.headers, told, wall_now=time.time())
         detail = self._redact(failure.detail)
@@ -236,7 +227,7 @@ class ChatClient:
         return failure._replace(detail=f"{self._url}: {detail}")
 
     def _out_of_files(self, error: Exception) -> Failure:
-        """This process may open no more connections: a refusal like any other, and the limit steps back."""
+        """This process may open no more connections. The limit steps back, as after a refusal."""
         if not self._said_out_of_files:
             self._said_out_of_files = True
             log.warning("too many open files: fewer requests are in flight than could be; raise `ulimit -n`")
@@ -253,9 +244,9 @@ class ChatClient:
 
 
 def proxy_for(url: str) -> str | None:
-    """The proxy that the environment names for `url` (HTTPS_PROXY, NO_PROXY, …), looked up once and not per call.
+    """Return the proxy that the environment names for `url` (HTTPS_PROXY, NO_PROXY, …).
 
-    A loopback address is asked directly: no proxy could reach it for us.
+    A loopback address gets none, because no proxy could reach it for us.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""

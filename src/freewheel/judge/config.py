@@ -1,6 +1,6 @@
-"""The judge's settings: the only place where a default stands. `docs/configuration.md` is generated from here.
+"""The judge's settings and their defaults, and the key. `docs/configuration.md` is generated from here.
 
-A setting that cannot work is refused when the config is made, with the key, the value and the remedy.
+A setting that cannot work is refused when the config is made. The error names the key, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NoReturn
 from urllib.parse import urlsplit, urlunsplit
 
@@ -23,8 +23,8 @@ from freewheel.utils.checks import check_integer, check_number, check_text, show
 class Secret:
     """An API key and the name of its source. `reveal()` is the only way to the text.
 
-    A pickle may come to lie on a disk, so it carries the source and not the key: where the source is an
-    environment variable the other process reads it there; a key given as text must be given there again.
+    It does not print and does not pickle: a pickle may be written to a disk, so it carries the source instead. If the
+    source is an environment variable, the other process reads it there. A key given as text must be given there again.
     """
 
     __slots__ = ("_text", "source")
@@ -35,7 +35,7 @@ class Secret:
 
     @classmethod
     def from_env(cls, name: str) -> Secret | None:
-        """The key in environment variable `name`, or None where it is unset or empty."""
+        """Return the key in environment variable `name`, or None if it is unset or empty."""
         text = os.environ.get(name, "").strip()
         return cls(text, source=_env_source(name)) if text else None
 
@@ -48,11 +48,11 @@ class Secret:
         return self._text
 
     def redact(self, text: str) -> str:
-        """`text` without the key in it, for what servers echo back in their errors."""
+        """Return `text` without the key. Servers echo it in their errors."""
         return text.replace(self._text, "[key]") if self._text else text
 
     def __bool__(self) -> bool:
-        """False where pickling left the key out: it is then looked for elsewhere."""
+        """False where pickling left the key out."""
         return self._text is not None
 
     def __repr__(self) -> str:
@@ -97,6 +97,9 @@ Placement = Literal["process", "thread"]
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
+_LEAST = {"max_attempts": 1, "concurrency_start": 1, "reasks": 0, "cache_max_bytes": 1 << 20, "memory_cache_bytes": 0}
+
+
 class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a model costs, in your currency per million tokens."""
 
@@ -114,23 +117,23 @@ class Price(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of several places that serve the judge."""
+    """One of the servers of a judge."""
 
     url: str
-    """A base URL as the OpenAI clients take it, or a chat-completions URL. `/chat/completions` is appended to a path
-    that does not end so, and `/v1` stands for no path."""
+    """A base URL as for the OpenAI clients, or a chat-completions URL. A missing `/chat/completions` is appended to the
+    path; a URL without a path gets `/v1` first."""
     weight: float = 1.0
-    """Its share of the requests while all have room. 0 = a standby, used while no other endpoint works."""
+    """Share of the requests while all endpoints have room. 0: a standby, used while no other endpoint works."""
     model: str | None = None
-    """The model's name there, where it differs from the judge's `model`."""
+    """The model's name at this endpoint, if it differs from the judge's `model`."""
     api_key: Secret | None = None
-    """The key for this endpoint; by default the judge's."""
+    """The key for this endpoint. Default: the judge's."""
     api_key_env: str | None = None
     """The environment variable with this endpoint's key."""
     api_key_header: str = "Authorization"
     """The header for the key: `Authorization` sends `Bearer KEY`, any other the bare key (`api-key` on Azure)."""
     requests_per_minute: float | None = None
-    """A budget to stay under. What the endpoint's `x-ratelimit-*` headers say is honoured without it."""
+    """A budget to stay under. The endpoint's `x-ratelimit-*` headers are respected without it."""
     tokens_per_minute: float | None = None
     """A budget to stay under, prompt and completion together."""
 
@@ -148,58 +151,58 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that a `Judge` needs to know."""
+    """All settings of a `Judge`."""
 
     endpoint: str | Endpoint | tuple[Endpoint, ...]
-    """Where the judge is: a URL, or several `Endpoint`s with weights. The first one names the judge in the cache."""
+    """The judge's URL, or several `Endpoint`s with weights. The first one identifies the judge in the cache."""
     model: str
-    """The model's name as the endpoint knows it."""
+    """The model's name at the endpoint."""
     rubric: str | Rubric = "integer"
     """A built-in rubric's name, a `.json` or `.toml` file, or a `Rubric`."""
     api_key: Secret | None = None
-    """The key; text is taken as well. It stays in memory: it is not printed, logged, cached or pickled."""
+    """The key, also as text. It stays in memory: it is not printed, logged, cached or pickled."""
     api_key_env: str | None = "OPENAI_API_KEY"
-    """The environment variable that is read for the key where none is given. None, or none there: none is sent."""
+    """The environment variable with the key, if `api_key` is not given. None, or an unset variable: no key is sent."""
     concurrency: int | str = "auto"
-    """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
+    """`auto` finds the judge's own limit; an integer is an upper bound for it; `fixed:N` always keeps N."""
     concurrency_start: int = START
-    """Calls in flight at first, where nothing is known of the judge yet. The limit adapts from there."""
+    """First limit for calls in flight to a judge that is not known yet. It adapts from there."""
     temperature: float | None = 0.0
     """None leaves it out of the request."""
     max_tokens: int | None = None
-    """Longest reply. None leaves it out of the request. A reply that was cut off is not read as a score."""
+    """Longest reply in tokens. None leaves it out of the request. A reply that is cut off is not read as a score."""
     sampling: dict[str, Any] = {}
-    """Further fields of the request's body, as the endpoint takes them (`top_p`, `reasoning_effort`, `seed`, …)."""
+    """More fields of the request's body that the endpoint accepts (`top_p`, `reasoning_effort`, `seed`, …)."""
     placement: Placement = "process"
-    """`process`: a child process with an event loop of its own. `thread`: a background thread of this process."""
+    """`process`: the engine runs in a child process. `thread`: in a background thread of this process."""
     attempt_timeout_s: float = 60.0
-    """Longest time for one call; three times the 99th percentile of the latencies seen, where that is shorter."""
+    """Longest time for one call, or three times the 99th percentile of the latencies if that is shorter."""
     request_deadline_s: float = 120.0
-    """Longest time from a request's first call to its verdict, waiting between retries included."""
+    """Longest time from a request's first call to its verdict, including the waits between retries."""
     batch_deadline_s: float | None = 300.0
-    """Longest time for a batch; what is missing then is `Failed("deadline")`. None: no limit. See also `submit`."""
+    """Longest time for a batch. Requests without a verdict then are `Failed("deadline")`. None: no limit."""
     max_attempts: int = 8
-    """Calls that may fail (5xx, broken connection, time-out) before a request is given up. 429s do not count."""
+    """A request is given up after this many failed calls (5xx, broken connection, time-out). 429s do not count."""
     reasks: int = 1
-    """How often a reply that does not parse is asked for again."""
+    """How often a request is repeated when its reply does not parse."""
     requests_per_minute: float | None = None
-    """A budget for each endpoint that names none of its own."""
+    """A request budget for each endpoint that has none of its own."""
     tokens_per_minute: float | None = None
-    """Likewise, prompt and completion tokens together."""
+    """The same for tokens, prompt and completion together."""
     prices: dict[str, Price] = {}
-    """Model name → price. A model without one is counted in tokens alone."""
+    """Model name → price. A model without a price is counted in tokens only."""
     max_cost: float | None = None
-    """Spend ceiling. Calls that would pass it are not made: `Failed("budget")`."""
+    """Spend ceiling. A request whose call would exceed it is not sent: `Failed("budget")`."""
     cache: bool = True
-    """Keep replies. Off: only identical requests of one batch share a call."""
+    """Cache replies. Off: only identical requests of one batch share a call."""
     cache_dir: str | None = None
-    """Where the cache file lies. None: `$FREEWHEEL_CACHE_DIR`, `$XDG_CACHE_HOME/freewheel` or `~/.cache/freewheel`."""
+    """Folder of the cache file. None: `$FREEWHEEL_CACHE_DIR`, `$XDG_CACHE_HOME/freewheel` or `~/.cache/freewheel`."""
     cache_max_bytes: int = 1 << 30
-    """Bound of the cache file's content; the least recently used go first."""
+    """Size limit of the cache file's content. The least recently used replies are removed first."""
     cache_ttl_s: float | None = None
-    """Age at which a cached reply is asked for again. None: never."""
+    """Age after which a cached reply is not used any more. None: never."""
     memory_cache_bytes: int = 32 << 20
-    """Bound of the replies kept in memory."""
+    """Size limit of the replies kept in memory."""
     ca_file: str | None = None
     """A CA bundle to trust instead of the system's."""
 
@@ -218,11 +221,8 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             check_number(key, getattr(self, key), above=0)
         for key in ("batch_deadline_s", "requests_per_minute", "tokens_per_minute", "max_cost", "cache_ttl_s"):
             check_number(key, getattr(self, key), above=0, optional=True)
-        check_integer("max_attempts", self.max_attempts, low=1)
-        check_integer("concurrency_start", self.concurrency_start, low=1)
-        check_integer("reasks", self.reasks, low=0)
-        check_integer("cache_max_bytes", self.cache_max_bytes, low=1 << 20)
-        check_integer("memory_cache_bytes", self.memory_cache_bytes, low=0)
+        for key, low in _LEAST.items():
+            check_integer(key, getattr(self, key), low=low)
         if not isinstance(self.cache, bool):
             raise ConfigError("cache", self.cache, "give true or false")
         check_text("cache_dir", self.cache_dir, "give a folder's path", optional=True)
@@ -261,26 +261,18 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.rubric  # type: ignore[return-value]  # __post_init__ loaded it
 
     def key_for(self, endpoint: Endpoint) -> Secret | None:
-        """The endpoint's own key, else the judge's; given in the config before the environment."""
+        """The endpoint's own key, else the judge's. A key in the config comes before the environment."""
         return endpoint.api_key or _env_secret(endpoint.api_key_env) or self.api_key or _env_secret(self.api_key_env)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole config as plain values, for logs and dumps. A key shows as where it came from."""
+        """The whole config as plain values, for logs and dumps. A key is shown as its source."""
         plain: dict[str, Any] = msgspec.to_builtins(self, enc_hook=repr)
         return plain
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> JudgeConfig:
         """From plain values (YAML, TOML, JSON). Unknown keys are errors."""
-        unknown = sorted(set(values) - set(cls.__struct_fields__))
-        if unknown:
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(
-                unknown[0], shown_value(unknown[0], values[unknown[0]]), f"unknown key; known are {known}"
-            )
-        missing = [key for key in ("endpoint", "model") if key not in values]
-        if missing:
-            raise ConfigError(missing[0], None, "it is missing, and there is no default for it")
+        _check_keys(cls, values, required=("endpoint", "model"))
         return cls(**values)
 
 
@@ -304,25 +296,29 @@ def _endpoints(value: Any) -> tuple[Endpoint, ...]:
     endpoints = []
     for one in several:
         if isinstance(one, Mapping):
-            one = _endpoint(one)
+            _check_keys(Endpoint, one, required=("url",), prefix="endpoint.")
+            one = Endpoint(**one)
         endpoints.append(Endpoint(url=one) if isinstance(one, str) else one)
     if not endpoints or not all(isinstance(one, Endpoint) for one in endpoints):
         raise ConfigError("endpoint", value, "give a URL such as http://127.0.0.1:8000/v1, or Endpoints")
     if len({one.url for one in endpoints}) < len(endpoints):
-        raise ConfigError("endpoint", [one.url for one in endpoints], "a URL stands there twice; give each once")
+        raise ConfigError("endpoint", [one.url for one in endpoints], "a URL is in the list twice; give each once")
     if all(one.weight == 0 for one in endpoints):
         raise ConfigError("endpoint.weight", 0, "at least one endpoint needs a weight above 0")
     return tuple(endpoints)
 
 
-def _endpoint(values: Mapping[str, Any]) -> Endpoint:
-    unknown = sorted(str(key) for key in values if key not in Endpoint.__struct_fields__)
+def _check_keys(
+    kind: type[msgspec.Struct], values: Mapping[str, Any], *, required: Sequence[str], prefix: str = ""
+) -> None:
+    unknown = sorted(str(key) for key in values if key not in kind.__struct_fields__)
     if unknown:
-        known = ", ".join(Endpoint.__struct_fields__)
-        raise ConfigError(f"endpoint.{unknown[0]}", "…", f"unknown key; known are {known}")
-    if "url" not in values:
-        raise ConfigError("endpoint.url", None, "it is missing, and there is no default for it")
-    return Endpoint(**values)
+        known = ", ".join(kind.__struct_fields__)
+        value = "…" if prefix else shown_value(unknown[0], values[unknown[0]])
+        raise ConfigError(prefix + unknown[0], value, f"unknown key; known are {known}")
+    for key in required:
+        if key not in values:
+            raise ConfigError(prefix + key, None, "it is missing, and there is no default for it")
 
 
 def _normal_url(key: str, url: Any) -> str:
@@ -337,9 +333,9 @@ def _normal_url(key: str, url: Any) -> str:
     if parts.scheme not in ("http", "https"):
         raise ConfigError(key, url, "the scheme must be http or https, as in https://HOST/v1/chat/completions")
     if not host:
-        raise ConfigError(key, url, "it names no host, as in http://127.0.0.1:8000/v1")
+        raise ConfigError(key, url, "it names no host; give a URL such as http://127.0.0.1:8000/v1")
     if any(char.isspace() for char in parts.netloc):
-        raise ConfigError(key, url, "not a URL (its host holds a blank); use http://HOST[:PORT]/v1 or https://…")
+        raise ConfigError(key, url, "not a URL (its host contains a space); use http://HOST[:PORT]/v1 or https://…")
     if parts.username or parts.password:
         shown = f"{parts.scheme}://[credentials]@{host}"
         raise ConfigError(key, shown, "leave user and password out of the URL; use api_key or api_key_env")
@@ -357,7 +353,9 @@ def _secret(key: str, value: Any) -> Secret | None:
     text = value.strip()
     _check_key(key, text)
     if text.startswith("<key from "):
-        raise ConfigError(key, text, "this is a dump's placeholder and not a key; give the key, or name api_key_env")
+        raise ConfigError(
+            key, text, "this is the placeholder of a dump and not a key; give the key, or name api_key_env"
+        )
     return Secret(text) if text else None
 
 
@@ -370,7 +368,9 @@ def _env_secret(name: str | None) -> Secret | None:
 
 def _check_key(where: str, text: str) -> None:
     if not text.isascii() or not text.isprintable():
-        raise ConfigError(where, "<hidden>", "it holds characters that no HTTP header can carry; was it pasted whole?")
+        raise ConfigError(
+            where, "<hidden>", "it has characters that no HTTP header can carry; was it copied completely?"
+        )
 
 
 def _price(model: str, value: Any) -> Price:

@@ -1,17 +1,17 @@
 """How many requests may be in flight at a judge: learnt from its refusals and from its throughput.
 
-A judge's best concurrency is unknown, differs by a factor of a hundred between judges and moves. Two signals show it:
-the judge refuses (429), or more in flight no longer gives more done. The limiter grows until it meets one of them,
-steps back a little, stays, and looks again now and then, as CUBIC does for a network path.
-Called by the engine, once when a request is sent and once when it ends; pure, the caller passes the time.
+The best concurrency is unknown, differs by a factor of a hundred between judges, and moves. Two signals show it: the
+judge refuses (429), or more requests in flight no longer give more replies. The limiter grows until it meets one of
+them, steps back a little, stays there, and tries again from time to time, as CUBIC does for a network path.
+The engine calls it when a request is sent and when it ends. It is pure: the caller passes the time.
 
-    sent ──▶ Ticket ──▶ succeeded   grows the limit; every 32 successes close a segment: throughput at this level
-                   ├──▶ throttled   the level is too high: one cut an epoch, to what was accepted
-                   ├──▶ faulted     counts only when it is not an isolated one
-                   └──▶ released    says nothing, frees the slot
+    sent ──▶ Ticket ──▶ succeeded   grows the limit; every 32 successes give the throughput at this level
+                   ├──▶ throttled   the level is too high: one cut per epoch, to the accepted level
+                   ├──▶ faulted     counts only if it is not an isolated fault
+                   └──▶ released    frees the slot and teaches nothing
 
-Every time in here is measured in round trips (the mean latency seen), never in seconds: a judge that answers in 0.2 s
-is handled ten times as fast as one that takes 2 s.
+All times are measured in round trips (the mean latency), never in seconds. A judge that answers in 0.2 s is therefore
+handled ten times as fast as one that takes 2 s.
 """
 
 from __future__ import annotations
@@ -21,111 +21,111 @@ import math
 import msgspec
 
 START = 32
-"""First limit for a judge nothing is known about: few judges refuse it, and 32 replies already say something."""
+"""First limit for an unknown judge. Few judges refuse it, and 32 replies already show something."""
 MOST = 4096
-"""The limit never exceeds this: beyond it one process runs out of sockets before the judge runs out of capacity."""
+"""The limit never exceeds this: one process runs out of sockets before the judge runs out of capacity."""
 IN_USE = 0.85
-"""The limit grows only while at least this share of it is in use: otherwise growth would be an untested guess."""
+"""The limit grows only while at least this share of it is in use. Otherwise growth would be an untested guess."""
 SLOW_START_GAIN = 2.5
-"""Growth per success while no bound is known: more than triples it each round trip. A refusal comes at once and a
-plateau shows within a segment, so the overshoot is small and 400 is reached in three round trips."""
+"""Growth per success while no bound is known: it more than triples the limit each round trip. A refusal comes at once
+and a plateau shows within a segment, so the overshoot is small. The limit reaches 400 in three round trips."""
 PROBE_GAIN = 0.5
-"""Growth per success when the last bound has been quiet for long: half as much again each round trip."""
+"""Growth per success long after the last bound was met: half as much again each round trip."""
 CUT = 0.97
-"""A refusal is exact (the accepted level is known), so the step back is small."""
+"""A refusal is exact, because the accepted level is known, so the step back is small."""
 CUBIC_SCALE = 0.03
-"""With `CUT`: the cubic starts at 0.97 of the bound, and reaches 1.03 of it after twice the time to return."""
+"""With `CUT`: the cubic starts at 0.97 of the bound and reaches 1.03 of it after twice the return time."""
 RETURN_RTT = 1.0
-"""Round trips until the cubic is back at a bound set by a refusal. Short: meeting it again costs a refusal or two and
-no throughput, and a judge whose capacity moved is followed within a few round trips."""
+"""Round trips until the cubic is back at a bound set by a refusal. It is short: another refusal costs no throughput,
+and the limiter follows a judge whose capacity moved within a few round trips."""
 PLATEAU_RETURN_RTT = 3.0
-"""The same for a bound set by a plateau: going over it gains nothing, and at a judge past its peak it costs."""
+"""The same for a bound set by a plateau. Exceeding it gains nothing, and costs at a judge past its peak."""
 QUIET_RETURNS = 2.0
-"""After this many times that, without a cut, the bound is taken for outdated and growth is by `PROBE_GAIN`."""
+"""After this many return times without a cut the bound is outdated, and growth is by `PROBE_GAIN`."""
 EPOCH_RTT = 0.5
-"""Two cuts are at least this far apart: replies to what was sent before a cut cannot judge the cut."""
+"""Least distance of two cuts. Replies to requests sent before a cut cannot judge the cut."""
 RTT_WEIGHT = 1.0 / 32.0
 """Weight of one latency in the mean: about one segment of memory."""
 
 SEGMENT = 32
-"""Successes per throughput segment: its rate is then known to about 10% at a latency spread of 0.5."""
+"""Successes per throughput segment. Its rate is then known to about 10% at a latency spread of 0.5."""
 FIRST_SEGMENT = 24
-"""The same in slow start, where the level moves by half and more in a segment and being late is dearer than noise."""
+"""The same in slow start, where the level grows by half in a segment and delay costs more than noise."""
 SEGMENT_SHARE = 0.5
-"""...and at least this share of the limit, half a round trip: a shorter segment sees too few of the long replies."""
+"""A segment has at least this share of the limit, half a round trip. A shorter one misses the long replies."""
 COUNT_SHARE_RISING = 0.5
-"""Weight (as an exponent) of the counted throughput against level / latency while the level rises in slow start."""
+"""Weight (as an exponent) of counted throughput against level / latency while the level rises in slow start."""
 WAVES_SPREAD = 0.25
-"""Below this spread of latencies replies come in waves, and the counted throughput loses its weight in proportion."""
+"""Below this latency spread, replies come in waves and counted throughput loses weight in proportion."""
 BINS_PER_OCTAVE = 4
-"""Levels of the throughput table are 2^¼ apart: 19%, what one segment can just tell apart."""
+"""Levels of the throughput table are 2^¼ apart: 19%, the least that one segment can distinguish."""
 LEAST_REFERENCE = 12.0
-"""Weight (replies, decayed) that a reference needs: half of a slow-start segment."""
+"""Weight (decayed replies) that a reference needs: half of a slow-start segment."""
 NEAREST_REFERENCE = 2
-"""A level is compared with those at least this many bins below, n/1.4: nearer ones differ by less than the noise..."""
+"""A level is compared with levels at least this many bins below (n/1.4). Nearer ones differ by less than the noise."""
 USUAL_REFERENCE = 4
-"""...and down to n/2..."""
+"""It is compared down to this many bins below (n/2)."""
 FARTHEST_REFERENCE = 8
-"""...or to n/4 if a fast start left nothing nearer."""
+"""It is compared down to n/4 if a fast start left nothing nearer."""
 MEMORY_PER_SEGMENT = 0.93
-"""Decay of the table with each segment: half is forgotten in ten, so that it follows a judge that changes."""
+"""Decay of the table per segment: it forgets half in ten, so it follows a judge that changes."""
 MOST_WEIGHT = 8.0 * SEGMENT
-"""A level's weight is capped, so that a long stay does not make its figure immovable."""
+"""Cap of a level's weight, so that a long stay does not make its figure immovable."""
 FLAT_ELASTICITY = 0.2
 """Below this gain (relative throughput per relative concurrency) more requests only wait in the judge's queue."""
 FLAT_MARGIN_SE = 0.5
-"""Standard errors added to the elasticity before it is compared: half the noise must agree."""
+"""Standard errors added to the elasticity before the comparison: half the noise must agree."""
 FALLING_SE = 2.0
-"""A throughput this many standard errors under that of a lower level means that the judge is past its peak."""
+"""A throughput this many standard errors below that of a lower level means that the judge is past its peak."""
 PLATEAU_PEAK = 1.1
-"""After a plateau the bound is this times the reference level..."""
+"""After a plateau the bound is this multiple of the reference level."""
 PLATEAU_CUT = 0.9
-"""...and the limit this share of the bound."""
+"""After a plateau the limit is this share of the bound."""
 SLOW_LATENCY = 5.0
-"""Mean latency over the base latency at which the judge is overloaded whatever its throughput says."""
+"""Mean latency over base latency at which the judge is overloaded, whatever its throughput is."""
 BASE_DRIFT = 1.01
-"""The base latency drifts up by this each segment: a judge that became slower for good is believed in the end."""
+"""Upward drift of the base latency per segment: a judge that became slower for good is accepted in the end."""
 LATENCY_SPREAD = 0.5
 """Assumed relative spread of latencies until it is measured."""
 SPREAD_WEIGHT = 0.25
-"""Weight of one segment in the measured spread: four segments, a hundred replies and more, make it."""
+"""Weight of one segment in the measured spread: it takes four segments, a hundred replies or more."""
 LEAST_SPREAD = 0.2
-"""Throughput is never taken to be less noisy than this per reply."""
+"""Least assumed noise of throughput per reply."""
 
 REPLIES_WATCHED = 32
-"""Faults are judged over this many last replies..."""
+"""Faults are judged over this many last replies."""
 FAULT_SHARE = 0.1
-"""...and mean overload from this share on. Cutting on isolated ones took 11.5 s where 6.8 s were enough."""
+"""From this share of them on, faults mean overload. Cutting on isolated ones took 11.5 s where 6.8 s were enough."""
 FAULT_CUT = 0.9
-"""Step back, for a moment, for 5xx that come at levels at which others succeed: a larger one costs a judge with random
-ones more than it spares it. Whether the level is too high for good, its throughput tells."""
+"""Brief step back for 5xx at levels at which others succeed. A larger one costs a judge with random faults more than
+it spares it. Throughput tells whether the level is too high for good."""
 PROVEN_DECAY = 0.99
-"""The highest level that succeeded lately shrinks by this at each fault, half in 70, if no success renews it."""
+"""Each fault shrinks the highest level that succeeded lately by this, half in 70, unless a success renews it."""
 BREAK_SHARE = 0.5
-"""The same share for broken connections and time-outs, which have many causes besides overload."""
+"""`FAULT_SHARE` for broken connections and time-outs, which have many causes other than overload."""
 REFUSALS_TOLERATED = 8
-"""Refusals in a row that are still a burst. After more, the judge is taken to refuse everything for a while."""
+"""Refusals in a row that are still a burst. After more, the judge is refusing everything for a while."""
 PROBES = 2
-"""While at least this many are in flight, their ends pace the next tries; silence is for when nothing does."""
+"""While at least this many are in flight, their ends pace the next tries. With fewer, the limiter stays silent."""
 RETREAT = 0.9
-"""Step back for each refusal in a row: down to half in seven, so a lockout meets a dozen requests and not a hundred."""
+"""Step back per refusal in a row: to half in seven, so a lockout meets a dozen requests and not a hundred."""
 RESUME = 0.5
-"""When a judge that refused everything accepts again, go on from this share of the level it had accepted before."""
+"""When a judge that refused everything accepts again, continue at this share of the level it had accepted before."""
 QUIET_FIRST_RTT = 0.1
-"""First silence when everything is refused; doubled at each further refusal..."""
+"""First silence while everything is refused. It doubles with each further refusal."""
 QUIET_MOST_RTT = 0.5
-"""...up to this, so that a judge that is back is found within half a round trip."""
+"""Longest silence: a judge that is back is found within half a round trip."""
 PROBE_RTT = 0.05
-"""A probe that is not refused for so long (a refusal needs no work), or for..."""
+"""A probe that is not refused within this time is a good sign, because a refusal needs no work."""
 PROBE_PATIENCE = 4.0
-"""...this many times what the last refusal took, is a good sign..."""
+"""A probe must also survive this many times the duration of the last refusal."""
 PROBE_GROWTH = 2.0
-"""...and lets this many times as many follow, without waiting for its answer."""
+"""After a good sign this many times as many requests follow, without waiting for the probe's answer."""
 UNKNOWN_RTT_S = 1.0
-"""Round trip assumed until the first success: the usual order of a judge's latency."""
+"""Assumed round trip until the first success: the usual order of a judge's latency."""
 
 SANE_S = (1e-6, 1e6)
-"""Latencies outside of a microsecond to eleven days are damage."""
+"""Remembered latencies outside a microsecond to eleven days are damaged."""
 SANE_RATE_PER_S = (1e-9, 1e9)
 """The same for throughputs."""
 
@@ -135,15 +135,15 @@ _FAULTS_TO_CUT = math.ceil(FAULT_SHARE * REPLIES_WATCHED)
 _BREAKS_TO_CUT = math.ceil(BREAK_SHARE * REPLIES_WATCHED)
 
 Ticket = tuple[float, int]
-"""What was known when a request was sent: the time, and how many were then in flight, it included."""
+"""State when a request was sent: the time, and how many requests were in flight with it."""
 
 
 class LimiterMemory(msgspec.Struct, frozen=True):
-    """What is worth keeping between steps and runs. It may be old or damaged: what makes no sense is left out."""
+    """What is kept between steps and runs. It may be old or damaged; impossible values are ignored."""
 
     window: float = 0.0
     bound: float = 0.0
-    """Where the judge last refused or stopped to gain; 0 if that was never met."""
+    """Where the judge last refused or stopped gaining; 0 if that never happened."""
     rtt_s: float = 0.0
     base_latency_s: float = 0.0
     levels: dict[int, tuple[float, float]] = {}
@@ -155,10 +155,10 @@ def _is_sane(value: float, least: float, most: float) -> bool:
 
 
 class Limiter:
-    """Keeps as many requests in flight as the judge turns into throughput, and no more than it accepted.
+    """Allows as many requests in flight as the judge turns into throughput, and no more than it accepts.
 
-    Promises: `limit` ≥ 1 always; never over `ceiling`; `fixed` never moves; one cut an epoch; after a burst of
-    refusals at most what was accepted; from every state successes let it grow again.
+    Promises: `limit` is always at least 1 and never exceeds `ceiling`; `fixed` never moves; there is one cut per epoch;
+    after a burst of refusals the limit is at most the accepted level; successes let it grow again from every state.
     """
 
     __slots__ = (
@@ -181,7 +181,7 @@ class Limiter:
                 raise ValueError(f"{key} = {value!r}: at least one request must be allowed in flight")
         self.in_flight = 0
         self.quiet_until = -math.inf
-        """Sending before this time would only be refused: everything was, lately."""
+        """A request sent before this time would be refused, like all recent ones."""
         self._is_fixed = fixed is not None
         self._ceiling = float(fixed if fixed is not None else min(ceiling or MOST, MOST))
         self._window = self._ceiling if fixed is not None else min(float(start), self._ceiling)
@@ -221,7 +221,7 @@ class Limiter:
                 self._levels[level] = (rate, min(weight, MOST_WEIGHT))
 
     def memory(self) -> LimiterMemory:
-        """What a later limiter for the same judge should start from."""
+        """The state from which a later limiter for the same judge should start."""
         return LimiterMemory(
             window=max(self._window, self._target) if self._target < math.inf else self._window,
             bound=self._bound,
@@ -232,17 +232,19 @@ class Limiter:
 
     @property
     def limit(self) -> int:
-        """Requests that may be in flight now."""
+        """Number of requests that may be in flight now."""
         return self._limit
 
     def has_room(self) -> bool:
         return self.in_flight < self._limit
 
     def sent(self, now: float) -> Ticket:
-        """A request leaves now."""
-        if not self.in_flight:  # after idleness the pause is no part of a throughput
+        """A request is sent now."""
+        if not self.in_flight:  # an idle pause does not count as low throughput
             self._start_segment(now)
-            if self._cut_at == -math.inf:  # the cubic's clock starts with the first request; what it meets may cut
+            if (
+                self._cut_at == -math.inf
+            ):  # the cubic's clock starts with the first request, which may already cause a cut
                 self._cut_at = now - EPOCH_RTT * self._rtt_s
         self.in_flight = in_flight = self.in_flight + 1
         if self._refusals > REFUSALS_TOLERATED and in_flight >= self._limit:
@@ -250,7 +252,7 @@ class Limiter:
         return (now, in_flight)
 
     def succeeded(self, ticket: Ticket, now: float) -> None:
-        """A reply came."""
+        """A reply arrived."""
         in_flight = self.in_flight
         self.in_flight = in_flight - 1
         self._recent = self._recent << 1 & _WATCHED_MASK
@@ -287,19 +289,19 @@ class Limiter:
             self._close_segment(now)
 
     def throttled(self, ticket: Ticket, now: float) -> None:
-        """429, unlabelled or for concurrency: what is in flight without it was accepted, one more was not."""
+        """429, unlabelled or for concurrency: all others in flight were accepted, and one more was not."""
         self._end_refused(ticket, now)
         if self._is_fixed:
             return
         accepted = float(max(1, self.in_flight))
         if ticket[0] < self._cut_at:
-            # The rest of the burst that was cut for: it only shows better where the bound is.
+            # The rest of the burst that caused the cut. It only shows the bound more precisely.
             if accepted < self._window:
                 self._bound = self._target = min(self._bound, accepted)
                 self._set_window(accepted)
         elif self._bound and (self._refusals > 1 or ticket[0] < self._cut_at + EPOCH_RTT * self._rtt_s):
-            # Refused again below the cut, before anything sent since was seen to be accepted: the judge went down, or
-            # is locked, or counts a rate. Follow it down; the bound stays, to return to when it accepts again.
+            # Refused again below the cut, before anything sent since was accepted: the judge went down, is locked, or
+            # counts a rate. Follow it down, and keep the bound for the return when it accepts again.
             self._retreat()
         else:
             self._cut(min(accepted, self._window), CUT, now)
@@ -317,7 +319,7 @@ class Limiter:
             self._recent.bit_count() >= (_FAULTS_TO_CUT if overload else _BREAKS_TO_CUT)
             and ticket[0] >= self._cut_at + EPOCH_RTT * self._rtt_s
         ):
-            if ticket[1] > self._proven:  # nothing sent at this level succeeded lately: a refusal by another name
+            if ticket[1] > self._proven:  # nothing at this level succeeded lately: in effect a refusal
                 self._cut(min(float(self.in_flight), self._window), CUT, now)
             else:
                 returns_to = max(self._window, self._bound)
@@ -325,7 +327,7 @@ class Limiter:
                 self._target = self._bound = returns_to
 
     def released(self, ticket: Ticket, now: float) -> None:
-        """Cancelled, refused for its rate, or a 4xx: nothing is learnt about concurrency."""
+        """Cancelled, refused for its rate, or a 4xx. None of them tells anything about concurrency."""
         self.in_flight -= 1
 
     def _end_refused(self, ticket: Ticket, now: float) -> None:
@@ -341,8 +343,8 @@ class Limiter:
             self.quiet_until = now + silence * (self._rtt_s or UNKNOWN_RTT_S)
 
     def _probe(self, now: float) -> None:
-        """Lets twice as many go if these are not refused in the time that refusals take."""
-        # A time-out is a refusal that took long; it must not teach us to wait that long.
+        """Allow twice as many requests if these are not refused in the time that a refusal takes."""
+        # A time-out is a slow refusal. It must not make us wait that long.
         patience_s = min(PROBE_PATIENCE * self._refusal_s, QUIET_MOST_RTT * (self._rtt_s or UNKNOWN_RTT_S))
         self.quiet_until = now + max(PROBE_RTT * self._rtt_s, patience_s)
         if self._target < math.inf:
@@ -378,7 +380,7 @@ class Limiter:
         self._segment_latency_s = self._segment_square = self._segment_level = 0.0
 
     def _close_segment(self, now: float) -> None:
-        """Files the segment's throughput under its level and looks whether the level still pays."""
+        """Record the segment's throughput at its level, and step back if the level no longer gains."""
         count = self._segment_count
         elapsed_s = now - self._segment_start
         level = self._segment_level / count
@@ -395,9 +397,9 @@ class Limiter:
             levels[key] = (rate, weight * MEMORY_PER_SEGMENT)
         here = round(BINS_PER_OCTAVE * math.log2(level))
         rate, weight = levels.get(here, (0.0, 0.0))
-        # Two figures for the throughput: replies counted, and level / latency (Little's law). At rest they agree. While
-        # the level rises the count lags behind it, and the short replies that come first flatter the latency: between
-        # the two is about right. Where replies hardly differ they come in waves, and a count of them says nothing.
+        # There are two estimates of throughput: counted replies, and level / latency (Little's law). At a steady level
+        # they agree. While the level rises, the count lags, and the latency is too low because short replies come
+        # first; the truth lies between. If latencies hardly differ, replies come in waves and the count is useless.
         counted = (1.0 if self._bound else COUNT_SHARE_RISING) * min(1.0, spread / WAVES_SPREAD)
         rate_here = (count / elapsed_s) ** counted * (level / latency_s) ** (1.0 - counted)
         rate = (rate * weight + rate_here * count) / (weight + count)
@@ -409,7 +411,7 @@ class Limiter:
             self._compare(here, level, now)
 
     def _compare(self, here: int, level: float, now: float) -> None:
-        """Steps back if the level gives no more, or less, than the levels well below it."""
+        """Step back if the level gives no more throughput, or less, than the levels well below it."""
         levels = self._levels
         rate, weight = levels[here]
         reference_rate = reference_weight = reference_bin = 0.0

@@ -1,11 +1,11 @@
-"""How fast requests may leave: budgets of requests and tokens per minute, configured or learnt from headers.
+"""How fast requests may be sent: budgets of requests and tokens per minute, configured or learnt from headers.
 
-A limit on concurrency says how many may be in flight; a judge may besides count requests or tokens per minute. Cutting
-concurrency for that would be wrong (the level is fine, the pace is not), so pace is a thing of its own.
-Called by the engine before a request is sent and after it ends; pure, the caller passes the time.
+The concurrency limit says how many requests may be in flight. A judge may also count requests or tokens per minute.
+Cutting concurrency for that would be wrong, because the level is fine and the pace is not, so pace is separate.
+The engine calls the pacer before a request is sent and after it ends. It is pure: the caller passes the time.
 
-    ready_at ──▶ sent ──▶ settled     corrects the token bucket by what was really used
-                    ├──▶ rejected     a 429 for the rate: a short pause, then the pace that was accepted, slowly rising
+    ready_at ──▶ sent ──▶ settled     corrects the token bucket by the real usage
+                    ├──▶ rejected     a 429 for the rate: a short pause, then the accepted pace, slowly rising
                     └──▶ observed     x-ratelimit-* headers: a bucket that binds only when little is left
 
 With nothing configured and nothing learnt, each call is one or two attribute checks.
@@ -23,33 +23,33 @@ import msgspec
 
 MINUTE_S = 60.0
 BURST_S = 1.0
-"""A bucket holds one second of its rate: in any minute at most 1/60 more than the budget leaves."""
+"""A bucket holds one second of its rate, so no minute exceeds the budget by more than 1/60."""
 SCARCE_SHARE = 0.2
-"""A budget learnt from headers binds once less than this share is left; before, there is nothing to ration."""
+"""A budget learnt from headers binds once less than this share is left. Before that there is nothing to ration."""
 LEAST_RESET_S = 0.05
-"""A reset nearer than this is over before the next request arrives."""
+"""A nearer reset is over before the next request arrives."""
 MOST_RESET_S = 60.0
-"""A learnt budget never makes a single request wait longer than this before it is tried: headers can be wrong."""
+"""A learnt budget never delays a single request longer than this, because headers can be wrong."""
 PAUSE_S = 0.5
-"""Pause after a refusal for the rate that names no time: half of the shortest window that judges count in."""
+"""Pause after a refusal for the rate that names no time: half of the shortest window that judges use."""
 MOST_PAUSE_S = 2.0
-"""No pause is longer, whatever Retry-After says: it names the end of a window, the pace after it does the rest."""
+"""Longest pause, whatever Retry-After says. It names the end of a window, and the pace handles the rest."""
 PACE_SHARE = 0.98
-"""Share of the accepted rate to go on with: a little under it, so that the judge's own bucket recovers."""
+"""Share of the accepted rate to continue with: slightly below it, so that the judge's own bucket recovers."""
 PACE_GROWTH_PER_RTT = 0.05
-"""The pace rises by this each round trip, to find a rate limit that was lifted."""
+"""Rise of the pace per round trip, to find out whether a rate limit was lifted."""
 PACE_FORGOTTEN = 3.0
-"""A pace that grew to this many times what was once refused has outlived the rate limit and is forgotten."""
+"""A pace that grew to this multiple of the refused one has outlived the rate limit and is dropped."""
 RATE_WINDOW_S = 8.0
 """The accepted rate is measured over between half of this and all of it."""
 LEAST_RATE_WINDOW_S = 1.0
-"""...and never over less: the burst that a judge accepts at first is not a rate."""
+"""It is never measured over less: the first burst that a judge accepts is not a rate."""
 LEAST_PACE_PER_S = 0.2
-"""The pace never falls below one request in five seconds: a judge that refuses everything must be asked again."""
+"""The pace never falls below one request in five seconds, so a judge that refuses everything is still asked."""
 EPOCH_SECONDS_FROM = 1e9
 """A plain number from here on is a date (seconds since 1970), not a duration of thirty years."""
 EPOCH_MILLISECONDS_FROM = 1e11
-"""From here on it is a date in milliseconds."""
+"""A plain number from here on is a date in milliseconds."""
 
 _UNIT_S = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 _PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|us|µs|ns|d|h|m|s)\s*")
@@ -57,10 +57,10 @@ _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?")
 
 
 def parse_duration_s(text: str, wall_now: float) -> float | None:
-    """Seconds from `wall_now` (seconds since 1970) that `text` means.
+    """Return the seconds from `wall_now` (seconds since 1970) that `text` means, or None if it cannot be read.
 
-    It may be "20ms", "6m0s", "12", an HTTP or ISO date, or seconds or milliseconds since 1970. A time that has passed
-    is 0.0; what cannot be read is None.
+    It may be "20ms", "6m0s", "12", an HTTP or ISO date, or seconds or milliseconds since 1970. A time in the past gives
+    0.0.
     """
     text = text.strip().lower()
     if _NUMBER.fullmatch(text):
@@ -104,7 +104,7 @@ def _amount(text: str | None) -> float | None:
 
 
 class RateHeaders(msgspec.Struct, frozen=True):
-    """What a reply's `x-ratelimit-*` headers say; None where they say nothing."""
+    """A reply's `x-ratelimit-*` headers. A missing or unreadable one is None."""
 
     limit_requests: float | None = None
     remaining_requests: float | None = None
@@ -115,7 +115,7 @@ class RateHeaders(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, headers: Mapping[str, str], wall_now: float) -> RateHeaders | None:
-        """Reads a reply's headers (a case-insensitive mapping); None, quickly, where there are none of these."""
+        """Read a reply's headers (a case-insensitive mapping). Returns None, quickly, if none of these is there."""
         get = headers.get
         limit_requests = get("x-ratelimit-limit-requests") or get("x-ratelimit-limit")
         remaining_requests = get("x-ratelimit-remaining-requests") or get("x-ratelimit-remaining")
@@ -136,7 +136,7 @@ class RateHeaders(msgspec.Struct, frozen=True):
 
 
 class _Bucket:
-    """Fills at `rate_per_s` up to `capacity`; what is larger than it may leave when it is full, and leaves a debt."""
+    """Fills at `rate_per_s` up to `capacity`. An amount above the capacity may leave a full bucket, as a debt."""
 
     __slots__ = ("at", "capacity", "level", "rate_per_s")
 
@@ -168,10 +168,10 @@ def _configured(key: str, per_minute: float | None) -> _Bucket | None:
 
 
 def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> _Bucket | None:
-    """The bucket that a pair of limit and remaining describes, or None while plenty is left.
+    """Return the bucket that a limit and a remaining amount describe, or None while plenty is left.
 
-    `reset_s` is when the budget is whole again, so what is used now over that time is the rate it refills at: right for
-    budgets a second, a minute or a day long, and fast at worst for a fixed window, where a refusal then pauses.
+    The budget is whole again after `reset_s`, so the used amount over that time is the refill rate. That is right for
+    budgets of a second, a minute or a day. For a fixed window it may be too fast; a refusal then pauses.
     """
     if limit is None or remaining is None or limit < 1.0 or remaining >= limit * SCARCE_SHARE:
         return None
@@ -184,7 +184,7 @@ def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: f
 
 
 class Pacer:
-    """Never lets requests leave faster than the configured or the learnt budgets; never makes one wait for ever."""
+    """Never sends faster than the configured or learnt budgets allow, and never makes a request wait for ever."""
 
     __slots__ = (
         "_header_rate_per_s", "_header_requests", "_header_tokens", "_is_free", "_next_at", "_pace_per_s",
@@ -197,7 +197,7 @@ class Pacer:
         self._tokens = _configured("tokens_per_minute", tokens_per_minute)
         self._header_requests: _Bucket | None = None
         self._header_tokens: _Bucket | None = None
-        self._header_rate_per_s = math.inf  # the pace's cap, from a limit header that comes without a remaining one
+        self._header_rate_per_s = math.inf  # cap of the pace, from a limit header without a remaining one
         self._pace_per_s = 0.0  # 0: no pace
         self._refused_pace_per_s = 0.0
         self._paced_at = -math.inf
@@ -215,7 +215,7 @@ class Pacer:
         )
 
     def ready_at(self, now: float, tokens: int) -> float:
-        """When a request of about `tokens` tokens may leave: `now` or earlier means at once; else ask again then."""
+        """When a request of about `tokens` tokens may be sent: `now` or earlier means at once, else ask again then."""
         if self._is_free:
             return now
         at = max(now, self._paused_until, self._next_at if self._pace_per_s else now)
@@ -228,7 +228,7 @@ class Pacer:
         return at
 
     def sent(self, now: float, tokens: int) -> None:
-        """A request of about `tokens` tokens leaves now."""
+        """A request of about `tokens` tokens is sent now."""
         self._window_accepted += 1
         if self._window_start == -math.inf:
             self._window_start = now
@@ -246,7 +246,7 @@ class Pacer:
                 bucket.level -= tokens
 
     def settled(self, now: float, estimated_tokens: int, used_tokens: int, rtt_s: float) -> None:
-        """A reply came that used `used_tokens` and took `rtt_s`."""
+        """A reply arrived that used `used_tokens` and took `rtt_s`."""
         if now - self._window_start > RATE_WINDOW_S / 2.0:
             self._roll_window(now)
         if self._is_free:
@@ -257,11 +257,11 @@ class Pacer:
             self._raise_pace(now, rtt_s)
 
     def rejected(self, now: float, retry_after_s: float | None) -> None:
-        """A 429 for the rate: pause, then go on at the pace that was accepted."""
+        """A 429 for the rate: pause, then continue at the accepted pace."""
         self._window_accepted = max(0, self._window_accepted - 1)
         if retry_after_s is None or not math.isfinite(retry_after_s):
             retry_after_s = PAUSE_S
-        if now < self._paused_until:  # the rest of the same burst
+        if now < self._paused_until:  # part of the same burst
             return
         self._paused_until = now + min(MOST_PAUSE_S, max(0.0, retry_after_s))
         pace = min(max(LEAST_PACE_PER_S, self._accepted_per_s(now) * PACE_SHARE), self._header_rate_per_s)
@@ -270,7 +270,7 @@ class Pacer:
         self._is_free = False
 
     def observed(self, now: float, headers: RateHeaders) -> None:
-        """A reply's headers."""
+        """A reply had these headers."""
         requests = _learnt(now, headers.limit_requests, headers.remaining_requests, headers.reset_requests_s)
         tokens = _learnt(now, headers.limit_tokens, headers.remaining_tokens, headers.reset_tokens_s)
         self._header_requests = _merge(now, self._header_requests, requests)
@@ -294,7 +294,7 @@ class Pacer:
 
     def _raise_pace(self, now: float, rtt_s: float) -> None:
         if now <= self._paced_at or rtt_s <= 0.0 or self._next_at < now - rtt_s:
-            return  # nothing is learnt about a pace that is not used to the full
+            return  # a pace that is not fully used teaches nothing
         growth = PACE_GROWTH_PER_RTT * min(1.0, (now - self._paced_at) / rtt_s)
         self._pace_per_s = min(self._pace_per_s * (1.0 + growth), self._header_rate_per_s)
         self._paced_at = now
@@ -303,9 +303,9 @@ class Pacer:
             self._note_freedom()
 
 
-def _merge(now: float, known: _Bucket | None, told: _Bucket | None) -> _Bucket | None:
-    """What the judge tells replaces what was known, but a reply older than others does not give back a budget."""
-    if known is not None and told is not None:
+def _merge(now: float, known: _Bucket | None, reported: _Bucket | None) -> _Bucket | None:
+    """Replace the known bucket by the reported one. A reply that was delayed must not give back budget."""
+    if known is not None and reported is not None:
         known.refill(now)
-        told.level = min(told.level, known.level)
-    return told
+        reported.level = min(reported.level, known.level)
+    return reported

@@ -1,4 +1,4 @@
-"""What is judged, and the hash by which equal requests are known: the same content is sent once."""
+"""What is judged, and the hash that identifies equal requests, so the same content is sent once."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ if TYPE_CHECKING:
     from freewheel.judge.config import JudgeConfig
 
 HASH_VERSION = b"freewheel-judge-1"
-"""Changes when the hash's recipe does, so that an older cache cannot answer for something else."""
+"""Must change with the way in which the hash is computed, or an older cache would answer for something else."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class JudgeRequest(msgspec.Struct, frozen=True, array_like=True):
-    """One response to judge. Equal content means an equal request, whatever `id` says."""
+    """One response to judge. Requests with equal content are equal, whatever their `id` is."""
 
     response: str
     prompt: str = ""
-    """The question that it answers."""
+    """The question that the response answers."""
     reference: str = ""
-    """A reference answer, where there is one."""
+    """A reference answer, if there is one."""
     id: str = ""
-    """Yours; it is not sent and does not take part in the hash."""
+    """The caller's own identifier. It is not sent and not hashed."""
     skip: str = ""
-    """A reason not to judge this one: it ends as `Skipped(reason)`, in its place in the batch."""
+    """A reason not to judge this response. It ends as `Skipped(reason)`, in its place in the batch."""
 
     def encodable(self) -> JudgeRequest:
-        """With each lone surrogate replaced by U+FFFD: UTF-8 cannot carry one, and no judge could read it."""
+        """Replace each lone surrogate by U+FFFD. UTF-8 cannot carry one, and no judge could read it."""
         texts = (self.response, self.prompt, self.reference, self.id, self.skip)
         return JudgeRequest(*map(without_surrogates, texts))
 
@@ -41,9 +41,9 @@ def without_surrogates(text: str) -> str:
 
 
 class RequestHasher:
-    """SHA-256 over the canonical request: endpoint, model, rubric as sent, sampling parameters, content.
+    """SHA-256 over everything that decides a reply: endpoint, model, rubric as sent, sampling parameters, content.
 
-    The first endpoint stands for all: they serve one judge, and a verdict from any of them will do.
+    The first endpoint stands for all of them: they serve the same judge.
     """
 
     def __init__(self, config: JudgeConfig) -> None:

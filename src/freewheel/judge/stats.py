@@ -1,4 +1,4 @@
-"""What the engine did and what it costs: one snapshot, as values, as a log line and as Prometheus text."""
+"""A snapshot of what the engine did and what it costs: as values, as a log line and as Prometheus text."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ import msgspec
 
 
 class State(Enum):
+    """State of an endpoint's circuit breaker."""
+
     CLOSED = "closed"
     OPEN = "open"
     PROBING = "probing"
 
 
 def is_up(*, breaker: str = State.CLOSED.value, halted: str = "", **_: object) -> bool:
-    """Of an endpoint that says this of itself: whether it is sent more than a try now and then."""
+    """Whether an endpoint with these stats receives more than an occasional probe."""
     return breaker == State.CLOSED.value and not halted
 
 
 class EndpointStats(msgspec.Struct, kw_only=True):
-    """One endpoint. Counters only grow; `in_flight`, `limit`, `breaker` and the latencies are of this moment."""
+    """One endpoint. Counters only grow; `in_flight`, `limit`, `breaker` and the latencies are current values."""
 
     url: str
     model: str
     sent: int = 0
     answered: int = 0
     throttled: int = 0
-    """429s, concurrency and rate together."""
+    """429s for concurrency and for rate."""
     faults: dict[str, int] = {}
     """Failed calls by kind (`overloaded`, `timeout`, `broken`, `garbage`, …)."""
     in_flight: int = 0
     limit: int = 0
     breaker: str = "closed"
     halted: str = ""
-    """Why nothing more is sent there; empty while all is well."""
+    """Why nothing more is sent there; empty if nothing is wrong."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -49,12 +51,12 @@ class EndpointStats(msgspec.Struct, kw_only=True):
 
 
 class JudgeStats(msgspec.Struct, kw_only=True):
-    """The whole engine since it started (a restarted engine process starts again from 0, see `restarts`)."""
+    """The whole engine since it started. A restarted engine process starts at 0 again, see `restarts`."""
 
     submitted: int = 0
     scored: int = 0
     relayed: int = 0
-    """Chat completions of the gateway's clients that were answered."""
+    """Answered chat completions of the gateway's clients."""
     skipped: int = 0
     failed: dict[str, int] = {}
     """Failed verdicts by reason."""
@@ -65,13 +67,13 @@ class JudgeStats(msgspec.Struct, kw_only=True):
     retries: int = 0
     reasks: int = 0
     queued: int = 0
-    """Requests that wait for a slot or for their back-off to end."""
+    """Requests that wait for a slot or for the end of their back-off."""
     max_in_flight: int = 0
     restarts: int = 0
     cost_before: float = 0.0
-    """What engines of this judge that died had spent; `cost` includes it."""
+    """Cost of this judge's earlier engines, which died. `cost` includes it."""
     loop_lag_s: float = 0.0
-    """How late the engine's loop runs, smoothed: starvation in `placement="thread"` shows here."""
+    """Smoothed delay of the engine's event loop. It shows starvation in `placement="thread"`."""
     endpoints: list[EndpointStats] = []
 
     @property

@@ -14,7 +14,7 @@ from freewheel.errors import FreewheelError
 
 
 class JudgeError(FreewheelError):
-    """Anything that stops the engine itself."""
+    """Base class of everything that stops the engine itself. A judgement that fails is a `Failed` verdict instead."""
 
 
 class JudgeClosed(JudgeError, RuntimeError):
@@ -26,16 +26,16 @@ class EngineDied(JudgeError, RuntimeError):
 
 
 class Reason(StrEnum):
-    """Why a request has no score. The detail beside it says what was seen."""
+    """Why a request has no score. The verdict's detail says what was seen."""
 
     UNPARSEABLE = "unparseable"
-    """The judge replied, and the reply holds no score that the rubric allows."""
+    """The judge replied, but its reply holds no score that the rubric allows."""
     DEADLINE = "deadline"
-    """The request's or the batch's time was over; the detail holds the last thing that went wrong."""
+    """The deadline of the request or of its batch passed. The detail holds the last failure."""
     THROTTLED = "throttled"
-    """The judge asked for a wait (429, Retry-After) that would outlast the deadline."""
+    """The judge asked for a wait (429, Retry-After) that would exceed the deadline."""
     UNAVAILABLE = "unavailable"
-    """5xx, broken connections or time-outs, more often than `max_attempts` allows."""
+    """More 5xx, broken connections or time-outs than `max_attempts` allows."""
     REJECTED = "rejected"
     """The judge refuses this very request (400, 413, 422, a context too long)."""
     AUTH = "auth"
@@ -47,17 +47,17 @@ class Reason(StrEnum):
     BUDGET = "budget"
     """`max_cost` is reached."""
     CANCELLED = "cancelled"
-    """The handle was cancelled, or the judge closed, before there was an answer."""
+    """The handle was cancelled, or the judge was closed, before there was an answer."""
     ENGINE = "engine"
     """The engine itself broke (a bug, or its process kept dying)."""
 
 
 TOKENS_MAX = 1 << 53
-"""Token counts are a server's word; this bounds them to what every reader of JSON can hold."""
+"""Servers report any token count; this bounds it to what every JSON reader can hold."""
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens that the judge says it used, all asks of this request together."""
+    """Tokens that the judge reports, summed over all calls of a request."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
