@@ -135,7 +135,7 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> Alone
     running = asyncio.create_task(rollouter.run())
     since, tokens, responses = 0.0, 0, 0
     for step in range(1, GENERATED_ALONE + 2):
-        while (await queue.take(step, wait_s=10.0)).block is None:
+        while (await queue.take(step, wait_s=10.0)).groups is None:
             pass
         version = await queue.commit(step, wait_s=10.0)
         assert version is not None

@@ -40,7 +40,7 @@ from common import (
     scratch_dir,
     write_json,
 )
-from freewheel.data.group import Block, Ticket
+from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.queue import journal as journal_file
 from freewheel.queue.journal import Committed, Event, Journal, JournalWriter, Stored, Took
 from freewheel.queue.ledger import Frontier
@@ -98,8 +98,10 @@ class Scene:
         async def put_at(moment_s: float) -> None:
             await asyncio.sleep(moment_s - time.perf_counter())
             tickets = await ahead.get()
-            block = Block.join([(one, self.queue.policy.published, DATA[one.sequence % len(DATA)]) for one in tickets])
-            while not await self.queue.put(block, wait_s=PATIENCE_S):
+            groups = EncodedGroups(
+                EncodedGroup(one, self.queue.policy.published, DATA[one.sequence % len(DATA)]) for one in tickets
+            )
+            while not await self.queue.put(groups, wait_s=PATIENCE_S):
                 pass
             self.latencies_s.append(time.perf_counter() - moment_s)
 
@@ -109,7 +111,7 @@ class Scene:
         step = 1
         while time.perf_counter() < until_s:
             taken = await self.queue.take(step, wait_s=0.2)
-            if taken.block is None:
+            if taken.groups is None:
                 continue
             while (version := await self.queue.commit(step, wait_s=PATIENCE_S)) is None:
                 pass

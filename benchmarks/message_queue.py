@@ -43,7 +43,7 @@ from common import (
     promise_table,
     write_json,
 )
-from freewheel.data.group import Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.data.group import EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
 from freewheel.queue.client import QueueClient
 from freewheel.queue.journal import CheckpointMark
@@ -137,7 +137,9 @@ class Producer:
         return tickets
 
     async def put(self, tickets: list[Ticket]) -> None:
-        assert await self.queue.put(Block.join([(ticket, 0, self.data) for ticket in tickets]), wait_s=PATIENCE_S)
+        assert await self.queue.put(
+            EncodedGroups(EncodedGroup(ticket, 0, self.data) for ticket in tickets), wait_s=PATIENCE_S
+        )
         self.held -= {ticket.sequence for ticket in tickets}
 
     async def saturate(self, until_s: float) -> None:
@@ -186,10 +188,10 @@ class Consumer:
         moments: list[float] = []
         ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
         while (taken := await ahead).state == "batch" or time.time() < until_s:
-            if taken.block is None:
+            if taken.groups is None:
                 ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
                 continue
-            assert len(taken.block) == BLOCK_GROUPS
+            assert len(taken.groups) == BLOCK_GROUPS
             self.step += 1
             ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
             version = await self.queue.commit(self.step, wait_s=PATIENCE_S)

@@ -83,7 +83,7 @@ class Rolling:
         since = time.process_time()
         for _ in range(count):
             self._step += 1
-            while (await self._queue.take(self._step, wait_s=10.0)).block is None:
+            while (await self._queue.take(self._step, wait_s=10.0)).groups is None:
                 pass
             version = await self._queue.commit(self._step, wait_s=10.0)
             assert version is not None

@@ -115,7 +115,7 @@ async def ours(engine: Any, asked: list[np.ndarray[Any, Any]], sequences: int) -
     since = time.perf_counter()
     running = asyncio.create_task(rollouter.run())
     for step in range(1, total + 1):
-        while (await queue.take(step, wait_s=10.0)).block is None:
+        while (await queue.take(step, wait_s=10.0)).groups is None:
             pass
         await queue.commit(step, wait_s=10.0)
     took = time.perf_counter() - since

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pickle
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.data.group import NO_VERSION, Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.data.group import NO_VERSION, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.errors import DataError
 from freewheel.judge.verdict import Failed, Scored, Skipped
 
@@ -92,13 +93,26 @@ def test_a_group_survives_its_way_through_bytes(sent: PromptGroup):
 
 
 @given(st.lists(groups, max_size=4))
-def test_a_block_gives_back_its_groups_in_order(sent: list[PromptGroup]):
-    block = Block.pack(sent)
-    assert len(block) == len(sent)
-    assert block.tickets == [one.ticket for one in sent] and block.min_versions == [one.min_version for one in sent]
-    assert all(map(same, block.groups(), sent))
-    joined = Block.join(list(zip(block.tickets, block.min_versions, block.parts(), strict=True)))
-    assert all(map(same, joined.groups(), sent))
+def test_a_message_brings_its_groups_to_another_process_in_order(sent: list[PromptGroup]):
+    message = EncodedGroups.encode(sent)
+    assert [one.ticket for one in message] == [one.ticket for one in sent]
+    assert [one.min_version for one in message] == [one.min_version for one in sent]
+    received = pickle.loads(pickle.dumps(message))
+    assert received == message and all(map(same, received.decode(), sent))
+    forwarded = pickle.loads(pickle.dumps(EncodedGroups(reversed(received))))
+    assert forwarded == EncodedGroups(reversed(message))
+
+
+def test_the_groups_of_a_received_message_share_one_array_that_the_receiver_owns():
+    buffers: list[pickle.PickleBuffer] = []
+    shared = [group(response([1, 2])), group(response([3]))]
+    pickled = pickle.dumps(EncodedGroups.encode(shared), protocol=5, buffer_callback=buffers.append)
+    memory = [bytearray(buffer.raw()) for buffer in buffers]
+    assert len(memory) == 1, "one array, out of band"
+    received = pickle.loads(pickled, buffers=memory)
+    memory[0][:] = bytes(len(memory[0]))  # as if the sender's shared memory was used for something else
+    assert all(map(same, received.decode(), shared))
+    assert len({id(one.data.obj) for one in received}) == 1
 
 
 def test_responses_of_different_lengths_lie_one_after_the_other():

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from freewheel.data.group import Ticket
 from freewheel.plan.simulation import deal
-from freewheel.queue.message_queue import Asking, least_loaded
+from freewheel.queue.message_queue import TicketRequest, pick_least_loaded
 
 asked = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=8)
 
 
 def made(asks):
-    return [Asking(str(place), want, load) for place, (want, load) in enumerate(asks)]
+    return [TicketRequest(str(place), want, load) for place, (want, load) in enumerate(asks)]
 
 
 def tickets():
@@ -29,7 +29,7 @@ def test_the_order_is_that_of_least_loaded(asks, room):
     deal(ours, room, tickets())
     issue = tickets()
     for _ in range(room):
-        one = least_loaded(theirs)
+        one = pick_least_loaded(theirs)
         if one is None:
             break
         one.tickets.append(issue())

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from freewheel.data.group import Block, Prompt, PromptGroup, Response, Ticket
+from freewheel.data.group import EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
 from freewheel.queue.journal import (
     Abandoned,
@@ -47,13 +47,13 @@ def group(ticket: Ticket, version: int = 0) -> PromptGroup:
     return PromptGroup.of(ticket, Prompt(tokens=tokens, row={}), [response], created_s=0.0)
 
 
-def block(tickets: Sequence[Ticket], version: int = 0) -> Block:
-    return Block.pack([group(ticket, version) for ticket in tickets])
+def block(tickets: Sequence[Ticket], version: int = 0) -> EncodedGroups:
+    return EncodedGroups.encode([group(ticket, version) for ticket in tickets])
 
 
-def light_block(tickets: Sequence[tuple[Ticket, int]]) -> Block:
+def light_block(tickets: Sequence[tuple[Ticket, int]]) -> EncodedGroups:
     """Tickets with their versions, and groups that nobody looks into."""
-    return Block.join([(ticket, version, b"%d" % ticket.sequence) for ticket, version in tickets])
+    return EncodedGroups(EncodedGroup(ticket, version, b"%d" % ticket.sequence) for ticket, version in tickets)
 
 
 class MemoryJournal:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from freewheel.data.group import Block, Ticket
+from freewheel.data.group import EncodedGroups, Ticket
 from freewheel.queue.client import Taken
 from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
@@ -111,7 +111,7 @@ class World:
         restored = restore(self.journal, total=self.prompts, checkpoint=checkpoint, in_flight=in_flight)
         self.notes = restored.notes
         self.writer: Any = ManualWriter(self.journal)
-        self.queue = MessageQueue(bounds=self.bounds, journal=self.writer, restored=restored, rest_s=0.0)
+        self.queue = MessageQueue(bounds=self.bounds, journal=self.writer, restored=restored, retry_delay_s=0.0)
         given_up = {one.ticket.sequence for one in self.journal.failures()}
         for sequence, ordinal in self.acknowledged.items():
             kept = sequence in restored.stored or restored.ledger.has_ended(ordinal) or sequence in given_up
@@ -302,10 +302,10 @@ class World:
         taken = trainer.batches.get(step)
         if taken is None or trainer.uncommitted:
             return
-        assert taken.block is not None
+        assert taken.groups is not None
         recorded = step <= taken.recorded_until
-        stale = self.bounds.find_stale(taken.block.min_versions, trainer.version)
-        old = [taken.block.tickets[index].sequence for index in stale]
+        stale = self.bounds.find_stale([one.min_version for one in taken.groups], trainer.version)
+        old = [taken.groups[index].ticket.sequence for index in stale]
         if old and not (recorded and self.bounds_changed):
             assert not recorded, "a recorded step lags more than it did"
             assert self.history_was_lost or not self.engines_are_true or self.bounds_changed, (
@@ -318,16 +318,16 @@ class World:
             del trainer.batches[step]
             self.ask("stale", step, call=lambda: self.queue.replace_stale(step, old, wait_s=LONG_S))
             return
-        self.check_batch(taken.block, recorded=recorded)
-        trainer.path.append(tuple(ticket.ordinal for ticket in taken.block.tickets))
+        self.check_batch(taken.groups, recorded=recorded)
+        trainer.path.append(tuple(one.ticket.ordinal for one in taken.groups))
         trainer.batches.pop(step)
         trainer.recorded_until = max(trainer.recorded_until, taken.recorded_until)
         trainer.uncommitted = step
 
-    def check_batch(self, taken: Block, *, recorded: bool) -> None:
+    def check_batch(self, taken: EncodedGroups, *, recorded: bool) -> None:
         assert len(taken) > 0 and (recorded or len(taken) <= self.bounds.groups_per_step)
         seen = {ordinal for step in self.trainer.path for ordinal in step}
-        assert not seen.intersection(ticket.ordinal for ticket in taken.tickets), "trained twice"
+        assert not seen.intersection(one.ticket.ordinal for one in taken), "trained twice"
 
     def commit(self) -> None:
         step = self.trainer.uncommitted
@@ -404,7 +404,7 @@ class World:
             self.train()
             self.commit()
             self.disk()
-        assert self.ended, f"it does not go on: {self.queue.waiting_for()}, {self.trainer}, {self.calls}"
+        assert self.ended, f"it does not go on: {self.queue.describe_wait()}, {self.trainer}, {self.calls}"
         self.disk()  # that a prompt was given up is written, and nobody waits for it
         self.check_the_end()
 

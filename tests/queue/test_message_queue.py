@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.data.group import Block, Ticket
+from freewheel.data.group import EncodedGroups, Ticket
 from freewheel.queue.client import Taken
 from freewheel.queue.ledger import BUDGETS, Kind, data_failure, infra_failure
 from freewheel.queue.message_queue import MessageQueue
@@ -35,7 +35,7 @@ def queue_of(
     max_lag_allowed: int = 10,
     total_groups: int | None = None,
     prompts: int | None = None,
-    rest_s: float = 0.0,
+    retry_delay_s: float = 0.0,
 ) -> MessageQueue:
     bounds = Bounds(
         groups_per_step=per_step,
@@ -47,7 +47,7 @@ def queue_of(
         max_lag_allowed=max_lag_allowed,
         total_groups=total_groups,
     )
-    return MessageQueue(bounds=bounds, total_prompts=prompts, rest_s=rest_s)
+    return MessageQueue(bounds=bounds, total_prompts=prompts, retry_delay_s=retry_delay_s)
 
 
 async def admitted(queue: MessageQueue, want: int, replica: str = "a") -> list[Ticket]:
@@ -59,8 +59,8 @@ async def ordinals(queue: MessageQueue, step: int) -> list[int]:
 
 
 def content(taken: Taken) -> list[int]:
-    assert taken.state == "batch" and taken.block is not None
-    return [one.ordinal for one in taken.block.groups()]
+    assert taken.state == "batch" and taken.groups is not None
+    return [one.ordinal for one in taken.groups.decode()]
 
 
 async def started(awaitable: Any) -> asyncio.Task[Any]:
@@ -308,13 +308,9 @@ async def test_a_failure_that_is_reported_after_the_group_was_put_changes_nothin
     assert queue.ledger.trained == 2
 
 
-async def test_tickets_and_blocks_survive_the_way_to_another_process() -> None:
+async def test_tickets_survive_the_way_to_another_process() -> None:
     admission = await queue_of().admit("a", want=3, load=0, wait_s=NOW_S)
     assert pickle.loads(pickle.dumps(admission)) == admission
-    sent = block(admission.tickets, version=4)
-    received = pickle.loads(pickle.dumps(sent))
-    assert (received.tickets, received.min_versions) == (sent.tickets, sent.min_versions)
-    assert [bytes(part) for part in received.parts()] == [bytes(part) for part in sent.parts()]
 
 
 async def test_the_groups_arrive_as_they_were_put() -> None:
@@ -322,10 +318,10 @@ async def test_the_groups_arrive_as_they_were_put() -> None:
     tickets = await admitted(queue, 2)
     await queue.put(block(tickets, version=0), wait_s=NOW_S)
     taken = await queue.take(1, wait_s=NOW_S)
-    assert taken.block is not None
-    assert taken.block.tickets == tickets
-    assert taken.block.min_versions == [0, 0]
-    assert [one.encode() for one in taken.block.groups()] == [group(ticket).encode() for ticket in tickets]
+    assert taken.groups is not None
+    assert [one.ticket for one in taken.groups] == tickets
+    assert [one.min_version for one in taken.groups] == [0, 0]
+    assert [one.encode() for one in taken.groups.decode()] == [group(ticket).encode() for ticket in tickets]
 
 
 # -- take and commit --------------------------------------------------------------------------------------------------
@@ -652,27 +648,28 @@ class Hammer:
             if rng.random() < 0.1:  # it restarts
                 await queue.give_back(step)
                 taken = await queue.take(step, wait_s=LONG_S)
-            assert taken.block is not None
-            old = self.stale(taken.block)
+            assert taken.groups is not None
+            old = self.stale(taken.groups)
             while old:
                 taken = await queue.replace_stale(step, old, wait_s=LONG_S)
-                if taken.block is None:
+                if taken.groups is None:
                     return
-                old = self.stale(taken.block)
-            assert taken.block is not None
+                old = self.stale(taken.groups)
+            assert taken.groups is not None
             ahead = asyncio.ensure_future(queue.take(step + 1, wait_s=LONG_S))
             await self.pause()
-            self.lag = max(self.lag, queue.policy.lag(min(taken.block.min_versions)))
-            self.trained.update(one.ordinal for one in taken.block.tickets)
+            self.lag = max(self.lag, queue.policy.lag(min(one.min_version for one in taken.groups)))
+            self.trained.update(one.ticket.ordinal for one in taken.groups)
             version = await queue.commit(step, wait_s=NOW_S)
             await queue.commit(step, wait_s=NOW_S)
             await self.pause()
             await queue.confirm_published(version)
             step += 1
 
-    def stale(self, block: Block) -> list[int]:
+    def stale(self, groups: EncodedGroups) -> list[int]:
         policy = self.queue.policy
-        return [block.tickets[i].sequence for i in policy.bounds.find_stale(block.min_versions, policy.version)]
+        stale = policy.bounds.find_stale([one.min_version for one in groups], policy.version)
+        return [groups[index].ticket.sequence for index in stale]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -692,8 +689,8 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
         not queue._tickets
         and not queue._owners
         and not queue._stored
-        and not queue._steps.taken()
-        and not queue._asking
+        and not queue._steps.list_taken()
+        and not queue._requests
     )
 
 
@@ -701,7 +698,7 @@ async def test_every_prompt_is_trained_once_or_abandoned_whatever_fails(seed: in
 
 
 async def test_a_prompt_that_an_engine_failed_on_rests_before_it_is_attempted_again() -> None:
-    queue = queue_of(threshold=0, prompts=2, rest_s=0.05)
+    queue = queue_of(threshold=0, prompts=2, retry_delay_s=0.05)
     first, second = await admitted(queue, 2)
     await queue.fail(first, infra_failure("engine", "no memory"))
     assert not (await queue.admit("b", want=1, load=0, wait_s=0.0)).tickets  # it rests, and no other prompt is left
@@ -714,7 +711,7 @@ async def test_a_prompt_that_an_engine_failed_on_rests_before_it_is_attempted_ag
 
 
 async def test_a_queue_that_is_closed_wakes_nobody_for_what_rests() -> None:
-    queue = queue_of(threshold=0, rest_s=0.01)
+    queue = queue_of(threshold=0, retry_delay_s=0.01)
     (ticket,) = await admitted(queue, 1)
     await queue.fail(ticket, infra_failure("timeout", "slow"))
     await queue.close()

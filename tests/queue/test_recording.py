@@ -14,10 +14,9 @@ from freewheel.data.group import Ticket
 from freewheel.queue.client import Taken
 from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull, JournalWriter, Reserved
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
-from freewheel.queue.message_queue import MessageQueue
+from freewheel.queue.message_queue import SEQUENCES_RESERVED, JournaledWrites, MessageQueue, wait_durable
 from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
-from freewheel.queue.steps import RESERVED_AT_ONCE, Recording, durable
 
 from .journals import ManualWriter, MemoryJournal, block
 
@@ -45,7 +44,7 @@ class Desk:
         restored = restore(journal, total=self.prompts, checkpoint=checkpoint, in_flight=in_flight)
         self.writer: Any = ManualWriter(self.journal)
         self.queue = MessageQueue(
-            bounds=self.bounds, total_prompts=self.prompts, journal=self.writer, restored=restored, rest_s=0.0
+            bounds=self.bounds, total_prompts=self.prompts, journal=self.writer, restored=restored, retry_delay_s=0.0
         )
         if published is not None:
             self.queue.policy.publish(published)
@@ -82,8 +81,8 @@ def locked() -> sqlite3.OperationalError:
 
 
 def content(taken: Taken) -> list[int]:
-    assert taken.state == "batch" and taken.block is not None
-    return [one.ordinal for one in taken.block.tickets]
+    assert taken.state == "batch" and taken.groups is not None
+    return [one.ticket.ordinal for one in taken.groups]
 
 
 # -- before it is on the disk -----------------------------------------------------------------------------------------
@@ -95,18 +94,18 @@ async def test_no_ticket_is_given_out_before_its_sequence_is_reserved() -> None:
     waiting = asyncio.ensure_future(desk.queue.admit("a", want=2, load=0, wait_s=LONG_S))
     await desk.disk()
     assert [one.sequence for one in (await waiting).tickets] == [0, 1]
-    assert desk.journal.reserved() == RESERVED_AT_ONCE
+    assert desk.journal.reserved() == SEQUENCES_RESERVED
 
 
 async def test_sequences_are_reserved_ahead_so_that_nobody_waits() -> None:
     desk = Desk(replace(BOUNDS, groups_per_step=400))
-    await desk.admitted(RESERVED_AT_ONCE // 2 + 1)
+    await desk.admitted(SEQUENCES_RESERVED // 2 + 1)
     assert not desk.writer.jobs
     rest = await desk.queue.admit("a", want=100, load=0, wait_s=NOW_S)  # the disk does not work now
     assert len(rest.tickets) == 100
     assert len(desk.writer.jobs) == 1
     await desk.disk()
-    assert desk.journal.reserved() == 2 * RESERVED_AT_ONCE
+    assert desk.journal.reserved() == 2 * SEQUENCES_RESERVED
 
 
 async def test_a_group_is_ready_only_when_the_journal_has_it() -> None:
@@ -199,12 +198,12 @@ async def test_whoever_sees_that_it_is_written_sees_what_came_of_it() -> None:
 
 async def test_what_fails_after_the_write_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
-    recording = Recording(desk.writer)
+    recording = JournaledWrites(desk.writer)
 
     def fails() -> None:
         raise AssertionError("trained twice")
 
-    asked = asyncio.ensure_future(durable([recording.then([Reserved(9)], fails)], LONG_S))
+    asked = asyncio.ensure_future(wait_durable([recording.then([Reserved(9)], fails)], LONG_S))
     await desk.disk()
     with pytest.raises(AssertionError, match="trained twice"):
         await asked
@@ -213,7 +212,7 @@ async def test_what_fails_after_the_write_is_told_to_whoever_waits(caplog: pytes
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     failed.set_exception(JournalDamaged("gone"))
     with pytest.raises(JournalDamaged):
-        await durable([recording.then([Reserved(10)], fails)], LONG_S)
+        await wait_durable([recording.then([Reserved(10)], fails)], LONG_S)
 
 
 async def test_while_the_disk_is_full_the_queue_says_so_and_nothing_is_lost() -> None:
@@ -243,7 +242,7 @@ async def test_a_trainer_that_begins_again_gets_the_recorded_steps_and_then_what
     assert desk.queue.policy.ready == 4
     recorded = await desk.done(desk.queue.take(2, wait_s=LONG_S))
     assert (content(recorded), recorded.recorded_until) == ([2, 3], 2)
-    assert recorded.block.min_versions == [1, 1]
+    assert [one.min_version for one in recorded.groups] == [1, 1]
     assert await desk.queue.commit(2, wait_s=NOW_S) == 2
     fresh = await desk.done(desk.queue.take(3, wait_s=LONG_S))
     assert (content(fresh), fresh.recorded_until) == ([4, 5], 2)
@@ -292,7 +291,7 @@ async def test_a_journal_that_does_not_answer_in_time_starves_a_trainer_and_no_m
 
 async def test_without_a_journal_a_committed_step_cannot_be_taken_again() -> None:
     queue = MessageQueue(bounds=BOUNDS, step=1, version=1)
-    with pytest.raises(AssertionError, match="step 1 was committed before"):
+    with pytest.raises(AssertionError, match="step 1 was committed"):
         await queue.take(1, wait_s=NOW_S)
 
 
@@ -400,7 +399,7 @@ async def test_a_journal_that_cannot_be_made_smaller_stays_as_it_is(
     monkeypatch.setattr(desk.journal, "compact", full)
     for _ in range(2):
         await desk.done(desk.queue.confirm_checkpoint(1))
-    assert caplog.text.count("was not made smaller") == 1, "it is said once"
+    assert caplog.text.count("compaction after step") == 1, "it is said once"
     assert (await desk.queue.stats())["recorded_steps"] == 1
 
 
@@ -426,7 +425,7 @@ async def test_a_ticket_whose_answer_was_lost_is_issued_again() -> None:
     desk.restart(a=first)
     again = await desk.admitted(2)
     assert [one.ordinal for one in again] == [one.ordinal for one in lost]
-    assert again[0].sequence >= RESERVED_AT_ONCE  # never one that somebody may hold
+    assert again[0].sequence >= SEQUENCES_RESERVED  # never one that somebody may hold
     assert await desk.done(desk.queue.put(block(lost), wait_s=LONG_S)) is True
     assert desk.queue.dropped == {"late": 1}
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from freewheel.queue.ledger import Failure, Ledger, data_failure, infra_failure
-from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
+from freewheel.queue.staleness import Bounds, PolicyState, StalenessPolicy
 
 ENGINES = 3
 PREFETCH = 2
@@ -598,7 +598,7 @@ def test_weights_may_change_under_drain_only_when_nothing_is_or_will_be_in_progr
 
 
 def test_a_policy_goes_on_where_it_stood() -> None:
-    standing = Standing(
+    standing = PolicyState(
         version=4,
         published=2,
         trained=9,
@@ -620,7 +620,7 @@ def test_a_policy_goes_on_where_it_stood() -> None:
 @pytest.mark.parametrize("done", [1, 2, 5])
 def test_where_a_version_had_more_steps_before_the_next_one_completes_it(done: int) -> None:
     """A resume in the middle of a version may have fewer steps a version than the run before it."""
-    standing = Standing(version=4, published=4, steps_in_version=done, next_sequence=9, taken=[7, 8])
+    standing = PolicyState(version=4, published=4, steps_in_version=done, next_sequence=9, taken=[7, 8])
     policy = StalenessPolicy(bounds(threshold=4, per_step=1, per_version=2), standing)
     told = policy.version_after_step
     assert policy.commit([7]) and policy.version == told == 5
@@ -628,7 +628,7 @@ def test_where_a_version_had_more_steps_before_the_next_one_completes_it(done: i
 
 
 def test_a_version_that_had_more_steps_before_a_resume_leaves_room_for_the_step_that_completes_it() -> None:
-    standing = Standing(version=4, published=4, steps_in_version=7, next_sequence=99, held={5: 7 * 2})
+    standing = PolicyState(version=4, published=4, steps_in_version=7, next_sequence=99, held={5: 7 * 2})
     policy = StalenessPolicy(bounds(threshold=1, per_step=2), standing)
     assert policy.room == 4
     for _ in range(4):
@@ -640,7 +640,7 @@ def test_a_version_that_had_more_steps_before_a_resume_leaves_room_for_the_step_
 
 
 def test_before_anybody_said_what_engines_hold_nothing_is_admitted() -> None:
-    standing = Standing(version=4, published=None, next_sequence=9, held={1: 2, 3: 2, 4: 2})
+    standing = PolicyState(version=4, published=None, next_sequence=9, held={1: 2, 3: 2, 4: 2})
     policy = StalenessPolicy(bounds(threshold=2, per_step=2), standing)
     assert policy.room == 0
     policy.publish(3)
@@ -650,7 +650,7 @@ def test_before_anybody_said_what_engines_hold_nothing_is_admitted() -> None:
 def test_sequences_that_a_restart_skips_count_in_the_window() -> None:
     """Some of them may have been taken before the group that is waited for."""
     policy = StalenessPolicy(
-        bounds(threshold=2, window=4, per_step=2), Standing(next_sequence=1024, untaken={7: False, 8: True})
+        bounds(threshold=2, window=4, per_step=2), PolicyState(next_sequence=1024, untaken={7: False, 8: True})
     )
     policy.finish(policy.admit())
     assert policy.select(2) == []
@@ -671,13 +671,13 @@ def test_sequences_that_a_restart_skips_count_in_the_window() -> None:
 )
 def test_a_standing_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(AssertionError):
-        Standing(**wrong)
+        PolicyState(**wrong)
 
 
 def test_a_run_that_has_more_alive_than_it_will_train_on_still_ends() -> None:
     """An attempt that was given up, and of which the giving up was lost, lives on beside the one in its place."""
     limits = replace(bounds(threshold=3, per_step=4), total_groups=5)
-    policy = StalenessPolicy(limits, Standing(next_sequence=6, untaken=dict.fromkeys(range(6), True)))
+    policy = StalenessPolicy(limits, PolicyState(next_sequence=6, untaken=dict.fromkeys(range(6), True)))
     assert policy.room == 0
     for count in (4, 2):
         chosen = policy.select(4)

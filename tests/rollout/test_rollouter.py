@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from freewheel.data.data_proto import DataProto
-from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
+from freewheel.data.group import EncodedGroups, Prompt, PromptGroup, Ticket
 from freewheel.queue.client import Admission
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
@@ -74,8 +74,8 @@ class Scene:
             asked.cancel()
             self.running.result()
         found = await asked
-        assert found.block is not None, found
-        return found.block.groups()
+        assert found.groups is not None, found
+        return found.groups.decode()
 
     async def until(self, holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
         async with asyncio.timeout(wait_s):
@@ -116,7 +116,7 @@ async def scene() -> AsyncIterator[Build]:
                 **(rewards or {}),
             },
         )
-        queue = queue or MessageQueue(bounds=bounds or bounds_of(), total_prompts=total, rest_s=0.0)
+        queue = queue or MessageQueue(bounds=bounds or bounds_of(), total_prompts=total, retry_delay_s=0.0)
         usual = {
             "capacity": 2,
             "prompt": prompt_of,
@@ -354,7 +354,7 @@ async def test_a_queue_that_went_away_ends_the_loop(scene: Build) -> None:
             await asyncio.sleep(wait_s)
             return Admission([])
 
-        async def put(self, block: Block, *, wait_s: float) -> bool:
+        async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
             raise ConnectionError("the queue died")
 
         async def fail(self, ticket: Ticket, failure: Any) -> None:
@@ -441,16 +441,16 @@ async def test_spans_tell_generation_from_waiting_for_rewards_and_for_room(scene
 
 
 async def test_groups_that_end_together_travel_together(scene: Build) -> None:
-    blocks: list[int] = []
+    sizes: list[int] = []
 
     class Counting(MessageQueue):
-        async def put(self, block: Block, *, wait_s: float) -> bool:
-            blocks.append(len(block))
-            return await super().put(block, wait_s=wait_s)
+        async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
+            sizes.append(len(groups))
+            return await super().put(groups, wait_s=wait_s)
 
     one = await scene(queue=Counting(bounds=bounds_of(threshold=3)), capacity=8)
-    await one.until(lambda: sum(blocks) == 16)
-    assert len(blocks) < 16
+    await one.until(lambda: sum(sizes) == 16)
+    assert len(sizes) < 16
 
 
 # -- until it is stored -----------------------------------------------------------------------------------------------
@@ -464,11 +464,11 @@ class Reluctant(MessageQueue):
         self.refusals = refusals
         self.said: list[list[int]] = []
 
-    async def put(self, block: Block, *, wait_s: float) -> bool:
-        self.said.append([ticket.sequence for ticket in block.tickets])
+    async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
+        self.said.append([one.ticket.sequence for one in groups])
         if len(self.said) <= self.refusals:
             return False
-        return await super().put(block, wait_s=wait_s)
+        return await super().put(groups, wait_s=wait_s)
 
 
 async def test_a_group_is_put_until_the_queue_has_it_and_engines_do_not_wait_for_that(
@@ -548,7 +548,7 @@ async def test_a_ticket_whose_failure_nobody_has_heard_of_is_still_held(scene: B
         if request.prompt[0] == 0 and before == 0:
             raise EngineError("a kernel broke")
 
-    one = await scene(fails, queue=Deaf(bounds=bounds_of(), rest_s=0.0))
+    one = await scene(fails, queue=Deaf(bounds=bounds_of(), retry_delay_s=0.0))
     await one.until(lambda: one.rollouter.generation_errors == 1)
     assert 0 in {ticket.ordinal for ticket in one.rollouter.tickets()}
     heard.set()

@@ -72,7 +72,7 @@ async def test_a_resumed_run_goes_on_with_what_the_journal_has(tmp_path: Path) -
     write_one_step(tmp_path)
     found = await opened(tmp_path, BEGINNING)
     assert (found.queue.step, (await found.queue.stats())["queue_size"]) == (1, 2)
-    assert any("trained again as they were" in note for note in found.notes)
+    assert any("trained again with the same groups" in note for note in found.notes)
     await found.close()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from freewheel.data.group import Block, Prompt, PromptGroup, Ticket
+from freewheel.data.group import EncodedGroups, Prompt, PromptGroup, Ticket
 from freewheel.queue.client import Taken
 from freewheel.queue.ledger import Frontier
 from freewheel.queue.message_queue import MessageQueue
@@ -211,7 +211,7 @@ class Scene:
             version = self.publisher.version
             groups = [group_of(one, 0 if self.born_old and not one.attempt else version) for one in admission.tickets]
             if groups:
-                await self.queue.put(Block.pack(groups), wait_s=WAIT_S)
+                await self.queue.put(EncodedGroups.encode(groups), wait_s=WAIT_S)
             if admission.closed:
                 return
             await asyncio.sleep(0)

@@ -419,7 +419,7 @@ async def test_stop_while_training_finishes_that_step_saves_and_gives_the_next_b
     gate = threading.Event()
     one.backend.on_step = lambda step: step < 2 or gate.wait(WAIT_S)
     running = asyncio.create_task(one.run())
-    await one.until(lambda: ("begin", 2) in one.events and 3 in one.queue._steps.taken())
+    await one.until(lambda: ("begin", 2) in one.events and 3 in one.queue._steps.list_taken())
     one.trainer.request_stop()
     gate.set()
     assert await running == "stopped"
@@ -427,7 +427,7 @@ async def test_stop_while_training_finishes_that_step_saves_and_gives_the_next_b
     assert one.saver.saved[-1][0] == 2
     assert one.saver.saved[-1][2].low == 6
     assert ("give back", 3) in one.events
-    assert one.queue._steps.taken() == []
+    assert one.queue._steps.list_taken() == []
 
 
 async def test_stop_while_stale_groups_are_replaced_ends_at_once(scene: Build) -> None:

@@ -1,18 +1,20 @@
-"""`PromptGroup`: one prompt and its n responses, the unit that is generated, scored, queued and trained whole.
+"""`PromptGroup`: one prompt and its n responses, the unit that is generated, scored, queued and trained as a whole.
 
-    Ticket ─▶ Rollouter ─▶ Response … Response ─▶ PromptGroup ─▶ encode ─▶ MessageQueue ─▶ decode ─▶ trainer
+    Ticket ─▶ Rollouter ─▶ Response … ─▶ PromptGroup ─▶ EncodedGroup ─▶ MessageQueue, journal ─▶ PromptGroup ─▶ trainer
+                                             encoded once ┘                    decoded once ┘
 
-Ragged, without padding: the tokens of all responses lie one after the other, and `lengths` says where each ends. A
-padded `DataProto` is made only where a user's code wants one (`freewheel.data.padded`). Needs no torch.
+A group is ragged: the tokens of all responses lie one after the other, and `lengths` says where each ends. A padded
+`DataProto` is made only for code of the user (`freewheel.data.padded`). Needs no torch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from itertools import accumulate, pairwise
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,25 +24,25 @@ from freewheel.judge.verdict import Failed, Scored, Skipped, Verdict
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Finish = Literal["stop", "length"]
-"""Why a response ended: it said so itself, or it was cut off at `max_new_tokens`."""
+"""Why a response ended: with a stop token, or cut off at `max_new_tokens`."""
 
 NO_VERSION = -1
-"""The version of a token that no engine made (a tool's reply inside a response)."""
+"""The version of a token that no engine made, such as a tool's reply inside a response."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Leave to generate one group."""
+    """Permission to generate one group."""
 
     ordinal: int
-    """Which prompt of the stream."""
+    """Number of the prompt in the stream."""
     sequence: int
-    """Which admission: every one has a new number, re-issues included, and the order of training goes by it."""
+    """Number of the admission. Each one is new, also when a prompt is issued again. Training follows this order."""
     attempt: int = 0
-    """How often this ordinal was attempted before."""
+    """Earlier attempts at this ordinal."""
 
 
 def tickets_to_bytes(tickets: list[Ticket]) -> bytes:
-    """For messages with hundreds of them: pickled one by one, they took longer than the groups beside them."""
+    """Encode tickets for a message. Hundreds of pickled tickets took longer than the groups in the same message."""
     return msgspec.msgpack.encode(tickets)
 
 
@@ -58,7 +60,7 @@ class Prompt:
     tokens: Array
     """int32."""
     row: Mapping[str, Any]
-    """`data_source`, `reward_model`, `extra_info` and so on, as SPEC's samples have them; plain values only."""
+    """The fields of a sample: `data_source`, `reward_model`, `extra_info` and so on. Plain values only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +91,12 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptGroup:
-    """A prompt with all its scored responses."""
+    """A prompt with all its scored responses. The unit that is generated, queued and trained."""
 
     ticket: Ticket
     prompt: Array
     lengths: Array
-    """int32, a response each."""
+    """int32, one entry per response."""
     tokens: Array
     logprobs: Array
     versions: Array
@@ -107,7 +109,7 @@ class PromptGroup:
     """float64: the reward of each response before shaping. NaN where there is none."""
     row: Mapping[str, Any]
     created_s: float
-    """When its first token was asked for, in seconds of the wall clock."""
+    """When its generation started, in seconds of the wall clock."""
 
     @classmethod
     def of(cls, ticket: Ticket, prompt: Prompt, responses: Sequence[Response], created_s: float) -> PromptGroup:
@@ -142,7 +144,7 @@ class PromptGroup:
 
     @cached_property
     def min_version(self) -> int:
-        """Of the tokens that the policy made: a group's lag is counted from its oldest one."""
+        """Version of the oldest token that the policy made. A group's lag is counted from it."""
         return int(self.versions[self.mask != 0].min())
 
     @property
@@ -164,7 +166,7 @@ class PromptGroup:
         )
 
     def encode(self) -> bytes:
-        """As bytes that need no pickle: what travels through the queue, and what the journal keeps."""
+        """Return the group as bytes without pickle. They travel through the queue, and the journal keeps them."""
         fields = {name: np.ascontiguousarray(getattr(self, name)).tobytes() for name in _ARRAYS}
         return _ENCODER.encode(
             _Wire(
@@ -232,7 +234,7 @@ def _verdict(raw: float, status: str, summary: str, parts: dict[str, float]) -> 
 
 
 def _plain(value: object) -> object:
-    """numpy scalars and arrays, as a Parquet file or a dataset gives them."""
+    """Convert numpy scalars and arrays, which Parquet files and datasets contain."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -244,41 +246,45 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 _DECODER = msgspec.msgpack.Decoder(_Wire)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Groups as one message: their bytes in one array, so that a message costs one copy however many it carries."""
+class EncodedGroup(NamedTuple):
+    """A group as bytes, with everything the queue needs to know about it."""
 
-    tickets: list[Ticket]
-    min_versions: list[int]
-    ends: Array
-    """int64: group i is `data[ends[i-1]:ends[i]]`."""
-    data: Array
-    """uint8."""
+    ticket: Ticket
+    min_version: int
+    data: bytes | memoryview
 
     @classmethod
-    def pack(cls, groups: Sequence[PromptGroup]) -> Block:
-        return cls.join([(g.ticket, g.min_version, g.encode()) for g in groups])
+    def of(cls, group: PromptGroup) -> EncodedGroup:
+        return cls(group.ticket, group.min_version, group.encode())
+
+
+class EncodedGroups(list[EncodedGroup]):
+    """Groups in one message.
+
+    Between processes their bytes travel as one array, so a message costs one copy however many groups it has. The
+    receiver's groups are views of that array: nothing is split or joined again until the next message.
+    """
 
     @classmethod
-    def join(cls, parts: Sequence[tuple[Ticket, int, bytes | memoryview]]) -> Block:
-        ends = np.cumsum([len(data) for _, _, data in parts], dtype=np.int64)
-        data = np.frombuffer(b"".join(data for _, _, data in parts), np.uint8)
-        return cls([ticket for ticket, _, _ in parts], [version for _, version, _ in parts], ends, data)
+    def encode(cls, groups: Iterable[PromptGroup]) -> EncodedGroups:
+        return cls(map(EncodedGroup.of, groups))
 
-    def parts(self) -> list[memoryview]:
-        view = self.data.data
-        starts = [0, *self.ends[:-1].tolist()] if len(self.tickets) else []
-        return [view[start:end] for start, end in zip(starts, self.ends.tolist(), strict=True)]
-
-    def groups(self) -> list[PromptGroup]:
-        return [PromptGroup.decode(part) for part in self.parts()]
-
-    def __len__(self) -> int:
-        return len(self.tickets)
+    def decode(self) -> list[PromptGroup]:
+        return [PromptGroup.decode(one.data) for one in self]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _block, (tickets_to_bytes(self.tickets), self.min_versions, self.ends, self.data)
+        tickets = tickets_to_bytes([one.ticket for one in self])
+        ends = list(accumulate(len(one.data) for one in self))
+        # numpy pickles an array out of band: Ray copies it once, into shared memory.
+        data = np.frombuffer(b"".join([one.data for one in self]), np.uint8)
+        return _unpickle_groups, (tickets, [one.min_version for one in self], ends, data)
 
 
-def _block(tickets: bytes, min_versions: list[int], ends: Array, data: Array) -> Block:
-    return Block(tickets_from_bytes(tickets), min_versions, ends, data)
+def _unpickle_groups(tickets: bytes, min_versions: list[int], ends: list[int], data: Array) -> EncodedGroups:
+    # A copy, because the array may lie in Ray's shared memory, which the sender's death or a full store takes away.
+    view = memoryview(data.tobytes())
+    bounds = pairwise([0, *ends])
+    return EncodedGroups(
+        EncodedGroup(ticket, min_version, view[start:end])
+        for ticket, min_version, (start, end) in zip(tickets_from_bytes(tickets), min_versions, bounds, strict=True)
+    )

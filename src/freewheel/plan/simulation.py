@@ -19,7 +19,7 @@ A simulated rollouter: its engine, what it has asked for, its outbox, and what i
 
 Tickets for many rollouters at once: the rule of `freewheel.queue.message_queue`, by a heap instead of a search.
 
-`least_loaded` looks at everybody for each ticket, which is nothing for the few that ask at a time in a run, and too
+`pick_least_loaded` looks at everybody for each ticket, which is fast for the few that ask at a time in a run, and too
 slow for a sweep over thousands of replicas. The order is the same (a test compares them): least pressure, ties to who
 asked first.
 
@@ -69,7 +69,7 @@ from freewheel.plan.scene import (
     stream,
     whole_stream,
 )
-from freewheel.queue.message_queue import Asking
+from freewheel.queue.message_queue import TicketRequest
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.rollout.lookahead import Lookahead
 
@@ -98,7 +98,7 @@ class Simulation:
             Replica(place, Engine(scene.generation, self._lengths), slots=scene.generation.slots, n=scene.n)
             for place in range(scene.generation.replicas)
         ]
-        self._asking: list[Asking] = []
+        self._asking: list[TicketRequest] = []
         self._stored: dict[int, Group] = {}  # by sequence, until it is taken
         self._engines_busy = 0
         # the trainer
@@ -141,7 +141,7 @@ class Simulation:
         want = replica.lookahead.want
         replica.resting = not want
         if want:
-            replica.asking = Asking(str(replica.place), want, replica.lookahead.load)
+            replica.asking = TicketRequest(str(replica.place), want, replica.lookahead.load)
             self._asking.append(replica.asking)
             self._serve()
 
@@ -164,7 +164,7 @@ class Simulation:
         sequence = self.policy.admit()
         return Ticket(sequence, sequence)  # nothing fails: an ordinal is admitted once
 
-    def _admitted(self, asking: Asking) -> None:
+    def _admitted(self, asking: TicketRequest) -> None:
         replica = self._replicas[int(asking.replica)]
         replica.asking = None
         engine, n = replica.engine, self.scene.n
@@ -617,7 +617,7 @@ class Replica:
         self.generating = 0
         self.making = 0
         """Groups in generation or scoring."""
-        self.asking: Asking | None = None
+        self.asking: TicketRequest | None = None
         self.resting = False
         """It asks again when responses leave the engine, or after the interval."""
         self.mail: list[Group] = []
@@ -644,7 +644,7 @@ class Replica:
         return spent
 
 
-def deal(asking: Sequence[Asking], room: int, issue: Callable[[], Ticket]) -> None:
+def deal(asking: Sequence[TicketRequest], room: int, issue: Callable[[], Ticket]) -> None:
     """Gives up to `room` tickets to those who ask, as many as they want."""
     if len(asking) == 1:
         one = asking[0]

@@ -1,11 +1,11 @@
-"""`QueueClient`: the message queue as the rollouters, the trainer and the synchronizer see it.
+"""`QueueClient`: the message queue as the rollouters, the trainer and the synchronizer use it.
 
     Rollouter ─────────── admit, put, fail, abandon ──────────┐
     FullyAsyncTrainer ─── begin, take, commit, … ─────────────┼─▶ MessageQueue, or remote_queue ─▶ its actor
     ParameterSynchronizer  confirm_published, fence, … ───────┘
 
 Every method is idempotent: a caller whose queue died repeats the call to the successor. A method with `wait_s` returns
-within that time. When it could not finish, its result says "not yet" (an empty admission, False, None, a starved batch)
+within that time. If it could not finish, its result says "not yet" (an empty admission, False, None, a starved batch)
 and the caller asks again.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from freewheel.data.group import Block, Ticket, tickets_from_bytes, tickets_to_bytes
+from freewheel.data.group import EncodedGroups, Ticket, tickets_from_bytes, tickets_to_bytes
 from freewheel.queue.ledger import Failure, Frontier
 
 
@@ -40,7 +40,7 @@ class Taken:
     """The result of `take`: a batch, `starved` (nothing yet, ask again) or `finished` (nothing will come)."""
 
     state: Literal["batch", "starved", "finished"]
-    block: Block | None = None
+    groups: EncodedGroups | None = None
     waiting_for: str = ""
     """Where the missing groups of a starved trainer are, in words."""
     recorded_until: int = 0
@@ -55,11 +55,11 @@ class QueueClient(Protocol):
     async def admit(self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int]) -> Admission:
         """Request up to `want` tickets for `replica`, which has `load` groups in generation.
 
-        `holding` are the sequences of all tickets the replica has. Tickets the queue issued to it that are not among
-        them were lost on the way; their prompts are issued again.
+        `holding` are the sequences of all tickets the replica has. Tickets that were issued to it but are missing there
+        were lost on the way; their prompts are issued again.
         """
 
-    async def put(self, block: Block, *, wait_s: float) -> bool:
+    async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
         """Store finished groups. True: they are durable, or no longer wanted. False: not yet."""
 
     async def fail(self, ticket: Ticket, failure: Failure) -> None:
@@ -81,8 +81,8 @@ class QueueClient(Protocol):
         ready again."""
 
     async def take(self, step: int, *, wait_s: float) -> Taken:
-        """Return the groups of `step`: exactly one batch, fewer only in the last step of a run. The same groups every
-        time it is called; those of a committed step come from the journal."""
+        """Return the groups of `step`: exactly one batch, fewer only in the last step of a run. Every call returns the
+        same groups; those of a committed step come from the journal."""
 
     async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
         """Return groups of `step` that became too old to the stream, and take others in their place."""
@@ -101,7 +101,7 @@ class QueueClient(Protocol):
         the next checkpoint makes up for it."""
 
     async def complete_version(self, *, wait_s: float) -> int | None:
-        """Close the current weight version at the end of a run. Returns it, None while that is not durable."""
+        """Complete the current weight version at the end of a run. Returns it, None while that is not durable."""
 
     # -- synchronizer -------------------------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     ticket: Ticket
     min_version: int
-    data: bytes
+    data: bytes | memoryview
     """As `PromptGroup.encode` made it."""
     wall_s: float
 

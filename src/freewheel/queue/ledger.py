@@ -1,16 +1,16 @@
-"""`Ledger`: every prompt of the stream ends exactly once, as trained at a version or abandoned for a reason. Pure.
+"""`Ledger`: every prompt of the stream ends exactly once, trained at a version or abandoned for a reason. Pure.
 
     issue ─▶ attempt: admitted ─▶ queued ─▶ taken ─▶ trained@v
       ▲                  └─ fail / stale / lost ─┐
       └── re-issue while its budget lasts ◀──────┴─▶ abandoned(reason)
 
-Held in memory. A checkpoint keeps its `Frontier`; what a journal knows beyond that is said to a new one by `reopen`
-(`freewheel.queue.restore`): attempts that still live, and failures that still count.
+The ledger lives in memory. A checkpoint keeps its `Frontier`. After a restart, `reopen` adds what the journal knows
+beyond that: attempts that are still live, and failures that still count (`freewheel.queue.restore`).
 
-Why an attempt at a group failed: said before it crosses a process, because the remedies differ.
+A `Failure` says why an attempt failed. It is classified before it crosses a process, because the remedies differ:
 
-`InfraFailure`: something broke beside the prompt (an engine, a process, a time-out). Try again elsewhere.
-`DataFailure`: this prompt, or its scoring, is at fault. Trying again will hardly help.
+- infra: something other than the prompt failed (an engine, a process, a time-out). Try again elsewhere.
+- data: this prompt, or its scoring, is at fault. Another try will hardly help.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import msgspec
 
 
 class Frontier(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint keeps of a ledger: every ordinal below `low` has ended, and so have those in `ended`."""
+    """The part of a ledger that a checkpoint keeps. Ordinals below `low` and those in `ended` have ended."""
 
     low: int = 0
     ended: tuple[int, ...] = ()
@@ -42,16 +42,16 @@ class _Open:
 
 
 class Ledger:
-    """No ordinal is skipped and none ends twice: asserted here, whatever the callers do."""
+    """No ordinal is skipped and none ends twice. Assertions check this, whatever callers do."""
 
     def __init__(self, *, total: int | None = None, frontier: Frontier | None = None) -> None:
         start = frontier or Frontier()
         self.total = total
-        """Ordinals in the stream; None: endless."""
+        """Number of ordinals in the stream; None: endless."""
         self.trained = start.trained
         self.abandoned: Counter[str] = Counter(start.abandoned)
         self.failures: Counter[str] = Counter()
-        """Failed attempts by reason, abandoned or not."""
+        """Failed attempts by reason, whether the prompt was abandoned or not."""
         self._low = start.low
         self._ended = set(start.ended)
         self._next = start.low
@@ -61,7 +61,7 @@ class Ledger:
     # -- attempts -----------------------------------------------------------------------------------------------------
 
     def issue(self) -> tuple[int, int] | None:
-        """(ordinal, attempts before) of the next prompt; re-issues first. None: none is left for now."""
+        """Return (ordinal, earlier attempts) of the next prompt, repeated prompts first. None: none is left now."""
         if self._again:
             ordinal = heapq.heappop(self._again)
         else:
@@ -78,13 +78,14 @@ class Ledger:
 
     @property
     def exhausted(self) -> bool:
-        """`issue` would give None."""
+        """Whether `issue` would return None."""
         while self._next in self._ended or self._next in self._open:
             self._next += 1
         return not self._again and self.total is not None and self._next >= self.total
 
     def fail(self, ordinal: int, failure: Failure) -> bool:
-        """The attempt died. True: the prompt will be attempted again; False: its budget is spent, it is abandoned."""
+        """The attempt failed. Returns whether the prompt will be attempted again. If not, its budget is spent and it is
+        abandoned."""
         self.failures[failure.reason] += 1
         entry = self._open[ordinal]
         entry.failed[failure.kind] = entry.failed.get(failure.kind, 0) + 1
@@ -95,13 +96,13 @@ class Ledger:
         return True
 
     def retry(self, ordinal: int, reason: str) -> None:
-        """The attempt came to nothing through no fault of its own (stale, lost): it is repeated, at no cost."""
+        """Repeat an attempt at no cost, because it failed through no fault of the prompt (stale, lost)."""
         self.failures[reason] += 1
         self._reissue(ordinal)
 
     def reopen(self, ordinal: int, *, attempts: int, failed: Mapping[Kind, int], live: bool) -> None:
-        """What is known of a prompt from before a restart. Live: an attempt at it goes on, or waits to be trained; else
-        it is issued again. What it failed of still counts."""
+        """Add a prompt from before a restart. `live`: an attempt at it continues or waits to be trained. If not, it is
+        issued again. Earlier failures still count."""
         assert not self.has_ended(ordinal), f"ordinal {ordinal} has ended"
         assert ordinal not in self._open, f"ordinal {ordinal} is open"
         assert all(count < BUDGETS[kind] for kind, count in failed.items()), f"ordinal {ordinal} has no budget left"
@@ -133,7 +134,7 @@ class Ledger:
         while self._low in self._ended:
             self._ended.remove(self._low)
             self._low += 1
-        self._next = max(self._next, self._low)  # over what had ended before a resume, and is now below `low`
+        self._next = max(self._next, self._low)  # skip ordinals that ended before a resume
 
     def has_ended(self, ordinal: int) -> bool:
         return ordinal < self._low or ordinal in self._ended
@@ -150,8 +151,8 @@ class Kind(StrEnum):
 
 
 BUDGETS = {Kind.INFRA: 5, Kind.DATA: 2}
-"""Attempts at one prompt that may fail before it is abandoned. A prompt that kills engines must end somewhere; one that
-cannot be rendered or scored fails the same way each time."""
+"""Failures of one prompt before it is abandoned. A prompt that kills engines must end at some point. One that cannot be
+rendered or scored fails the same way each time."""
 
 Reason = Literal["engine", "timeout", "lost", "stale", "prompt", "reward", "hook"]
 

@@ -1,4 +1,4 @@
-"""`MessageQueue`: the one place through which groups pass, and where it is decided which may be made and which trained.
+"""`MessageQueue`: all groups pass through it. It decides which groups may be generated and which are trained on.
 
     rollouter ── admit ──▶ tickets        (waits for: room, i.e. a published version or a dropped group)
     rollouter ── put ────▶ stored         (waits for: the journal)
@@ -6,43 +6,60 @@
     trainer ──── commit ─▶ trained        (waits for: the journal)
     synchronizer ─ confirm_published ─▶ room      (never waits)
 
-Plain asyncio on one loop: calls interleave only where a method awaits. Every wait is bounded by its caller's `wait_s`;
-an empty answer says "not yet", and the caller looks after its peers before it asks again. Every call may come twice: a
-caller that met a dead queue asks its successor, which `Restored` tells what was written.
-Decisions are `StalenessPolicy`'s, `Ledger`'s and `least_loaded`'s. Groups are kept as the bytes they came in.
+Plain asyncio on one event loop: calls interleave only where a method awaits. Every wait is bounded by the caller's
+`wait_s`. An empty answer means "not yet"; the caller checks its peers and asks again. Every call may arrive twice,
+because a caller that met a dead queue repeats the call to its successor, which `Restored` tells what was written.
 
-Which of the rollouters that ask for work gets the next ticket: the least loaded. Pure.
+The decisions are made by `StalenessPolicy` and `Ledger`. Groups stay the bytes in which they arrived. Without a journal
+everything counts as written at once, and the queue lives in memory.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from freewheel.data.group import Block, Ticket
+from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.queue.client import Admission, Taken
-from freewheel.queue.journal import Abandoned, Committed, Event, Failed, JournalWriter, Stored, VersionCompleted
+from freewheel.queue.journal import (
+    Abandoned,
+    Committed,
+    Event,
+    Failed,
+    GivenBack,
+    JournalWriter,
+    Reserved,
+    Step,
+    Stored,
+    Took,
+    VersionCompleted,
+)
 from freewheel.queue.ledger import Failure, Frontier, Kind, Ledger, infra_failure
-from freewheel.queue.restore import Restored
-from freewheel.queue.staleness import Bounds, StalenessPolicy, Standing
-from freewheel.queue.steps import RecordedSteps, Recording, Steps, Written, durable
+from freewheel.queue.restore import RecordedSteps, Restored
+from freewheel.queue.staleness import Bounds, PolicyState, StalenessPolicy
 from freewheel.utils.waiting import Signal
 
 log = logging.getLogger("freewheel.queue")
 
-FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
-"""Before a prompt is attempted again that an engine or a reward service failed on, doubling from attempt to attempt:
-what is down for half a minute must not use up its budget in seconds."""
+RETRY_DELAY_S, LONGEST_RETRY_DELAY_S = 1.0, 30.0
+"""Delay before a prompt is attempted again after an engine or a reward service failed. It doubles with each attempt, so
+that an outage of half a minute does not spend the prompt's budget in seconds."""
 COMPACTION_WAIT_S = 10.0
-"""For a compaction, at most: nobody needs it done, and it goes on where it takes longer."""
+"""Longest wait for a compaction of the journal. Nobody needs its result, and it continues in the background."""
 MEMORY_WARNING_BYTES = 4 << 30
-"""Groups of a few KB never get there: a queue that holds this much has very long responses and a slow trainer."""
+"""Groups of a few KB never reach this: a queue with so many bytes has very long responses and a slow trainer."""
+SEQUENCES_RESERVED = 1024
+"""Sequence numbers reserved by one journal row: one row per second at a thousand groups per second. A restart skips at
+most this many numbers."""
+
+Written = asyncio.Future[None]
 
 
 class MessageQueue:
@@ -59,43 +76,43 @@ class MessageQueue:
         journal: JournalWriter | None = None,
         restored: Restored | None = None,
         keep_groups: int = 0,
-        rest_s: float = FIRST_REST_S,
+        retry_delay_s: float = RETRY_DELAY_S,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`journal` None: all in memory, from `frontier`, `version` and `step` on; `restored` says more than these.
-        `keep_groups`: of steps that a checkpoint covers, for who looks back."""
-        assert journal is None or restored is not None or step == 0, "what a journal begins with is `restore`'s to say"
+        """`journal` None: in memory, starting from `frontier`, `version` and `step`. `restored` takes precedence over
+        these. `keep_groups`: trained groups that the journal keeps for later inspection."""
+        assert journal is None or restored is not None or step == 0, "the start of a journal comes from `restore`"
         ledger = Ledger(total=total_prompts, frontier=frontier)
-        begin = restored or Restored(
-            ledger=ledger, standing=Standing(version=version, published=version, trained=ledger.trained), step=step
+        start = restored or Restored(
+            ledger=ledger, policy=PolicyState(version=version, published=version, trained=ledger.trained), step=step
         )
-        self.ledger = begin.ledger
-        self.policy = StalenessPolicy(bounds, begin.standing)
-        self.step = begin.step
-        """Steps that are committed."""
-        self.total_produced = self.ledger.trained + len(begin.stored)
+        self.ledger = start.ledger
+        self.policy = StalenessPolicy(bounds, start.policy)
+        self.step = start.step
+        """The last committed step."""
+        self.total_produced = self.ledger.trained + len(start.stored)
         self.total_consumed = self.ledger.trained
         self.dropped: Counter[str] = Counter()
-        self.memory_bytes = sum(len(group.data) for group in begin.stored.values())
+        self.memory_bytes = sum(len(group.data) for group in start.stored.values())
         self._wall_clock = wall_clock
-        self._rest_s = rest_s
+        self._retry_delay_s = retry_delay_s
         self._keep_groups = keep_groups
-        self._recording = Recording(journal, reserved=begin.standing.next_sequence)
+        self._writes = JournaledWrites(journal, reserved=start.policy.next_sequence)
         self._changed = Signal()
-        self._asking: list[Asking] = []
-        # By sequence, until it is trained or dropped:
-        self._tickets = {sequence: group.ticket for sequence, group in begin.stored.items()}
-        self._tickets |= {sequence: ticket for sequence, (ticket, _) in begin.in_flight.items()}
-        self._owners = {sequence: replica for sequence, (_, replica) in begin.in_flight.items()}  # until it is put
+        self._requests: list[TicketRequest] = []
+        # By sequence, until the group is trained or dropped:
+        self._tickets = {sequence: group.ticket for sequence, group in start.stored.items()}
+        self._tickets |= {sequence: ticket for sequence, (ticket, _) in start.in_flight.items()}
+        self._owners = {sequence: replica for sequence, (_, replica) in start.in_flight.items()}  # until it is put
         self._putting: dict[int, Written] = {}  # put, and not durable yet
-        self._stored = dict(begin.stored)
-        self._steps = Steps(self.policy, self._recording, self._tickets, committed=begin.step, taken=begin.taken)
+        self._stored = dict(start.stored)
+        self._steps = OpenSteps(self.policy, self._writes, self._tickets, committed=start.step, taken=start.taken)
         self._recorded = RecordedSteps(
-            journal, base=begin.base, versions=begin.versions, last_commit_s=begin.last_commit_s
+            journal, base=start.base, versions=start.versions, last_commit_s=start.last_commit_s
         )
         self._completing: Written | None = None
         self._fenced: set[str] = set()
-        self._resting: dict[int, asyncio.TimerHandle] = {}  # ordinal → when it is attempted again
+        self._delayed: dict[int, asyncio.TimerHandle] = {}  # ordinal → its next attempt
         self._closed = False
         self._warned = False
 
@@ -104,92 +121,96 @@ class MessageQueue:
     async def admit(
         self, replica: str, *, want: int, load: int, wait_s: float, holding: Collection[int] | None = None
     ) -> Admission:
-        """Up to `want` tickets for `replica`, which has `load` groups in generation and the sequences `holding`; None:
-        it does not say, and nothing is concluded. Who says it asks once at a time."""
-        asking = Asking(replica, want, load)
+        """Issue up to `want` tickets to `replica`, which has `load` groups in generation and the sequences `holding`.
+
+        A replica that states `holding` must ask once at a time: issued tickets that are missing there count as lost.
+        None: nothing is concluded.
+        """
+        request = TicketRequest(replica, want, load)
         if holding is not None:
-            self._take_over(asking, holding)
-        self._asking.append(asking)
+            self._reclaim_lost(request, holding)
+        self._requests.append(request)
         try:
-            self._serve()
-            await self._changed.until(lambda: bool(asking.tickets) or self.finished, wait_s)
+            self._issue_tickets()
+            await self._changed.until(lambda: bool(request.tickets) or self.finished, wait_s)
         except asyncio.CancelledError:
-            asking.want = 0
-            for ticket in asking.tickets:  # nobody will read them: a live replica would hold their slots for ever
-                self._recording.write(self._retried(ticket, "lost"))
+            request.want = 0
+            for ticket in request.tickets:  # nobody will read them, and a live replica would hold their slots forever
+                self._writes.write(self._retry(ticket, "lost"))
             self._wake()
             raise
         finally:
-            self._asking.remove(asking)
-        return Admission(asking.tickets, closed=self.finished)
+            self._requests.remove(request)
+        return Admission(request.tickets, closed=self.finished)
 
-    def _take_over(self, asking: Asking, holding: Collection[int]) -> None:
-        """Its replica asks again, so it will hear no answer to an earlier call. What one that still waits was given is
-        this one's; what was answered and is not held was lost on the way, and is issued again."""
-        for earlier in self._asking:
-            if earlier.replica == asking.replica:
+    def _reclaim_lost(self, request: TicketRequest, holding: Collection[int]) -> None:
+        """The replica asks again, so it will not hear the answer to an earlier call. Move the tickets of a call that
+        still waits to this one. Issue tickets again that were sent but are not held: they were lost on the way."""
+        for earlier in self._requests:
+            if earlier.replica == request.replica:
                 earlier.want = 0
-                asking.tickets += earlier.tickets
+                request.tickets += earlier.tickets
                 earlier.tickets.clear()
-        known = {*holding, *(ticket.sequence for ticket in asking.tickets)}
-        owned = [sequence for sequence, owner in self._owners.items() if owner == asking.replica]
+        known = {*holding, *(ticket.sequence for ticket in request.tickets)}
+        owned = [sequence for sequence, owner in self._owners.items() if owner == request.replica]
         for sequence in owned:
             if sequence not in known:
-                self._recording.write(self._retried(self._tickets[sequence], "lost"))
+                self._writes.write(self._retry(self._tickets[sequence], "lost"))
 
-    def _serve(self) -> None:
-        """Gives what room there is to those who ask, one ticket at a time to the least loaded."""
-        candidates = [one for one in self._asking if one.replica not in self._fenced]
+    def _issue_tickets(self) -> None:
+        """Give the available room to those who ask, one ticket at a time to the least loaded."""
+        candidates = [one for one in self._requests if one.replica not in self._fenced]
         room = 0 if self._closed or not candidates else self.policy.room
         if room:
-            room = min(room, self._recording.spare(self.policy.next_sequence, self._wake))
+            room = min(room, self._writes.count_spare_sequences(self.policy.next_sequence, self._wake))
         for _ in range(room):
-            asking = least_loaded(candidates)
-            issued = self.ledger.issue() if asking else None
-            if asking is None or issued is None:
+            request = pick_least_loaded(candidates)
+            issued = self.ledger.issue() if request else None
+            if request is None or issued is None:
                 break
             ticket = Ticket(issued[0], self.policy.admit(), issued[1])
             self._tickets[ticket.sequence] = ticket
-            self._owners[ticket.sequence] = asking.replica
-            asking.tickets.append(ticket)
-        self._look_ahead()
+            self._owners[ticket.sequence] = request.replica
+            request.tickets.append(ticket)
+        self._update_exhausted()
 
-    def _look_ahead(self) -> None:
-        self.policy.exhausted = self.ledger.exhausted and not self._resting
+    def _update_exhausted(self) -> None:
+        self.policy.exhausted = self.ledger.exhausted and not self._delayed
 
     def _wake(self) -> None:
-        self._serve()
+        self._issue_tickets()
         self._changed.notify()
 
-    async def put(self, block: Block, *, wait_s: float) -> bool:
-        """Stores finished groups; True when the journal has them all, and who made them may forget them.
+    async def put(self, groups: EncodedGroups, *, wait_s: float) -> bool:
+        """Store finished groups. Returns True once the journal has them all, and the sender may forget them.
 
-        What is put twice, or after it was given up, is dropped and counted as `late`; while it is being written, its
-        second put waits for the same write."""
+        A group that is put twice, or after it was given up, is dropped and counted as `late`. A second put of a group
+        that is still being written waits for the same write.
+        """
         fresh: list[Stored] = []
         writing: set[Written] = set()
-        for ticket, min_version, data in zip(block.tickets, block.min_versions, block.parts(), strict=True):
+        for ticket, min_version, data in groups:
             if ticket.sequence in self._putting:
                 writing.add(self._putting[ticket.sequence])
             elif self._owners.pop(ticket.sequence, None) is None:
                 self.dropped["late"] += 1
             else:
-                fresh.append(Stored(ticket, min_version, bytes(data), self._wall_clock()))
+                fresh.append(Stored(ticket, min_version, data, self._wall_clock()))
         if fresh:
             for group in fresh:
                 self._stored[group.ticket.sequence] = group
                 self.memory_bytes += len(group.data)
             sequences = [group.ticket.sequence for group in fresh]
-            written = self._recording.then(fresh, partial(self._are_stored, sequences))
+            written = self._writes.then(fresh, partial(self._finish_put, sequences))
             if written is not None:
                 self._putting |= dict.fromkeys(sequences, written)
                 writing.add(written)
         if self.memory_bytes > MEMORY_WARNING_BYTES and not self._warned:
             self._warned = True
             log.warning("The queue holds %.1f GB: lower async_training.max_queue_size", self.memory_bytes / 1e9)
-        return await durable(writing, wait_s)
+        return await wait_durable(writing, wait_s)
 
-    def _are_stored(self, sequences: list[int]) -> None:
+    def _finish_put(self, sequences: list[int]) -> None:
         for sequence in sequences:
             self._putting.pop(sequence, None)
             self.policy.finish(sequence)
@@ -197,190 +218,192 @@ class MessageQueue:
         self._wake()
 
     async def fail(self, ticket: Ticket, failure: Failure) -> None:
-        """An attempt died. Its prompt is issued again, or abandoned where its budget is spent.
+        """An attempt failed. Issue the prompt again, or abandon it if its budget is spent.
 
-        Said of a group that was put, or given up before, it is late and changes nothing.
+        A report about a group that was put or given up already is late and changes nothing.
         """
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
-        self._recording.write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
-        if self._rest_s and failure.kind is Kind.INFRA and failure.reason != "lost":
-            rest_s = min(self._rest_s * 2**ticket.attempt, LONGEST_REST_S)
+        self._writes.write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
+        if self._retry_delay_s and failure.kind is Kind.INFRA and failure.reason != "lost":
+            delay_s = min(self._retry_delay_s * 2**ticket.attempt, LONGEST_RETRY_DELAY_S)
             loop = asyncio.get_running_loop()
-            self._resting[ticket.ordinal] = loop.call_later(rest_s, self._failed, ticket, failure)
+            self._delayed[ticket.ordinal] = loop.call_later(delay_s, self._retry_or_abandon, ticket, failure)
         else:
-            self._failed(ticket, failure)
+            self._retry_or_abandon(ticket, failure)
         self._wake()
 
-    def _failed(self, ticket: Ticket, failure: Failure) -> None:
-        if self._resting.pop(ticket.ordinal, None) is not None and self._closed:
+    def _retry_or_abandon(self, ticket: Ticket, failure: Failure) -> None:
+        was_delayed = self._delayed.pop(ticket.ordinal, None) is not None
+        if was_delayed and self._closed:
             return
         if not self.ledger.fail(ticket.ordinal, failure):
             log.error("Prompt %d is abandoned (%s): %s", ticket.ordinal, failure.reason, failure.detail)
-            self._recording.write(self._abandoned(ticket, failure.reason))
+            self._write_abandoned(ticket, failure.reason)
         self._wake()
 
     async def abandon(self, ticket: Ticket, reason: str) -> None:
-        """A filter turned the group down before it was put: its prompt has ended, and another takes its place."""
+        """A filter rejected the group before it was put: its prompt has ended, and another takes its place."""
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, reason)
         self.ledger.abandon(ticket.ordinal, reason)
-        self._recording.write(self._abandoned(ticket, reason))
+        self._write_abandoned(ticket, reason)
         self._wake()
 
     async def release_replica(self, replica: str) -> int:
-        """A rollouter died: what it worked on is issued again. Gives how many groups that were."""
-        for asking in self._asking:
-            if asking.replica == replica:
-                asking.want = 0  # a call that it left behind must not swallow what is issued again
-                asking.tickets.clear()
+        """A rollouter died. Issue its groups again, and return how many these were."""
+        for request in self._requests:
+            if request.replica == replica:
+                request.want = 0  # a call of the dead replica must not swallow the tickets issued again
+                request.tickets.clear()
         lost = [sequence for sequence, owner in self._owners.items() if owner == replica]
         for sequence in lost:
             await self.fail(self._tickets[sequence], infra_failure("lost", f"{replica} died"))
         return len(lost)
 
     async def fence(self, replica: str, *, fenced: bool) -> None:
-        """A replica whose weights lag gets no tickets until it is back."""
+        """Stop issuing tickets to a replica whose weights lag, or resume."""
         (self._fenced.add if fenced else self._fenced.discard)(replica)
         self._wake()
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
     async def begin(self, step: int) -> None:
-        """A trainer starts that has trained `step` steps: what another took and did not commit is ready again."""
+        """A trainer starts that has trained `step` steps. Groups that another trainer took and did not commit are ready
+        again."""
         assert step <= self.step, f"a trainer begins after step {step}, and only {self.step} are committed"
-        for taken in self._steps.taken():
+        for taken in self._steps.list_taken():
             await self.give_back(taken)
 
     async def take(self, step: int, *, wait_s: float) -> Taken:
-        """The groups of `step`: always exactly P, but for the last step of a run. Asked again, the same ones; one that
-        was committed comes from the journal, as it was."""
+        """Return the groups of `step`: always exactly P, except in the last step of a run. A repeated call returns the
+        same groups. Those of a committed step come from the journal, as they were trained."""
         until = asyncio.get_running_loop().time() + wait_s
 
         def left() -> float:
             return max(0.0, until - asyncio.get_running_loop().time())
 
-        def holds() -> bool:
-            return step <= self.step or self._filled(step) or self.finished
+        def is_ready() -> bool:
+            return step <= self.step or self._fill(step) or self.finished
 
         while True:
             committing = self._steps.committing.get(step)
-            if not await durable([committing], left()) or not await self._changed.until(holds, left()):
+            if not await wait_durable([committing], left()) or not await self._changed.until(is_ready, left()):
                 break
             if step <= self.step:
-                recorded = await self._recorded.groups(step, wait_s=left())
+                recorded = await self._recorded.read_groups(step, wait_s=left())
                 if recorded is None:
                     break
                 return self._batch(recorded)
-            if not self._filled(step):
+            if not self._fill(step):
                 return Taken("finished", recorded_until=self.step)
-            written = self._steps.written(step)
-            if not await durable([written], left()):
+            written = self._steps.last_write(step)
+            if not await wait_durable([written], left()):
                 break
-            if self._steps.is_whole(step) and self._steps.written(step) is written:  # nobody changed it meanwhile
+            if self._steps.is_whole(step) and self._steps.last_write(step) is written:  # unchanged in the meantime
                 return self._batch([self._stored[one] for one in self._steps.sequences(step)])
-        return Taken("starved", waiting_for=self.waiting_for(), recorded_until=self.step)
+        return Taken("starved", waiting_for=self.describe_wait(), recorded_until=self.step)
 
-    def _batch(self, groups: list[Stored]) -> Taken:
-        block = Block.join([(group.ticket, group.min_version, group.data) for group in groups])
-        return Taken("batch", block, recorded_until=self.step)
+    def _batch(self, stored: list[Stored]) -> Taken:
+        groups = EncodedGroups(EncodedGroup(group.ticket, group.min_version, group.data) for group in stored)
+        return Taken("batch", groups, recorded_until=self.step)
 
     async def replace_stale(self, step: int, sequences: Collection[int], *, wait_s: float) -> Taken:
-        """Sends groups of `step` that turned out too old back to the stream, and gives as many others."""
+        """Return groups of `step` that became too old to the stream, and take as many others."""
         if step > self.step and step not in self._steps.committing:
-            stale = set(sequences).intersection(self._steps.sequences(step))  # asked again, they are gone
+            stale = set(sequences).intersection(self._steps.sequences(step))  # in a repeated call they are gone
             tickets = [self._tickets[one] for one in stale]
-            self._steps.drop(step, stale, [self._retried(ticket, "stale") for ticket in tickets])
+            self._steps.drop(step, stale, [self._retry(ticket, "stale") for ticket in tickets])
             self._wake()
         return await self.take(step, wait_s=wait_s)
 
-    def _filled(self, step: int) -> bool:
-        self._look_ahead()
-        return self._steps.filled(step)
+    def _fill(self, step: int) -> bool:
+        self._update_exhausted()
+        return self._steps.fill(step)
 
     async def commit(self, step: int, *, wait_s: float) -> int | None:
-        """`step` was trained on: its prompts have ended. Gives the version that it completed or went towards; None:
-        the journal does not have it yet, ask again."""
+        """`step` was trained: its prompts have ended. Returns the weight version after it, None if the journal does not
+        have the commit yet."""
         if step > self.step and step not in self._steps.committing:
             assert step == self.step + 1, f"step {step} comes too early: {self.step} are committed"
             assert self._steps.is_whole(step), f"step {step} lacks groups that are being replaced, or was not taken"
-            said = Committed(step, self.policy.version_after_step, self._wall_clock())
-            written = self._recording.then([said], partial(self._committed, said))
+            event = Committed(step, self.policy.version_after_step, self._wall_clock())
+            written = self._writes.then([event], partial(self._finish_commit, event))
             if written is not None:
                 self._steps.committing[step] = written
-        if not await durable([self._steps.committing.get(step)], wait_s):
+        if not await wait_durable([self._steps.committing.get(step)], wait_s):
             return None
-        assert step in self._recorded.versions, f"step {step} is behind every checkpoint that is kept"
+        assert step in self._recorded.versions, f"step {step} is older than every checkpoint that is kept"
         return self._recorded.versions[step]
 
-    def _committed(self, said: Committed) -> None:
-        sequences = self._steps.pop(said.step)
+    def _finish_commit(self, event: Committed) -> None:
+        sequences = self._steps.pop(event.step)
         self.ledger.train(self._tickets[sequence].ordinal for sequence in sequences)
         self.policy.commit(sequences)
         for sequence in sequences:
             self._forget(sequence)
-        self.step = said.step
-        self._recorded.versions[said.step] = said.version
-        self._recorded.last_commit_s = said.wall_s
+        self.step = event.step
+        self._recorded.versions[event.step] = event.version
+        self._recorded.last_commit_s = event.wall_s
         self.total_consumed += len(sequences)
         self._wake()
 
     async def give_back(self, step: int) -> None:
-        """`step` will not be trained on by the one who took it: its groups are ready again."""
+        """The trainer that took `step` will not train on it: its groups are ready again."""
         self._steps.give_back(step)
         self._wake()
 
     async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
-        """What a checkpoint needs to know of prompts: the ledger when `step` was committed, as the journal has it.
-        None: the journal does not answer yet, ask again."""
+        """Return the prompts that had ended when `step` was committed; None if the journal has not answered yet."""
         assert step <= self.step, f"step {step} is not committed"
-        if self._recording.journal is None and step == self.step:
+        if self._writes.journal is None and step == self.step:
             return self.ledger.frontier()
-        return await self._recorded.frontier(step, wait_s=wait_s)
+        return await self._recorded.read_frontier(step, wait_s=wait_s)
 
     async def confirm_checkpoint(self, step: int, *, wait_s: float = COMPACTION_WAIT_S) -> None:
-        """No resume will go back beyond `step`: the journal drops the data of groups that were trained up to it, now or
-        with a later checkpoint."""
+        """No resume will go back before `step`. The journal drops groups that were trained up to it, now or after a
+        later checkpoint."""
         assert step <= self.step, f"step {step} is not committed"
         await self._recorded.compact(step, keep_groups=self._keep_groups, wait_s=wait_s)
 
     # -- versions and the end -----------------------------------------------------------------------------------------
 
     async def confirm_published(self, version: int) -> None:
-        """All engines in use hold `version`."""
+        """Every engine in use holds `version`."""
         self.policy.publish(version)
         self._wake()
 
     async def complete_version(self, *, wait_s: float) -> int | None:
-        """The run ends between two versions: what was trained since the last one becomes one. None: ask again."""
+        """The run ends between two versions: the steps since the last version become one. Returns it, None if that is
+        not durable yet."""
         if self.policy.version_is_partial and self._completing is None:
-            said = VersionCompleted(self.step, self.policy.version + 1)
-            self._completing = self._recording.then([said], partial(self._completed, said))
-        if not await durable([self._completing], wait_s):
+            event = VersionCompleted(self.step, self.policy.version + 1)
+            self._completing = self._writes.then([event], partial(self._finish_version, event))
+        if not await wait_durable([self._completing], wait_s):
             return None
         return self.policy.version
 
-    def _completed(self, said: VersionCompleted) -> None:
+    def _finish_version(self, event: VersionCompleted) -> None:
         self._completing = None
-        self._recorded.versions[said.step] = self.policy.complete_version()
+        self._recorded.versions[event.step] = self.policy.complete_version()
 
     async def wait_settled(self, *, wait_s: float) -> bool:
-        """Waits until nothing is in progress and nothing more is admitted under the weights that engines hold."""
+        """Wait until nothing is in progress and nothing more is admitted under the weights that engines hold."""
 
-        def holds() -> bool:
-            self._look_ahead()
+        def is_settled() -> bool:
+            self._update_exhausted()
             return self.policy.settled or self._closed
 
-        return await self._changed.until(holds, wait_s)
+        return await self._changed.until(is_settled, wait_s)
 
     async def close(self) -> None:
-        """The run is over: everybody who waits is told so. The journal is closed by whoever opened it."""
+        """The run is over: wake everybody who waits. The journal is closed by its owner."""
         self._closed = True
-        for timer in self._resting.values():
+        for timer in self._delayed.values():
             timer.cancel()
-        self._resting.clear()
+        self._delayed.clear()
         self._recorded.close()
         self._changed.notify()
 
@@ -388,16 +411,16 @@ class MessageQueue:
     def finished(self) -> bool:
         return self._closed or self.policy.finished
 
-    # -- what it knows ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
-    def waiting_for(self) -> str:
-        """In words, where the groups are that would make the next batch."""
+    def describe_wait(self) -> str:
+        """Describe where the groups are that would make the next batch."""
         policy = self.policy
         where = (
             f"{policy.ready} groups ready, {policy.open} in generation or scoring, room for {policy.room} more; "
             f"trainer at version {policy.version}, engines at {policy.published}"
         )
-        return f"{self._recording.paused}; {where}" if self._recording.paused else where
+        return f"{self._writes.paused}; {where}" if self._writes.paused else where
 
     async def stats(self) -> dict[str, Any]:
         policy = self.policy
@@ -416,23 +439,24 @@ class MessageQueue:
             "dropped_by_reason": dict(self.dropped),
             "failed_attempts": dict(self.ledger.failures),
             "abandoned": dict(self.ledger.abandoned),
-            "waiting_for": self.waiting_for(),
-            "paused": self._recording.paused,
-            "recorded_steps": self.step - self._recorded.base if self._recording.journal else 0,
+            "waiting_for": self.describe_wait(),
+            "paused": self._writes.paused,
+            "recorded_steps": self.step - self._recorded.base if self._writes.journal else 0,
             "last_commit_s": self._recorded.last_commit_s,
         }
 
-    def _abandoned(self, ticket: Ticket, reason: str) -> Event:
-        return Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock())
+    def _write_abandoned(self, ticket: Ticket, reason: str) -> None:
+        self._writes.write(Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock()))
 
-    def _retried(self, ticket: Ticket, reason: str) -> Event:
-        """An attempt came to nothing through no fault of its own. Gives what the journal is to be told."""
+    def _retry(self, ticket: Ticket, reason: str) -> Event:
+        """Issue the prompt again at no cost: the attempt was stale or lost, which is not the prompt's fault. Returns
+        the event for the journal."""
         self._release(ticket.sequence, reason)
         self.ledger.retry(ticket.ordinal, reason)
         return Failed(ticket, None, reason, "", self._wall_clock())
 
     def _release(self, sequence: int, reason: str) -> None:
-        """Frees the slot of a group that is not trained on."""
+        """Free the slot of a group that will not be trained."""
         self.policy.drop(sequence)
         self.dropped[reason] += 1
         self._forget(sequence)
@@ -444,24 +468,224 @@ class MessageQueue:
         self.memory_bytes -= len(stored.data) if stored else 0
 
 
-@dataclass(eq=False)  # two calls of one rollouter are two, however alike
-class Asking:
-    """A rollouter that waits for tickets."""
+# -- who gets a ticket ------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)  # two calls of one rollouter are different, however alike
+class TicketRequest:
+    """A rollouter's call of `admit` that waits for tickets. The planner simulates rollouters with it."""
 
     replica: str
     want: int
-    """Groups that it could begin now; 0 once nobody would read the answer."""
+    """Groups that it could start now; 0 once nobody would read the answer."""
     load: int
     """Groups that it has in generation."""
     tickets: list[Ticket] = field(default_factory=list)
-    """What it was given."""
+    """Tickets issued so far."""
 
     @property
     def pressure(self) -> float:
-        """Its load after what it was given, as a share of what it can carry."""
+        """Its load, issued tickets included, as a share of its capacity."""
         return (self.load + len(self.tickets)) / (self.load + self.want)
 
 
-def least_loaded(asking: list[Asking]) -> Asking | None:
-    """The one that should get the next ticket; None where nobody can take one. Ties go to the first that asked."""
-    return min((one for one in asking if len(one.tickets) < one.want), key=lambda one: one.pressure, default=None)
+def pick_least_loaded(requests: list[TicketRequest]) -> TicketRequest | None:
+    """Return the request that should get the next ticket; None if nobody can take one. The earliest wins a tie."""
+    return min((one for one in requests if len(one.tickets) < one.want), key=lambda one: one.pressure, default=None)
+
+
+# -- what waits for the journal ---------------------------------------------------------------------------------------
+
+
+class JournaledWrites:
+    """Events for the journal, and callbacks that run once these are durable.
+
+    The order of calls is the order on disk. A sequence number is given out only after the journal has reserved it, so a
+    successor never gives it out again.
+    """
+
+    def __init__(self, journal: JournalWriter | None, *, reserved: int = 0) -> None:
+        self.journal = journal
+        self._reserved = reserved
+        self._is_reserving = False
+
+    @property
+    def paused(self) -> str:
+        """Why the journal cannot be written now; empty if it can."""
+        return self.journal.paused if self.journal is not None else ""
+
+    def write(self, *events: Event) -> None:
+        """Write events that nobody waits for."""
+        self.then(events)
+
+    def then(self, events: Iterable[Event], on_durable: Callable[[], None] | None = None) -> Written | None:
+        """Write `events`, then call `on_durable`.
+
+        The returned future resolves after that call, or with the exception of the writer or of `on_durable`. None:
+        there is no journal, and everything is done already.
+        """
+        if self.journal is None:
+            if on_durable is not None:
+                on_durable()
+            return None
+        done: Written = asyncio.get_running_loop().create_future()
+        done.add_done_callback(_retrieve_exception)
+        self.journal.write(*events).add_done_callback(partial(_finish_write, done, on_durable))
+        return done
+
+    def count_spare_sequences(self, next_sequence: int, on_more: Callable[[], None]) -> int:
+        """Return how many sequences from `next_sequence` on may be given out. If few are left, reserve more and call
+        `on_more` once they are durable."""
+        if self.journal is None:
+            return sys.maxsize
+        if self._reserved - next_sequence < SEQUENCES_RESERVED // 2 and not self._is_reserving:
+            self._is_reserving = True
+            below = max(self._reserved, next_sequence) + SEQUENCES_RESERVED
+            self.then([Reserved(below)], partial(self._finish_reserve, below, on_more))
+        return max(0, self._reserved - next_sequence)
+
+    def _finish_reserve(self, below: int, on_more: Callable[[], None]) -> None:
+        self._reserved = below
+        self._is_reserving = False
+        on_more()
+
+
+async def wait_durable(writes: Iterable[Written | None], wait_s: float) -> bool:
+    """Return whether all writes are on disk within `wait_s`. Raise the error of one that failed for good."""
+    waiting = {one for one in writes if one is not None}
+    if not all(one.done() for one in waiting):
+        _, late = await asyncio.wait(waiting, timeout=wait_s)
+        if late:
+            return False
+    for one in waiting:
+        one.result()
+    return True
+
+
+def _finish_write(done: Written, on_durable: Callable[[], None] | None, written: asyncio.Future[None]) -> None:
+    if written.cancelled():
+        done.cancel()
+    elif (error := written.exception()) is not None:  # logged by the writer
+        done.set_exception(error)
+    else:
+        try:
+            if on_durable is not None:
+                on_durable()
+        except Exception as failure:
+            log.exception("The queue failed after a write to the journal")
+            done.set_exception(failure)
+        else:
+            done.set_result(None)
+
+
+def _retrieve_exception(done: Written) -> None:
+    """Retrieve the exception so that asyncio does not warn; it is already logged."""
+    if not done.cancelled():
+        done.exception()
+
+
+# -- steps that are not committed yet ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _OpenStep:
+    sequences: list[int] = field(default_factory=list)
+    missing: int = 0
+    """Groups that became stale and have to be replaced."""
+    written: Written | None = None
+    """The write of its current state; None: it is on disk."""
+
+
+class OpenSteps:
+    """The groups of each step, from their selection until the step is committed.
+
+        fill ─▶ select ─▶ journal ─▶ given to the trainer ─▶ committing ─▶ pop
+                   ▲         └─ drop (stale): groups are missing ─┐
+                   └──────────────────────────────────────────────┘        give_back ─▶ ready again
+
+    A step that is taken again has the same groups, and a step that the trainer has is on disk. Steps are filled in
+    order, each only when all earlier ones are whole: a later step must not get the older groups.
+    """
+
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        writes: JournaledWrites,
+        tickets: Mapping[int, Ticket],
+        *,
+        committed: int,
+        taken: Mapping[int, Step],
+    ) -> None:
+        """`tickets`: by sequence, shared with the queue. `taken`: steps that were taken when the queue died."""
+        self.committed = committed
+        """The last committed step."""
+        self.committing: dict[int, Written] = {}
+        """Steps whose commit is being written. They do not change any more."""
+        self._policy = policy
+        self._writes = writes
+        self._tickets = tickets
+        self._open = {
+            number: _OpenStep([ticket.sequence for ticket in step.tickets], step.missing)
+            for number, step in taken.items()
+        }
+
+    def fill(self, step: int) -> bool:
+        """Select the groups that `step` lacks if that is possible. Returns whether the step is whole."""
+        one = self._open.get(step)
+        if one is None:
+            before = self._open.get(step - 1)
+            if step != self.committed + 1 and (before is None or before.missing):
+                return False
+            chosen = self._policy.select(self._policy.bounds.groups_per_step)
+            if chosen:
+                self._open[step] = _OpenStep(chosen)
+                self._write(step)
+            return bool(chosen)
+        if one.missing:
+            found = self._policy.select(one.missing, starting=False)
+            missing = 0 if self._policy.dry else one.missing - len(found)
+            one.sequences += found
+            if found or missing != one.missing:
+                one.missing = missing
+                self._write(step)
+        if not one.sequences and not one.missing:  # all were stale, and their prompts were abandoned since
+            self.give_back(step)
+        return self.is_whole(step)
+
+    def drop(self, step: int, sequences: Collection[int], events: Iterable[Event]) -> None:
+        """Drop stale groups of `step`; others will replace them. `events` tell the journal what became of them."""
+        if sequences:
+            one = self._open[step]
+            one.sequences = [sequence for sequence in one.sequences if sequence not in sequences]
+            one.missing += len(sequences)
+            self._write(step, events)
+
+    def _write(self, step: int, events: Iterable[Event] = ()) -> None:
+        one = self._open[step]
+        took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
+        one.written = self._writes.then([*events, took])
+
+    def is_whole(self, step: int) -> bool:
+        return step in self._open and not self._open[step].missing
+
+    def sequences(self, step: int) -> list[int]:
+        return self._open[step].sequences if step in self._open else []
+
+    def last_write(self, step: int) -> Written | None:
+        return self._open[step].written
+
+    def list_taken(self) -> list[int]:
+        """Return the taken steps whose commit has not started."""
+        return sorted(set(self._open).difference(self.committing))
+
+    def give_back(self, step: int) -> None:
+        one = None if step in self.committing else self._open.pop(step, None)
+        if one is not None:
+            self._policy.untake(one.sequences)
+            self._writes.write(GivenBack(step))
+
+    def pop(self, step: int) -> list[int]:
+        """`step` is committed: return the sequences of its groups and forget it."""
+        self.committing.pop(step, None)
+        self.committed = step
+        return self._open.pop(step).sequences

@@ -1,19 +1,31 @@
-"""`restore`: what a `MessageQueue` begins with after its process, or the whole run, is gone. Over a `Journal` alone.
+"""`restore`: the state of a `MessageQueue` after its process, or the whole run, died. Reads a `Journal`.
 
     queue restart   journal + tickets that live rollouters hold ─────────────┐
     whole resume    journal + checkpoint ─ agree? ─ no ─▶ rewind or reset ───┴─▶ load ─▶ Restored ─▶ MessageQueue
-                                                          (what the checkpoint has not seen is made again)
+                                                          (steps after the checkpoint are trained again)
 
-An ordinal is live where its group is stored, taken or in flight; it has ended where a committed step has it, or it was
-abandoned; every other is issued again. Called in the thread that owns the journal, before anybody talks to the queue.
+An ordinal is live if its group is stored, taken or in flight. It has ended if a committed step has it or it was
+abandoned. Every other ordinal is issued again. `restore` runs in the thread that owns the journal, before anybody calls
+the queue.
+
+`RecordedSteps` serves committed steps while the queue runs: to a trainer that resumes from an earlier checkpoint, and
+to checkpoints.
+
+    take(s) of a committed s ─▶ read_groups ──▶ the same groups again
+    read_frontier(s) ─────────▶ frontier_at ──▶ the ledger as it was when s was committed
+    confirm_checkpoint(s) ────▶ compact ──────▶ groups of steps up to s are dropped
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import (
@@ -23,42 +35,41 @@ from freewheel.queue.journal import (
     Event,
     Failed,
     Journal,
+    JournalClosed,
     JournalDamaged,
+    JournalWriter,
     Step,
     Stored,
+    is_temporary,
 )
-from freewheel.queue.ledger import BUDGETS, Kind, Ledger
-from freewheel.queue.staleness import Standing
-from freewheel.queue.steps import frontier_at
+from freewheel.queue.ledger import BUDGETS, Frontier, Kind, Ledger
+from freewheel.queue.staleness import PolicyState
 
-__all__ = [
-    "Restored",
-    "restore",
-]
+log = logging.getLogger("freewheel.queue")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """Everything that a `MessageQueue` needs to go on."""
+    """Everything that a `MessageQueue` needs to continue."""
 
     ledger: Ledger
-    standing: Standing
+    policy: PolicyState
     step: int
-    """Steps that are committed: those after the trainer's checkpoint come from the journal."""
+    """The last committed step. Steps after the trainer's checkpoint come from the journal."""
     base: int = 0
-    """The recorded steps begin after this one."""
+    """The recorded steps start after this one."""
     versions: Mapping[int, int] = field(default_factory=dict)
     """Recorded step → the version after it."""
     stored: Mapping[int, Stored] = field(default_factory=dict)
-    """By sequence: groups that are ready, and those of steps that are taken."""
+    """By sequence: groups that are ready, and those of taken steps."""
     taken: Mapping[int, Step] = field(default_factory=dict)
     """Steps that a live trainer has and did not commit."""
     in_flight: Mapping[int, tuple[Ticket, str]] = field(default_factory=dict)
-    """By sequence: what a live rollouter works on, and its name."""
+    """By sequence: tickets that a live rollouter works on, and its name."""
     last_commit_s: float = 0.0
-    """On the wall clock; 0: none is recorded."""
+    """Wall-clock time; 0: no commit is recorded."""
     notes: list[str] = field(default_factory=list)
-    """For the log, in words: what was found, and what is made again."""
+    """For the log: what was found, and what is done again."""
 
 
 def restore(
@@ -70,26 +81,26 @@ def restore(
 ) -> Restored:
     """`total`: prompts in the stream. `checkpoint` None: only the queue's process died, and a trainer may hold steps.
 
-    Given a checkpoint, the journal is first brought to a state that it can be gone on from: a recorded step that is not
-    whole is forgotten with all after it, and a journal that ends before the checkpoint begins anew from it.
+    With a checkpoint, the journal is first made to agree with it. A recorded step that is not whole is forgotten with
+    all steps after it. A journal that ends before the checkpoint starts again from the checkpoint.
     """
     notes: list[str] = []
     if checkpoint is not None:
-        assert not in_flight, "nobody who works on anything outlives a run"
+        assert not in_flight, "no rollouter outlives a run"
         _agree(journal, checkpoint, notes)
-    steps = _Steps.read(journal)
+    steps = _StepSummary.read(journal)
     if checkpoint is None and steps.gap:
         raise JournalDamaged(f"{journal.path}: step {steps.gap} cannot be read, and a live trainer builds on it")
-    return _Loading(journal, steps, notes).load(total, checkpoint, in_flight or {})
+    return _Loader(journal, steps, notes).load(total, checkpoint, in_flight or {})
 
 
 # -- the journal and a checkpoint -------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Steps:
-    """The recorded steps after the base, as far as they follow on each other. Of those that were committed only a few
-    numbers: there may be very many."""
+class _StepSummary:
+    """The recorded steps after the base, up to the first gap. Committed steps are kept as a few numbers only, because
+    there may be very many."""
 
     base: CheckpointMark
     versions: list[int] = field(default_factory=list)
@@ -99,10 +110,10 @@ class _Steps:
     taken: list[Step] = field(default_factory=list)
     last_commit_s: float = 0.0
     gap: int = 0
-    """The first step that is not there though a later one is; 0: none."""
+    """The first missing step that has a later one; 0: none."""
 
     @classmethod
-    def read(cls, journal: Journal) -> _Steps:
+    def read(cls, journal: Journal) -> _StepSummary:
         found = cls(journal.base())
         for step in journal.steps(after=found.base.step):
             expected = found.last + len(found.taken) + 1
@@ -119,20 +130,20 @@ class _Steps:
 
     @property
     def last(self) -> int:
-        """The last step that was committed."""
+        """The last committed step."""
         return self.base.step + len(self.versions)
 
     def version(self, step: int) -> int:
-        """After it."""
+        """Return the version after `step`."""
         return self.versions[step - self.base.step - 1] if step > self.base.step else self.base.version
 
 
 def _agree(journal: Journal, mark: CheckpointMark, notes: list[str]) -> None:
-    """Brings the journal to where a run can go on from `mark`."""
-    steps = _Steps.read(journal)
+    """Bring the journal to a state from which a run can continue at `mark`."""
+    steps = _StepSummary.read(journal)
     why = _contradiction(steps, mark)
     if why:
-        notes.append(f"{why}: prompts are taken up from the checkpoint of step {mark.step}")
+        notes.append(f"{why}: prompts continue from the checkpoint of step {mark.step}")
         journal.reset(step=mark.step, version=mark.version, frontier=mark.frontier)
         return
     whole = mark.step
@@ -142,16 +153,16 @@ def _agree(journal: Journal, mark: CheckpointMark, notes: list[str]) -> None:
     if rewound:
         notes.append(
             f"Step {whole + 1} is not whole in the journal: it and the steps after it are forgotten, and their prompts "
-            f"({_some(rewound)}) are trained on anew"
+            f"({_some(rewound)}) are trained again"
         )
-    if rewound or steps.gap or steps.taken:  # what was taken and not committed is ready again
+    if rewound or steps.gap or steps.taken:  # groups that were taken and not committed are ready again
         journal.rewind(after=whole)
     if whole > mark.step:
-        notes.append(f"Steps {mark.step + 1} to {whole} are in the journal and are trained again as they were")
+        notes.append(f"Steps {mark.step + 1} to {whole} are in the journal and are trained again with the same groups")
 
 
-def _contradiction(steps: _Steps, mark: CheckpointMark) -> str:
-    """Why the journal cannot be gone on from at `mark`; empty: it can."""
+def _contradiction(steps: _StepSummary, mark: CheckpointMark) -> str:
+    """Return why the journal cannot continue at `mark`; empty if it can."""
     if steps.last < mark.step:
         if steps.last == 0:
             return "The journal has no step of this run"
@@ -160,7 +171,7 @@ def _contradiction(steps: _Steps, mark: CheckpointMark) -> str:
         return f"The journal has dropped the groups of steps {mark.step + 1} to {steps.base.step}"
     trained = steps.base.frontier.trained + sum(steps.counts[: mark.step - steps.base.step])
     if (steps.version(mark.step), trained) != (mark.version, mark.frontier.trained):
-        return f"The journal tells another history of step {mark.step} than the checkpoint"
+        return f"The journal and the checkpoint disagree about step {mark.step}"
     return ""
 
 
@@ -169,12 +180,12 @@ def _contradiction(steps: _Steps, mark: CheckpointMark) -> str:
 
 @dataclass
 class _History:
-    """What a prompt that has not ended went through."""
+    """Failed attempts at a prompt that has not ended."""
 
     attempts: int = 0
     failed: Counter[Kind] = field(default_factory=Counter)
     spent: str = ""
-    """Why its budget is spent; the process died before it could say so."""
+    """Reason for which its budget is spent. The process died before it could record that."""
 
     def add(self, failed: Failed) -> None:
         self.attempts = max(self.attempts, failed.ticket.attempt + 1)
@@ -185,18 +196,18 @@ class _History:
                 self.spent = failed.reason
 
 
-class _Loading:
-    def __init__(self, journal: Journal, steps: _Steps, notes: list[str]) -> None:
+class _Loader:
+    def __init__(self, journal: Journal, steps: _StepSummary, notes: list[str]) -> None:
         self.journal = journal
         self.steps = steps
         self.notes = notes
         self.version = steps.version(steps.last)
         self.live: dict[int, Ticket] = {}
-        """By ordinal: the attempt that goes on."""
+        """Ordinal → its live attempt."""
         self.stored: dict[int, Stored] = {}
         self.histories: dict[int, _History] = {}
         self.given_up: set[int] = set()
-        """Sequences of attempts at prompts that have not ended."""
+        """Sequences of failed attempts at prompts that have not ended."""
 
     def load(
         self, total: int | None, checkpoint: CheckpointMark | None, in_flight: Mapping[str, Sequence[Ticket]]
@@ -204,15 +215,17 @@ class _Loading:
         steps = self.steps
         ledger = Ledger(total=total, frontier=frontier_at(self.journal, step=steps.last))
         failures = self._read_failures(ledger)
-        self._abandon_the_spent(ledger)
+        self._abandon_spent(ledger)
         self._read_taken()
         ready = self._read_stored(ledger)
-        open_now = self._still_open(ledger, in_flight)
+        open_now = self._find_open(ledger, in_flight)
         for ordinal in sorted({*self.live, *self.histories}):
-            self._reopen(ledger, ordinal)
+            history, ticket = self.histories.get(ordinal, _History()), self.live.get(ordinal)
+            attempts = max(history.attempts, ticket.attempt + 1 if ticket else 0)
+            ledger.reopen(ordinal, attempts=attempts, failed=history.failed, live=ticket is not None)
         ledger.failures.update(failures)
         known = [ticket.sequence for ticket in self.live.values()]
-        standing = Standing(
+        policy = PolicyState(
             version=self.version,
             published=None if checkpoint is None else checkpoint.version,
             trained=ledger.trained,
@@ -222,10 +235,14 @@ class _Loading:
             taken=[ticket.sequence for step in steps.taken for ticket in step.tickets],
             held=self._held(after=0 if checkpoint is None else checkpoint.step),
         )
-        self._sum_up(standing, ledger)
+        if steps.last or policy.untaken or policy.taken:
+            self.notes.append(
+                f"Restored at step {steps.last}, version {self.version}: {ledger.trained} prompts trained, "
+                f"{len(ready)} groups ready, {len(policy.taken)} being trained, {len(open_now)} in flight"
+            )
         return Restored(
             ledger=ledger,
-            standing=standing,
+            policy=policy,
             step=steps.last,
             base=steps.base.step,
             versions=dict(enumerate(steps.versions, steps.base.step + 1)),
@@ -237,7 +254,7 @@ class _Loading:
         )
 
     def _read_failures(self, ledger: Ledger) -> Counter[str]:
-        """Gives all there were, by reason."""
+        """Return all failures by reason."""
         by_reason: Counter[str] = Counter()
         for failed in self.journal.failures():
             by_reason[failed.reason] += 1
@@ -246,7 +263,7 @@ class _Loading:
                 self.given_up.add(failed.ticket.sequence)
         return by_reason
 
-    def _abandon_the_spent(self, ledger: Ledger) -> None:
+    def _abandon_spent(self, ledger: Ledger) -> None:
         now = time.time()
         events = []
         for ordinal in [one for one, history in self.histories.items() if history.spent]:
@@ -268,12 +285,12 @@ class _Loading:
                 self.live[group.ticket.ordinal] = group.ticket
 
     def _read_stored(self, ledger: Ledger) -> list[int]:
-        """Gives the sequences that are ready."""
+        """Return the sequences that are ready."""
         ready: list[int] = []
         foreign: list[Event] = []
         for group in self.journal.stored():
             ticket = group.ticket
-            if group.min_version > self.version:  # made by weights that steps led to which are forgotten
+            if group.min_version > self.version:  # generated by weights of steps that are forgotten
                 foreign.append(Failed(ticket, None, "rewound", "", group.wall_s))
                 self.histories.setdefault(ticket.ordinal, _History()).attempts = ticket.attempt + 1
                 self.given_up.add(ticket.sequence)
@@ -283,42 +300,36 @@ class _Loading:
                 ready.append(ticket.sequence)
         if foreign:
             self.notes.append(
-                f"{len(foreign)} groups are dropped, and their prompts issued again: they were made by versions after "
-                f"{self.version}, which were lost"
+                f"{len(foreign)} groups are dropped, and their prompts issued again: they were generated by versions "
+                f"after {self.version}, which were lost"
             )
         self._write(foreign)
         return ready
 
-    def _still_open(self, ledger: Ledger, in_flight: Mapping[str, Sequence[Ticket]]) -> dict[int, tuple[Ticket, str]]:
-        """What live rollouters work on and nothing else has; of two attempts at one prompt the later."""
+    def _find_open(self, ledger: Ledger, in_flight: Mapping[str, Sequence[Ticket]]) -> dict[int, tuple[Ticket, str]]:
+        """Return the tickets of live rollouters that nothing else has; of two attempts at one prompt, the later."""
         found: dict[int, tuple[Ticket, str]] = {}
-        said = [(ticket, replica) for replica, tickets in in_flight.items() for ticket in tickets]
-        for ticket, replica in sorted(said, key=lambda one: one[0].sequence, reverse=True):
+        claimed = [(ticket, replica) for replica, tickets in in_flight.items() for ticket in tickets]
+        for ticket, replica in sorted(claimed, key=lambda one: one[0].sequence, reverse=True):
             ended = ledger.has_ended(ticket.ordinal) or ticket.sequence in self.given_up
             if ended or ticket.ordinal in self.live:
                 continue
             self.live[ticket.ordinal] = ticket
             found[ticket.sequence] = ticket, replica
-        if len(found) < len(said):
-            ignored = len(said) - len(found)
+        if len(found) < len(claimed):
+            ignored = len(claimed) - len(found)
             self.notes.append(f"{ignored} attempts in flight had been stored, ended or given up: they will be late")
         return found
 
-    def _reopen(self, ledger: Ledger, ordinal: int) -> None:
-        history = self.histories.get(ordinal, _History())
-        live = self.live.get(ordinal)
-        attempts = max(history.attempts, live.attempt + 1 if live else 0)
-        ledger.reopen(ordinal, attempts=attempts, failed=history.failed, live=live is not None)
-
     def _steps_in_version(self) -> int:
-        """Trained since the last version was complete; the base is where one was."""
+        """Return how many steps were trained since the last complete version. A version is complete at the base."""
         last = self.steps.last
         while last > self.steps.base.step and self.steps.version(last - 1) == self.version:
             last -= 1
         return self.steps.last - last
 
     def _held(self, *, after: int) -> dict[int, int]:
-        """Groups of the steps after `after`, by the version that they went into."""
+        """Count the groups of the steps after `after` by the version that they went into."""
         held: Counter[int] = Counter()
         before = 0
         for step in self.journal.steps(after=after):
@@ -329,20 +340,142 @@ class _Loading:
             before = step.version
         return dict(held)
 
-    def _sum_up(self, standing: Standing, ledger: Ledger) -> None:
-        if self.steps.last or standing.untaken or standing.taken:
-            ready = sum(standing.untaken.values())
-            self.notes.append(
-                f"Restored at step {self.steps.last}, version {self.version}: {ledger.trained} prompts trained, "
-                f"{ready} groups ready, {len(standing.taken)} being trained, {len(standing.untaken) - ready} in flight"
-            )
-
     def _write(self, events: Sequence[Event]) -> None:
         for start in range(0, len(events), DROPPED_AT_ONCE):
             self.journal.append(events[start : start + DROPPED_AT_ONCE])
 
 
 def _some(ordinals: Iterable[int]) -> str:
-    """Enough of them to look for in a log."""
+    """Name enough ordinals to search a log for."""
     shown = sorted(ordinals)
     return ", ".join(str(one) for one in shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+
+
+# -- committed steps --------------------------------------------------------------------------------------------------
+
+
+class RecordedSteps:
+    """Every trained step can be trained again until no resume needs it.
+
+    A read of the journal sees all earlier writes. A compaction may run first, because it can free the space that the
+    writes wait for.
+    """
+
+    def __init__(
+        self, journal: JournalWriter | None, *, base: int, versions: Mapping[int, int], last_commit_s: float
+    ) -> None:
+        self.base = base
+        """The recorded steps start after this one."""
+        self.versions = dict(versions)
+        """Step → the version after it."""
+        self.last_commit_s = last_commit_s
+        """Wall-clock time; 0: no commit is recorded."""
+        self._journal = journal
+        self._reads: dict[tuple[str, int], asyncio.Task[Any]] = {}  # requested, and not fetched yet
+        self._compaction: asyncio.Task[None] | None = None
+        self._warned = False
+
+    async def read_groups(self, step: int, *, wait_s: float) -> list[Stored] | None:
+        """Return the groups of `step`; None if the journal does not answer within `wait_s`."""
+        found: list[Stored] | None = await self._read("groups", step, partial(_groups_of, step=step), wait_s)
+        return found
+
+    async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
+        """Return the frontier after `step`; None if the journal does not answer within `wait_s`."""
+        found: Frontier | None = await self._read("frontier", step, partial(frontier_at, step=step), wait_s)
+        return found
+
+    async def _read(self, kind: str, step: int, work: Callable[[Journal], Any], wait_s: float) -> Any:
+        """A repeated call waits for the same read."""
+        assert self._journal is not None, f"step {step} was committed, and there is no journal"
+        key = kind, step
+        reading = self._reads.get(key)
+        if reading is None:
+            self._reads = {key: one for key, one in self._reads.items() if not one.done()}  # nobody came back for those
+            reading = self._reads[key] = asyncio.ensure_future(self._journal.read(work))
+        await asyncio.wait([reading], timeout=wait_s)
+        if not reading.done():
+            return None
+        self._reads.pop(key, None)
+        return reading.result()
+
+    async def compact(self, step: int, *, keep_groups: int, wait_s: float) -> None:
+        """Drop groups of steps up to `step`, and return after `wait_s` at the latest. Only one compaction runs at a
+        time; a later checkpoint makes up for one that was skipped."""
+        if self._journal is None or step <= self.base:
+            return
+        if self._compaction is None or self._compaction.done():
+            self._compaction = asyncio.ensure_future(self._compact(self._journal, step, keep_groups))
+        await asyncio.wait([self._compaction], timeout=wait_s)
+        if self._compaction.done():
+            self._compaction.result()
+
+    async def _compact(self, journal: JournalWriter, step: int, keep_groups: int) -> None:
+        try:
+            await journal.read(partial(_compact_until, step=step, keep_groups=keep_groups), makes_room=True)
+        except Exception as error:
+            if not is_temporary(error) and not isinstance(error, JournalClosed):
+                raise
+            if not self._warned:
+                log.warning("Journal compaction after step %d failed; retrying at the next checkpoint: %s", step, error)
+            self._warned = True
+            return
+        self._warned = False
+        self.base = max(self.base, step)
+        for old in [one for one in self.versions if one <= step]:
+            del self.versions[old]
+
+    def close(self) -> None:
+        for task in [*self._reads.values(), *([self._compaction] if self._compaction else [])]:
+            task.cancel()
+        self._reads.clear()
+
+
+def _groups_of(journal: Journal, *, step: int) -> list[Stored]:
+    found = journal.groups(step)
+    if found is None:
+        raise JournalDamaged(
+            f"groups of step {step}, which was trained, are gone from the journal: end the run and resume it "
+            "(resume=RUN), which continues without them"
+        )
+    return found
+
+
+def frontier_at(journal: Journal, *, step: int) -> Frontier:
+    """Return the prompts that had ended when `step` was committed, and those abandoned since: the frontier of the
+    journal's base, plus everything written after it."""
+    base = journal.base()
+    assert step >= base.step, f"step {step} is before the base: steps after it are not recorded any more"
+    low, ended, trained, abandoned = (
+        base.frontier.low,
+        set(base.frontier.ended),
+        base.frontier.trained,
+        Counter(base.frontier.abandoned),
+    )
+    for one in journal.steps(after=base.step):
+        if one.step > step:
+            break
+        for ticket in one.tickets:
+            assert ticket.ordinal >= low and ticket.ordinal not in ended, f"{ticket} is recorded as trained twice"
+            ended.add(ticket.ordinal)
+        trained += len(one.tickets)
+        low = _advance(low, ended)
+    for gone in journal.abandoned(after=base.frontier.low - 1):
+        if gone.ordinal >= low and gone.ordinal not in ended:
+            ended.add(gone.ordinal)
+            abandoned[gone.reason] += 1
+    low = _advance(low, ended)
+    return Frontier(low=low, ended=tuple(sorted(ended)), trained=trained, abandoned=dict(abandoned))
+
+
+def _advance(low: int, ended: set[int]) -> int:
+    """Return the first ordinal that has not ended, and remove those below it from `ended`."""
+    while low in ended:
+        ended.remove(low)
+        low += 1
+    return low
+
+
+def _compact_until(journal: Journal, *, step: int, keep_groups: int) -> None:
+    if step > journal.base().step:
+        journal.compact(step=step, frontier=frontier_at(journal, step=step), keep_groups=keep_groups)

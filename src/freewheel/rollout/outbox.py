@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Protocol
 
-from freewheel.data.group import Block, Ticket
+from freewheel.data.group import EncodedGroup, EncodedGroups, Ticket
 from freewheel.observe import trace
 
 PUT_LINGER_S = 0.05
@@ -25,7 +25,7 @@ PUT_AGAIN_S = 0.5
 
 
 class Put(Protocol):
-    def __call__(self, block: Block, *, wait_s: float) -> Awaitable[bool]: ...
+    def __call__(self, groups: EncodedGroups, *, wait_s: float) -> Awaitable[bool]: ...
 
 
 class Outbox:
@@ -35,7 +35,7 @@ class Outbox:
         """`quiet`: set while no other group is about to be added."""
         self._put = put
         self._quiet = quiet
-        self._groups: dict[int, tuple[Ticket, int, bytes]] = {}  # by sequence
+        self._groups: dict[int, EncodedGroup] = {}  # by sequence
         self._since: dict[int, float] = {}  # the same
         self._mail = asyncio.Event()
 
@@ -44,11 +44,11 @@ class Outbox:
 
     @property
     def tickets(self) -> list[Ticket]:
-        return [ticket for ticket, _, _ in self._groups.values()]
+        return [group.ticket for group in self._groups.values()]
 
-    def add(self, ticket: Ticket, min_version: int, data: bytes) -> None:
-        self._groups[ticket.sequence] = (ticket, min_version, data)
-        self._since[ticket.sequence] = trace.now()
+    def add(self, group: EncodedGroup) -> None:
+        self._groups[group.ticket.sequence] = group
+        self._since[group.ticket.sequence] = trace.now()
         self._mail.set()
 
     async def run(self) -> None:
@@ -58,7 +58,7 @@ class Outbox:
             await wait(self._quiet, PUT_LINGER_S)
             self._mail.clear()
             groups = list(self._groups.values())
-            if await self._put(Block.join(groups), wait_s=PUT_WAIT_S):
+            if await self._put(EncodedGroups(groups), wait_s=PUT_WAIT_S):
                 for ticket, _, _ in groups:
                     del self._groups[ticket.sequence]
                     trace.phase("store", ticket.ordinal, self._since.pop(ticket.sequence))

@@ -20,7 +20,7 @@ from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from freewheel.data.group import Array, Prompt, PromptGroup, Response, Ticket
+from freewheel.data.group import Array, EncodedGroup, Prompt, PromptGroup, Response, Ticket
 from freewheel.observe import trace
 from freewheel.observe.spans import Spans
 from freewheel.queue.client import Admission, QueueClient
@@ -231,7 +231,7 @@ class Rollouter:
         """From a ticket to its one end: put, abandoned or failed."""
         try:
             group = await self._group(ticket)
-            packed = (ticket, group.min_version, group.encode())  # a row that cannot travel is its prompt's failure
+            encoded = EncodedGroup.of(group)  # a row that cannot travel is its prompt's failure
         except EngineDied as error:  # with all that it made: the queue hears it from who starts another
             self._fail(error)
         except PromptRefused as error:
@@ -257,7 +257,7 @@ class Rollouter:
                 self.dropped_zero_variance += len(group)
                 await self._queue.abandon(ticket, "zero_variance")
             else:
-                self._outbox.add(*packed)
+                self._outbox.add(encoded)
 
     async def _failed(self, ticket: Ticket, failure: Failure) -> None:
         self.generation_errors += 1

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from freewheel.data.group import Block, PromptGroup
+from freewheel.data.group import EncodedGroups, PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer.backend import Backend, BackendState, NonFiniteLoss
 
@@ -129,7 +129,7 @@ class Leader:
         self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
     ) -> dict[str, float]:
         work = partial(self.backend.step, groups, version=version, step=step, total_steps=total_steps)
-        return self._together(work, "step", Block.pack(groups), version, step, total_steps)
+        return self._together(work, "step", EncodedGroups.encode(groups), version, step, total_steps)
 
     def weights(self) -> Mapping[str, Tensor]:
         return self._together(self.backend.weights, "weights")
@@ -224,8 +224,8 @@ class Follower:
             log.warning("%s: %s", command, error)
             return None
 
-    def _step(self, block: Block, version: int | None, step: int, total_steps: int) -> None:
-        self._backend.step(block.groups(), version=version, step=step, total_steps=total_steps)
+    def _step(self, groups: EncodedGroups, version: int | None, step: int, total_steps: int) -> None:
+        self._backend.step(groups.decode(), version=version, step=step, total_steps=total_steps)
 
     def _weights(self) -> None:
         self._backend.weights()

@@ -264,8 +264,8 @@ class FullyAsyncTrainer:
             taken = await unless_stopped(request, self._stop)
             if taken is None or taken.state == "finished":
                 return None
-            if taken.block is not None:
-                return _Batch(step, taken.block.groups(), taken.recorded_until)
+            if taken.groups is not None:
+                return _Batch(step, taken.groups.decode(), taken.recorded_until)
             log.warning(
                 "No batch for step %d within async_training.batch_timeout = %g s: %s",
                 step,
