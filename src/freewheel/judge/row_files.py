@@ -1,4 +1,10 @@
-"""Rows in files."""
+"""Files of rows for `freewheel score`: read lines, read a row as a request, write the row with its verdict.
+
+    {"response": …, "prompt": …, "anything": …}   ─▶   {"response": …, "prompt": …, "anything": …, "verdict": {…}}
+
+The input's bytes are kept, so the digits of a number and the order of fields survive. Everything that is added is
+under one key. A row that already has this key is refused, so nothing is overwritten. `ScoringJob` is the caller.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +28,30 @@ from freewheel.judge.verdict import Failed, Scored, Usage, Verdict
 READ_BYTES = 1 << 18
 """Large enough that a read costs nothing per line, small enough that its lines fit the window of a job."""
 MAX_LINE_BYTES = 32 << 20
-"""No judge takes a prompt of this size; a line beyond it is a file that is not JSON Lines."""
+"""No judge accepts a prompt of this size. A longer line means that the file is not JSON Lines."""
+MAX_ROW_BYTES = 2 * MAX_LINE_BYTES
+"""A row is its line and a verdict, and a judge's reply is much shorter than a line may be."""
+MALFORMED = "malformed"
+"""The reason of a row that could not be read; no judge has seen it."""
+REMEDY = "give another output file, or --overwrite to begin anew"
+UTF8_BOM = b"\xef\xbb\xbf"
+_KEY_HEX_DIGITS = 16
+"""64 bits: enough to recognise the line that was scored, short enough to be in each row."""
+_LOCK_TRIES = 8
+"""A file can be replaced between opening and locking it, but not again and again."""
+_NO_USAGE = Usage()
+
+
+# -- lines ------------------------------------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
+    """A line of a file."""
+
     number: int
     """Counted from 1, blank lines included."""
     text: bytes
-    """Without its newline; empty where it is too long."""
+    """Without its newline; empty if it is too long."""
     start: int
     end: int
     """The line's bytes in the file, newline included."""
@@ -39,7 +61,7 @@ class Line(NamedTuple):
 
 
 class Lines:
-    """Reads `fd` to its end. At most `max_line_bytes` and one block are held."""
+    """Reads `fd` to its end in constant memory: one block and at most `max_line_bytes`."""
 
     def __init__(self, fd: int, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         self._fd = fd
@@ -48,73 +70,51 @@ class Lines:
         self._start = 0
         self._pieces: list[bytes] = []
         self._held = 0
-        self._offset = 0
 
     def blocks(self, first: int = 1) -> Iterator[list[Line]]:
-        """The lines from number `first` on, as many at a time as one read brought."""
+        """The lines from number `first` on, one list per read: lines of a slow pipe are returned at once."""
         while data := os.read(self._fd, READ_BYTES):
-            ends = data.count(b"\n")
-            if not ends:
-                self._carry(data)
-                self._offset += len(data)
-            elif self._number + ends < first:
-                self._skip(data, ends)
-            else:
-                yield [line for line in self._split(data) if line.number >= first]
-        if self._offset > self._start:
-            last = self._take(b"", self._offset, complete=False)
+            *texts, rest = data.split(b"\n")
+            lines = [self._end_line(text) for text in texts]
+            self._carry(rest)
+            if lines and lines[-1].number >= first:
+                yield [line for line in lines if line.number >= first]
+        if self._held:
+            last = self._end_line(b"", complete=False)
             if last.number >= first:
                 yield [last]
 
-    def _split(self, data: bytes) -> Iterator[Line]:
-        texts = data.split(b"\n")
-        rest = texts.pop()
-        end = self._offset
-        for text in texts:
-            end += len(text) + 1
-            yield self._take(text, end)
-        self._offset += len(data)
-        self._carry(rest)
-
-    def _skip(self, data: bytes, ends: int) -> None:
-        self._number += ends
-        cut = data.rfind(b"\n") + 1
-        self._pieces, self._held = [], 0
-        self._start = self._offset + cut
-        self._offset += len(data)
-        self._carry(data[cut:])
-
     def _carry(self, piece: bytes) -> None:
-        """The beginning of a line whose end is not read yet; past the limit only its length counts."""
+        """Keep the start of a line whose end is not read yet. Above the limit only its length counts."""
         self._held += len(piece)
         if self._held > self._max:
             self._pieces = []
         elif piece:
             self._pieces.append(piece)
 
-    def _take(self, text: bytes, end: int, *, complete: bool = True) -> Line:
-        too_long = self._held + len(text) > self._max
+    def _end_line(self, text: bytes, *, complete: bool = True) -> Line:
+        length = self._held + len(text)
+        too_long = length > self._max
         if too_long:
             text = b""
         elif self._pieces:
-            text = b"".join(self._pieces) + text
+            text = b"".join([*self._pieces, text])
         self._number += 1
+        end = self._start + length + complete
         line = Line(self._number, text, self._start, end, complete, too_long)
-        if self._held:
-            self._pieces, self._held = [], 0
-        self._start = end
+        self._pieces, self._held, self._start = [], 0, end
         return line
 
 
-MALFORMED = "malformed"
-"""The reason of a row that could not be read; no judge has seen it."""
-KEY_HEX_DIGITS = 16
-"""64 bits: enough to tell that a line is the one that was scored, short enough to stand in each row."""
-UTF8_BOM = b"\xef\xbb\xbf"
+def is_blank(text: bytes) -> bool:
+    return not text or text.isspace()
+
+
+# -- rows -------------------------------------------------------------------------------------------------------------
 
 
 class Fields(msgspec.Struct, frozen=True, kw_only=True):
-    """Where in a row the things are. Every other field is passed through unread."""
+    """The names of a row's fields. Every other field is passed through unread."""
 
     response: str = "response"
     prompt: str = "prompt"
@@ -133,11 +133,11 @@ class Fields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MalformedRowError(ValueError):
-    """The line holds no row. The message says what is wrong with it."""
+    """The line holds no row. The message names the fault."""
 
 
-class Entry(msgspec.Struct, kw_only=True):
-    """What is added to a row. Fields that say nothing are left out."""
+class _Entry(msgspec.Struct, kw_only=True):
+    """What is added to a row, without the fields that have no value."""
 
     line: int
     status: str
@@ -150,6 +150,17 @@ class Entry(msgspec.Struct, kw_only=True):
     attempts: int | msgspec.UnsetType = msgspec.UNSET
     cached: bool | msgspec.UnsetType = msgspec.UNSET
     usage: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class WrittenEntry(msgspec.Struct, frozen=True):
+    """The part of an entry that a later run needs."""
+
+    line: int
+    status: str
+    key: str
+    reason: str = ""
+    detail: str = ""
+    cached: bool = False
 
 
 class _Decoder(Protocol):
@@ -180,7 +191,7 @@ class RowFormat:
         self._written = written
         self._encode = msgspec.json.Encoder().encode
         self._opening = self._encode(fields.verdict) + b":"
-        # The endpoint is not part of it: a run may go on at another place that serves the same model.
+        # Without the endpoint: a run may continue at another address that serves the same model.
         judge = (
             config.endpoints[0].model or config.model,
             config.loaded_rubric,
@@ -190,10 +201,8 @@ class RowFormat:
         )
         self._judge_hash = hashlib.sha256(msgspec.json.encode(judge, order="deterministic"))
 
-    # -- in -----------------------------------------------------------------------------------------------------------
-
     def read(self, line: Line) -> JudgeRequest:
-        """The request in a line. `MalformedRowError` where there is none."""
+        """The request in a line. Raises `MalformedRowError` if there is none."""
         if line.too_long:
             raise MalformedRowError(f"the line is longer than {MAX_LINE_BYTES >> 20} MiB")
         text = line.text
@@ -205,7 +214,7 @@ class RowFormat:
         try:
             row = _decode(self._decoder, self._row, text)
         except msgspec.ValidationError as error:
-            raise MalformedRowError(_plainly(str(error))) from None
+            raise MalformedRowError(_in_plain_words(str(error))) from None
         except (ValueError, RecursionError) as error:
             raise MalformedRowError(f"not JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
         if len(bytes(row.verdict)):
@@ -219,21 +228,19 @@ class RowFormat:
         return JudgeRequest(row.response, row.prompt or "", row.reference or "")
 
     def key(self, request: JudgeRequest) -> str:
-        """Stands for the judge (model, rubric, sampling) and what it is asked; equal for equal content."""
+        """Identifies the judge (model, rubric, sampling) and the content. Equal for equal content."""
         texts = [t.encode("utf-8", "surrogatepass") for t in (request.prompt, request.reference, request.response)]
         digest = self._judge_hash.copy()
         digest.update(b"%d:%d:%d:" % tuple(map(len, texts)) + b"".join(texts))
-        return digest.hexdigest()[:KEY_HEX_DIGITS]
+        return digest.hexdigest()[:_KEY_HEX_DIGITS]
 
     def malformed_key(self, line: Line) -> str:
-        """The same for a line that could not be read."""
-        return hashlib.sha256(line.text).hexdigest()[:KEY_HEX_DIGITS]
-
-    # -- out ----------------------------------------------------------------------------------------------------------
+        """The key of a line that could not be read."""
+        return hashlib.sha256(line.text).hexdigest()[:_KEY_HEX_DIGITS]
 
     def write(self, line: Line, key: str, verdict: Verdict) -> bytes:
         """The row with its verdict, newline included."""
-        entry = Entry(line=line.number, status=verdict.status, score=None, key=key)
+        entry = _Entry(line=line.number, status=verdict.status, score=None, key=key)
         if isinstance(verdict, Scored):
             entry.score = verdict.value
             entry.raw = verdict.raw
@@ -252,36 +259,18 @@ class RowFormat:
         return b"%b,%b%b}\n" % (row[:-1], self._opening, self._encode(entry))
 
     def write_malformed(self, line: Line, detail: str) -> bytes:
-        """A row that holds a verdict alone, as there is nothing that could be passed through."""
+        """A row that holds only a verdict, because nothing can be passed through."""
         key = self.malformed_key(line)
-        entry = Entry(line=line.number, status="failed", score=None, key=key, reason=MALFORMED, detail=detail)
+        entry = _Entry(line=line.number, status="failed", score=None, key=key, reason=MALFORMED, detail=detail)
         return b"{%b%b}\n" % (self._opening, self._encode(entry))
 
     def read_written(self, text: bytes) -> WrittenEntry:
-        """The verdict of a row of an output file. `ValueError` where it is not one."""
+        """The verdict in a row of an output file. Raises `ValueError` if it is not one."""
         try:
             entry: WrittenEntry = _decode(self._written_decoder, self._written, text).verdict
         except RecursionError as error:
             raise ValueError(str(error)) from None
         return entry
-
-
-class WrittenEntry(msgspec.Struct, frozen=True):
-    """As much of an `Entry` as a later run needs."""
-
-    line: int
-    status: str
-    key: str
-    reason: str = ""
-    detail: str = ""
-    cached: bool = False
-
-
-_NO_USAGE = Usage()
-
-
-def is_blank(text: bytes) -> bool:
-    return not text or text.isspace()
 
 
 def _decode(decoder: _Decoder, kind: type[msgspec.Struct], text: bytes) -> Any:
@@ -290,7 +279,7 @@ def _decode(decoder: _Decoder, kind: type[msgspec.Struct], text: bytes) -> Any:
     except msgspec.ValidationError:
         raise
     except msgspec.DecodeError:
-        # msgspec refuses lone surrogates, which models do emit and Python's json does write.
+        # msgspec refuses lone surrogates, which models emit and Python's json writes.
         if b"\\ud" not in text and b"\\uD" not in text:
             raise
     plain = json.loads(text, parse_constant=_refuse_constant)
@@ -299,7 +288,7 @@ def _decode(decoder: _Decoder, kind: type[msgspec.Struct], text: bytes) -> Any:
         plain = {field.encode_name: plain[field.encode_name] for field in known if field.encode_name in plain}
         for field in known:
             if field.type is msgspec.Raw and field.encode_name in plain:
-                plain[field.encode_name] = msgspec.Raw(b"null")  # that it is there is all that is asked
+                plain[field.encode_name] = msgspec.Raw(b"null")  # only its presence matters
     return msgspec.convert(plain, kind)
 
 
@@ -307,24 +296,27 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def _plainly(message: str) -> str:
-    """msgspec's words without its path syntax: `Expected `str | null`, got `int` - at `$.response``."""
+def _in_plain_words(message: str) -> str:
+    """msgspec's message without its path syntax: `Expected `str | null`, got `int` - at `$.response``."""
     return message.replace("`$.", "`").replace("`", "'").replace("str", "text")
 
 
+# -- totals -----------------------------------------------------------------------------------------------------------
+
+
 class Tally(msgspec.Struct, kw_only=True):
-    """Rows by how they ended. `scored`, `failed`, `skipped` and `malformed` add up to the rows of the output."""
+    """Rows by outcome. `scored`, `failed`, `skipped` and `malformed` add up to the rows of the output."""
 
     scored: int = 0
     failed: int = 0
     skipped: int = 0
     malformed: int = 0
     cached: int = 0
-    """Of `scored`: those that were answered before and cost nothing."""
+    """Of `scored`: answered from the cache, at no cost."""
     reasons: dict[str, int] = {}
     """`failed` by reason."""
     first_failure: str = ""
-    """Of `failed`, the first: its line, and what went wrong there."""
+    """The line and the fault of the first of `failed`."""
 
     @property
     def rows(self) -> int:
@@ -340,7 +332,7 @@ class Tally(msgspec.Struct, kw_only=True):
             self.skipped += 1
 
     def count_written(self, entry: WrittenEntry) -> None:
-        """A row of an earlier run."""
+        """Count a row of an earlier run."""
         if entry.status == "scored":
             self.scored += 1
             self.cached += entry.cached
@@ -357,23 +349,11 @@ class Tally(msgspec.Struct, kw_only=True):
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
 
-MAX_ROW_BYTES = 2 * MAX_LINE_BYTES
-"""A row is its line and a verdict, and a judge's reply is much shorter than a line may be."""
-LOCK_TRIES = 8
-"""A file can be replaced between opening and locking it, but not again and again."""
-REMEDY = "give another output file, or --overwrite to begin anew"
-
-
-class Output(Protocol):
-    """Takes whole rows. After an `OSError` from `append` nothing of that call is left in a file."""
-
-    def append(self, rows: bytes) -> None: ...
-    def finish(self) -> None: ...
-    def abandon(self) -> None: ...
+# -- outputs ----------------------------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
-    """What an output file holds already."""
+    """What an output file already holds."""
 
     tally: Tally
     last_line: int
@@ -381,62 +361,65 @@ class Found(NamedTuple):
     last_key: str
 
 
-class StreamOutput:
+class Output:
+    """Takes whole rows. This class itself is a pipe or a device, which cannot be continued."""
+
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
 
     def append(self, rows: bytes) -> None:
-        _write_all(self._fd, rows)
+        """Write whole rows. After an `OSError`, nothing of this call is left in a file."""
+        view = memoryview(rows)
+        while view:
+            view = view[os.write(self.fd, view) :]
 
     def finish(self) -> None:
-        pass
+        """The job reached the end of its input."""
 
     def abandon(self) -> None:
-        pass
+        """The job stopped before the end of its input."""
 
 
-class FileOutput:
-    """The file at `path`, held by this process alone until it is closed."""
+class FileOutput(Output):
+    """The file at `path`, locked by this process until it is closed. A later run can continue it."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__(_open_locked(path))
         self.path = path
-        self.fd = _open_locked(path)
-        self._size = os.fstat(self.fd).st_size
-        os.lseek(self.fd, 0, os.SEEK_END)
-
-    def clear(self) -> None:
-        os.ftruncate(self.fd, 0)
-        os.lseek(self.fd, 0, os.SEEK_SET)
-        self._size = 0
+        self._size = os.lseek(self.fd, 0, os.SEEK_END)
 
     def scan(self, rows: RowFormat) -> Found:
-        """Reads what is there, checks that it is an output, and cuts off a last row that is not whole."""
+        """Read the file, check that it is an output, and cut off a last row that is not whole."""
         tally, last_line, last_key = Tally(), 0, ""
+        for row in self.read_rows():
+            if not row.complete:
+                self._cut(row.start)
+                break
+            try:
+                entry = rows.read_written(row.text)
+            except ValueError:
+                entry = None
+            if entry is None or entry.line <= last_line:
+                remedy = f"its line {row.number} is no row of `freewheel score`; {REMEDY}"
+                raise ConfigError("output", str(self.path), remedy)
+            tally.count_written(entry)
+            last_line, last_key = entry.line, entry.key
+        return Found(tally, last_line, last_key)
+
+    def read_rows(self) -> Iterator[Line]:
         os.lseek(self.fd, 0, os.SEEK_SET)
         for block in Lines(self.fd, max_line_bytes=MAX_ROW_BYTES).blocks():
-            for row in block:
-                if not row.complete:
-                    os.ftruncate(self.fd, row.start)
-                    self._size = row.start
-                    break
-                try:
-                    entry = rows.read_written(row.text)
-                except ValueError:
-                    raise not_an_output(self.path, row) from None
-                if entry.line <= last_line:
-                    raise not_an_output(self.path, row)
-                tally.count_written(entry)
-                last_line, last_key = entry.line, entry.key
-        os.lseek(self.fd, 0, os.SEEK_END)
-        return Found(tally, last_line, last_key)
+            yield from block
+
+    def clear(self) -> None:
+        self._cut(0)
 
     def append(self, rows: bytes) -> None:
         try:
-            _write_all(self.fd, rows)
+            super().append(rows)
         except OSError:
             with contextlib.suppress(OSError):  # the next run cuts it off
-                os.ftruncate(self.fd, self._size)
-                os.lseek(self.fd, 0, os.SEEK_END)
+                self._cut(self._size)
             raise
         self._size += len(rows)
 
@@ -450,36 +433,33 @@ class FileOutput:
     def close(self) -> None:
         os.close(self.fd)
 
+    def _cut(self, size: int) -> None:
+        os.ftruncate(self.fd, size)
+        self._size = os.lseek(self.fd, size, os.SEEK_SET)
 
-class Replacement:
-    """A new version of a `FileOutput`, which it replaces when it is finished."""
+
+class Replacement(Output):
+    """A new version of a `FileOutput`. It replaces the file when it is finished; until then the file is unchanged."""
 
     def __init__(self, original: FileOutput) -> None:
-        self._replaced = original.path.resolve()  # where it is a link, the file that it leads to
+        self._replaced = original.path.resolve()  # if it is a link, the file that it leads to
         self._path = self._replaced.with_name(self._replaced.name + ".retry")
-        # The original's lock keeps a second run away from this file too.
-        self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        os.fchmod(self._fd, stat.S_IMODE(os.fstat(original.fd).st_mode))
-
-    def append(self, rows: bytes) -> None:
-        _write_all(self._fd, rows)
+        # The lock of the original keeps a second run away from this file too.
+        super().__init__(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
+        os.fchmod(self.fd, stat.S_IMODE(os.fstat(original.fd).st_mode))
 
     def finish(self) -> None:
-        os.fsync(self._fd)
-        os.close(self._fd)
+        os.fsync(self.fd)
+        os.close(self.fd)
         self._path.replace(self._replaced)
 
     def abandon(self) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
         self._path.unlink(missing_ok=True)
 
 
-def not_an_output(path: Path, row: Line) -> ConfigError:
-    return ConfigError("output", str(path), f"its line {row.number} is no row of `freewheel score`; {REMEDY}")
-
-
 def is_stream(path: str) -> bool:
-    """Whether `path` cannot be continued: `-`, or something that is no file, such as a pipe or a device."""
+    """Whether `path` cannot be continued: `-`, or a pipe or a device."""
     if path == "-":
         return True
     try:
@@ -489,7 +469,7 @@ def is_stream(path: str) -> bool:
 
 
 def _open_locked(path: Path) -> int:
-    for _ in range(LOCK_TRIES):
+    for _ in range(_LOCK_TRIES):
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
@@ -508,9 +488,3 @@ def _open_locked(path: Path) -> int:
                 return fd
         os.close(fd)  # replaced meanwhile: the lock is on a file that nobody finds any more
     raise ConfigError("output", str(path), "it is being replaced again and again; give another output file")
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]

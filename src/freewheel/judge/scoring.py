@@ -1,4 +1,13 @@
-"""Score a file of rows."""
+"""`ScoringJob`: score a file of rows with a judge into a file of verdicts, in order and in constant memory.
+
+    feeder thread:  Lines ─▶ RowFormat.read ─▶ Judge.submit ─▶ queue      waits for room in the window
+    main thread:    queue ─▶ verdicts ─▶ StopRule ─▶ Output               waits for the oldest batch
+    ticker thread:  Judge.stats ─▶ on_progress                           a few times a second
+
+Rows are written in the order of the input, so the last row of an output says where a later run continues. Answers
+beyond it are in the judge's cache and are not paid for again. There is no terminal here: progress and malformed lines
+go to callbacks. The command is `freewheel.cli.score`.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +32,6 @@ from freewheel.judge.outcome import INFRA
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.row_files import (
     MALFORMED,
-    MAX_ROW_BYTES,
     REMEDY,
     UTF8_BOM,
     Fields,
@@ -35,7 +43,6 @@ from freewheel.judge.row_files import (
     Output,
     Replacement,
     RowFormat,
-    StreamOutput,
     Tally,
     WrittenEntry,
     is_blank,
@@ -45,27 +52,48 @@ from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.judge.tracker import Handle
 from freewheel.judge.verdict import Failed, Reason, Scored, Verdict
 
-FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})
-"""No row would fare better than this one."""
-OUTAGE = frozenset({Reason.UNAVAILABLE, Reason.DEADLINE, Reason.THROTTLED})
-"""Says as much about the judge as about the row."""
 OUTAGE_ROWS = 64
-"""So many rows in a row lost to an outage: the judge is out, even where its endpoint still gives signs of life."""
-SILENCE = frozenset(kind.value for kind in INFRA)
-"""Failed calls that are no sign of life."""
+"""So many consecutive rows lost to an outage mean that the judge is down, even if its endpoint shows signs of life."""
 FIRST_FAILURES = 256
-"""Failures without a single score from which on the fault is the setup's (rubric, model, a proxy's page), not the
-rows': the rest of a large file must not be paid for."""
+"""So many failures without a single score mean that the setup is wrong (rubric, model, a proxy's page), not the rows.
+The rest of a large file must not be paid for."""
+WINDOW_ROWS = 8192
+"""Rows in flight, as many as the engine accepts, so that the judge's limit never lacks work."""
+WINDOW_BYTES = 64 << 20
+"""Text in flight, so that long rows take no more memory than short ones."""
+BATCH_ROWS = 64
+"""Rows per submit. A row is written when its batch is done; a larger batch would lose more after a kill without a
+cache."""
+BATCH_BYTES = 1 << 20
+TICK_S = 0.1
+"""How long a stop may go unnoticed while nothing arrives."""
+PROGRESS_EVERY_S = 0.25
+"""How often progress is reported: smooth to the eye, and no load for the engine."""
+
+_FATAL = frozenset({Reason.AUTH, Reason.NOT_FOUND, Reason.QUOTA, Reason.BUDGET, Reason.ENGINE, Reason.CANCELLED})
+"""No other row would fare better."""
+_OUTAGE = frozenset({Reason.UNAVAILABLE, Reason.DEADLINE, Reason.THROTTLED})
+"""Says as much about the judge as about the row."""
+_SILENCE = frozenset(kind.value for kind in INFRA)
+"""Failed calls that are no sign of life."""
+
+
+# -- when to stop -----------------------------------------------------------------------------------------------------
 
 
 class Ruling(Enum):
+    """What to do with a row."""
+
     WRITE = "write"
+    """Its verdict is final."""
     HOLD = "hold"
+    """The judge may be down: wait for the next rows before this one counts as failed."""
     STOP = "stop"
+    """This row and all held rows stay undecided; a later run asks for them again."""
 
 
 class StopRule:
-    """Fed with each judged row's verdict, in order. `why` is the verdict that stopped it."""
+    """Decides about each judged row, in order. `why` is the verdict that stopped it."""
 
     def __init__(self, is_down: Callable[[], bool]) -> None:
         self._is_down = is_down
@@ -80,9 +108,9 @@ class StopRule:
             self._outage_rows = 0
         if not isinstance(verdict, Failed):
             return Ruling.WRITE
-        if verdict.reason in FATAL:
+        if verdict.reason in _FATAL:
             return self._stop(verdict)
-        if verdict.reason in OUTAGE:
+        if verdict.reason in _OUTAGE:
             self._outage_rows += 1
             if self._outage_rows >= OUTAGE_ROWS or (self._outage_rows == 1 and self._is_down()):
                 return self._stop(verdict)
@@ -96,7 +124,7 @@ class StopRule:
         return Ruling.WRITE
 
     def end(self) -> Ruling:
-        """After the last row: are the ones still held failures of their own?"""
+        """After the last row, decide whether the held rows failed by themselves."""
         return Ruling.STOP if self._outage_rows and self._is_down() else Ruling.WRITE
 
     def _stop(self, verdict: Failed) -> Ruling:
@@ -105,20 +133,26 @@ class StopRule:
 
 
 def is_down(stats: JudgeStats) -> bool:
-    """No endpoint works at this moment. One that has been silent since the first call does not, either: the few calls
-    of a row or two open no breaker."""
-    asked = [e for e in stats.endpoints if e.up and e.sent]
-    if asked and all(_is_silent(e) for e in asked):
+    """Whether no endpoint works now.
+
+    An endpoint that has been silent since the first call does not work either: a row or two make too few calls to open
+    its breaker.
+    """
+    asked = [endpoint for endpoint in stats.endpoints if endpoint.up and endpoint.sent]
+    if asked and all(map(_is_silent, asked)):
         return True
-    return bool(stats.endpoints) and not any(e.up for e in stats.endpoints)
+    return bool(stats.endpoints) and not any(endpoint.up for endpoint in stats.endpoints)
 
 
 def _is_silent(endpoint: EndpointStats) -> bool:
-    return not (endpoint.answered or endpoint.throttled or endpoint.faults.keys() - SILENCE)
+    return not (endpoint.answered or endpoint.throttled or endpoint.faults.keys() - _SILENCE)
+
+
+# -- what a job reports -----------------------------------------------------------------------------------------------
 
 
 class Calls(msgspec.Struct, kw_only=True):
-    """What this run asked of the judge; `in_flight` and `limit` are of this moment."""
+    """This run's calls of the judge; `in_flight` and `limit` are of this moment."""
 
     sent: int = 0
     throttled: int = 0
@@ -130,22 +164,21 @@ class Calls(msgspec.Struct, kw_only=True):
     limit: int = 0
 
 
-_SUMS = ("sent", "throttled", "prompt_tokens", "completion_tokens")
-
-
 class CallsMeter:
-    """Adds up an engine's counts over its restarts, each of which begins at 0 again; the cost goes on by itself."""
+    """Adds up an engine's counts over its restarts, each of which starts at 0. The cost is added up elsewhere."""
+
+    _SUMS = ("sent", "throttled", "prompt_tokens", "completion_tokens")
 
     def __init__(self) -> None:
         self._before = Calls()
         self._latest = Calls()
 
     def update(self, stats: JudgeStats) -> Calls:
-        sums = {name: sum(getattr(e, name) for e in stats.endpoints) for name in _SUMS}
-        # Counters only grow, so lower ones are a new engine's.
+        sums = {name: sum(getattr(endpoint, name) for endpoint in stats.endpoints) for name in self._SUMS}
+        # Counters only grow, so lower ones belong to a new engine.
         if sums["sent"] + self._before.sent < self._latest.sent:
             self._before = self._latest
-        for name in _SUMS:
+        for name in self._SUMS:
             sums[name] += getattr(self._before, name)
         self._latest = Calls(
             **sums, cost=stats.cost, restarts=stats.restarts, in_flight=stats.in_flight, limit=stats.limit
@@ -153,30 +186,17 @@ class CallsMeter:
         return self._latest
 
 
-WINDOW_ROWS = 8192
-"""Rows in flight, as many as the engine takes: the judge's limit is never short of work."""
-WINDOW_BYTES = 64 << 20
-"""Text in flight, so that long rows take no more memory than short ones."""
-BATCH_ROWS = 64
-"""Rows per submit. A row is written when its batch is done: more would be lost time after a kill without a cache."""
-BATCH_BYTES = 1 << 20
-TICK_S = 0.1
-"""How late a stop may be noticed while nothing comes in."""
-PROGRESS_EVERY_S = 0.25
-"""How often progress is told: smooth to the eye, and nothing to the engine."""
-
-
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """How far a job is."""
 
     tally: Tally
-    """Rows written, an earlier run's included."""
+    """Rows written, including those of an earlier run."""
     decided: int
     """Rows with a verdict, written or waiting for an earlier row."""
     before: int
     """Of these, the rows that an earlier run wrote."""
     bytes_done: int
-    """Of the input, those of the decided rows; newlines and an open batch's share are estimates."""
+    """Input bytes of the decided rows; newlines and the share of an open batch are estimates."""
     bytes_total: int | None
     elapsed_s: float
     calls: Calls
@@ -186,14 +206,14 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True):
     """Why a job ended before its input did."""
 
     reason: str
-    """A verdict's reason (`auth`, `budget`, `unavailable`, …), `interrupted` or `output`."""
+    """A verdict's reason (`auth`, `budget`, `unavailable`, …), `interrupted`, `output` or `pipe`."""
     detail: str
     next_line: int
     """The first input line without a row."""
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job came to."""
+    """The result of a job."""
 
     tally: Tally
     before: int
@@ -203,15 +223,18 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     stopped: Stopped | None = None
 
 
+# -- the job ----------------------------------------------------------------------------------------------------------
+
+
 class _Slot(NamedTuple):
     """One input line on its way to its row."""
 
     line: Line
     key: str = ""
     row: bytes | None = None
-    """The row, where no judge is needed for it."""
+    """The row, if it needs no judge."""
     kept: WrittenEntry | None = None
-    """Where `row` is an earlier run's: what it says."""
+    """The entry in `row`, if an earlier run wrote it."""
 
 
 class _Batch(NamedTuple):
@@ -221,7 +244,7 @@ class _Batch(NamedTuple):
 
 
 class ScoringJob:
-    """Runs once. `stop` may be called from anywhere, a signal handler included."""
+    """Runs once. `stop` may be called from anywhere, including a signal handler."""
 
     def __init__(
         self,
@@ -237,7 +260,7 @@ class ScoringJob:
         on_progress: Callable[[Progress], None] = lambda progress: None,
         on_malformed: Callable[[int, str], None] = lambda line, detail: None,
     ) -> None:
-        """`found` is what `output` holds already. `retry_from`: an earlier output's rows, to keep or to score again."""
+        """`found`: the content of `output`. `retry_from`: the rows of an earlier output, to keep or to score again."""
         self._judge = judge
         self._rows = rows
         self._lines = Lines(source)
@@ -254,7 +277,6 @@ class ScoringJob:
         self._next_line = self._found.last_line + 1
         self._bytes_done = 0
         self._meter = CallsMeter()
-        self._calls = Calls()
         self._rule = StopRule(lambda: is_down(judge.stats()))
         self._changed = threading.Condition()
         self._queue: deque[_Batch] = deque()
@@ -267,40 +289,41 @@ class ScoringJob:
         self._ended = threading.Event()
 
     def stop(self, reason: str = "interrupted") -> None:
-        """Ends the job soon: nothing more is submitted, and what is contiguous is written."""
+        """End the job soon: submit nothing more, and write the rows that are contiguous."""
         self._stop_reason = self._stop_reason or reason
 
     def run(self) -> Summary:
-        """To the end of the input, or to where it must stop. `ConfigError` if the output belongs to another input."""
+        """Run to the end of the input or a reason to stop. `ConfigError` if the output belongs to another input."""
         started_at = time.monotonic()
         feeder = threading.Thread(target=self._feed, name="freewheel-score-feeder", daemon=True)
         ticker = threading.Thread(target=self._tick, args=(started_at,), name="freewheel-score-ticker", daemon=True)
         feeder.start()
         ticker.start()
-        stopped = None
+        is_complete = False
         try:
             stopped = self._drain()
             if self._feed_error is not None:
                 raise self._feed_error
-        except BaseException:
-            self._output.abandon()
-            raise
-        else:
-            if stopped is None:
-                self._output.finish()
-            else:
-                self._output.abandon()
+            is_complete = stopped is None
         finally:
-            self._cancel_all()
-            self._ended.set()
-            ticker.join()
-            self._judge.close()
-        self._calls = self._meter.update(self._judge.stats())
-        elapsed_s = time.monotonic() - started_at
+            try:
+                if is_complete:
+                    self._output.finish()
+                else:
+                    self._output.abandon()
+            finally:
+                self._cancel_all()
+                self._ended.set()
+                ticker.join()
+                self._judge.close()
         return Summary(
-            tally=self._tally, before=self._before, blank=self._blank, elapsed_s=elapsed_s, calls=self._calls,
+            tally=self._tally,
+            before=self._before,
+            blank=self._blank,
+            elapsed_s=time.monotonic() - started_at,
+            calls=self._meter.update(self._judge.stats()),
             stopped=stopped,
-        )  # fmt: skip
+        )
 
     # -- the feeder's thread ------------------------------------------------------------------------------------------
 
@@ -316,7 +339,7 @@ class ScoringJob:
 
     def _read_all(self) -> None:
         last = self._found.last_line
-        found_last = not last
+        has_found_last = not last
         for block in self._lines.blocks(max(1, last)):
             slots: list[_Slot] = []
             requests: list[JudgeRequest] = []
@@ -325,8 +348,10 @@ class ScoringJob:
                 if line.number == 1 and line.text.startswith(UTF8_BOM):
                     line = line._replace(text=line.text[len(UTF8_BOM) :])
                 if line.number == last:
-                    self._check_last(line)
-                    found_last = True
+                    if self._key_of(line) != self._found.last_key:
+                        raise self._other_input(line.number)
+                    self._bytes_done = line.end  # nothing is submitted yet, so the main thread does not touch it
+                    has_found_last = True
                     continue
                 if not line.too_long and is_blank(line.text):
                     self._blank += 1
@@ -334,27 +359,18 @@ class ScoringJob:
                 slots.append(self._slot(line, requests))
                 size += len(line.text)
                 if len(slots) == BATCH_ROWS or size >= BATCH_BYTES:
-                    if not self._hand_over(slots, requests, size):
+                    if not self._submit(slots, requests, size):
                         return
                     slots, requests, size = [], [], 0
-            if slots and not self._hand_over(slots, requests, size):
+            if slots and not self._submit(slots, requests, size):
                 return
-        if not found_last:
-            raise self._short_input()
-        if self._retry_from is not None and next(self._retry_from, None) is not None:
-            raise self._short_input()
-
-    def _check_last(self, line: Line) -> None:
-        if self._key_of(line) != self._found.last_key:
-            raise self._other_input(line.number)
-        self._bytes_done = line.end  # nothing is submitted yet, so the writer does not touch it
+        if not has_found_last or (self._retry_from is not None and next(self._retry_from, None) is not None):
+            remedy = f"the input ends before the line of its last row; {REMEDY}"
+            raise ConfigError("output", self._output_name, remedy)
 
     def _other_input(self, line: int) -> ConfigError:
         remedy = f"its row of line {line} belongs to another input, rubric or model than is given now; {REMEDY}"
         return ConfigError("output", self._output_name, remedy)
-
-    def _short_input(self) -> ConfigError:
-        return ConfigError("output", self._output_name, f"the input ends before the line of its last row; {REMEDY}")
 
     def _key_of(self, line: Line) -> str:
         try:
@@ -363,7 +379,7 @@ class ScoringJob:
             return self._rows.malformed_key(line)
 
     def _slot(self, line: Line, requests: list[JudgeRequest]) -> _Slot:
-        """What becomes of a line; where a judge is needed, its request joins `requests`."""
+        """Decide what to do with a line. If it needs a judge, its request joins `requests`."""
         earlier = next(self._retry_from, None) if self._retry_from is not None else None
         entry = self._rows.read_written(earlier.text) if earlier is not None else None
         if entry is not None and entry.line != line.number:
@@ -382,46 +398,42 @@ class ScoringJob:
         requests.append(request)
         return _Slot(line, key)
 
-    def _hand_over(self, slots: list[_Slot], requests: list[JudgeRequest], size: int) -> bool:
-        """Submits a batch once the window has room. False: the job stops."""
+    def _submit(self, slots: list[_Slot], requests: list[JudgeRequest], size: int) -> bool:
+        """Submit a batch once the window has room. False: the job stops."""
         with self._changed:
-            while self._rows_out and (
-                self._rows_out + len(slots) > WINDOW_ROWS or self._bytes_out + size > WINDOW_BYTES
-            ):
-                if self._ended.is_set() or self._stop_reason:
-                    return False
+            while not (self._ended.is_set() or self._stop_reason):
+                has_room = self._rows_out + len(slots) <= WINDOW_ROWS and self._bytes_out + size <= WINDOW_BYTES
+                if has_room or not self._rows_out:
+                    handle = self._judge.submit(requests, deadline_s=None)
+                    self._queue.append(_Batch(slots, handle, size))
+                    self._rows_out += len(slots)
+                    self._bytes_out += size
+                    self._changed.notify_all()
+                    return True
                 self._changed.wait(TICK_S)
-            if self._ended.is_set() or self._stop_reason:
-                return False
-            handle = self._judge.submit(requests, deadline_s=None)
-            self._queue.append(_Batch(slots, handle, size))
-            self._rows_out += len(slots)
-            self._bytes_out += size
-            self._changed.notify_all()
-        return True
+        return False
 
-    # -- the writer: the caller's thread ------------------------------------------------------------------------------
+    # -- the main thread ----------------------------------------------------------------------------------------------
 
     def _drain(self) -> Stopped | None:
-        held: list[tuple[_Slot, Verdict, bytes]] = []
+        held: list[tuple[_Slot, Verdict | None, bytes]] = []
         while (batch := self._next_batch()) is not None:
             ready: list[tuple[_Slot, Verdict | None, bytes]] = []
-            verdicts = iter(self._verdicts(batch))
+            verdicts = iter(self._wait_for_verdicts(batch))
             ruling = Ruling.WRITE
             for slot in batch.slots:
+                row: tuple[_Slot, Verdict | None, bytes]
                 if slot.row is not None:
-                    ready += [*held, (slot, None, slot.row)]
-                    held = []
-                    continue
-                verdict = next(verdicts)
-                ruling = self._rule.judge(verdict)
-                if ruling is Ruling.STOP:
-                    break
-                row = (slot, verdict, self._rows.write(slot.line, slot.key, verdict))
-                if ruling is Ruling.HOLD:
-                    held.append(row)
+                    ruling, row = Ruling.WRITE, (slot, None, slot.row)
                 else:
-                    ready += [*held, row]
+                    verdict = next(verdicts)
+                    ruling = self._rule.judge(verdict)
+                    if ruling is Ruling.STOP:
+                        break
+                    row = (slot, verdict, self._rows.write(slot.line, slot.key, verdict))
+                held.append(row)
+                if ruling is Ruling.WRITE:
+                    ready += held
                     held = []
             if (problem := self._write(ready)) is not None:
                 return problem
@@ -434,14 +446,12 @@ class ScoringJob:
                 self._changed.notify_all()
         if self._feed_error is None and self._rule.end() is Ruling.STOP:
             return self._stopped()
-        if (problem := self._write([*held])) is not None:
+        if (problem := self._write(held)) is not None:
             return problem
-        if self._stop_reason:
-            return Stopped(reason=self._stop_reason, detail="", next_line=self._next_line)
-        return None
+        return self._stopped() if self._stop_reason else None
 
     def _next_batch(self) -> _Batch | None:
-        """The oldest batch; None at the end of the input, or when the job is told to stop."""
+        """The oldest batch. None at the end of the input, or if the job must stop."""
         with self._changed:
             while not self._queue:
                 if self._fed or self._stop_reason:
@@ -450,7 +460,7 @@ class ScoringJob:
             self._current = self._queue.popleft()
             return self._current
 
-    def _verdicts(self, batch: _Batch) -> list[Verdict]:
+    def _wait_for_verdicts(self, batch: _Batch) -> list[Verdict]:
         while not batch.handle.wait(TICK_S):
             if self._stop_reason:
                 self._cancel_all()
@@ -476,25 +486,24 @@ class ScoringJob:
         return None
 
     def _stopped(self) -> Stopped:
-        why = self._rule.why or Failed("engine")
         if self._stop_reason:
             return Stopped(reason=self._stop_reason, detail="", next_line=self._next_line)
+        why = self._rule.why or Failed("engine")
         return Stopped(reason=why.reason, detail=why.detail, next_line=self._next_line)
 
-    def _cancel_all(self) -> None:
+    def _open_batches(self) -> list[_Batch]:
         with self._changed:
-            batches = [*self._queue, *([self._current] if self._current is not None else [])]
-        for batch in batches:
+            return [*self._queue, *([self._current] if self._current is not None else [])]
+
+    def _cancel_all(self) -> None:
+        for batch in self._open_batches():
             batch.handle.cancel()
 
     # -- the ticker's thread ------------------------------------------------------------------------------------------
 
     def _tick(self, started_at: float) -> None:
         while not self._ended.wait(PROGRESS_EVERY_S):
-            self._calls = self._meter.update(self._judge.stats())
-            with self._changed:
-                batches = [*self._queue, *([self._current] if self._current is not None else [])]
-            open_batches = [(batch, batch.handle.progress()) for batch in batches]
+            open_batches = [(batch, batch.handle.progress()) for batch in self._open_batches()]
             waiting = sum(progress.done for _, progress in open_batches)
             waiting_bytes = sum(round(batch.size * progress.share) for batch, progress in open_batches)
             self._on_progress(
@@ -505,9 +514,12 @@ class ScoringJob:
                     bytes_done=self._bytes_done + waiting_bytes,
                     bytes_total=self._source_bytes,
                     elapsed_s=time.monotonic() - started_at,
-                    calls=self._calls,
+                    calls=self._meter.update(self._judge.stats()),
                 )
             )
+
+
+# -- opening a job ----------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -522,7 +534,7 @@ def open_job(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     on_malformed: Callable[[int, str], None] = lambda line, detail: None,
 ) -> Iterator[ScoringJob]:
-    """A job from `source` to `target` (`-`: stdin, stdout). `ConfigError` where they cannot work."""
+    """A job from `source` to `target`; `-` is stdin or stdout. `ConfigError` if they cannot work."""
     rows = RowFormat(config, fields or Fields())
     if retry_failed and (overwrite or is_stream(target) or not Path(target).exists()):
         raise ConfigError("retry_failed", True, "it needs an output file of an earlier run, and no --overwrite")
@@ -531,9 +543,11 @@ def open_job(
         output: Output
         found = earlier = None
         if is_stream(target):
-            output = StreamOutput(_open_stream(target, stack))
+            output = Output(sys.stdout.fileno() if target == "-" else _open("output", target, os.O_WRONLY, stack))
         else:
-            _refuse_same_file(fd, target)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), Path(target).stat()):
+                    raise ConfigError("output", target, "it is the input file itself; give another output file")
             file = output = FileOutput(Path(target))
             stack.callback(file.close)
             if overwrite:
@@ -542,9 +556,7 @@ def open_job(
             if found.last_line and total is None:
                 raise ConfigError("input", source, f"a pipe cannot be continued, and {target} has rows; {REMEDY}")
             if retry_failed:
-                output, found = Replacement(file), None
-                os.lseek(file.fd, 0, os.SEEK_SET)
-                earlier = _rows_of(file.fd)
+                output, found, earlier = Replacement(file), None, file.read_rows()
         judge = stack.enter_context(Judge(config))
         yield ScoringJob(
             judge=judge,
@@ -561,38 +573,20 @@ def open_job(
 
 
 def _open_source(source: str, stack: contextlib.ExitStack) -> tuple[int, int | None]:
-    """The descriptor, and its length where it is a file that can be read again."""
+    """The descriptor, and the length if it is a file that can be read again."""
     if source == "-":
         return sys.stdin.fileno(), None
-    try:
-        fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError("input", source, f"it cannot be opened: {error.strerror}") from None
-    stack.callback(os.close, fd)
+    fd = _open("input", source, os.O_RDONLY, stack)
     status = os.fstat(fd)
     if stat.S_ISDIR(status.st_mode):
         raise ConfigError("input", source, "it is a folder; give a file of JSON lines")
     return fd, status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
-def _open_stream(target: str, stack: contextlib.ExitStack) -> int:
-    if target == "-":
-        return sys.stdout.fileno()
+def _open(key: str, path: str, flags: int, stack: contextlib.ExitStack) -> int:
     try:
-        fd = os.open(target, os.O_WRONLY | os.O_CLOEXEC)
+        fd = os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
-        raise ConfigError("output", target, f"it cannot be opened: {error.strerror}") from None
+        raise ConfigError(key, path, f"it cannot be opened: {error.strerror}") from None
     stack.callback(os.close, fd)
     return fd
-
-
-def _refuse_same_file(fd: int, target: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(os.fstat(fd), Path(target).stat()):
-            raise ConfigError("output", target, "it is the input file itself; give another output file")
-
-
-def _rows_of(fd: int) -> Iterator[Line]:
-    """The rows of an earlier output; `FileOutput.scan` has read them before, so they are whole."""
-    for block in Lines(fd, max_line_bytes=MAX_ROW_BYTES).blocks():
-        yield from block
