@@ -23,7 +23,7 @@ CONFIG: Any = SimpleNamespace(
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "TRY_AGAIN_S", 0.001)
+    monkeypatch.setattr(building, "_RETRY_S", 0.001)
 
 
 def troubled(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int) -> list[Path]:
@@ -76,7 +76,7 @@ async def test_room_that_is_missing_as_the_journal_is_read_is_waited_for(
 async def test_one_that_another_run_writes_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(building, "BUSY_S", 0.01)
+    monkeypatch.setattr(building, "_BUSY_S", 0.01)
     troubled(monkeypatch, JournalBusy("another writes it"), 10**9)
     with pytest.raises(JournalBusy):
         await open_queue(CONFIG, tmp_path, total_prompts=4, checkpoint=CheckpointMark())

@@ -158,12 +158,12 @@ def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("rollout.rollouter_class={}:Missing", "has no Missing"),
         ("rollout.rollouter_class={}:Other", "it must be a subclass of Rollouter"),
         ("trainer.trainer_class={}:MyRollouter", "it must be a subclass of FullyAsyncTrainer"),
-        ("trainer.trainer_class={}:NoArguments", "does not take that"),
+        ("trainer.trainer_class={}:NoArguments", "which it does not accept"),
         ("trainer.trainer_class=broken_{}:Mine", "failed: ZeroDivisionError"),
         ("observe.custom_monitor=no_such_{}:monitor", "there is no module no_such_"),
         ("observe.custom_monitor={}:missing", "has no missing"),
         ("observe.custom_monitor={}:NUMBER", "it cannot be called: name a function"),
-        ("observe.custom_monitor={}:one", "called with (trainer_stats, rollouter_stats), and does not take that"),
+        ("observe.custom_monitor={}:one", "called with (trainer_stats, rollouter_stats), which it does not accept"),
         ("data.task=broken_{}:task", "failed: ZeroDivisionError"),
     ],
 )
@@ -534,7 +534,7 @@ def test_what_is_no_model_is_refused(elsewhere: Path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--prompts", "0"], "--prompts = 0: nothing would be measured: give 1 or more"),
+        (["--prompts", "0"], "--prompts = 0: nothing would be evaluated: give 1 or more"),
         (["--prompts", "-1"], "--prompts = -1"),
         (["--samples", "0"], "--samples = 0"),
         (["--samples", "4"], "--samples = 4"),

@@ -21,7 +21,7 @@ from freewheel.runtime.config_files import (
     PACKAGED,
     compose,
     configs,
-    differing,
+    find_differences,
     load,
     mapping_keys,
     section_of,
@@ -43,7 +43,7 @@ def refused(*overrides: str, **where: Any) -> ConfigError:
 
 
 def changes(*overrides: str, **where: Any) -> dict[str, Any]:
-    return {key: new for key, (_, new) in differing(TrainConfig(), compose(overrides, **where)).items()}
+    return {key: new for key, (_, new) in find_differences(TrainConfig(), compose(overrides, **where)).items()}
 
 
 def test_without_anything_the_schema_is_the_config():
@@ -181,7 +181,7 @@ def test_a_name_or_a_folder_that_is_not_there_is_told_with_what_is(folder: Path)
     ("text", "line", "says"),
     [
         ("trainer:\n  total_steps: 3\n   keep_last: 2\n", 3, "not YAML"),
-        ("seed: 1\nmode: sync\nseed: 2\n", 3, "seed stands twice"),
+        ("seed: 1\nmode: sync\nseed: 2\n", 3, "seed is given twice"),
         ("a: [1, 2\n", 2, "not YAML"),
         ("\tseed: 1\n", 1, "not YAML"),
     ],

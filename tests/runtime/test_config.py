@@ -100,7 +100,7 @@ def test_a_wrong_type_is_refused_with_the_full_key_and_what_would_be_right(key: 
         ({"trainer": 5}, "trainer = 5: this is a section: give its keys"),
         ({"trainer.total_steps": 1e9}, "give a whole number: 1000000000"),
         ({"trainer.total_steps": 10**22}, "give at most 1000000000"),
-        ({"model.path": "???"}, "marked as one that you must give"),
+        ({"model.path": "???"}, "the file marks this value as one that you must give"),
     ],
 )
 def test_what_is_refused_is_refused_with_what_was_probably_meant(settings: dict[str, Any], says: str):

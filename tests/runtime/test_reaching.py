@@ -13,7 +13,7 @@ import pytest
 
 from freewheel.errors import ConfigError
 from freewheel.runtime import cluster
-from freewheel.runtime.cluster import check_cluster, joined_at
+from freewheel.runtime.cluster import check_cluster, find_head
 from freewheel.utils.processes import within
 
 
@@ -89,8 +89,8 @@ def test_one_that_takes_connections_is_left_to_ray(live: str) -> None:
 def test_another_server_is_not_taken_for_a_cluster(
     answers: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster, "CONNECT_S", 0.3)
-    assert "what answers there is no Ray cluster: give the address" in refused(answers(b"HTTP/1.1 400 Bad Request"))
+    monkeypatch.setattr(cluster, "_CONNECT_S", 0.3)
+    assert "the server there is not a Ray cluster: give the address" in refused(answers(b"HTTP/1.1 400 Bad Request"))
     silent = answers(b"")
     assert "does not speak as Ray does (timed out)" in refused(silent)
     check_cluster(silent, {"RAY_USE_TLS": "1"})
@@ -98,11 +98,11 @@ def test_another_server_is_not_taken_for_a_cluster(
 
 def test_auto_is_what_ray_would_take(tmp_path: Path, dead: str, live: str, no_head: None) -> None:
     environ = {"RAY_TMPDIR": str(tmp_path)}
-    assert joined_at("auto", environ) is None
+    assert find_head("auto", environ) is None
     assert "no Ray cluster is known on this machine" in refused("auto", environ)
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "ray_current_cluster").write_text(f"{dead}\n")
-    assert joined_at("auto", environ) == dead
+    assert find_head("auto", environ) == dead
     assert f"ray.address = 'auto ({dead})'" in refused("auto", environ), "what an old cluster left"
     check_cluster("auto", {**environ, "RAY_ADDRESS": live})
 

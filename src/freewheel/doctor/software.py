@@ -237,7 +237,7 @@ def _folder(package: str) -> Path | None:
 
 
 def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = installed) -> Iterator[Finding]:
-    from freewheel.runtime.cluster import START_COMMAND, check_cluster, joined_at
+    from freewheel.runtime.cluster import START_COMMAND, check_cluster, find_head
 
     release = have("ray")
     if release is None:
@@ -250,4 +250,4 @@ def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = in
     except ConfigError as error:
         yield problem("Ray", str(error), START_COMMAND)
         return
-    yield ok("Ray", f"{release}; a cluster answers at {joined_at(address, environ) or address}")
+    yield ok("Ray", f"{release}; a cluster answers at {find_head(address, environ) or address}")

@@ -1,10 +1,12 @@
-"""From a checked configuration to plain components, without Ray: what a rollouter's and a trainer's process hold.
+"""Builds the components of a run from its configuration, without Ray.
 
+    data.train, data.eval ─ read_rows ─▶ rows that the task can score ─▶ Prompts
     RolloutSide: tokenizer, task, prompts, engine, reward stage ─▶ Rollouter
     TrainSide:   model, backend, checkpoints                    ─▶ FullyAsyncTrainer
+    open_queue:  journal.sqlite ─▶ restore                      ─▶ MessageQueue
     synchronizer: the replicas                                  ─▶ ParameterSynchronizer
 
-Called by the actors, and by tests that run a whole pipeline in one process.
+Called by the actors, `freewheel eval`, the checks before a run, and tests that run a whole pipeline in one process.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from freewheel.data.group import Ticket
 from freewheel.data.prompts import PromptStream, Rendering, render_rows
@@ -41,8 +43,16 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
-from freewheel.runtime.config import EMBEDDED, OWN_ROWS, ObserveConfig, TrainConfig
-from freewheel.utils.registry import DETAIL_CHARS, find_object
+from freewheel.runtime.config import (
+    DEFAULT,
+    EMBEDDED,
+    OWN_ROWS,
+    ROLLOUTER_CLASSES,
+    TRAINER_CLASSES,
+    ObserveConfig,
+    TrainConfig,
+)
+from freewheel.utils.registry import DETAIL_CHARS, Registry, find_object
 
 if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
@@ -59,8 +69,17 @@ if TYPE_CHECKING:
     from freewheel.trainer.trainer import FullyAsyncTrainer
 
 
-MONITORED = ("trainer_stats", "rollouter_stats")
-"""What a monitor is called with."""
+log = logging.getLogger("freewheel.queue")
+
+T = TypeVar("T")
+
+_MONITOR_ARGUMENTS = ("trainer_stats", "rollouter_stats")
+_MB = 1_000_000
+_BUSY_S = 60.0
+"""Longest wait for another process to release the journal: a killed run's last process may be slow to end."""
+_RETRY_S = 1.0
+_WARN_AGAIN_S = 60.0
+"""Time between two warnings that the journal cannot be written yet."""
 
 
 def synchronizer(
@@ -71,7 +90,7 @@ def synchronizer(
     version: int = 0,
     versions: Mapping[str, int] | None = None,
 ) -> ParameterSynchronizer:
-    """`versions`: what each replica holds, where it takes over from one that died."""
+    """`versions`: what each replica holds, for a restarted synchronizer."""
     from freewheel.sync.synchronizer import ParameterSynchronizer
 
     return ParameterSynchronizer(
@@ -88,7 +107,7 @@ def synchronizer(
 
 
 def model_folder(config: TrainConfig) -> str:
-    """Where the model is loaded from."""
+    """Return the folder or hub id that the model is loaded from."""
     if config.model.path == EMBEDDED:
         from freewheel.data.tasks.word_problems import model_path
 
@@ -102,19 +121,19 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
     key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     path = config.model.tokenizer or model_folder(config)
-    with _said_by(key, path):
+    with _loading_errors(key, path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
 
 
 def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
-    """`dtype`: a floating-point type's name, or `auto` for that of the files."""
+    """Load a model. `dtype`: the name of a floating-point type, or `auto` for the files' own."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
     check_weights(Path(path))
-    with _said_by("model.path", path):
+    with _loading_errors("model.path", path):
         return AutoModelForCausalLM.from_pretrained(
             path,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -123,32 +142,32 @@ def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
 
 
 def load_model_config(path: str, config: TrainConfig) -> tuple[Any, Any]:
-    """What the model is, and what its files say of generation, without its weights."""
+    """Load a model's configuration and its generation configuration, without weights."""
     from transformers import AutoConfig, GenerationConfig
 
     check_weights(Path(path))
-    with _said_by("model.path", path):
+    with _loading_errors("model.path", path):
         found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     try:
         return found, GenerationConfig.from_pretrained(path)
-    except OSError:  # it has none of its own
+    except OSError:  # the model has no generation configuration
         return found, GenerationConfig.from_model_config(found)
 
 
 def count_parameters(path: str, model_config: Any, config: TrainConfig) -> int:
-    """Of such a model. Its weights need not be here yet."""
+    """Count the parameters of a model whose weights need not be here yet."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with _said_by("model.path", path), torch.device("meta"):
+    with _loading_errors("model.path", path), torch.device("meta"):
         trust = config.model.trust_remote_code
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)  # type: ignore[no-untyped-call]
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @contextmanager
-def _said_by(key: str, path: str) -> Iterator[None]:
-    """What transformers says of a model that it cannot load, in one line."""
+def _loading_errors(key: str, path: str) -> Iterator[None]:
+    """Turn transformers' errors about a model into a `ConfigError` of one line."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -158,7 +177,7 @@ def _said_by(key: str, path: str) -> Iterator[None]:
 
 
 def check_weights(folder: Path) -> None:
-    """Raises for a file of weights that is cut short or damaged, by what its header says. Takes milliseconds."""
+    """Raise for a truncated or damaged file of weights. Reads headers only, in milliseconds."""
     from safetensors import SafetensorError, safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -171,7 +190,7 @@ def check_weights(folder: Path) -> None:
 
 
 def use_threads(count: int) -> None:
-    """This process's share of the cores."""
+    """Limit this process to its share of the cores."""
     import torch
 
     os.environ["OMP_NUM_THREADS"] = str(count)
@@ -179,7 +198,7 @@ def use_threads(count: int) -> None:
 
 
 def stop_token_ids(tokenizer: Any, generation_config: Any, task: Task) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's and the model's own ends, and the task's."""
+    """Return the tokens that end a response: the tokenizer's, the model's and the task's."""
     found: set[int] = set()
     for ids in (tokenizer.eos_token_id, getattr(generation_config, "eos_token_id", None)):
         found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
@@ -192,8 +211,8 @@ def stop_token_ids(tokenizer: Any, generation_config: Any, task: Task) -> tuple[
 
 
 def decoder(tokenizer: Any) -> Callable[[Array], str]:
-    """The text of a response, without special tokens. A fast tokenizer is asked without the way around it, which takes
-    longer than the decoding."""
+    """Return a function from a response to its text, without special tokens. Calls the backend of a fast tokenizer
+    directly: its Python wrapper takes longer than the decoding."""
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None or tokenizer.clean_up_tokenization_spaces:
         return lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True))
@@ -208,7 +227,7 @@ def pad_token_id(tokenizer: Any) -> int:
 
 
 class RolloutSide:
-    """All that a rollouter's process holds."""
+    """What a rollouter's process holds."""
 
     def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
         from freewheel.rollout.reward_functions import load_reward
@@ -235,11 +254,11 @@ class RolloutSide:
         self.reward = load_reward(config.reward.function, self.task)
 
     def rollouter(self, queue: QueueClient) -> Rollouter:
-        from freewheel.rollout.rollouter import Rollouter, Sampling
+        from freewheel.rollout.rollouter import Sampling
 
         config = self.config
-        made: type[Rollouter] = named("rollout.rollouter_class", config.rollout.rollouter_class, Rollouter)
-        return made(
+        kind: type[Rollouter] = find_class("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES)
+        return kind(
             name=self.name,
             engine=self.engine,
             prompt=self.prompts.prompt,
@@ -278,7 +297,7 @@ class RolloutSide:
         )
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
-        """Over every `shares`-th held-out prompt, with the weights that the engine holds; None where there is none."""
+        """Evaluate every `shares`-th held-out prompt with the engine's current weights. None: this share is empty."""
         from freewheel.rollout.evaluating import evaluate
 
         places = range(share, len(self.held_out), shares)
@@ -301,7 +320,7 @@ class RolloutSide:
 
 
 def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig) -> HeldOutScore:
-    """As `reward` says, but for judge and retries."""
+    """Return the scorer for evaluation: the reward function without judge and retries."""
     from freewheel.rollout.evaluating import HeldOutScore
 
     reward = config.reward
@@ -315,7 +334,7 @@ def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig
 
 
 def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float] | None:
-    """From replicas' shares to metrics, the reward's parts by their own names. None: nobody had a prompt."""
+    """Merge the replicas' results into metrics, with the parts of the reward by name. None: there were no prompts."""
     from freewheel.rollout.evaluating import EvalResult
 
     found = [result for result in results if result is not None]
@@ -323,7 +342,7 @@ def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float]
         return None
     whole = EvalResult.joined(found)
     parts: dict[str, float] = {}
-    for name, part in whole.parts.items():  # ours go over those of a part that has such a name
+    for name, part in whole.parts.items():  # the metrics below win over a part of the same name
         parts |= {f"eval/{name}": part.mean, f"eval/{name}_se": part.error}
     return {
         **parts,
@@ -339,12 +358,12 @@ def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float]
 
 
 def backend_settings(config: TrainConfig, plan: Plan) -> dict[str, Any]:
-    """Of every training process, but for its device."""
+    """Return the backend settings of all training processes, without their device."""
     return {
         "algorithm": config.algorithm,
         "optimizer": config.optimizer,
         "lr": config.lr,
-        "dtype": plan.dtype,  # as the engines: weights in another type have another checksum
+        "dtype": plan.dtype,  # the same as the engines: checksums depend on it
         "lora": config.model.lora,
         "activation_checkpointing": config.model.gradient_checkpointing,
         "micro_batch_tokens": config.trainer.micro_batch_tokens,
@@ -355,12 +374,12 @@ def backend_settings(config: TrainConfig, plan: Plan) -> dict[str, Any]:
 
 
 class TrainSide:
-    """All that the trainer's process holds."""
+    """What the trainer's process holds."""
 
     def __init__(
         self, *, config: TrainConfig, plan: Plan, run_dir: str, resume: str | None, ranks: Ranks | None = None
     ) -> None:
-        """`ranks`: the other training processes, where there are any."""
+        """`ranks`: the other training processes, if there are any."""
         from freewheel.trainer.backend import BackendState
         from freewheel.trainer.checkpoint import TRAINING, CheckpointStore, Resumed, RunSaver
         from freewheel.trainer.ranks import Leader
@@ -369,7 +388,7 @@ class TrainSide:
         use_threads(plan.threads_trainer)
         self.config, self.plan = config, plan
         self.tokenizer = load_tokenizer(config)
-        model = load_causal_lm(model_folder(config), config, "auto")  # the type that it is exported in
+        model = load_causal_lm(model_folder(config), config, "auto")  # in the type of the files, for the export
         settings = backend_settings(config, plan)
         self.backend: Backend
         if ranks is None:
@@ -384,18 +403,20 @@ class TrainSide:
             loaded = store.load(Path(resume))
             self.resumed = Resumed.of(Path(resume), loaded.state)
             values = loaded.state["backend"]
-            if isinstance(self.backend, Leader):  # each rank reads what it needs of it
+            if isinstance(self.backend, Leader):  # each rank reads its own part
                 self.backend.load_files(loaded.tensor_files(TRAINING), values)
             else:
                 self.backend.load_state(BackendState(tensors=loaded.tensors(TRAINING), values=values))
 
     def trainer(self, queue: QueueClient, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
         from freewheel.sync.broadcast import packer_for
-        from freewheel.trainer.trainer import FullyAsyncTrainer, Schedule
+        from freewheel.trainer.trainer import Schedule
 
         config = self.config
-        made: type[FullyAsyncTrainer] = named("trainer.trainer_class", config.trainer.trainer_class, FullyAsyncTrainer)
-        self._trainer = made(
+        kind: type[FullyAsyncTrainer] = find_class(
+            "trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES
+        )
+        trainer = self._trainer = kind(
             backend=self.backend,
             queue=queue,
             publisher=publisher,
@@ -416,64 +437,74 @@ class TrainSide:
             pad_token_id=pad_token_id(self.tokenizer),
             packer=packer_for(self.plan.transport),
         )
-        return self._trainer
+        return trainer
 
     def export(self, folder: str) -> None:
-        """The weights as they are, to a folder of the run: in the type that the model's files had."""
+        """Write the current weights to a folder of the run, in the type that the model's files had."""
         step = self._trainer.global_steps if self._trainer is not None else 0
         self.store.export(Path(folder), step, lambda beside: self.backend.save_hf(beside, self.tokenizer))
 
 
-def named_function(key: str, spec: str | None) -> Any:
-    """The function at `module:name`; None where nothing is named. It must take `MONITORED`."""
-    found = None if spec is None else find_object(key, spec)
-    if found is not None and not callable(found):
+# -- objects that settings name ---------------------------------------------------------------------------------------
+
+
+def find_monitor(config: TrainConfig) -> Any:
+    """Return the function that `observe.custom_monitor` names, if any."""
+    key, spec = "observe.custom_monitor", config.observe.custom_monitor
+    if spec is None:
+        return None
+    monitor = find_object(key, spec)
+    if not callable(monitor):
         raise ConfigError(key, spec, "it cannot be called: name a function")
-    if found is not None:
-        _must_take(key, spec, found, MONITORED, {})
-    return found
+    _check_arguments(key, spec, monitor, _MONITOR_ARGUMENTS, {})
+    return monitor
 
 
-def named(key: str, spec: str | None, base: Any) -> Any:
-    """The class at `module:name`, which must be made from `base`, and as it is; `base` where nothing is named."""
+def find_class(key: str, spec: str | None, classes: Registry[type[T]]) -> type[T]:
+    """Return the class that a setting names. It must be a subclass of the default, with the same arguments."""
+    base = classes.find(key, DEFAULT)
     if spec is None:
         return base
-    found = find_object(key, spec)
+    found = classes.find(key, spec)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(key, spec, f"it must be a subclass of {base.__name__}")
     needed = [name for name, one in inspect.signature(base).parameters.items() if one.default is one.empty]
-    _must_take(key, spec, found, (), dict.fromkeys(needed))
+    _check_arguments(key, spec, found, (), dict.fromkeys(needed))
     return found
 
 
-def _must_take(key: str, spec: str | None, found: Any, by_place: Sequence[str], by_name: Mapping[str, Any]) -> None:
+def _check_arguments(
+    key: str, spec: str | None, found: Any, by_place: Sequence[str], by_name: Mapping[str, Any]
+) -> None:
     try:
         signature = inspect.signature(found)
     except (TypeError, ValueError):
-        return  # one that is not written in Python does not always say what it takes
+        return  # a builtin may have no signature
     try:
         signature.bind(*by_place, **by_name)
     except TypeError as error:
         wanted = ", ".join((*by_place, *by_name))
-        raise ConfigError(key, spec, f"it is called with ({wanted}), and does not take that: {error}") from error
+        raise ConfigError(key, spec, f"it is called with ({wanted}), which it does not accept: {error}") from error
 
 
-Use = Literal["train", "eval"]
-"""Of rows: the key of `data` that names them."""
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+Split = Literal["train", "eval"]
+"""The key of `data` that names the rows."""
 
 
 def is_here(task: str, path: str | None) -> bool:
-    """Whether rows can be read without fetching them. `path`: of `data.train` or `data.eval`."""
+    """Whether rows can be read without a download. `path`: `data.train` or `data.eval`."""
     return task == OWN_ROWS or (path is not None and not is_on_hub(path))
 
 
 def is_measured(config: TrainConfig) -> bool:
-    """Whether there are held-out rows: none where a file is trained on and none is given to measure on."""
+    """Whether there are held-out rows: none if `data.train` is given and `data.eval` is not."""
     return config.eval.prompts > 0 and (config.data.eval is not None or config.data.train is None)
 
 
-def read_rows(config: TrainConfig, task: Task, use: Use) -> Sequence[Any]:
-    """The rows of `data.train` or `data.eval`. What cannot be read, or not be scored, is said by that key."""
+def read_rows(config: TrainConfig, task: Task, use: Split) -> Sequence[Any]:
+    """Read the rows of `data.train` or `data.eval`. Raises a `ConfigError` for rows that cannot be read or scored."""
     data, key = config.data, f"data.{use}"
     path, split = (data.train, data.train_split) if use == "train" else (data.eval, data.eval_split)
     try:
@@ -484,52 +515,53 @@ def read_rows(config: TrainConfig, task: Task, use: Use) -> Sequence[Any]:
         raise ConfigError(key, path, f"it cannot be read ({error}): give a file that can") from error
     except ConfigError as error:
         raise error.renamed(f"{key}_split") if error.key == "split" else error from None
-    if config.reward.function is None and data.task in TASKS:  # the score of another's task may take long
+    if config.reward.function is None and data.task in TASKS:  # scoring with a user's task may take long
         for place, row in enumerate(rows):
-            if why := _unscorable(task, row):
+            if why := _why_unscorable(task, row):
                 remedy = "correct it (docs/tasks.md has the fields), or give a reward.function of your own"
                 raise ConfigError(key, path, f"row {place} cannot be scored: {why}: {remedy}")
     return rows
 
 
-def _unscorable(task: Task, row: Any) -> str:
-    """Why the task's rule refuses the row, whatever the response; empty where it does not."""
+def _why_unscorable(task: Task, row: Any) -> str:
+    """Return why the task refuses the row, whatever the response is; empty if it does not."""
     try:
         task.score("", row)
     except ConfigError as error:
-        return f"no rule is for its data_source {row['data_source']!r}" if error.key == "data_source" else str(error)
+        return (
+            f"there is no rule for its data_source {row['data_source']!r}" if error.key == "data_source" else str(error)
+        )
     except DataError as error:
         return str(error)
-    except Exception:  # noqa: BLE001  # a registered rule may fail for having no response
+    except Exception:  # noqa: BLE001  # a rule may fail on an empty response
         return ""
     return ""
 
 
 class Prompts:
-    """What a run trains on and is measured on, rendered."""
+    """The rendered prompts of a run, for training and evaluation."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any) -> None:
         self.task: Task = get_task(config.data.task)
         self.longest_tokens = 1
-        """Of the prompts rendered so far: what an engine's slots must hold."""
+        """Of the prompts rendered so far. An engine's slots must hold them."""
         self._config = config
         self._tokenizer = tokenizer
 
     def train(self) -> PromptStream:
         data = self._config.data
-        prompts = self._rendered(read_rows(self._config, self.task, "train"), "train")
+        prompts = self._render(read_rows(self._config, self.task, "train"), "train")
         return PromptStream(prompts, seed=self._config.seed, shuffle=data.shuffle, epochs=data.epochs)
 
     def held_out(self) -> list[Prompt]:
-        """`eval.prompts` of them, spread over all that there are: rows may be sorted. None where the task has no
-        held-out rows of its own and no file is given."""
+        """Return `eval.prompts` of the held-out prompts, spread evenly over all of them: rows may be sorted."""
         if not is_measured(self._config):
             return []
         rows = read_rows(self._config, self.task, "eval")
         count = min(self._config.eval.prompts, len(rows))
-        return self._rendered([rows[place * len(rows) // count] for place in range(count)], "eval")
+        return self._render([rows[place * len(rows) // count] for place in range(count)], "eval")
 
-    def _rendered(self, rows: Sequence[Any], use: Use) -> list[Prompt]:
+    def _render(self, rows: Sequence[Any], use: Split) -> list[Prompt]:
         data = self._config.data
         rendering = Rendering(system_prompt=data.system_prompt, chat_template=data.chat_template)
         try:
@@ -545,21 +577,17 @@ class Prompts:
         return prompts
 
 
-log = logging.getLogger("freewheel.queue")
-
-BUSY_S = 60.0
-"""For another process that writes it: a killed run whose last process is slow to go. Longer, and it is a run."""
-TRY_AGAIN_S = 1.0
-SAY_AGAIN_S = 60.0
-"""While there is no room for what is to be written before a run can go on."""
+# -- the queue --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OpenedQueue:
+    """A queue with its journal."""
+
     queue: MessageQueue
     journal: JournalWriter | None
     notes: list[str] = field(default_factory=list)
-    """For the log: what was found."""
+    """What was found in the journal, for the log."""
 
     async def close(self) -> None:
         await self.queue.close()
@@ -575,11 +603,15 @@ async def open_queue(
     checkpoint: CheckpointMark | None,
     in_flight: Mapping[str, Sequence[Ticket]] | None = None,
 ) -> OpenedQueue:
-    """`checkpoint`: where a run begins or goes on; None: in the place of a queue that died, and whose trainer and
-    rollouters live on. Raises a `JournalError`."""
+    """Open the queue of a run, whatever state its journal is in.
+
+    `checkpoint`: where a run begins or continues. None: restart a queue that died, while trainer and rollouters live;
+    `in_flight` are then the rollouters' tickets. Waits while the journal's disk is full, or while another process
+    writes the journal. Raises a `JournalError`.
+    """
     bounds = config.bounds
     if not config.journal.enabled:
-        assert checkpoint is not None, "what a queue held died with it: there is no journal"
+        assert checkpoint is not None, "without a journal a queue cannot be restarted"
         return OpenedQueue(
             MessageQueue(
                 bounds=bounds,
@@ -594,18 +626,18 @@ async def open_queue(
     notes: list[str] = []
     path = run_dir / JOURNAL
     try:
-        writer, restored = await _restored(path, work)
-    except JournalFormat:  # nothing is wrong with it: the freewheel that wrote it goes on with it
+        writer, restored = await _restore_when_possible(path, work)
+    except JournalFormat:  # it is intact: the version of freewheel that wrote it can continue it
         raise
     except JournalDamaged as error:
         if checkpoint is None:
             raise
         aside = await asyncio.to_thread(set_aside, path)
         notes = [
-            f"The journal cannot be read and is kept as {aside.name} ({error}): groups that were queued are generated "
-            f"again, and training goes on from the checkpoint of step {checkpoint.step}"
+            f"The journal cannot be read and is kept as {aside.name} ({error}): queued groups are generated again, and "
+            f"training continues from the checkpoint of step {checkpoint.step}"
         ]
-        writer, restored = await _restored(path, work)
+        writer, restored = await _restore_when_possible(path, work)
     queue = MessageQueue(
         bounds=bounds,
         total_prompts=total_prompts,
@@ -627,25 +659,25 @@ def check_journal(run_dir: Path) -> None:
         raise ConfigError("resume", str(run_dir), "there is no checkpoint in it that can be loaded: start a new run")
 
 
-async def _restored(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
-    """As soon as it can be written."""
+async def _restore_when_possible(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
+    """Retry until the journal can be written."""
     clock = asyncio.get_running_loop().time
-    began, said = clock(), -SAY_AGAIN_S
+    began, said = clock(), -_WARN_AGAIN_S
     while True:
         try:
             return await _read(path, work)
         except Exception as error:
             busy = isinstance(error, JournalBusy)
-            if not (busy or is_temporary(error)) or (busy and clock() - began > BUSY_S):
+            if not (busy or is_temporary(error)) or (busy and clock() - began > _BUSY_S):
                 raise
-            if clock() - said >= SAY_AGAIN_S:
-                log.warning("%s; the run goes on when that has passed", error)
+            if clock() - said >= _WARN_AGAIN_S:
+                log.warning("%s; the run continues once this is resolved", error)
                 said = clock()
-        await asyncio.sleep(TRY_AGAIN_S)
+        await asyncio.sleep(_RETRY_S)
 
 
 async def _read(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
-    """Damage may be found by opening it, or by reading it to its end."""
+    """Open and read the journal. Either may find damage."""
     writer = JournalWriter(journal=await asyncio.to_thread(Journal, path))
     try:
         return writer, await writer.read(work)
@@ -654,20 +686,20 @@ async def _read(path: Path, work: Callable[[Journal], Restored]) -> tuple[Journa
         raise
 
 
-MB = 1_000_000
+# -- recording ---------------------------------------------------------------------------------------------------------
 
 
 def start_recording(
     settings: ObserveConfig, run_dir: str | os.PathLike[str], component: str, *, samples: bool = False
 ) -> None:
-    """Nothing is created before there is something to write, and nothing that goes wrong later is raised."""
-    attach_trace(run_dir, component, every=settings.trace_every, most_bytes=int(settings.trace_mb * MB))
+    """Start the trace, and with `samples` the samples, of one process. Later problems are logged, not raised."""
+    attach_trace(run_dir, component, every=settings.trace_every, most_bytes=int(settings.trace_mb * _MB))
     if samples:
-        most_bytes = int(settings.samples_mb * MB)
+        most_bytes = int(settings.samples_mb * _MB)
         attach_samples(run_dir, component, per_s=settings.samples_per_s, most_bytes=most_bytes)
 
 
 def end_recording() -> None:
-    """Writes the rest. Without effect where nothing was started."""
+    """Write the rest. Has no effect if nothing was started."""
     detach_trace()
     detach_samples()

@@ -1,4 +1,11 @@
-"""Ray as a whole: joined or started before a run, let go after it. Called by `FullyAsyncMain`."""
+"""The Ray cluster of a run: checked, then joined or started before the run, and released after it.
+
+    ray.address ─▶ find_head: host:port ─▶ a TCP connection ─▶ HTTP/2's first frames ─▶ nothing, or a `ConfigError`
+                                                                                └─▶ ray.init ─▶ the run ─▶ ray.shutdown
+
+Ray itself tries a dead address for minutes; `check_cluster` takes seconds and needs no Ray. `make_plan` and `freewheel
+doctor` call it, and so does `cluster`, which `FullyAsyncMain` enters.
+"""
 
 from __future__ import annotations
 
@@ -18,58 +25,82 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.utils.processes import within
 
-NEEDED = frozenset({"raylet", "gcs_server"})
-"""Ray's names for what starts actors, and for what knows them."""
+ADDRESS_KEY = "ray.address"
+START_COMMAND = "ray start --head --port=6379"
+_HEAD = "gcs_server"
+"""The process that a cluster cannot exist without."""
+_NEEDED = frozenset({"raylet", _HEAD})
+"""Ray's processes that start and track actors."""
+
+_CONNECT_S = 5.0
+"""Longest time for a host to accept a connection. A slower host is down, or a firewall drops the packets."""
+_RESOLVE_S = 5.0
+"""Added for name resolution, which has no time limit if the resolver is unreachable."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""The first bytes of an HTTP/2 client (RFC 9113, 3.4), with empty settings: Ray speaks gRPC. With a server of another
+kind, Ray would retry for as long as with a dead port."""
+_FRAME_BYTES, _KIND_AT, _SETTINGS = 9, 3, 4
+"""Length of a frame's header, the place of its kind in it, and the kind that a server sends first."""
+_NEW = "local"
+"""As an address: start a new cluster."""
+_ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""The address that `auto` means, if it is set. Otherwise `auto` means the last `ray start` on this machine."""
+_CURRENT = "ray/ray_current_cluster"
 
 
 @contextmanager
 def cluster(*, address: str | None, cpus: int) -> Iterator[None]:
-    """A cluster at `address`, or one of our own with at least `cpus`, that ends with the run. One that this process has
-    joined before (a notebook's, or a test's) is ours to use and theirs to end."""
+    """Join the cluster at `address`, or start one with at least `cpus`; leave it or end it with the run.
+
+    If this process has joined a cluster before (a notebook or a test), the run uses it and does not end it.
+    """
     import ray
 
     if ray.is_initialized():
         yield
         return
-    check_cluster(address)  # Ray would try a dead one for minutes
-    with _signals_held() as noted, _apart():
+    check_cluster(address)
+    with _hold_signals() as received, _separate_process_groups():
         try:
             _connect(address, cpus)
         except BaseException:
             ray.shutdown()
             raise
     try:
-        if noted:
+        if received:
             raise KeyboardInterrupt
         yield
     finally:
-        with _signals_held():
+        with _hold_signals():
             ray.shutdown()
 
 
 @contextmanager
-def _signals_held() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are noted, and that is all: what Ray begins it must finish, or processes are left behind."""
-    noted: list[int] = []
-    here = threading.current_thread() is threading.main_thread()  # elsewhere signals are somebody else's
-    numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
-    before = {number: signal.signal(number, lambda received, _: noted.append(received)) for number in numbers}
+def _hold_signals() -> Iterator[list[int]]:
+    """Collect Ctrl-C and SIGTERM without acting on them: if Ray is interrupted, it leaves processes behind."""
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
     try:
-        yield noted
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
-    """What Ray starts is in process groups of its own: a SIGTERM to ours (`timeout`, a supervisor) is for the run, and
-    that saves before it ends them. Ray itself keeps only Ctrl-C from them."""
+def _separate_process_groups() -> Iterator[None]:
+    """Start Ray's processes in their own process groups.
+
+    A SIGTERM to our group (from `timeout` or a service manager) is then for the run alone, which saves and ends Ray.
+    Ray itself only keeps Ctrl-C from its processes.
+    """
     import ray._private.services
 
     services: Any = ray._private.services
     popen = getattr(services, "ConsolePopen", None)
-    if popen is None:  # a Ray that starts them in another way: all else works
+    if popen is None:  # another version of Ray; only this feature is missing
         yield
         return
     services.ConsolePopen = partial(popen, process_group=0)
@@ -80,26 +111,24 @@ def _apart() -> Iterator[None]:
 
 
 def lost_processes() -> list[str]:
-    """Of the Ray that this process started: those without which no actor lives. A cluster that it joined is watched
-    over by others."""
+    """Return the essential processes that died of the Ray that this process started. A joined cluster has none here."""
     from ray._private import worker
 
     node: Any = worker._global_node
     dead = [] if node is None else node.dead_processes()
-    return sorted({kind for kind, _ in dead} & NEEDED)
+    return sorted({kind for kind, _ in dead} & _NEEDED)
 
 
 def _connect(address: str | None, cpus: int) -> None:
     import ray
 
     logging.getLogger("ray").setLevel(logging.ERROR)
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would have training give way to anything else
-    # One for all actors: Ray starts workers ahead for the environment of the job. Torch's own number of threads is set
-    # by each actor.
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would let any other process slow down training
+    # One environment for all actors: Ray starts workers ahead of time for the job's. Actors set torch's threads.
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     try:
         ray.init(
-            address=address or "local",
+            address=address or _NEW,
             num_cpus=None if address else max(os.cpu_count() or 1, cpus),
             include_dashboard=False,
             log_to_driver=False,
@@ -111,103 +140,77 @@ def _connect(address: str | None, cpus: int) -> None:
             raise
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         remedy = f"no Ray cluster answers there ({why}): start one, or leave it out. See also RAY_AUTH_MODE"
-        raise ConfigError("ray.address", address, remedy) from error
+        raise ConfigError(ADDRESS_KEY, address, remedy) from error
 
 
-ADDRESS_KEY = "ray.address"
-CONNECT_S = 5.0
-"""For a host to take a connection. One that does not by then is down, or behind a wall that drops what it is sent."""
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""How a client of HTTP/2 begins (RFC 9113, 3.4), with empty settings: Ray speaks gRPC. A server of another kind would
-keep Ray trying as long as a dead port does."""
-FRAME_BYTES, KIND_AT, SETTINGS = 9, 3, 4
-"""Of the head of a frame, its kind within it, and the kind that a server begins with."""
-RESOLVE_S = 5.0
-"""On top of it for the host's name: a resolver that is out of reach has no limit of its own."""
-CLIENT = "ray://"
-NEW = "local"
-"""As an address: a cluster of the run's own."""
-VARIABLE = "RAY_ADDRESS"
-"""What `auto` means, where it is set; else what the last `ray start` on this machine wrote down."""
-CURRENT = "ray/ray_current_cluster"
-ENCRYPTED = "RAY_USE_TLS"
-HEAD = "gcs_server"
-"""The process without which there is no cluster."""
-START_COMMAND = "ray start --head --port=6379"
+# -- is a cluster there? ----------------------------------------------------------------------------------------------
 
 
 def check_cluster(address: str | None, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises where nobody takes a connection at `address`. None: the run starts one itself."""
-    if address is None or address == NEW:
+    """Raise a `ConfigError` if no cluster accepts connections at `address`. None: the run starts one."""
+    if address is None or address == _NEW:
         return
-    place = joined_at(address, environ)
-    if place is None:
+    head = find_head(address, environ)
+    if head is None:
         if not _has_head():
-            raise ConfigError(
-                ADDRESS_KEY, address, f"no Ray cluster is known on this machine: start one with {START_COMMAND}"
-            )
+            remedy = f"no Ray cluster is known on this machine: start one with {START_COMMAND}"
+            raise ConfigError(ADDRESS_KEY, address, remedy)
         return
-    said = f"{address} ({place})" if place != address else address
-    host, port = _split(said, place)
+    shown = f"{address} ({head})" if head != address else address
+    host, _, port = head.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(ADDRESS_KEY, shown, "give 'auto' or host:port, such as 10.0.0.5:6379")
+    uses_tls = environ.get("RAY_USE_TLS") == "1"
     try:
-        within(RESOLVE_S + 2 * CONNECT_S, lambda: _greet(host, port, secret=environ.get(ENCRYPTED) == "1"))
-    except NotRay as error:
-        raise ConfigError(ADDRESS_KEY, said, f"{error}: give the address that `ray start --head` printed") from None
+        within(_RESOLVE_S + 2 * _CONNECT_S, lambda: _greet(host.strip("[]"), int(port), uses_tls=uses_tls))
+    except _NotRay as error:
+        raise ConfigError(ADDRESS_KEY, shown, f"{error}: give the address that `ray start --head` printed") from None
     except OSError as error:
-        if address == "auto" and not environ.get(VARIABLE) and _has_head():
-            return  # one that nobody wrote down: Ray looks for it among the processes
+        if address == "auto" and not environ.get(_ADDRESS_VARIABLE) and _has_head():
+            return  # the recorded address is old; Ray finds the running cluster among the processes
         why = error.strerror or str(error) or type(error).__name__
         remedy = f"nobody takes a connection there ({why}): start a cluster with {START_COMMAND}, correct the address, "
-        remedy += "or leave it out"
-        raise ConfigError(ADDRESS_KEY, said, remedy) from None
+        raise ConfigError(ADDRESS_KEY, shown, remedy + "or leave it out") from None
 
 
-def joined_at(address: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """`host:port`; None where `auto` has nothing to go by."""
+def find_head(address: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the `host:port` that `address` means; None if `auto` has nothing to go by."""
     if address == "auto":
-        address = environ.get(VARIABLE, "") or _current(environ)
-    return address.removeprefix(CLIENT).partition("/")[0] or None
+        address = environ.get(_ADDRESS_VARIABLE, "") or _last_started(environ)
+    return address.removeprefix("ray://").partition("/")[0] or None
 
 
-def _current(environ: Mapping[str, str]) -> str:
-    """The address that the last `ray start` on this machine left."""
+def _last_started(environ: Mapping[str, str]) -> str:
+    """Return the address that the last `ray start` on this machine recorded."""
     folder = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp")
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return (folder / CURRENT).read_text(encoding="utf-8").strip()
+        return (folder / _CURRENT).read_text(encoding="utf-8").strip()
     return ""
 
 
-def _split(said: str, place: str) -> tuple[str, int]:
-    host, _, port = place.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(ADDRESS_KEY, said, "give 'auto' or host:port, such as 10.0.0.5:6379")
-    return host.strip("[]"), int(port)
+class _NotRay(Exception):
+    """Something else listens there."""
 
 
-class NotRay(Exception):
-    """Somebody else listens there."""
-
-
-def _greet(host: str, port: int, *, secret: bool) -> None:
-    """`secret`: the cluster wants TLS, and its own client has the certificates."""
-    with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
-        if secret:
+def _greet(host: str, port: int, *, uses_tls: bool) -> None:
+    with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
+        if uses_tls:  # only Ray's own client has the certificates
             return
         answer = b""
         try:
-            connection.sendall(GREETING)
-            while len(answer) < FRAME_BYTES and (more := connection.recv(FRAME_BYTES - len(answer))):
+            connection.sendall(_GREETING)
+            while len(answer) < _FRAME_BYTES and (more := connection.recv(_FRAME_BYTES - len(answer))):
                 answer += more
         except OSError as error:
-            raise NotRay(f"somebody takes connections there, and does not speak as Ray does ({error})") from None
-    if len(answer) < FRAME_BYTES or answer[KIND_AT] != SETTINGS:
-        raise NotRay("what answers there is no Ray cluster")
+            raise _NotRay(f"a server accepts connections there but does not speak Ray's protocol ({error})") from None
+    if len(answer) < _FRAME_BYTES or answer[_KIND_AT] != _SETTINGS:
+        raise _NotRay("the server there is not a Ray cluster")
 
 
 def _has_head() -> bool:
     """Whether a cluster's head runs on this machine."""
     for file in Path("/proc").glob("[0-9]*/comm"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if file.read_text(encoding="utf-8", errors="replace").strip() == HEAD:
+        with contextlib.suppress(OSError):  # the process has just ended
+            if file.read_text(encoding="utf-8", errors="replace").strip() == _HEAD:
                 return True
     return False

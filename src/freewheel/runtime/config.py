@@ -23,6 +23,7 @@ from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.utils.checks import check_integer, check_number, check_text
+from freewheel.utils.registry import Registry
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
 THRESHOLDS: Mapping[str, int] = {"sync": 0, "one_step_off": 1}
@@ -34,6 +35,13 @@ EMBEDDED = "embedded"
 _EMBEDDED_LR = 3e-4
 _USUAL_LR = 1e-6
 """`lr: auto` for any other model: usual for models of a billion parameters and more."""
+DEFAULT = "default"
+ROLLOUTER_CLASSES: Registry[Any] = Registry(
+    {DEFAULT: "freewheel.rollout.rollouter:Rollouter"}, example="my_rollouter:MyRollouter"
+)
+TRAINER_CLASSES: Registry[Any] = Registry(
+    {DEFAULT: "freewheel.trainer.trainer:FullyAsyncTrainer"}, example="my_trainer:MyTrainer"
+)
 OWN_ROWS = "word_problems"
 """The task that makes its own rows."""
 _NO_ROWS = "rows"
@@ -56,8 +64,11 @@ _KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token
 # -- checks of single keys --------------------------------------------------------------------------------------------
 
 
-def _check_object_name(key: str, value: str | None) -> None:
-    if value is not None and (not isinstance(value, str) or not all(value.partition(":")[::2])):
+def _check_object_name(key: str, value: str | None, registry: Registry[Any] | None = None) -> None:
+    """Refuse a value that is neither `module:name` nor a name in `registry`. Imports nothing."""
+    if value is None or (registry is not None and value in registry):
+        return
+    if not isinstance(value, str) or not all(value.partition(":")[::2]):
         raise ConfigError(key, value, "give module:name, such as my_package.rewards:score")
 
 
@@ -223,7 +234,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     threads: int = 1
     """Threads of a replica on a CPU. Two on two busy cores are slower than one."""
     rollouter_class: str | None = None
-    """`module:name` of a subclass of `Rollouter`."""
+    """`default`, or `module:name` of a subclass of `Rollouter`. None: `default`."""
 
     def __post_init__(self) -> None:
         check_integer("rollout.n", self.n, low=1)
@@ -238,7 +249,7 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.gpu_memory_share != "auto":
             check_number("rollout.gpu_memory_share", self.gpu_memory_share, above=0, high=1)
         _check_urls("rollout.urls", self.urls)
-        _check_object_name("rollout.rollouter_class", self.rollouter_class)
+        _check_object_name("rollout.rollouter_class", self.rollouter_class, ROLLOUTER_CLASSES)
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -302,7 +313,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_errors: int = 3
     """Attempts at a failing step (out of memory, say) before the run ends."""
     trainer_class: str | None = None
-    """`module:name` of a subclass of `FullyAsyncTrainer`."""
+    """`default`, or `module:name` of a subclass of `FullyAsyncTrainer`. None: `default`."""
 
     def __post_init__(self) -> None:
         for key in ("total_steps", "groups_per_step", "micro_batch_tokens", "nnodes", "threads", "max_errors"):
@@ -312,7 +323,7 @@ class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_integer("trainer.world_size", self.world_size, low=1, auto=True)
         check_integer("trainer.save_every_steps", self.save_every_steps, low=1, optional=True)
         check_integer("trainer.keep_last", self.keep_last, low=1)
-        _check_object_name("trainer.trainer_class", self.trainer_class)
+        _check_object_name("trainer.trainer_class", self.trainer_class, TRAINER_CLASSES)
 
 
 class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,11 +1,12 @@
-"""From a YAML file and a command line to a `TrainConfig`. Hydra merges, and does nothing else.
+"""Reads a `TrainConfig` from a YAML file, a command line or plain values, and writes it.
 
-    schema defaults ◀─ NAME.yaml (--config-path, or what comes with the package) ◀─ key=value overrides
-           └─ Hydra's compose API ─▶ plain values ─▶ `to_config`: each key and each pair of keys checked
+    schema defaults ◀─ NAME.yaml (--config-path, or the package's own) ◀─ key=value overrides
+           └─ Hydra's compose API ─▶ plain values ─▶ `to_config`: checks each key and each pair of keys
 
-No file has a default: those are the schema's. Hydra's runtime is not used, so the working directory, logging and the
-file system stay as they are, and an application's own Hydra state is put back. What a run used is written to its folder
-with `to_yaml` and read again with `load`. Called by `freewheel.cli.train`; needs hydra-core when it is called.
+    {"trainer": {"total_step": 5}} ─▶ trainer.total_step = 5: unknown key; did you mean trainer.total_steps?
+
+Files have no defaults: those are in the schema. Hydra only merges: the working directory, logging and an application's
+own Hydra state stay as they are. `to_yaml` writes a run's configuration, `load` reads it. `compose` needs hydra-core.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.utils.checks import shown_value
 
 PACKAGED = Path(__file__).parent / "configs"
-DEFAULT_NAME = "default"
-SUFFIX = ".yaml"
-HYDRA_ONLY_MERGES = "Hydra merges settings here and does nothing else: leave it out"
+_DEFAULT_NAME = "default"
+_SUFFIX = ".yaml"
+_HYDRA_ONLY_MERGES = "Hydra merges settings here and does nothing else: leave it out"
 
 _ROOT, _SCHEMA = "_freewheel_root", "_freewheel_schema"
-"""Names in Hydra's store of configs while one is composed."""
+"""Names in Hydra's config store during a composition."""
 _LOCK = threading.Lock()
-"""That store belongs to the whole process."""
+"""The config store belongs to the whole process."""
 _GRAMMAR = "write key=value, with quotes around text that has commas, brackets or quotes: 'data.system_prompt=\"a, b\"'"
 
 
@@ -48,18 +49,18 @@ def compose(
     base: TrainConfig | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """The config of a run. `base` takes the place of the schema's defaults, and then no file is read. `settings` are
-    Python values by key, flat (`{"trainer.total_steps": 3}`) or nested; they go over everything else.
+    """Return the configuration of a run.
 
-    `config_path`: a folder, relative to the working directory; None: what comes with the package. `config_name`: a file
-    there, with `.yaml` or without.
+    `config_path`: a folder, relative to the working directory; None: the package's own. `config_name`: a file in it,
+    with or without `.yaml`. `base` replaces the schema's defaults, and then no file is read. `settings`: Python values
+    by key, flat (`{"trainer.total_steps": 3}`) or nested; they override everything else.
     """
     values: dict[Any, Any] = (base or TrainConfig()).to_dict()
     if not base or overrides:  # else there is nothing for Hydra to merge
         folder, name = (PACKAGED, None) if base else _find(config_path, config_name)
         if name is not None:
-            _check_file(folder / f"{name}{SUFFIX}")
-        values = _merged(values, folder, name, _parsed(overrides, folder))
+            _check_file(folder / f"{name}{_SUFFIX}")
+        values = _merge(values, folder, name, _parse(overrides, folder))
     for key, value in (settings or {}).items():
         _set(values, str(key), value, "")
     return to_config(values)
@@ -81,12 +82,12 @@ def _set(values: dict[Any, Any], key: str, value: Any, path: str) -> None:
 
 
 def to_yaml(config: TrainConfig) -> str:
-    """Every key of a config with its value, in the schema's order."""
+    """Write every key with its value, in the schema's order."""
     return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def load(path: str | os.PathLike[str]) -> TrainConfig:
-    """What `to_yaml` wrote, checked as if it were new. Nothing in it is interpolated."""
+    """Read what `to_yaml` wrote, with all checks. Nothing in it is interpolated."""
     values = _read(Path(path))
     try:
         return to_config(values)
@@ -95,38 +96,38 @@ def load(path: str | os.PathLike[str]) -> TrainConfig:
 
 
 def configs(folder: Path = PACKAGED) -> list[str]:
-    """Names that `config_name` may have."""
-    return sorted(file.stem for file in folder.glob(f"*{SUFFIX}"))
+    """Return the names that `config_name` may have."""
+    return sorted(file.stem for file in folder.glob(f"*{_SUFFIX}"))
 
 
 def _find(config_path: str | os.PathLike[str] | None, config_name: str | None) -> tuple[Path, str]:
     folder = PACKAGED if config_path is None else Path(config_path).expanduser().absolute()
-    name = (config_name or DEFAULT_NAME).removesuffix(SUFFIX)
+    name = (config_name or _DEFAULT_NAME).removesuffix(_SUFFIX)
     if not folder.is_dir():
         remedy = "that is a file: give its folder, and its name with --config-name" if folder.is_file() else (
             f"there is no such folder; relative paths start at {Path.cwd()}"
         )  # fmt: skip
         raise ConfigError("--config-path", os.fspath(config_path or folder), remedy)
-    if not (folder / f"{name}{SUFFIX}").is_file():
+    if not (folder / f"{name}{_SUFFIX}").is_file():
         where = "freewheel comes" if config_path is None else f"{folder} comes"
-        there = ", ".join(configs(folder)) or f"no {SUFFIX} file"
+        there = ", ".join(configs(folder)) or f"no {_SUFFIX} file"
         remedy = f"{where} with {there}"
         if config_path is None:
             remedy += "; a file of your own needs --config-path DIR"
-        raise ConfigError("--config-name", config_name or DEFAULT_NAME, remedy)
+        raise ConfigError("--config-name", config_name or _DEFAULT_NAME, remedy)
     return folder, name
 
 
 def _check_file(path: Path) -> None:
-    """What Hydra would say without the file's name and line, or would take in silence."""
+    """Refuse what Hydra would accept silently, or report without file and line."""
     values = _read(path)
     if "hydra" in values:
-        raise ConfigError(f"{path.name}: hydra", "…", HYDRA_ONLY_MERGES)
+        raise ConfigError(f"{path.name}: hydra", "…", _HYDRA_ONLY_MERGES)
 
 
-def _parsed(overrides: Sequence[str], folder: Path) -> list[str]:
-    """The overrides as Hydra takes them. Any key may be set: `to_config` knows what is there, and what is near. A
-    mapping of the user's own (`rollout.vllm`, `reward.judge`, …) that is given whole replaces what was there."""
+def _parse(overrides: Sequence[str], folder: Path) -> list[str]:
+    """Translate overrides for Hydra. Any key may be set here; `to_config` refuses unknown ones with a suggestion. A
+    free mapping (`rollout.vllm`, `reward.judge`, …) that is given whole replaces the earlier one."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import OverrideType
     from hydra.errors import HydraException
@@ -137,24 +138,24 @@ def _parsed(overrides: Sequence[str], folder: Path) -> list[str]:
         try:
             (override,) = parser.parse_overrides([text])
         except HydraException as error:
-            reason = "" if _shown(text) != text else f"{_reason(error)}; "
-            raise ConfigError("override", _shown(text), reason + _GRAMMAR) from None
+            reason = "" if _hide_key(text) != text else f"{_reason(error)}; "
+            raise ConfigError("override", _hide_key(text), reason + _GRAMMAR) from None
         key = override.key_or_group
         if not key:
             raise ConfigError("override", text, _GRAMMAR)
         if key.partition(".")[0] == "hydra":
-            raise ConfigError(key, text.partition("=")[2], HYDRA_ONLY_MERGES)
+            raise ConfigError(key, text.partition("=")[2], _HYDRA_ONLY_MERGES)
         if override.is_sweep_override():
             raise ConfigError(key, text.partition("=")[2], "a run takes one value; a list is written [1,2]")
         is_group = override.package is not None or (folder / key).is_dir()
         sets = override.type in (OverrideType.CHANGE, OverrideType.ADD) and not is_group
         if sets and key in whole and isinstance(override.value(), dict):
-            found.append(f"++{key}=null")  # Hydra would merge it into what is there, and nothing could be taken away
+            found.append(f"++{key}=null")  # Hydra would merge it into the earlier mapping, so nothing could be removed
         found.append(f"++{text.lstrip('+')}" if sets else text)
     return found
 
 
-def _merged(values: Mapping[str, Any], folder: Path, name: str | None, overrides: list[str]) -> dict[Any, Any]:
+def _merge(values: Mapping[str, Any], folder: Path, name: str | None, overrides: list[str]) -> dict[Any, Any]:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -162,12 +163,12 @@ def _merged(values: Mapping[str, Any], folder: Path, name: str | None, overrides
     from omegaconf.errors import OmegaConfBaseException
 
     defaults = [_SCHEMA, *([f"{name}@_global_"] if name is not None else []), "_self_"]
-    # A file of the user's may build on one of the package's.
+    # A user's file may extend one of the package's.
     root = {"defaults": defaults, "hydra": {"searchpath": [f"file://{PACKAGED}"]}}
     try:
         with (
             _LOCK,
-            _borrowed({_ROOT: root, _SCHEMA: _escaped(values)}),
+            _borrow_hydra({_ROOT: root, _SCHEMA: _escape(values)}),
             initialize_config_dir(config_dir=str(folder), job_name="freewheel", version_base="1.3"),
         ):
             merged = OmegaConf.to_container(hydra_compose(_ROOT, overrides=overrides), resolve=True)
@@ -175,7 +176,7 @@ def _merged(values: Mapping[str, Any], folder: Path, name: str | None, overrides
         raise _bad_yaml(error, folder) from None
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", None) or "configuration")
-        raise ConfigError(key, _reason(error), "correct what stands in ${…}: a full key, or oc.env:NAME") from None
+        raise ConfigError(key, _reason(error), "correct ${…}: give a full key, or oc.env:NAME") from None
     except HydraException as error:
         raise _composition_error(error, overrides) from None
     assert isinstance(merged, dict)
@@ -183,8 +184,8 @@ def _merged(values: Mapping[str, Any], folder: Path, name: str | None, overrides
 
 
 @contextmanager
-def _borrowed(nodes: Mapping[str, Any]) -> Iterator[None]:
-    """Hydra's state of the whole process, with `nodes` in its store of configs; all is put back at the end."""
+def _borrow_hydra(nodes: Mapping[str, Any]) -> Iterator[None]:
+    """Use Hydra's process-wide state with `nodes` in its config store, and restore it at the end."""
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
 
@@ -196,36 +197,36 @@ def _borrowed(nodes: Mapping[str, Any]) -> Iterator[None]:
             store.store(name=name, node=node)
         yield
     finally:
-        GlobalHydra.instance().hydra = applications  # by now another instance: Hydra puts back copies
+        GlobalHydra.instance().hydra = applications  # a new instance by now, because Hydra restores copies
         for name in nodes:
-            store.repo.pop(f"{name}{SUFFIX}", None)
+            store.repo.pop(f"{name}{_SUFFIX}", None)
 
 
 def _composition_error(error: Exception, overrides: list[str]) -> ConfigError:
     message = _reason(error)
     for text in overrides:
         if text.lstrip("+~").partition("=")[0] in message:
-            return ConfigError("override", _shown(text), message if _shown(text) == text else _GRAMMAR)
+            return ConfigError("override", _hide_key(text), message if _hide_key(text) == text else _GRAMMAR)
     return ConfigError("configuration", type(error).__name__, message)
 
 
-def _shown(override: str) -> object:
-    """A key may also stand inside a mapping: `reward.judge={api_key: …`."""
+def _hide_key(override: str) -> object:
+    """Return an override for a message, hidden if it sets an API key, also in a mapping: `reward.judge={api_key: …`."""
     names = [override.partition("=")[0], *re.findall(r"([\w-]+)\s*[:=]", override)]
     return next((hidden for name in names if (hidden := shown_value(name, override)) != override), override)
 
 
-def _escaped(value: Any) -> Any:
-    """Text as it is: `${` in a value that was resolved before is no interpolation any more."""
+def _escape(value: Any) -> Any:
+    """Escape `${` in values that are already resolved."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
     if isinstance(value, dict):
-        return {key: _escaped(one) for key, one in value.items()}
-    return [_escaped(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _escape(one) for key, one in value.items()}
+    return [_escape(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _reason(error: Exception) -> str:
-    """What Hydra or OmegaConf say, without the lines that say where to read about it."""
+    """Return the message of Hydra or OmegaConf without its references to documentation."""
     lines = [line.strip() for line in str(error).splitlines()]
     told = [
         line for line in lines if line and not line.startswith(("Error parsing", "See http", "full_key", "object_"))
@@ -234,21 +235,21 @@ def _reason(error: Exception) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as OmegaConf reads it: `1e-6` is a number, and a key stands once."""
+    """Reads YAML as OmegaConf does: `1e-6` is a number, and duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value} stands twice", problem_mark=key.start_mark
+                    problem=f"{key.value} is given twice", problem_mark=key.start_mark
                 )
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
 
 
 class _Dumper(yaml.SafeDumper):
-    """Its counterpart: quotes text that `_Loader` would take for a number, and line breaks that YAML folds."""
+    """Quotes text that `_Loader` would read as a number, and line breaks that YAML would fold."""
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
@@ -286,43 +287,43 @@ def _bad_yaml(error: yaml.YAMLError, path: Path) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or _reason(error)
     name = getattr(mark, "name", "<")
-    where = str(path) if name.startswith("<") else name  # text that was read has no name of a file
+    where = str(path) if name.startswith("<") else name  # YAML read from a string has no file name
     return ConfigError(
         "config", f"{where}:{mark.line + 1}" if mark else where, f"this is not YAML: {problem}; correct the line"
     )
 
 
-def differing(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Dotted key → its values in both, where they differ."""
-    return dict(_differing(old, new, ""))
+def find_differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the values in both, by dotted key, where they differ."""
+    return dict(_walk_differences(old, new, ""))
 
 
-def _differing(old: Any, new: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _walk_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for name in old.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, msgspec.Struct) and isinstance(after, msgspec.Struct):
-            yield from _differing(before, after, f"{path}{name}.")
+            yield from _walk_differences(before, after, f"{path}{name}.")
         elif before != after:
             yield f"{path}{name}", (before, after)
 
 
-MANDATORY = "???"
-"""How a Hydra file marks a value that its user must give."""
-SIMILAR = 0.6
-"""How alike a name must be to be suggested; difflib's own cutoff."""
-SWITCHES = {True: "on", False: "off"}
-"""YAML reads a bare `on` and `off` as booleans; some keys mean the words."""
+_MANDATORY = "???"
+"""Marks a value in a Hydra file that the user must give."""
+_SIMILARITY = 0.6
+"""How similar a suggested name must be; difflib's default."""
+_SWITCHES = {True: "on", False: "off"}
+"""YAML reads a bare `on` or `off` as a boolean; some keys want the words."""
 
-MOST_EXACT = 2.0**53
-"""Up to which a float is exactly the whole number that it shows."""
+_LARGEST_EXACT = 2.0**53
+"""Floats up to this represent whole numbers exactly."""
 
-PAIRS = ("reward.on_failure",)
-"""Keys whose text is a name and a number, `fallback: -1.0`, which YAML reads as a mapping unless it is quoted."""
+_NAME_AND_NUMBER = ("reward.on_failure",)
+"""Keys whose text is a name and a number. YAML reads an unquoted `fallback: -1.0` as a mapping."""
 
 
 def to_config(values: Mapping[Any, Any]) -> TrainConfig:
-    """Checked key by key, then as a whole. Every error is a `ConfigError` that names the key."""
-    plain = _checked(values, TrainConfig, "")
+    """Check plain values key by key, then as a whole. Every error is a `ConfigError` that names the key."""
+    plain = _check(values, TrainConfig, "")
     try:
         return msgspec.convert(plain, TrainConfig)
     except msgspec.ValidationError as error:
@@ -332,7 +333,7 @@ def to_config(values: Mapping[Any, Any]) -> TrainConfig:
 
 
 def all_keys(struct: Any = TrainConfig, path: str = "") -> Iterator[str]:
-    """Every key in dotted form, sections left out."""
+    """Yield every dotted key, without sections."""
     for name, kind in _hints(struct).items():
         inner = section_of(kind)
         if inner is None:
@@ -342,7 +343,7 @@ def all_keys(struct: Any = TrainConfig, path: str = "") -> Iterator[str]:
 
 
 def mapping_keys() -> frozenset[str]:
-    """Keys whose value is a mapping with names of the user's choice."""
+    """Return the keys whose value is a mapping with free names."""
     return frozenset(_mappings(TrainConfig, ""))
 
 
@@ -355,20 +356,20 @@ def _mappings(struct: Any, path: str) -> Iterator[str]:
             yield path + name
 
 
-def _checked(value: Any, kind: Any, path: str) -> Any:
-    """The value with sections checked one by one, so that whatever is wrong can be named."""
+def _check(value: Any, kind: Any, path: str) -> Any:
+    """Check a value. Sections are checked key by key, so that an error can name the key."""
     section = section_of(kind)
     if section is not None and (value is not None or type(None) not in get_args(kind)):
-        return _checked_section({} if value is None else value, section, path)
+        return _check_section({} if value is None else value, section, path)
     inner = _values_of(kind)
     if inner is not None and isinstance(value, Mapping):
-        return {str(name): _checked(one, inner, f"{path}.{name}") for name, one in value.items()}
-    if isinstance(value, bool) and SWITCHES[value] in _choices(kind):
-        return SWITCHES[value]
-    if path in PAIRS and isinstance(value, Mapping) and len(value) == 1:
+        return {str(name): _check(one, inner, f"{path}.{name}") for name, one in value.items()}
+    if isinstance(value, bool) and _SWITCHES[value] in _choices(kind):
+        return _SWITCHES[value]
+    if path in _NAME_AND_NUMBER and isinstance(value, Mapping) and len(value) == 1:
         return ": ".join(map(str, *value.items()))
-    if value == MANDATORY:
-        raise ConfigError(path, value, "this value is marked as one that you must give")
+    if value == _MANDATORY:
+        raise ConfigError(path, value, "the file marks this value as one that you must give")
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -378,11 +379,11 @@ def _checked(value: Any, kind: Any, path: str) -> Any:
 
 
 def _is_whole(value: Any) -> bool:
-    """A float that means one whole number, such as YAML's 1e9."""
-    return isinstance(value, float) and value.is_integer() and abs(value) <= MOST_EXACT
+    """Whether a float is a whole number, such as YAML's 1e9."""
+    return isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT
 
 
-def _checked_section(value: Any, section: Any, path: str) -> dict[str, Any]:
+def _check_section(value: Any, section: Any, path: str) -> dict[str, Any]:
     hints = _hints(section)
     if not isinstance(value, Mapping):
         known = ", ".join(hints)
@@ -392,25 +393,25 @@ def _checked_section(value: Any, section: Any, path: str) -> dict[str, Any]:
         inner = f"{path}.{name}".removeprefix(".")
         if name not in hints:
             raise ConfigError(inner, shown_value(inner, one), f"unknown key; {_suggestion(inner, hints)}")
-        found[name] = _checked(one, hints[name], inner)
+        found[name] = _check(one, hints[name], inner)
     return found
 
 
 def _suggestion(path: str, siblings: Mapping[str, Any]) -> str:
-    """A similar name in the same section, else the same or a similar one elsewhere, else what there is."""
+    """Suggest a similar name in the section, else the same or a similar one elsewhere, else list all names."""
     section, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=SIMILAR)
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILARITY)
     if near:
         return f"did you mean {f'{section}.{near[0]}'.removeprefix('.')}?"
     elsewhere = {key.rpartition(".")[2]: key for key in all_keys()}
-    near = difflib.get_close_matches(name, elsewhere, n=1, cutoff=SIMILAR)
+    near = difflib.get_close_matches(name, elsewhere, n=1, cutoff=_SIMILARITY)
     if near:
         return f"did you mean {elsewhere[near[0]]}?"
     return f"{f'{section} has' if section else 'there are'} {', '.join(siblings)}"
 
 
 def in_words(kind: Any) -> str:
-    """What a value of this type is, for a person."""
+    """Describe the values of a type."""
     words = [str(choice) for choice in _choices(kind)]
     for one in _alternatives(kind):
         name = get_origin(one) or one
@@ -445,13 +446,13 @@ def _choices(kind: Any) -> list[Any]:
 
 
 def section_of(kind: Any) -> Any | None:
-    """The struct that a field holds, directly or as an option."""
+    """Return the section (a struct) that a field holds, directly or optionally."""
     found = [one for one in _alternatives(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
     return found[0] if found else None
 
 
 def _values_of(kind: Any) -> Any | None:
-    """The struct that a mapping has for values."""
+    """Return the struct type of a mapping's values."""
     if get_origin(kind) is not dict:
         return None
     return section_of(get_args(kind)[1])

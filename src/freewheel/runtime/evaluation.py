@@ -1,8 +1,9 @@
-"""`freewheel eval` without its flags: which model, which prompts, an engine in this process, a result.
+"""Evaluates a model on held-out prompts, with an engine in this process and without Ray.
 
     RUN, a checkpoint, a HF folder, a hub id or `embedded` ─▶ Target ─▶ model, task, prompts ─▶ evaluate ─▶ EvalResult
 
-A run says itself what it was trained on; anything else needs to be told its task.
+The configuration of a run names its task; any other model needs a task. Used by `freewheel eval` and
+`freewheel.evaluate`.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from freewheel.trainer.checkpoint import CheckpointStore
 
 log = logging.getLogger("freewheel.runtime")
 
-LEVELS_UP = 2
+_LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""
-OF_AN_ENGINE = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
-"""Keys of `rollout` that belong to the engine that the run had: another begins with their defaults."""
+_ENGINE_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
+"""Keys of `rollout` that belong to one engine. Another engine starts with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A model, and the run that it is from, if it is from one."""
+    """A model, and the configuration of its run, if it has one."""
 
     path: str
     run: TrainConfig | None
 
 
 def find_target(name: str) -> Target:
-    """Of a run its newest weights: those at its end, or of its last checkpoint while it has not ended."""
+    """Find a model by name. Of a run: its final weights, or those of its newest checkpoint."""
     if name == EMBEDDED:
         return Target(path=EMBEDDED, run=TrainConfig())
     folder = Path(name).expanduser()
@@ -53,7 +54,7 @@ def find_target(name: str) -> Target:
             "RUN_OR_MODEL", name, "there is no such folder: give a run, a HF folder, a hub id or embedded"
         )
     if (folder / MODEL_CONFIG).is_file():
-        run = next((up for up in list(folder.absolute().parents)[:LEVELS_UP] if (up / CONFIG).is_file()), None)
+        run = next((up for up in list(folder.absolute().parents)[:_LEVELS_UP] if (up / CONFIG).is_file()), None)
         return Target(path=str(folder), run=load_run(run) if run else None)
     if not (folder / CONFIG).is_file():
         raise ConfigError("RUN_OR_MODEL", name, f"it has neither {MODEL_CONFIG} of a model nor {CONFIG} of a run")
@@ -73,30 +74,28 @@ def eval_config(
     temperature: float | None = None,
     engine: str | None = None,
 ) -> TrainConfig:
-    """What the run had, with what was asked for."""
+    """Return the run's configuration with the given settings."""
     if target.run is None and task is None:
-        raise ConfigError(
-            "--task", None, "a model by itself does not say what it is measured on: give word_problems, …"
-        )
+        raise ConfigError("--task", None, "a model without a run has no task: give word_problems, …")
     values = (target.run or TrainConfig()).to_dict()
     if (values["eval"]["prompts"] if prompts is None else prompts) == 0:
-        raise ConfigError("--prompts", 0, "nothing would be measured: give 1 or more")
-    values["model"] |= {"path": target.path, "lora": None}  # adapters are merged in what a run saves
-    values["rollout"]["replicas"] = "auto"  # one engine measures, and shares a GPU with no other
+        raise ConfigError("--prompts", 0, "nothing would be evaluated: give 1 or more")
+    values["model"] |= {"path": target.path, "lora": None}  # saved weights have their adapters merged
+    values["rollout"]["replicas"] = "auto"  # a single engine, alone on its GPU
     asked: dict[str, dict[str, Any]] = {
         "data": {"task": task, "eval": data},
         "eval": {"prompts": prompts, "samples": samples, "temperature": temperature},
     }
     if task is not None and target.run is not None and task != target.run.data.task:
         values["data"] |= {"train": None, "eval": None}
-        values["reward"]["function"] = None  # it was for the run's own task
+        values["reward"]["function"] = None  # it belongs to the run's own task
     for section, given in asked.items():
         values[section] |= {key: value for key, value in given.items() if value is not None}
     if engine is not None:
         usual = TrainConfig().to_dict()["rollout"]
-        values["rollout"] |= {key: usual[key] for key in OF_AN_ENGINE} | {"engine": engine}
+        values["rollout"] |= {key: usual[key] for key in _ENGINE_KEYS} | {"engine": engine}
     if data is not None and values["data"]["train"] is None:
-        values["data"]["train"] = data  # nothing is trained; a task without rows of its own wants to see it
+        values["data"]["train"] = data  # unused, but required by a task without rows of its own
     return to_config(values)
 
 
@@ -117,9 +116,9 @@ async def run_evaluation(
     if not prompts:
         raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
     if len(prompts) < config.eval.prompts:
-        log.warning("%d prompts: all that there are (%d were asked for)", len(prompts), config.eval.prompts)
+        log.warning("There are only %d prompts; %d were requested", len(prompts), config.eval.prompts)
     function = load_reward(config.reward.function, source.task)
-    with _said_to_a_measurer(config):
+    with _engine_errors_by_flag(config):
         loaded = load_engine(
             config=config,
             plan=replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
@@ -146,8 +145,8 @@ async def run_evaluation(
 
 
 @contextmanager
-def _said_to_a_measurer(config: TrainConfig) -> Iterator[None]:
-    """What an engine refuses, by what `freewheel eval` takes: nobody gave it the setting that a run would change."""
+def _engine_errors_by_flag(config: TrainConfig) -> Iterator[None]:
+    """Rename an engine's errors to the flags of `freewheel eval`: the user did not set the run's keys."""
     from freewheel.rollout.engine import EngineError
     from freewheel.runtime.engines import PromptsTooLong
 

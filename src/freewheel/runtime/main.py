@@ -33,7 +33,7 @@ from freewheel.observe.recorder import Recorder, Sink, SinkError, open_sinks
 from freewheel.observe.run_folder import FINAL, saved_steps
 from freewheel.rollout.hook import HOOK_TIMEOUTS
 from freewheel.runtime.account import Outcome, RunAccount, RunResult
-from freewheel.runtime.building import check_journal, end_recording, named_function, start_recording
+from freewheel.runtime.building import check_journal, end_recording, find_monitor, start_recording
 from freewheel.runtime.cluster import cluster, lost_processes
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.recovery import KeepsDying, NothingToTrainOn, NotRecorded, RayDied, Restarts, Stalled
@@ -87,7 +87,7 @@ class FullyAsyncMain:
         self._clock = clock
         self._view = view
         self._alongside = alongside
-        self._monitor = named_function("observe.custom_monitor", config.observe.custom_monitor)
+        self._monitor = find_monitor(config)
         self._supervisor = Supervisor(
             config=self.config, plan=plan, run_dir=self.run_dir, on_process=self._record_process
         )

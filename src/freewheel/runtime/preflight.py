@@ -17,8 +17,8 @@ from pathlib import Path
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
-from freewheel.runtime.building import check_weights, is_here, is_measured, named, named_function, read_rows
-from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.building import check_weights, find_class, find_monitor, is_here, is_measured, read_rows
+from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 
 MODEL_CONFIG = "config.json"
 """What makes a folder a model's."""
@@ -58,20 +58,16 @@ def _reward(config: TrainConfig) -> None:
 
 def _rollouter(config: TrainConfig) -> None:
     if config.rollout.rollouter_class is not None:
-        from freewheel.rollout.rollouter import Rollouter
-
-        named("rollout.rollouter_class", config.rollout.rollouter_class, Rollouter)
+        find_class("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES)
 
 
 def _trainer(config: TrainConfig) -> None:
     if config.trainer.trainer_class is not None:
-        from freewheel.trainer.trainer import FullyAsyncTrainer
-
-        named("trainer.trainer_class", config.trainer.trainer_class, FullyAsyncTrainer)
+        find_class("trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES)
 
 
 def _monitor(config: TrainConfig) -> None:
-    named_function("observe.custom_monitor", config.observe.custom_monitor)
+    find_monitor(config)
 
 
 def _model(config: TrainConfig) -> None:

@@ -28,7 +28,7 @@ from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import CONFIG, FINAL, saved_steps
 from freewheel.runtime.building import check_journal
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.config_files import compose, differing, load, to_config, to_yaml
+from freewheel.runtime.config_files import compose, find_differences, load, to_config, to_yaml
 from freewheel.trainer.checkpoint import has_checkpoint
 from freewheel.utils.files import private_folder, write_atomically
 
@@ -179,7 +179,7 @@ def resume(run_dir: str, overrides: Sequence[str] = (), settings: Mapping[str, A
     before = load_run(folder)
     config = compose(overrides, base=before, settings=settings)
     changed = []
-    for key, (old, new) in differing(before, config).items():
+    for key, (old, new) in find_differences(before, config).items():
         meaning = _look_up(_MEANING, key)
         reason = _look_up(_KEPT, key) if meaning is None else None
         if key == "algorithm.name" and "ppo" in (old, new):

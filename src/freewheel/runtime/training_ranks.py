@@ -1,11 +1,11 @@
-"""The training processes beside the trainer's own, as Ray actors: started, commanded, watched and ended by rank 0.
+"""The other training processes, ranks 1 and up: rank 0 starts, commands, watches and ends them as Ray actors.
 
     TrainerActor.open ─▶ Ranks.start ─▶ RankActor 1, 2, … ─▶ a meeting on one of their machines ─▶ all load at once
-    Leader ── ask ──▶ RankActor.obey: a thread for training, one for writing            (waits for: every answer)
+    Leader ── ask ──▶ RankActor.obey: a thread for training, one for writing            (waits for every answer)
     rank 0 ── beat, once a second ──▶ each rank
 
-A rank that is dead or silent ends rank 0's process, and `Supervisor` restarts the trainer; one that hears nothing of
-rank 0 ends itself. Ranks are rank 0's actors: Ray ends them with it, however it ends.
+A dead or silent rank ends rank 0's process, and `Supervisor` restarts the trainer. A rank that hears nothing from
+rank 0 ends itself. Ray ends the ranks with rank 0, which owns their actors.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ log = logging.getLogger("freewheel.runtime")
 
 T = TypeVar("T")
 
-MANY = 100
-"""Calls that a rank may have in progress: a beat is heard while it obeys."""
-BEAT_S = 1.0
-"""Between two beats, and how long one waits for its answer."""
-ANSWER_S = 600.0
-"""Longest time for a rank's answer after rank 0 has done its own part."""
-WRITE_S = 1800.0
-"""The same for its part of a checkpoint: a slow disk is no reason to end a run."""
-FAREWELL_S = 0.5
-"""Between the answer of a rank that failed and its end: the answer must be out, and others may wait for the end."""
-TOGETHER_S = 1.0
-"""How far apart the ends of ranks are told that have one cause."""
-BROKEN = 4
-"""What a process ends with when the group of ranks has."""
-WRITES = "write"
-"""The command that may run beside others."""
+_MAX_CALLS = 100
+"""Calls that a rank may have in progress: it answers beats while it obeys."""
+_BEAT_S = 1.0
+"""Time between two beats, and longest wait for an answer to one."""
+_ANSWER_S = 600.0
+"""Longest time for a rank's answer after rank 0 has finished its own part."""
+_WRITE_S = 1800.0
+"""The same for its part of a checkpoint: a slow disk must not end a run."""
+_FAREWELL_S = 0.5
+"""A failed rank sends its answer before it ends. Others may be waiting for that end."""
+_TOGETHER_S = 1.0
+"""Ends of ranks within this time have the same cause."""
+_GROUP_BROKEN = 4
+"""Exit code of a process whose group of ranks is broken."""
+_WRITE = "write"
+"""The command that may run during others."""
 
 
 class RankActor:
-    """One training process beside rank 0's. What goes wrong in it ends it: the others cannot know how far it got."""
+    """One training process besides rank 0's. Any error ends it: the others cannot know how far it got."""
 
     def __init__(self, name: str, run_dir: str, objects: Mapping[str, Any]) -> None:
         """`objects`: what settings name as `in_memory:name`."""
@@ -72,7 +72,7 @@ class RankActor:
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     async def process(self) -> tuple[int, str]:
-        """Its number, and the node that it is on. From now on it must hear of rank 0."""
+        """Return process id and Ray node. From now on this rank must hear from rank 0."""
         self._watching = asyncio.ensure_future(self._watch())
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
@@ -81,12 +81,12 @@ class RankActor:
 
     async def obey(self, command: str, args: Sequence[Any]) -> Any:
         assert self._follower is not None
-        follower, thread = self._follower, self._writing if command == WRITES else self._training
+        follower, thread = self._follower, self._writing if command == _WRITE else self._training
         try:
             return await self._in(thread, lambda: follower.obey(command, *args))
         except BaseException as error:
-            log.exception("%s failed in %s, and ends", self._name, command)
-            asyncio.get_running_loop().call_later(FAREWELL_S, os._exit, BROKEN)
+            log.exception("%s failed in %s and ends", self._name, command)
+            asyncio.get_running_loop().call_later(_FAREWELL_S, os._exit, _GROUP_BROKEN)
             raise RankLost(f"{type(error).__name__}: {error}") from error
 
     async def beat(self, silent_s: float) -> None:
@@ -95,10 +95,10 @@ class RankActor:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(_BEAT_S)
             if self._pulse.is_silent(time.monotonic()):
-                log.error("%s hears nothing of the trainer, and ends", self._name)
-                os._exit(BROKEN)
+                log.error("%s hears nothing from the trainer and ends", self._name)
+                os._exit(_GROUP_BROKEN)
 
     async def _in(self, thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(thread, work)
@@ -117,22 +117,22 @@ def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> F
 
 @dataclass(frozen=True)
 class _End:
-    """How a rank that was asked something ended."""
+    """How a rank ended while it was asked something."""
 
     said: str
     died: bool
-    """It said nothing more. One that failed says why before it ends."""
+    """False: it failed, and reported why."""
 
 
-class _Asked:
-    """Answers that are on their way. `references`: by the rank's name."""
+class _Answers:
+    """Answers of all ranks to a command. See `freewheel.trainer.ranks.Asked`."""
 
     def __init__(self, command: str, references: Mapping[str, Any]) -> None:
         self._command = command
         self._names = {reference: name for name, reference in references.items()}
 
     def wait(self) -> list[Any]:
-        limit_s = WRITE_S if self._command == WRITES else ANSWER_S
+        limit_s = _WRITE_S if self._command == _WRITE else _ANSWER_S
         pending, until = list(self._names), time.monotonic() + limit_s
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
@@ -144,7 +144,7 @@ class _Asked:
         return list(ray.get(list(self._names)))
 
     def lost(self, wait_s: float) -> str:
-        """Those that died, where any did: the others failed for that reason."""
+        """Describe the ranks that died, or else failed: a death makes the others fail."""
         pending, until = list(self._names), time.monotonic() + wait_s
         ends: list[_End] = []
         while pending:
@@ -153,53 +153,53 @@ class _Asked:
                 break
             if end := self._end_of(done[0]):
                 ends.append(end)
-                until = min(until, time.monotonic() + TOGETHER_S)
+                until = min(until, time.monotonic() + _TOGETHER_S)
         died = [end.said for end in ends if end.died]
         return "; ".join(died or [end.said for end in ends])
 
     def _end_of(self, reference: Any) -> _End | None:
-        """None where it has answered."""
+        """Return how the rank ended, or None if it answered."""
         name = self._names[reference]
         try:
             ray.get(reference)
-        except RayTaskError as error:  # also one that met another's death
+        except RayTaskError as error:  # also if it was calling a rank that died
             return _End(f"{name} failed ({unwrap(error)})", died=False)
         except RayActorError as error:
-            return _End(f"{name} died ({_line(error)})", died=True)
+            return _End(f"{name} died ({_first_line(error)})", died=True)
         return None
 
 
 class Ranks:
-    """Ranks 1 and up, as rank 0's process has them. See `freewheel.trainer.ranks.Others`."""
+    """Ranks 1 and up, in rank 0's process. See `freewheel.trainer.ranks.Others`."""
 
     def __init__(self, handles: Mapping[str, Any]) -> None:
         self._handles = dict(handles)
         self._silent_s = START_S
-        """While models are loaded, a process may have no time for an answer."""
+        """Long at first: a process that loads a model may have no time to answer."""
         self.processes: dict[str, tuple[int, str]] = {}
-        """By name: number, and node."""
+        """Process id and Ray node by name."""
         self._watching: list[asyncio.Task[NoReturn]] = []
         self._host: Host | None = None
 
     @classmethod
     async def start(cls, config: TrainConfig, plan: Plan, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
-        """`options`: what Ray is told of each."""
+        """`options`: Ray's options of each."""
         kind = ray.remote(RankActor)
         names = [f"rank-{number}" for number in range(1, len(options) + 1)]
         handles = {
-            name: kind.options(max_concurrency=MANY, **told).remote(name, run_dir, objects_in_memory())
-            for name, told in zip(names, options, strict=True)
+            name: kind.options(max_concurrency=_MAX_CALLS, **own).remote(name, run_dir, objects_in_memory())
+            for name, own in zip(names, options, strict=True)
         }
         made = cls(handles)
         found = await asyncio.gather(*(call(handle, "process", deadline_s=START_S) for handle in handles.values()))
         made.processes = dict(zip(names, found, strict=True))
         made._watching = [asyncio.create_task(made._watch(name)) for name in names]
         for watching in made._watching:
-            watching.add_done_callback(_ended)
+            watching.add_done_callback(_end_with_watch)
         return made
 
     async def opened(self, config: TrainConfig, plan: Plan, build: Callable[[], T]) -> T:
-        """Every rank's part of the model, at once: they meet while they are made. `build`: rank 0's, in a thread."""
+        """Load all ranks' parts of the model at the same time, rank 0's with `build` in a thread: they meet."""
         from freewheel.trainer.world import Host
 
         self._host = Host(self._address(), len(self._handles) + 1)
@@ -214,7 +214,7 @@ class Ranks:
         return own.result()
 
     def _address(self) -> str:
-        """Of this machine, for the others. Where all are on it, for nobody else."""
+        """Return the address of this machine for the other ranks: loopback if all are on it."""
         from freewheel.trainer.world import LOCAL_HOST
 
         here = ray.get_runtime_context().get_node_id()
@@ -222,43 +222,43 @@ class Ranks:
         return LOCAL_HOST if together else str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     def lead(self, model: Any, *, device: str, settings: Mapping[str, Any]) -> Leader:
-        """Rank 0's own part, and all of them behind it."""
+        """Return rank 0's backend, which leads all ranks."""
         from freewheel.trainer.fsdp import FsdpBackend
         from freewheel.trainer.world import join
 
         assert self._host is not None
         world = join(self._host.meeting, rank=0, device=device, host=self._host)
-        return Leader(FsdpBackend(model, world=world, **settings), self, fail=_end)
+        return Leader(FsdpBackend(model, world=world, **settings), self, fail=_end_process)
 
     def ask(self, command: str, *args: Any) -> Asked:
-        reference = ray.put(args)  # once for all of them
+        reference = ray.put(args)  # stored once for all ranks
         asked = {name: handle.obey.remote(command, reference) for name, handle in self._handles.items()}
-        return _Asked(command, asked)
+        return _Answers(command, asked)
 
     async def _watch(self, name: str) -> NoReturn:
         pulse = Pulse(silent_s=self._silent_s, now=time.monotonic())
         while True:
             pulse.silent_s = self._silent_s
             try:
-                await call(self._handles[name], "beat", self._silent_s, deadline_s=BEAT_S)
+                await call(self._handles[name], "beat", self._silent_s, deadline_s=_BEAT_S)
                 pulse.heard(time.monotonic())
             except NoAnswer:
                 if pulse.is_silent(time.monotonic()):
                     self._kill(name)
                     raise RankLost(f"{name} was silent for {self._silent_s:g} s") from None
             except RayActorError as error:
-                raise RankLost(f"{name} died: {_line(error)}") from error
-            await asyncio.sleep(BEAT_S)
+                raise RankLost(f"{name} died: {_first_line(error)}") from error
+            await asyncio.sleep(_BEAT_S)
 
     def _kill(self, name: str) -> None:
-        """One that is stopped does not hear Ray. It is there, so that its number is still its own."""
+        """Ray cannot end a stopped process (SIGSTOP). The id is safe to use: the process still exists."""
         process, node = self.processes[name]
         if node == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
     def close(self) -> None:
-        """Nobody is left. What they still had to do is rank 0's to know."""
+        """Kill all ranks. Rank 0 has made sure that they have nothing left to do."""
         for watching in self._watching:
             watching.cancel()
         for name, handle in self._handles.items():
@@ -266,16 +266,16 @@ class Ranks:
             ray.kill(handle)
 
 
-def _ended(watching: asyncio.Task[NoReturn]) -> None:
+def _end_with_watch(watching: asyncio.Task[NoReturn]) -> None:
     if not watching.cancelled() and (error := watching.exception()) is not None:
-        _end(error)
+        _end_process(error)
 
 
-def _end(error: BaseException) -> NoReturn:
-    """Ends rank 0's process, from whatever thread: others of it may be in a collective that nobody will join."""
-    log.error("The training processes cannot go on, and the trainer ends: %s", error)
-    os._exit(BROKEN)
+def _end_process(error: BaseException) -> NoReturn:
+    """End rank 0's process from any thread: another thread may be in a collective that nobody will join."""
+    log.error("The training processes cannot continue, so the trainer ends: %s", error)
+    os._exit(_GROUP_BROKEN)
 
 
-def _line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
