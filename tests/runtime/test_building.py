@@ -27,16 +27,16 @@ from freewheel.runtime.building import (
     TrainSide,
     count_parameters,
     evaluation_metrics,
+    find_class,
+    find_monitor,
     load_causal_lm,
     load_model_config,
     load_tokenizer,
     model_folder,
-    named,
-    named_function,
     pad_token_id,
     stop_token_ids,
 )
-from freewheel.runtime.config import TrainConfig
+from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 from freewheel.sync.weights import pack
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
@@ -60,9 +60,11 @@ def test_parameters_are_counted_without_the_weights(tmp_path: Path) -> None:
     assert count_parameters(str(tmp_path), shape, config) == sum(one.numel() for one in model.parameters())
 
 
-def test_a_named_class_is_found_and_without_a_name_it_is_our_own() -> None:
-    assert named(KEY, "user_code:TellingTrainer", FullyAsyncTrainer).__name__ == "TellingTrainer"
-    assert named(KEY, None, FullyAsyncTrainer) is FullyAsyncTrainer
+def test_a_setting_names_a_class_and_the_default_is_one_of_the_registered_ones() -> None:
+    assert find_class(KEY, "user_code:TellingTrainer", TRAINER_CLASSES).__name__ == "TellingTrainer"
+    assert find_class(KEY, None, TRAINER_CLASSES) is find_class(KEY, "default", TRAINER_CLASSES) is FullyAsyncTrainer
+    marking = find_class("rollout.rollouter_class", "user_code:MarkingRollouter", ROLLOUTER_CLASSES)
+    assert marking is not Rollouter and issubclass(marking, Rollouter)
 
 
 @pytest.mark.parametrize(
@@ -72,26 +74,23 @@ def test_a_named_class_is_found_and_without_a_name_it_is_our_own() -> None:
         ("user_code:monitor", "subclass of FullyAsyncTrainer"),
         ("user_code:Missing", "has no Missing; it has "),
         ("no_such_module:Trainer", "there is no module no_such_module"),
+        ("defualt", "choose default, or give module:name"),
     ],
 )
-def test_a_class_that_is_none_is_said_by_its_key(spec: str, remedy: str) -> None:
+def test_a_class_that_cannot_be_used_is_refused_by_its_key(spec: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
-        named(KEY, spec, FullyAsyncTrainer)
-    assert KEY in str(caught.value)
-    assert spec in str(caught.value)
+        find_class(KEY, spec, TRAINER_CLASSES)
+    assert KEY in str(caught.value) and spec in str(caught.value)
 
 
-def test_a_monitor_must_be_something_to_call() -> None:
-    assert named_function("observe.custom_monitor", None) is None
-    assert callable(named_function("observe.custom_monitor", "user_code:monitor"))
-    with pytest.raises(ConfigError, match="name a function"):
-        named_function("observe.custom_monitor", "user_code:MONITORED")
-    with pytest.raises(ConfigError, match="does not take that"):
-        named_function("observe.custom_monitor", "json:loads")
-
-
-def test_a_rollouter_is_no_trainer() -> None:
-    assert named("rollout.rollouter_class", "user_code:MarkingRollouter", Rollouter) is not Rollouter
+@pytest.mark.parametrize(
+    ("spec", "remedy"), [("user_code:MONITORED", "name a function"), ("json:loads", "which it does not accept")]
+)
+def test_a_monitor_must_be_a_function_of_both_statistics(spec: str, remedy: str) -> None:
+    assert find_monitor(small_config()) is None
+    assert callable(find_monitor(small_config(observe={"custom_monitor": "user_code:monitor"})))
+    with pytest.raises(ConfigError, match=remedy):
+        find_monitor(small_config(observe={"custom_monitor": spec}))
 
 
 def test_the_ends_of_a_response_are_the_tokenizers_the_models_and_the_tasks() -> None:

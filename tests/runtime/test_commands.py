@@ -218,7 +218,7 @@ def files(elsewhere: Path) -> None:
         ("no_prompt.jsonl", "row 1: a row has no prompt, messages or question"),
         ("no_truth.jsonl", "row 1 cannot be scored: ground_truth = None"),
         ("no_model.jsonl", "row 1: reward_model = '2': give an object"),
-        ("no_source.jsonl", "row 0 cannot be scored: no rule is for its data_source ''"),
+        ("no_source.jsonl", "row 0 cannot be scored: there is no rule for its data_source ''"),
         ("folder", "is a folder without data"),
     ],
 )

@@ -92,7 +92,7 @@ def test_another_server_is_not_taken_for_a_cluster(
     monkeypatch.setattr(cluster, "_CONNECT_S", 0.3)
     assert "the server there is not a Ray cluster: give the address" in refused(answers(b"HTTP/1.1 400 Bad Request"))
     silent = answers(b"")
-    assert "does not speak as Ray does (timed out)" in refused(silent)
+    assert "does not speak Ray's protocol (timed out)" in refused(silent)
     check_cluster(silent, {"RAY_USE_TLS": "1"})
 
 
