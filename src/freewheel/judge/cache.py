@@ -1,4 +1,11 @@
-"""The cache of judge replies."""
+"""The cache of judge replies: an LRU in memory, in front of a file that all processes of a user share.
+
+    engine ── find ──▶ MemoryCache ── miss ──▶ Store.get_many (the disk) ── miss ──▶ the judge
+    engine ◀── a reply that could be parsed: MemoryCache.put and Store.put, neither of which waits
+
+Replies are kept unparsed and parsed on every use, so a better parser needs no new call. Failures are never kept. Keys
+are SHA-256 digests of everything that decides a reply. `ReplyCache` is the engine's view of it.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +24,23 @@ from freewheel.judge.outcome import Reply
 from freewheel.judge.store import Store
 
 CACHE_FILE = "judge.sqlite3"
-"""The name of the file within `cache_dir`."""
+"""The file name in `cache_dir`."""
 ENTRY_OVERHEAD_BYTES = 400
-"""What an entry costs beside its text: the digest, the reply, two tuples and the dict's slot, as tracemalloc counts."""
+"""Memory of an entry besides its text, by tracemalloc: the digest, the reply, two tuples and the dict's slot."""
 
 
 def cache_dir(configured: str | None = None) -> Path:
-    """Where the cache lies: as configured, else $FREEWHEEL_CACHE_DIR, $XDG_CACHE_HOME/freewheel, ~/.cache/freewheel."""
+    """The cache's folder: as configured, $FREEWHEEL_CACHE_DIR, $XDG_CACHE_HOME/freewheel or ~/.cache/freewheel."""
     explicit = configured or os.environ.get("FREEWHEEL_CACHE_DIR")
     if explicit:
         return Path(explicit).expanduser()
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a path that is not absolute is to be ignored.
+    # The XDG specification says to ignore a path that is not absolute.
     return (Path(base) if Path(base).is_absolute() else Path("~/.cache").expanduser()) / "freewheel"
 
 
 class MemoryCache:
-    """The replies used last, within `max_entries` and `max_bytes`. For one thread: the event loop's."""
+    """The most recently used replies, within `max_entries` and `max_bytes`. For one thread only: the event loop's."""
 
     __slots__ = ("_bytes", "_entries", "max_bytes", "max_entries")
 
@@ -51,8 +58,8 @@ class MemoryCache:
         return entry[0]
 
     def put(self, key: bytes, reply: CachedReply) -> None:
-        """Keeps `reply`, and lets go of the ones used longest ago. One over the bound by itself is not kept."""
-        # The size is kept beside the reply, as a str grows when something asks it for its UTF-8.
+        """Keep `reply` and drop the least recently used ones. A reply larger than the bound is not kept."""
+        # Keep the size, because a str grows when something asks for its UTF-8.
         size = sys.getsizeof(reply.text) + ENTRY_OVERHEAD_BYTES
         entries = self._entries
         old = entries.pop(key, None)
@@ -78,15 +85,16 @@ class MemoryCache:
 
 
 MEMORY_CACHE_ENTRIES = 1 << 16
-"""Bounds the memory cache's own overhead; `memory_cache_bytes` bounds the replies."""
+"""Bounds the overhead of the memory cache; `memory_cache_bytes` bounds the replies."""
 
 
-class Replies:
-    """The cache as the engine sees it. With `cache` off it is memory alone, and the engine's keys name the batch."""
+class ReplyCache:
+    """The engine's cache of replies, and of what limiters learned. With `cache` off it is in memory only, and the
+    engine's keys contain the batch."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
-        # Only the file knows how old a reply is.
+        # Only the file knows the age of a reply.
         in_memory = config.cache_ttl_s is None or not config.cache
         self._memory = MemoryCache(MEMORY_CACHE_ENTRIES, config.memory_cache_bytes if in_memory else 0)
         self._store: Store | None = None
@@ -109,7 +117,7 @@ class Replies:
         return self._memory.get(key)
 
     def on_disk(self, keys: Sequence[bytes]) -> dict[bytes, CachedReply]:
-        """On the calling thread: in a batch a miss costs about a microsecond a key."""
+        """Read the file on the calling thread: in a batch a miss costs about a microsecond per key."""
         if self._store is None or not keys:
             return {}
         found = self._store.get_many(keys)
@@ -136,7 +144,7 @@ class Replies:
         try:
             return msgspec.json.decode(stored, type=LimiterMemory)
         except msgspec.DecodeError:
-            return None  # written by another version: start cold
+            return None  # written by another version: start without it
 
     def _limiter_name(self, url: str) -> str:
         return f"limiter {url} {self._model}"

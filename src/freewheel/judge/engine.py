@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from freewheel.judge.cache import Replies
+from freewheel.judge.cache import ReplyCache
 from freewheel.judge.client import ChatClient, open_connector
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.endpoint import NEVER, EndpointState, Permit, choose_endpoint
@@ -147,7 +147,7 @@ class Engine:
         self._wake_timer: asyncio.TimerHandle | None = None
         self._wake_at = NEVER
         self._down_since: float | None = None
-        self._replies = Replies(config)
+        self._replies = ReplyCache(config)
         self._exchanges: dict[type, Exchange] = {}
         self._endpoints: list[EndpointState] = []
         self._connector: aiohttp.TCPConnector | None = None

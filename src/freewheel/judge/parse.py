@@ -1,11 +1,11 @@
-"""From a judge's reply to a score. The engine makes one reader per rubric and calls it once per reply.
+"""Parse a judge's reply into a score. The engine makes one reader per rubric and calls it once per reply.
 
-What judges really send is taken; what is ambiguous or out of range is refused with `Unparseable`, never guessed at.
+Readers accept the forms that judges really send. They refuse an ambiguous or out-of-range reply with `Unparseable` and
+never guess. `scores.py` finds numbers in prose; this module reads the other forms: yes or no, JSON, custom functions.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import re
@@ -14,30 +14,31 @@ from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
 from freewheel.judge.rubric import PARSERS, Rubric, number_text
-from freewheel.judge.scores import Quotes, ScoreFinder, Unparseable, plain, reported_by_nobody, shorten, split_thinking
+from freewheel.judge.scores import Quotes, ScoreFinder, Unparseable, is_own_claim, make_plain, shorten, split_thinking
+from freewheel.utils.registry import find_object
 
 __all__ = ["Reading", "Unparseable", "make_reader"]
 
 _FAST_INTEGERS = 1000
-"""An integer scale of at most this many steps is looked up in a table; a wider one takes the general way."""
+"""An integer scale with at most this many steps is looked up in a table."""
 _BARE_DECIMAL = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 _JSON_ATTEMPTS = 64
-"""How many opening braces of a reply are tried as the start of an object: the bound keeps the work linear."""
+"""Opening braces that are tried as the start of an object. The bound keeps the work linear."""
 
 
 class Reading(NamedTuple):
-    """A reply that was understood."""
+    """A parsed reply."""
 
     value: float
     parts: dict[str, float]
-    """Each criterion's score, for rubrics that have several."""
+    """Score by criterion, for rubrics that have several."""
 
 
 Reader = Callable[[str], Reading]
 
 
 def make_reader(rubric: Rubric) -> Reader:
-    """The reader of `rubric`: a reply's text in, a `Reading` out. It raises `Unparseable` and nothing else."""
+    """Make the reader of `rubric`: it returns the `Reading` of a reply, or raises `Unparseable` and nothing else."""
     if rubric.parser == "yes_no":
         return _yes_no_reader(rubric)
     if rubric.parser == "json":
@@ -89,7 +90,7 @@ def _yes_no_reader(rubric: Rubric) -> Reader:
     low, high, place = float(rubric.low), float(rubric.high), rubric.place
 
     def readings(text: str) -> list[tuple[Reading, bool]]:
-        text = plain(text)
+        text = make_plain(text)
         claims: dict[int, tuple[bool, bool]] = {}
         opening = _OPENING_WORD.match(text)
         if opening:
@@ -97,11 +98,11 @@ def _yes_no_reader(rubric: Rubric) -> Reader:
         quotes = Quotes(text)
         for pattern in (_LINE_WORD, _LABELLED_WORD, _CLOSING_WORD):
             for match in pattern.finditer(text):
-                own = reported_by_nobody(text, match.start()) and not quotes.around(*match.span())
+                own = is_own_claim(text, match.start()) and not quotes.around(*match.span())
                 claims.setdefault(match.start(1), (_WORDS[match[1].lower()], own))
         return [(Reading(high if yes else low, {}), own) for _, (yes, own) in sorted(claims.items())]
 
-    return lambda reply: _declared(readings, place, "neither yes nor no", reply)
+    return lambda reply: _read_at_place(readings, place, "neither yes nor no", reply)
 
 
 def _json_reader(rubric: Rubric) -> Reader:
@@ -110,7 +111,7 @@ def _json_reader(rubric: Rubric) -> Reader:
     def readings(text: str) -> list[tuple[Reading, bool]]:
         return [(Reading(number(found[field], field), {}), own) for found, own in _objects(text) if field in found]
 
-    return lambda reply: _declared(readings, rubric.place, f"no JSON object with {field!r}", reply)
+    return lambda reply: _read_at_place(readings, rubric.place, f"no JSON object with {field!r}", reply)
 
 
 def _criteria_reader(rubric: Rubric) -> Reader:
@@ -130,11 +131,16 @@ def _criteria_reader(rubric: Rubric) -> Reader:
             found_readings.append((Reading(min(max(mean, rubric.low), rubric.high), parts), own))
         return found_readings
 
-    return lambda reply: _declared(readings, rubric.place, "no JSON object with the criteria", reply)
+    return lambda reply: _read_at_place(readings, rubric.place, "no JSON object with the criteria", reply)
 
 
-def _declared(readings: Callable[[str], list[tuple[Reading, bool]]], place: str, absent: str, reply: str) -> Reading:
-    """The reading of `reply` at the declared place. `readings` finds those of a text, each with whether it is own."""
+def _read_at_place(
+    readings: Callable[[str], list[tuple[Reading, bool]]], place: str, absent: str, reply: str
+) -> Reading:
+    """The reading of `reply` at the rubric's `place`.
+
+    `readings` finds all readings in a text, each with whether the judge claims it itself.
+    """
     answer, unopened = split_thinking(reply)
     found = readings(answer)
     if not found:
@@ -161,7 +167,7 @@ def _json_number(rubric: Rubric) -> Callable[[object, str], float]:
 
 
 def _checked(value: object, rubric: Rubric, name: str) -> float:
-    """`value` as a score of `rubric`'s range."""
+    """Check `value` as a score in `rubric`'s range."""
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise Unparseable(f"{name} is a {type(value).__name__}, not a number")
     try:
@@ -178,7 +184,7 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         for key, value in pairs:
             if found[key] != value:
-                raise Unparseable(f"{key!r} stands twice in one object, with different values")
+                raise Unparseable(f"{key!r} appears twice in one object, with different values")
     return found
 
 
@@ -190,7 +196,7 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_int=float, parse_con
 
 
 def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
-    """The outermost JSON objects of a text, in order, each with whether the judge says it in its own name."""
+    """The outermost JSON objects of a text, in order, each with whether the judge claims it itself."""
     found: list[tuple[dict[str, Any], bool]] = []
     quotes = Quotes(text)
     position = text.find("{")
@@ -206,13 +212,15 @@ def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
         except (ValueError, RecursionError):
             end = position + 1
         else:
-            found.append((value, reported_by_nobody(text, position) and not quotes.around(position, end)))
+            found.append((value, is_own_claim(text, position) and not quotes.around(position, end)))
         position = text.find("{", end)
     return found
 
 
 def _custom_reader(rubric: Rubric) -> Reader:
-    function = _imported(rubric.parser)
+    function = find_object("rubric.parser", rubric.parser)
+    if not callable(function):
+        raise ConfigError("rubric.parser", rubric.parser, "it is not callable")
 
     def read(reply: str) -> Reading:
         try:
@@ -222,26 +230,10 @@ def _custom_reader(rubric: Rubric) -> Reader:
             score = _checked(value, rubric, f"the result of {rubric.parser}")
         except Unparseable:
             raise
-        except Exception as error:  # the user's code: whatever it raises means that it could not read this reply
+        except Exception as error:  # the user's code may raise anything, and then could not read this reply
             raise Unparseable(f"{rubric.parser}: {type(error).__name__}: {shorten(str(error))}") from error
         if not all(map(math.isfinite, named.values())):
-            raise Unparseable(f"{rubric.parser} gave a part that is not finite")
+            raise Unparseable(f"{rubric.parser} returned a part that is not finite")
         return Reading(score, named)
 
     return read
-
-
-def _imported(path: str) -> Callable[[str], Any]:
-    module_name, _, attribute = path.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-        for name in attribute.split("."):
-            found = getattr(found, name)
-    except Exception as error:  # importing runs the user's module, which may raise anything
-        raise ConfigError(
-            "rubric.parser", path, f"it cannot be imported: {error}; is its folder on PYTHONPATH?"
-        ) from error
-    if not callable(found):
-        raise ConfigError("rubric.parser", path, "it is not callable")
-    function: Callable[[str], Any] = found
-    return function

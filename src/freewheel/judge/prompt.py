@@ -1,10 +1,10 @@
-"""The two messages of a judge call, with what is judged fenced in as data.
+"""`PromptBuilder`: the two messages of a judge call, with the judged text fenced in as data.
 
     rubric ──▶ system message: instructions, then the rule about data      (the same bytes for every request)
     request ─▶ user message:   code · [BEGIN x code] text [END x code] · closing line
 
-The code is an HMAC of the content under a local secret: who writes the content cannot know it, so nothing in the
-content can close its block. Equal content has an equal code, and the code is no part of the request's hash.
+The code is an HMAC of the content under a local secret. The author of the content cannot know it, so nothing in the
+content can close its block. Equal content has an equal code, and the code is not part of the request's hash.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from freewheel.judge.rubric import ANNOUNCE, BEGIN, END, LABELS, MARKER_CLOSE, R
 logger = logging.getLogger("freewheel.judge")
 
 CODE_HEX_DIGITS = 32
-"""128 bits of the HMAC: beyond guessing, and short enough for a judge to compare."""
+"""128 bits of the HMAC: impossible to guess, and short enough for a judge to compare."""
 SECRET_BYTES = 32
-"""The width of SHA-256, which HMAC can use whole."""
+"""The width of SHA-256."""
 SECRET_FILE = "delimiter.key"
 
 _LENGTH_BYTES = 8
-"""Each field's length goes before it into the HMAC, so that no two requests have the same bytes there."""
+"""The HMAC covers each field's length before the field, so that no two requests give it the same bytes."""
 
 _in_memory: dict[Path, bytes] = {}
-"""The secrets of directories that could not be used: one each for the life of the process, said once."""
+"""Secrets of directories that could not be used: one each for the life of the process, with one warning."""
 
 
 class PromptBuilder:
-    """Builds the messages of one rubric. The response is sent as it is, and cannot speak as anything else."""
+    """Builds the messages of one rubric. The response is sent unchanged, and cannot leave its block."""
 
     __slots__ = ("_begin", "_end", "_parts", "_reminder", "_secret", "_tail", "system")
 
@@ -47,7 +47,7 @@ class PromptBuilder:
         self._begin = {field: f"{BEGIN}{label} " for field, label in LABELS.items()}
         self._end = {
             field: f"\n{END}{label} " for field, label in LABELS.items()
-        }  # a line of its own, whatever the text ends with
+        }  # on a separate line, however the text ends
         self._parts = _lines(template_parts(rubric.template))
         self._tail = rubric.closing_text()
         self._reminder = rubric.reminder_text()
@@ -72,7 +72,7 @@ class PromptBuilder:
         return "".join(pieces)
 
     def reask(self, request: JudgeRequest) -> str:
-        """The user message after a reply that could not be read: the first one with the rubric's reminder."""
+        """The user message after an unreadable reply: the first one plus the rubric's reminder."""
         return f"{self.user(request)}\n\n{self._reminder}"
 
     def _code(self, fields: tuple[bytes, bytes, bytes]) -> str:
@@ -81,7 +81,7 @@ class PromptBuilder:
 
 
 def _lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    """Template parts in which each text ends its line before a block or the closing line follows."""
+    """Template parts in which each text ends its line before the next block or the closing line."""
     found: list[tuple[str, str]] = []
     for text, field in parts:
         line = text.lstrip("\n") if found else text
@@ -94,10 +94,10 @@ def _lines(parts: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
 
 
 def local_secret(directory: Path | None) -> bytes:
-    """The secret of this machine's user, kept in a private file of `directory`; made on first use.
+    """Return the secret of this machine's user from a private file in `directory`. Created on first use.
 
-    Processes that start together agree on one. Where there is no directory, or it cannot be used, the secret lives
-    in memory only: codes then differ from process to process, which changes no hash and no cached verdict.
+    Processes that start together agree on one secret. Without a usable directory the secret is in memory only: codes
+    then differ between processes, which changes no hash and no cached verdict.
     """
     if directory is None:
         return secrets.token_bytes(SECRET_BYTES)
@@ -113,7 +113,7 @@ def local_secret(directory: Path | None) -> bytes:
 
 
 def _read_secret(path: Path) -> bytes | None:
-    """The secret in `path`, or None where there is none yet. A file that others can read or write is not trusted."""
+    """Return the secret in `path`, or None if there is none yet. Raises if others can read or write the file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _read_secret(path: Path) -> bytes | None:
 
 
 def _make_secret(path: Path) -> bytes:
-    """Write a new secret beside `path` and link it into place: the file appears whole, and the first process wins."""
+    """Write a new secret next to `path` and link it into place: the file appears whole, and the first process wins."""
     made = secrets.token_bytes(SECRET_BYTES)
     descriptor, scratch = tempfile.mkstemp(prefix=f".{SECRET_FILE}.", dir=path.parent)  # mkstemp makes it 0600
     try:

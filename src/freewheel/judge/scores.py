@@ -1,4 +1,14 @@
-"""Read a score from a judge's reply."""
+"""Find the one score in a judge's reply, and refuse a reply that could mean two.
+
+    reply ─▶ split_thinking ─▶ make_plain ─▶ tokens with digits ─▶ claims: numbers put forward as the score ─▶ one value
+                                                              └──▶ no claim: a lone number with nothing around it
+
+A claim is a number with a label (`Score: 7`, `最终评分 7`), in `\\boxed{}`, over the top of the scale (`7/10`), alone
+on its line, or at the start or the end of the reply. Some claims can contradict a score but never make one: quoted
+ones, ones that the judge only reports ("the response says Score: 10"), and ones whose label names something else
+(`Answer: 7`). Whoever wrote the response cannot speak for the judge, and a judge that repeats an answer and forgets
+the score gives no score. Every step is linear in the text. `parse.py` is the caller.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +22,13 @@ from freewheel.judge.rubric import number_text
 
 
 class Unparseable(ValueError):
-    """The reply holds no score that the rubric allows; the message says what was seen."""
+    """The reply holds no score that the rubric allows. The message shows what was found."""
 
 
-SHOWN_CHARS = 80
-"""How much of a reply an error message shows: enough to recognise it, short enough for a log line."""
+_SHOWN_CHARS = 80
+"""Length of a reply in an error message: enough to recognise it, short enough for a log line."""
 MAX_ANSWER_CHARS = 65_536
-"""The longest answer, its thinking not counted, that is read: the engine's loop waits while a reply is read."""
+"""The longest answer, without thinking, that is parsed: the event loop waits meanwhile."""
 
 _THINK_TAG = re.compile(r"<(/?)(?:seed:)?(?:think(?:ing)?|thought)>|\[(/?)THINK\]|◁(/?)think▷", re.IGNORECASE)
 _OPENING_VERDICT = re.compile(r"\A[\s*_#>`\"'-]{0,8}(?:[^\W\d_]{1,16}[\s*_:]{1,4}){0,3}\d{1,4}(?=[\s*_.,;:/!)-]|$)")
@@ -28,7 +38,7 @@ _FORMAT_TAG = re.compile(r"</?(?:b|strong|em|i|u|p|br|div|span|code|pre|h[1-6]|m
 _CLOSING_TAG = re.compile(r"</[A-Za-z][\w-]{0,30}>")
 _OPENING_TAG = re.compile(r"<([A-Za-z][\w-]{0,30})>")
 _ANSWER_MARK = re.compile(r"(?m)^[ \t>*_]{0,8}#{4}[ \t*_]{0,4}(?=[-+$]?\d)")
-"""GSM8K's mark of an answer: a judge that restates one gives no score."""
+"""GSM8K's mark of an answer. A judge that repeats an answer gives no score."""
 _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathbf|mathrm|bold|bf)\s{0,2}\{")
 _INVISIBLE = "\u200b"
 _HIDDEN_JOIN = re.compile(rf"\d{_INVISIBLE}+(?=\d)")
@@ -40,7 +50,7 @@ _KEYCAP_PARTS = (0x20E3, *range(0xFE00, 0xFE10))
 
 
 class _Uniform(dict[int, str]):
-    """What each character counts as, worked out on first sight. Per character, so that the cost stays linear."""
+    """The replacement of each character, computed when it is first seen. Per character, so the cost stays linear."""
 
     def __missing__(self, point: int) -> str:
         char = chr(point)
@@ -70,23 +80,23 @@ _UNIFORM = _Uniform()
 
 
 def shorten(text: str) -> str:
-    """`text` for an error message."""
-    return repr(text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…")
+    """Shorten `text` for an error message."""
+    return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…")
 
 
-class Parts(NamedTuple):
-    """A reply, taken apart."""
+class _Parts(NamedTuple):
+    """A reply without its thinking."""
 
     answer: str
     unopened: str
-    """Text before a closing think tag that was never opened: thinking, most likely, or a verdict and a quoted tag."""
+    """Text before a closing think tag that was never opened: probably thinking, or a verdict and a quoted tag."""
 
 
-def split_thinking(reply: str) -> Parts:
-    """`reply` without the thinking before its answer.
+def split_thinking(reply: str) -> _Parts:
+    """Separate the thinking from the answer after it.
 
-    Thinking stands first: `<think>…</think>`, nested or several, or only its end where the server's chat template
-    swallowed the opening tag. A tag elsewhere may be a quotation, and is refused where it could change the verdict.
+    Thinking comes first: `<think>…</think>`, nested or repeated, or only its end if the server's chat template removed
+    the opening tag. A tag elsewhere may be a quotation. It is refused if it could change the verdict.
     """
     tags = list(_THINK_TAG.finditer(reply))
     depth, cut = 0, 0
@@ -103,20 +113,20 @@ def split_thinking(reply: str) -> Parts:
             depth, cut = 0, tag.end()
         else:
             if tag is tags[0] and outside.strip() and not outside.endswith(("\n", "\r")):
-                raise Unparseable(f"a closing think tag in the middle of a line: {shorten(outside[-SHOWN_CHARS:])}")
+                raise Unparseable(f"a closing think tag in the middle of a line: {shorten(outside[-_SHOWN_CHARS:])}")
             if _OPENING_VERDICT.match(outside):
-                raise Unparseable(f"a verdict stands before a closing think tag: {shorten(outside)}")
+                raise Unparseable(f"a verdict comes before a closing think tag: {shorten(outside)}")
             unopened.append(outside)
             cut = tag.end()
     if depth:
         raise Unparseable(f"the thinking never ends: {shorten(reply)}")
     if len(reply) - cut > MAX_ANSWER_CHARS:
         raise Unparseable(f"an answer of {len(reply) - cut} characters; at most {MAX_ANSWER_CHARS} are read")
-    return Parts(reply[cut:], "\n".join(unopened)[-MAX_ANSWER_CHARS:])
+    return _Parts(reply[cut:], "\n".join(unopened)[-MAX_ANSWER_CHARS:])
 
 
-def uniform(text: str) -> str:
-    """`text` with digits, dashes and widths of any script in their ASCII form, and without invisible characters."""
+def _make_uniform(text: str) -> str:
+    """Convert digits, dashes and widths of any script to ASCII, and remove invisible characters."""
     if text.isascii():
         return text
     text = text.translate(_UNIFORM)
@@ -127,35 +137,35 @@ def uniform(text: str) -> str:
     return text
 
 
-def plain(text: str) -> str:
-    """`text` without Markdown, HTML and LaTeX dress, its characters made uniform."""
-    text = _ANSWER_MARK.sub("answer: ", uniform(text))
+def make_plain(text: str) -> str:
+    """Remove Markdown, HTML and LaTeX markup, and make the characters uniform."""
+    text = _ANSWER_MARK.sub("answer: ", _make_uniform(text))
     if "`" in text or "~~~" in text:
         text = _FENCE_LINE.sub("", text).replace("`", " ")
     if "<" in text:
         text = _FORMAT_TAG.sub(" ", text)
-        text = _OPENING_TAG.sub(r" ; \1: ", _CLOSING_TAG.sub(" ; ", text))  # a clause of its own, on the same line
+        text = _OPENING_TAG.sub(r" ; \1: ", _CLOSING_TAG.sub(" ; ", text))  # a separate clause, on the same line
     if "\\" in text:
         text = _LATEX_TEXT.sub(" ", text)
     return text.replace("*", " ").replace("$", " ").replace("\r", "\n").strip()
 
 
-LEAD_CHARS = 80
-"""How far back from a label its sentence is looked at."""
+_LEAD_CHARS = 80
+"""How many characters before a label count as its sentence."""
 
 _STRONG = (
     r"scor(?:e|ing)|ratings?|grade|评分|得分|分数|打分|总分|评级|評分|分數|スコア|評価|得点|点数|採点|점수|평점|평가|"
     r"punktzahl|bewertung|wertung|calificaci[oó]n|puntuaci[oó]n|puntaje|pontua[cç][aã]o|punteggio|valutazione|"
     r"оценка|балл|рейтинг|الدرجة|التقييم|स्कोर|अंक|puan|điểm|skor"
 )
-"""Claim a score with a colon or without one."""
+"""These claim a score with or without a colon."""
 _VERDICT = r"voto|marks?|punkte|overall|final|verdict|evaluation|assessment|judge?ment|decision|評定|評点"
-"""Claim a score only with a colon after them and nothing but the number behind it."""
+"""These claim a score only with a colon after them and nothing after the number."""
 _GRADED = r"notes?|nota|points?|total"
-"""Claim a score only if it is written over the top of the scale: "Note: 7" is a remark, "Note : 7/10" is a grade."""
+"""These claim a score only over the top of the scale: "Note: 7" is a remark, "Note : 7/10" is a grade."""
 _RESTATED = r"answers?|results?|quality|итог|结果|结论|النتيجة"
-"""Name what was judged, or a part of the verdict. They may contradict a score, and never claim one."""
-LABEL = re.compile(
+"""These name what was judged, or a part of the verdict. They may contradict a score but never claim one."""
+_LABEL = re.compile(
     rf"(?<![A-Za-z/\\])(?:(?P<strong>{_STRONG})|(?P<verdict>{_VERDICT})|(?P<graded>{_GRADED})|(?P<restated>{_RESTATED}))"
     r"(?![a-zA-Z])",
     re.IGNORECASE,
@@ -165,42 +175,42 @@ _NOT_THE_VERDICT = re.compile(
     r"example)[ \t_-]{1,2}$",
     re.IGNORECASE,
 )
-"""Before a label: "Confidence score: 9" and "Maximum score: 10" are not what the response got."""
+"""Before a label: "Confidence score: 9" and "Maximum score: 10" are not the score of the response."""
 _LONE_VERDICT = re.compile(
     rf"(?<![A-Za-z/\\])(?:{_STRONG}|scores|verdict|(?:note|nota|voto) (?:finale?|globale?|total|totale))(?![a-zA-Z])"
     r"(?!.*\b(?:difference|gap|level|range|change|count|threshold|confidence)\b)",
     re.IGNORECASE,
 )
-"""What a label of a few words must hold to claim a score ("Bewertung der Antwort: 7")."""
+"""A label of a few words must contain this to claim a score ("Bewertung der Antwort: 7")."""
 _RESTATED_LEAD = re.compile(
     rf"(?<![A-Za-z])(?:{_RESTATED}|solutions?|values?|probability|fraction|ответ|答案|antwort|réponse|respuesta)"
     r"(?: (?:is|was|are|equals?|should be|would be|must be|ist|est|es)|为|是)?[\s:=,_\"'(\[{|-]{0,8}$",
     re.IGNORECASE,
 )
-"""Before a `7/10`, a `\\boxed{7}` or a line with a 7 alone: it is an answer."""
+"""Before a `7/10`, a `\\boxed{7}` or a 7 alone on its line, this marks an answer."""
 _SCORE_OF = re.compile(
     rf"(?<![A-Za-z])(?:{_STRONG}) (?:of|for|to)(?: (?:the|this|that|its|final|model's|student's)){{0,3}} $|"
     r"(?:scoring|grading|评分|得分|打分|評分)[ 的]?$",
     re.IGNORECASE,
 )
-"""Before a label that claims nothing by itself: "Score for the answer: 7" and "评分结果：7" do."""
+"""Before a label that claims nothing by itself: "Score for the answer: 7" and "评分结果：7" do claim a score."""
 _HEADING_WORDS = 4
-"""A line of more words without a colon is prose, and no heading of what stands under it."""
+"""A longer line without a colon is prose, not a heading of the next line."""
 _LEADS_ON = re.compile(r"(?:[:=]|\b(?:is|was|are|equals?|be|ist|est|es)|为|是)[\s\"']{0,4}$", re.IGNORECASE)
 _EQUALS = re.compile(r"=[\s(\[{]{0,4}$")
-SHORT_LABEL = re.compile(
+_SHORT_LABEL = re.compile(
     r"(?:^|\n)[ \t#>|;_\"'(\[{•-]{0,8}[^\W\d_][^\s:=]{0,24}(?:[ \t]{1,2}[^\s:=]{1,24}){0,2}[ \t]{0,2}[:=][ \t\"']{0,4}$"
 )
-VERDICT_WORD = re.compile(r"overall|final|result|verdict|evaluation|assessment|judge?ment|decision", re.IGNORECASE)
-"""With a colon and prose behind the number ("Result: 3 of 4 tests pass") these may still contradict a score."""
+_VERDICT_WORD = re.compile(r"overall|final|result|verdict|evaluation|assessment|judge?ment|decision", re.IGNORECASE)
+"""With a colon, and prose after the number ("Result: 3 of 4 tests pass"), these may still contradict a score."""
 
 
-def claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: bool) -> bool:
-    """Whether a number with this label can be the score, and not what was judged or a part of the verdict.
+def _claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: bool) -> bool:
+    """Whether a number with this label can be the score, rather than what was judged or a part of the verdict.
 
-    `over_top`: it is written as 7/10. `ends`: nothing that belongs to it comes after it.
+    `over_top`: it is written as 7/10. `ends`: nothing after it belongs to it.
     """
-    lead = text[max(0, label.start() - LEAD_CHARS) : label.start()]
+    lead = text[max(0, label.start() - _LEAD_CHARS) : label.start()]
     if label["restated"]:
         return _SCORE_OF.search(lead) is not None
     if label["graded"] and not (over_top and ends):
@@ -208,39 +218,39 @@ def claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: boo
     return not _NOT_THE_VERDICT.search(lead)
 
 
-def is_lone_verdict(label: str) -> bool:
+def _is_lone_verdict(label: str) -> bool:
     """Whether a label of a few words claims a score."""
     verdict = _LONE_VERDICT.search(label)
     return verdict is not None and not _NOT_THE_VERDICT.search(label[: verdict.start()])
 
 
-def restates(text: str, begin: int) -> bool:
-    """Whether what leads up to `begin` says that a number there is an answer ("so x = 7/10") and not a score."""
-    before = text[max(0, begin - LEAD_CHARS) : begin]
+def _restates(text: str, begin: int) -> bool:
+    """Whether the text before `begin` marks a number there as an answer ("so x = 7/10") and not as a score."""
+    before = text[max(0, begin - _LEAD_CHARS) : begin]
     if _RESTATED_LEAD.search(before):
         return True
-    label = SHORT_LABEL.search(before)
+    label = _SHORT_LABEL.search(before)
     if label is None and not _EQUALS.search(before):
         return False
     named = label[0] if label else before.rpartition("\n")[2]
-    return not any(found["strong"] or found["verdict"] or found["graded"] for found in LABEL.finditer(named))
+    return not any(found["strong"] or found["verdict"] or found["graded"] for found in _LABEL.finditer(named))
 
 
-def stands_under_another_label(text: str, begin: int) -> bool:
-    """Whether the line above says that a number alone on its line is an answer ("## Answer") and not a score."""
-    above = text[max(0, begin - LEAD_CHARS) : begin].rstrip(" \t\n#>|_\"'([{•-")
+def _is_under_answer_heading(text: str, begin: int) -> bool:
+    """Whether the line above marks a number alone on its line as an answer ("## Answer") and not as a score."""
+    above = text[max(0, begin - _LEAD_CHARS) : begin].rstrip(" \t\n#>|_\"'([{•-")
     line = above.rpartition("\n")[2]
     if not line.strip() or not (_LEADS_ON.search(line) or len(line.split()) <= _HEADING_WORDS):
         return False
-    return restates(above, len(above))
+    return _restates(above, len(above))
 
 
 _NUMBER_CHARS = 32
-"""Longer digit strings are no scores; the bound also keeps `float` away from megabytes of digits."""
+"""Longer digit strings are no scores. The bound also protects `float` from megabytes of digits."""
 _MAX_TOKENS = 4096
-"""A reply with more numbers than this is no verdict; the bound keeps a hostile reply cheap."""
+"""A reply with more numbers is no verdict. The bound keeps a hostile reply cheap."""
 _LEAD_WORDS = 6
-"""A label with more words before it in its sentence is in prose, not the judge's verdict line."""
+"""A label with more words before it in its sentence is prose, not a verdict line."""
 
 _GLUE = r"0-9A-Za-z_\u00aa-\u024f\u0300-\u052f"
 _TOKEN = re.compile(rf"(?:[{_GLUE}.,/^%+~-]|(?<=\d):(?=\d))+")
@@ -255,7 +265,7 @@ _SLASHED = re.compile(rf"(?<=\d)[ \t]{{0,3}}{_UNIT}?[ \t]{{0,3}}(?:/|\b(?:out of
 _ENVELOPE = re.compile(
     r"\s*((?:<(reasoning|analysis|explanation|rationale)>[^<>]*</\2>\s*)?)<answer>([^<>]*)</answer>\s*", re.IGNORECASE
 )
-"""A reply of just this form is how some models mark their own last word; elsewhere it is an answer that was judged."""
+"""Some models mark their verdict with a reply of exactly this form. Elsewhere it is an answer that was judged."""
 _MARKS = r"[\s:=|_\"'()\[\]{}<>→]|-(?![\d.])"
 _SEPARATOR = re.compile(
     rf"(?:{_MARKS}){{0,12}}(?:\b(?:is|of|was|would be|should be|est(?: de)?|ist|es|è|é|это)\b|为|是|は|が|:)?"
@@ -291,34 +301,34 @@ _LINE_START = re.compile(r"(?:^|\n)[ \t#>|:;=_\"'(\[{•-]{0,16}$")
 _SENTENCE_START = re.compile(r"[.!?。！？][ \t\"')\]]{0,4}$")
 _TRAILING = " \t\n\"')]};.。!分点"
 _TRAILING_CHARS = 8
-"""As much punctuation as a reply ends with."""
+"""The most punctuation that may end a reply."""
 _LIST_ITEM = re.compile(r"1[.)]\s")
 _SECOND_ITEM = re.compile(r"\n[ \t]{0,8}2[.)]\s")
 
 
-class Token(NamedTuple):
+class _Token(NamedTuple):
     start: int
     end: int
     value: float | None
-    """None: it holds digits, and is no number that could be a score."""
+    """None: it has digits, but is no number that could be a score."""
     over_top: bool
     """Written over the top of the scale, as 7/10."""
     plain_number: bool
     """A number, a percentage or a ratio, whatever its value; not a date, a version or a word with digits in it."""
 
 
-class Claim(NamedTuple):
-    token: Token
+class _Claim(NamedTuple):
+    token: _Token
     own: bool
-    """The judge says it in its own name: neither quoted nor reported."""
+    """The judge claims it itself: neither quoted nor reported."""
     loose: bool
-    """It only opens or closes a line of prose: any other number in the reply puts it in doubt."""
+    """It only starts or ends a line of prose, so any other number in the reply makes it doubtful."""
     firm: bool
-    """It is put forward as the score, and not as an answer or a part of the verdict."""
+    """It is put forward as the score, not as an answer or a part of the verdict."""
 
 
 class Quotes:
-    """The quoted stretches of a text."""
+    """The quoted parts of a text."""
 
     def __init__(self, text: str) -> None:
         spans = [match.span() for match in _QUOTED.finditer(text)]
@@ -332,7 +342,7 @@ class Quotes:
 
 
 class ScoreFinder:
-    """Reads one number within [low, high] out of a reply, or raises `Unparseable`."""
+    """Reads one number within [low, high] from a reply, or raises `Unparseable`."""
 
     def __init__(self, *, low: float, high: float, integer: bool, place: str) -> None:
         self._low, self._high, self._integer, self._place = low, high, integer, place
@@ -368,15 +378,15 @@ class ScoreFinder:
         return chosen.value
 
     def _prepared(self, text: str) -> str:
-        return self._scale.sub(" ", _SLASHED.sub("/", plain(text)))
+        return self._scale.sub(" ", _SLASHED.sub("/", make_plain(text)))
 
     def _claimed(self, text: str) -> set[float | None]:
         """The values that `text` puts forward as the score."""
         text = self._prepared(text)
         return {claim.token.value for claim in self._claims(text, self._tokens(text), Quotes(text))}
 
-    def _tokens(self, text: str) -> dict[int, Token]:
-        found: dict[int, Token] = {}
+    def _tokens(self, text: str) -> dict[int, _Token]:
+        found: dict[int, _Token] = {}
         for match in _TOKEN.finditer(text):
             if _HAS_DIGIT.search(match[0]):
                 token = self._token(match[0], match.start())
@@ -385,7 +395,7 @@ class ScoreFinder:
                     raise Unparseable(f"more than {_MAX_TOKENS} numbers in the reply")
         return found
 
-    def _token(self, word: str, start: int) -> Token:
+    def _token(self, word: str, start: int) -> _Token:
         edge = _EDGES.match(word)
         if edge:
             start += edge.end()
@@ -394,12 +404,12 @@ class ScoreFinder:
         if len(word) <= _NUMBER_CHARS:
             number = _NUMBER.fullmatch(word)
             if number:
-                return Token(start, end, self._value(number[1], number[2] == "%"), False, True)
+                return _Token(start, end, self._value(number[1], number[2] == "%"), False, True)
             ratio = _RATIO.fullmatch(word)
             if ratio:
                 over_top = float(ratio[2]) == self._high
-                return Token(start, end, self._value(ratio[1], False) if over_top else None, over_top, True)
-        return Token(start, end, None, False, False)
+                return _Token(start, end, self._value(ratio[1], False) if over_top else None, over_top, True)
+        return _Token(start, end, None, False, False)
 
     def _value(self, digits: str, percent: bool) -> float | None:
         value = float(digits)
@@ -411,31 +421,31 @@ class ScoreFinder:
             return None
         return value
 
-    def _claims(self, text: str, tokens: dict[int, Token], quotes: Quotes) -> list[Claim]:
-        found: dict[int, Claim] = {}
+    def _claims(self, text: str, tokens: dict[int, _Token], quotes: Quotes) -> list[_Claim]:
+        found: dict[int, _Claim] = {}
 
-        def add(token: Token, begin: int, own: bool, *, loose: bool = False, firm: bool = True) -> None:
+        def add(token: _Token, begin: int, own: bool, *, loose: bool = False, firm: bool = True) -> None:
             if _AND_ANOTHER.match(text, token.end):
                 token = token._replace(value=None)
             own = own and firm and not quotes.around(begin, token.end)
             earlier = found.get(token.start)
             if earlier is None or (own and not earlier.own) or (earlier.loose and not loose):
-                found[token.start] = Claim(token, own, loose, firm)
+                found[token.start] = _Claim(token, own, loose, firm)
 
         for token, begin, firm in self._labelled(text, tokens):
-            add(token, begin, reported_by_nobody(text, begin), firm=firm)
+            add(token, begin, is_own_claim(text, begin), firm=firm)
         for token in tokens.values():
             if token.over_top and token.start not in found:
-                own, firm = reported_by_nobody(text, token.start), not restates(text, token.start)
+                own, firm = is_own_claim(text, token.start), not _restates(text, token.start)
                 add(token, token.start, own, firm=firm)
-        for token, own, loose in _standing(text, tokens):
+        for token, own, loose in _find_unlabelled(text, tokens):
             if token.start not in found:
-                add(token, token.start, own, loose=loose, firm=not stands_under_another_label(text, token.start))
+                add(token, token.start, own, loose=loose, firm=not _is_under_answer_heading(text, token.start))
         return [found[start] for start in sorted(found)]
 
-    def _labelled(self, text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, int, bool]]:
-        """Numbers with a label: each with where the label begins, and whether it can be the judge's score."""
-        for label in LABEL.finditer(text):
+    def _labelled(self, text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, int, bool]]:
+        """Numbers with a label, each with the start of the label and whether it can be the judge's score."""
+        for label in _LABEL.finditer(text):
             gap = _SEPARATOR.match(text, label.end())
             token = tokens.get(gap.end()) if gap else None
             if token is None or gap is None:
@@ -445,27 +455,27 @@ class ScoreFinder:
             strong, ends = label["strong"] is not None, _AFTER_END.match(text, token.end) is not None
             if not _COLON.search(gap[0]):
                 if not strong or not (ends or _AND_ANOTHER.match(text, token.end)):
-                    continue  # prose such as "a score of 10 is not warranted"
+                    continue  # prose like "a score of 10 is not warranted"
             elif not strong and not (token.over_top or ends):
-                if VERDICT_WORD.match(label[0]):
-                    yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, and is no score
-                continue  # prose such as "Note: 3 steps are wrong"
-            yield token, label.start(), claims_a_score(text, label, over_top=token.over_top, ends=ends)
+                if _VERDICT_WORD.match(label[0]):
+                    yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, but is no score
+                continue  # prose like "Note: 3 steps are wrong"
+            yield token, label.start(), _claims_a_score(text, label, over_top=token.over_top, ends=ends)
         for pattern in (_FIRST_PERSON, _BOXED):
             for match in pattern.finditer(text):
                 if match.end() in tokens:
-                    firm = pattern is _FIRST_PERSON or not restates(text, match.start())
+                    firm = pattern is _FIRST_PERSON or not _restates(text, match.start())
                     yield tokens[match.end()], match.start(), firm
         for match in _GIVEN.finditer(text):
             token = tokens.get(match.end())
             if token is not None and text.startswith("分", token.end):
                 yield token, match.start(), True
 
-    def _choose(self, claims: list[Claim], tokens: dict[int, Token], reply: str) -> Token:
+    def _choose(self, claims: list[_Claim], tokens: dict[int, _Token], reply: str) -> _Token:
         if self._place != "only":
             firm = [claim.token for claim in claims if claim.firm]
             if not firm:
-                raise Unparseable(f"every number has a label that is no score's in {shorten(reply)}")
+                raise Unparseable(f"no number is labelled as a score in {shorten(reply)}")
             return firm[0 if self._place == "first" else -1]
         values = {claim.token.value for claim in claims}
         if all(claim.loose for claim in claims):
@@ -476,7 +486,7 @@ class ScoreFinder:
             raise Unparseable(f"the only score is quoted, reported or something else's in {shorten(reply)}")
         return claims[0].token
 
-    def _lone(self, text: str, tokens: dict[int, Token], quotes: Quotes, reply: str) -> Token:
+    def _lone(self, text: str, tokens: dict[int, _Token], quotes: Quotes, reply: str) -> _Token:
         numbers = [token for token in tokens.values() if token.plain_number]
         if not numbers:
             raise Unparseable(f"no plain number in {shorten(reply)}")
@@ -485,25 +495,25 @@ class ScoreFinder:
         if len({text[token.start : token.end] for token in numbers}) > 1:
             raise Unparseable(f"several numbers and no label in {shorten(reply)}")
         for token in numbers:
-            before = text[max(0, token.start - LEAD_CHARS) : token.start]
-            label = SHORT_LABEL.search(before)
+            before = text[max(0, token.start - _LEAD_CHARS) : token.start]
+            label = _SHORT_LABEL.search(before)
             if not label or _REPORTING.search(label[0]) or quotes.around(token.start, token.end):
                 continue
-            if not is_lone_verdict(label[0]):
+            if not _is_lone_verdict(label[0]):
                 continue
             if _AFTER_END.match(text, token.end):
                 return token
-        raise Unparseable(f"the only number stands in prose without a label in {shorten(reply)}")
+        raise Unparseable(f"the only number is in prose without a label in {shorten(reply)}")
 
 
-def reported_by_nobody(text: str, begin: int) -> bool:
-    """Whether the clause that leads up to `begin` lets what follows be the judge's own word."""
-    clause = _CLAUSE_END.split(text[max(0, begin - LEAD_CHARS) : begin])[-1]
+def is_own_claim(text: str, begin: int) -> bool:
+    """Whether the clause before `begin` lets the judge make the claim after it, instead of reporting it."""
+    clause = _CLAUSE_END.split(text[max(0, begin - _LEAD_CHARS) : begin])[-1]
     return len(clause.split()) <= _LEAD_WORDS and not _REPORTING.search(clause)
 
 
-def _standing(text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, bool, bool]]:
-    """Numbers that stand by themselves, each with its `own` and `loose`.
+def _find_unlabelled(text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, bool, bool]]:
+    """Numbers without a label that form a line or start or end the text, each with its `own` and `loose`.
 
     Alone on a line counts as the judge's own on the first and the last line only: further in it may be a quotation.
     """
@@ -512,7 +522,7 @@ def _standing(text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, bool
     for token in tokens.values():
         if not token.plain_number:
             continue
-        before = text[max(0, token.start - LEAD_CHARS) : token.start]
+        before = text[max(0, token.start - _LEAD_CHARS) : token.start]
         if _LINE_START.search(before):
             if _AFTER_LINE.match(text, token.end):
                 yield token, token.end <= first_line_end or token.start >= last_line_start, False
@@ -522,7 +532,7 @@ def _standing(text: str, tokens: dict[int, Token]) -> Iterator[tuple[Token, bool
             yield token, True, True
 
 
-def _begins_list(text: str, token: Token) -> bool:
+def _begins_list(text: str, token: _Token) -> bool:
     return bool(_LIST_ITEM.match(text, token.start) and _SECOND_ITEM.search(text, token.end))
 
 
