@@ -1,4 +1,4 @@
-"""A judge to test against: an OpenAI-compatible server on loopback that is slow, crowded or broken as you say.
+"""A judge to test against: an OpenAI-compatible server on loopback, as slow, crowded or broken as you configure it.
 
 async with MockJudge(JudgeProfile(latency_s=0.2, knee=60, reject_above=80)) as judge:
     ...                          # send to judge.url

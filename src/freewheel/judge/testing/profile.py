@@ -1,4 +1,12 @@
-"""What the mock judge does."""
+"""What the mock judge does: its profile, its decision about each request, and its replies. No I/O; the clock is given.
+
+    request ──▶ outage? ──▶ burst? ──▶ key, body, model, quota, length ──▶ in flight? ──▶ rates? ──▶ Plan
+                  ▼           ▼                       ▼                        └──────┬──────┘
+        Outage, Refusal 503   Refusal 429             Refusal 4xx                     ▼ Refusal 429
+
+`JudgeServer` carries the decisions out. `JudgeProfile` is the only source of the defaults. Times are in the judge's own
+seconds: `time_scale` converts them to wall time, and only headers hold wall time.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +41,14 @@ SHARES = (
 """The faults, in the order in which they divide the unit interval: moving one would change every seeded plan."""
 
 ROUNDING = 1e-9
-"""Shares such as 0.1 + 0.2 + 0.7 do not add up to exactly 1 in binary."""
+"""In binary, 0.1 + 0.2 + 0.7 is not exactly 1."""
 
 LOWEST_ERROR, HIGHEST_ERROR = 400, 599
-"""The statuses that say "error" in HTTP."""
+"""The error statuses of HTTP."""
 
 
 class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the mock judge does with the requests it gets. The default answers everything, at once and rightly."""
+    """How the mock judge treats requests. By default it answers everything correctly and at once."""
 
     seed: int = 0
     """Latencies and faults are drawn from (seed, content, attempt): the order of arrival changes nothing. Only
@@ -50,30 +58,30 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Wall seconds per second of this profile, in headers too: 0.1 rehearses ten times faster."""
 
     latency: Literal["fixed", "lognormal"] = "fixed"
-    """Whether each request takes `latency_s`, or a lognormal time with that mean."""
+    """Each request takes `latency_s`, or a lognormal time with that mean."""
     latency_s: float = 0.0
-    """Mean time that a request takes when the judge is not crowded."""
+    """Mean time of a request when the judge is not crowded."""
     sigma: float = 0.5
     """Spread of the lognormal: the standard deviation of the time's logarithm."""
 
     knee: float | None = None
-    """Throughput saturates here: with n in service, each goes on at the rate min(1, knee / n). None: never.
-    Hanging and dripping requests are in flight, but take no service."""
+    """Throughput saturates here: with n in service, each progresses at the rate min(1, knee / n). None: never.
+    Hanging and dripping requests are in flight but use no service."""
     reject_above: int | None = None
     """A request that finds this many in flight gets a 429 at once. None: all are let in."""
     retry_after_s: float | None = 1.0
-    """`Retry-After` of a 429. A labelled rate limit says the exact wait instead. None: the header is never sent."""
+    """`Retry-After` of a 429. A labelled rate limit sends the exact wait instead. None: never send the header."""
     retry_after_style: Literal["seconds", "date"] = "seconds"
     """`Retry-After` as a number (with decimals where needed) or as an HTTP date, rounded up to a second."""
 
     requests_per_minute: float | None = None
     """Requests beyond this rate get a 429."""
     tokens_per_minute: float | None = None
-    """The same for tokens: those of the prompt and of the reply, as `usage` reports them."""
+    """The same for tokens of prompt and reply, as `usage` reports them."""
     rate_window_s: float = 60.0
-    """A rate's bucket holds what it allows in this time, is full at first, and refills continuously."""
+    """A rate's bucket holds the allowance of this time, starts full, and refills continuously."""
     label_rate: bool = True
-    """Whether a rate limit says so, by `x-ratelimit-*` headers and by its message, or is a bare 429."""
+    """Whether a rate limit is named in `x-ratelimit-*` headers and the message. False: it is a bare 429."""
 
     error_share: float = 0.0
     """Share of requests that end with `error_status`."""
@@ -82,7 +90,7 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disconnect_share: float = 0.0
     """Share whose connection is closed before any reply."""
     truncate_share: float = 0.0
-    """Share whose body is cut in the middle, although Content-Length promised all of it."""
+    """Share whose body is cut in the middle, in spite of its Content-Length."""
     garbage_share: float = 0.0
     """Share that gets 200, application/json and a body that is not JSON."""
     wrong_type_share: float = 0.0
@@ -90,7 +98,7 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     hang_share: float = 0.0
     """Share that is never answered; it counts as in flight until the client goes away."""
     drip_share: float = 0.0
-    """Share whose right answer comes a few bytes at a time, over `drip_s`."""
+    """Share whose correct answer is sent a few bytes at a time, over `drip_s`."""
     drip_s: float = 5.0
     """Duration of a dripping answer."""
     unparseable_share: float = 0.0
@@ -98,14 +106,14 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     empty_share: float = 0.0
     """Share that gets no choices, or a choice whose content is null (by content)."""
     faults_per_content: int | None = None
-    """After this many faults a content is answered rightly: 1 makes the first retry succeed. None: no such end."""
+    """After this many faults a content is answered correctly: 1 makes the first retry succeed. None: never."""
 
     outages: Windows = ()
     """(start_s, duration_s) pairs, counted from the first chat request after the start or a reset."""
     outage_kind: Literal["refuse", "503"] = "refuse"
     """`refuse` aborts every open and new connection during an outage; `503` answers with that status."""
     throttle_bursts: Windows = ()
-    """(start_s, duration_s) pairs, counted likewise, in which every request gets a bare 429."""
+    """(start_s, duration_s) pairs, counted in the same way, in which every request gets a bare 429."""
 
     api_key: str | None = None
     """If set, a request without `Authorization: Bearer <api_key>` gets a 401."""
@@ -121,14 +129,14 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     score_high: int = 10
     """Highest score."""
     reply_style: ReplyStyle = "bare"
-    """How the score is worded; `mixed` chooses by content."""
+    """The form of the score; `mixed` chooses by content."""
     scores: dict[str, str] = {}
-    """Replies dictated by a test: the first key that occurs in the user message decides, its value is the reply."""
+    """Replies set by a test: the first key that occurs in the user message selects its value as the reply."""
 
     keep_requests: int = 0
-    """How many of the latest chat requests to keep, with headers and body."""
+    """Number of latest chat requests to keep, with headers and body."""
     keep_texts: bool = True
-    """Whether counts by content hold the content's text too, or only its key (for very long runs)."""
+    """Whether counts by content include the text. False: only its key, for very long runs."""
 
     def __post_init__(self) -> None:
         for name in ("outages", "throttle_bursts"):
@@ -166,7 +174,7 @@ CHOICES = {
     "outage_kind": ("refuse", "503"),
     "reply_style": ("bare", "bold", "labelled", "json", "think", "chinese", "mixed"),
 }
-"""The words each choice allows; the annotations say the same to a type checker and to the JSON decoder."""
+"""Allowed values. The annotations say the same to a type checker and to the JSON decoder."""
 
 
 def _windows(name: str, value: Iterable[Iterable[float]]) -> Windows:
@@ -199,27 +207,27 @@ class Bucket:
 
     def __init__(self, per_minute: float, window_s: float) -> None:
         self._per_s = per_minute / MINUTE_S
-        # A bucket that cannot hold one request would never let one through.
+        # A bucket that cannot hold one request would never admit one.
         self.capacity = max(1.0, self._per_s * window_s)
         self._level = self.capacity
         self._at: float | None = None
 
     def level(self, now: float) -> float:
-        """What is left at `now`."""
+        """The amount left at `now`."""
         if self._at is not None:
             self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self._per_s)
         self._at = now
         return self._level
 
     def wait_s(self, now: float, amount: float) -> float:
-        """Time until `amount` is there; what exceeds the capacity only has to wait until the bucket is full."""
+        """Time until `amount` is available. An amount above the capacity waits until the bucket is full."""
         return max(0.0, min(amount, self.capacity) - self.level(now)) / self._per_s
 
     def take(self, now: float, amount: float) -> None:
         self._level = self.level(now) - min(amount, self.capacity)
 
     def full_in_s(self, now: float) -> float:
-        """Time until nothing is missing any more."""
+        """Time until the bucket is full."""
         return (self.capacity - self.level(now)) / self._per_s
 
 
@@ -237,7 +245,7 @@ class RateLimits:
         return bool(self._limits)
 
     def admit(self, now: float, tokens: int) -> tuple[str, float] | None:
-        """None if the request may pass, and is then charged; else what is over its limit, and for how long."""
+        """None if the request may pass, which charges it; else the limit that is exceeded, and for how long."""
         amounts = {"requests": 1.0, "tokens": float(tokens)}
         for what, _, bucket in self._limits:
             wait_s = bucket.wait_s(now, amounts[what])
@@ -260,7 +268,7 @@ class RateLimits:
 
 
 def duration(seconds: float) -> str:
-    """`6m0s`, `1.5s`, `20ms`: how the public APIs write a duration. Rounded up to a millisecond."""
+    """`6m0s`, `1.5s`, `20ms`: a duration as the public APIs write it, rounded up to a millisecond."""
     millis = ceil(seconds * 1000)
     if millis < 1000:
         return f"{millis}ms"
@@ -270,13 +278,13 @@ def duration(seconds: float) -> str:
 
 
 NONCE = re.compile(r"[0-9a-fA-F]{16,}")
-"""Runs of hex digits this long are a request's nonce or hash, not its content."""
+"""Hex digits of this length are a request's nonce or hash, not its content."""
 
 CHARS_PER_TOKEN = 4
-"""The usual estimate for English; `usage` only has to be plausible and the same every time."""
+"""The usual estimate for English; `usage` must only be plausible and repeatable."""
 
 STREAM_PIECES = 4
-"""A streamed reply comes in about this many deltas: more than one, so that a reader has to join them."""
+"""About how many deltas a streamed reply has: more than one, so that a reader must join them."""
 
 UNPARSEABLE_REPLY = "This answer cannot be rated."
 GARBAGE_BODY = b"upstream connect error or disconnect/reset before headers"
@@ -313,7 +321,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Ask(msgspec.Struct):
-    """The fields of a chat completion request that matter here; the rest is ignored."""
+    """The fields of a chat completion request that matter here. Others are ignored."""
 
     messages: list[Message]
     model: str = ""
@@ -323,7 +331,7 @@ class Ask(msgspec.Struct):
 
     @property
     def user_content(self) -> str:
-        """The text of the last user message: what is judged."""
+        """The text of the last user message, which is judged."""
         return next((message.text for message in reversed(self.messages) if message.role == "user"), "")
 
     @property
@@ -332,7 +340,7 @@ class Ask(msgspec.Struct):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """What is judged, without its nonce: requests with equal contents are the same question asked again."""
+    """The judged text without its nonce. Requests with equal contents repeat the same question."""
 
     text: str
     digest: bytes
@@ -344,12 +352,12 @@ class Content(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The content's name in the counts."""
+        """The key of the content in the counts."""
         return self.digest.hex()[:32]
 
 
 def expected_score(user_content: str, low: int = 1, high: int = 10) -> int:
-    """The score that the mock judge gives to this user message, nonces in it ignored."""
+    """The score that the mock judge gives this user message. Nonces are ignored."""
     return _score(Content.of(user_content), low, high)
 
 
@@ -358,7 +366,7 @@ def _score(content: Content, low: int, high: int) -> int:
 
 
 def reply_text(profile: JudgeProfile, content: Content) -> str:
-    """The judge's words about this content."""
+    """The text of the judge's reply for this content."""
     for part, reply in profile.scores.items():
         if part in content.text:
             return reply
@@ -368,7 +376,7 @@ def reply_text(profile: JudgeProfile, content: Content) -> str:
 
 
 def worded(score: int, style: str, low: int, high: int) -> str:
-    """A score as judges write it. `think` names both ends of the scale first, to mislead a careless parser."""
+    """Write a score as judges do. `think` names both ends of the scale first, to mislead a careless parser."""
     match style:
         case "bare":
             return f"{score}"
@@ -385,7 +393,7 @@ def worded(score: int, style: str, low: int, high: int) -> str:
 
 
 def token_count(chars: int) -> int:
-    """Tokens in a text of so many characters, at least one."""
+    """Tokens in a text of that many characters, at least one."""
     return max(1, chars // CHARS_PER_TOKEN)
 
 
@@ -422,7 +430,7 @@ def completion(
 def stream_events(
     ask: Ask, content: Content, text: str | None, *, model: str, used: dict[str, int], choices: bool = True
 ) -> list[bytes]:
-    """The same as server-sent events: role, deltas, finish, usage if asked for, `[DONE]`."""
+    """A chat completion as server-sent events: role, deltas, finish, usage if requested, `[DONE]`."""
     head: dict[str, Any] = {
         "id": f"chatcmpl-{content.key}",
         "object": "chat.completion.chunk",
@@ -450,7 +458,7 @@ def stream_events(
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> bytes:
-    """An error in the shape that the OpenAI API gives it."""
+    """An error as the OpenAI API writes it."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
@@ -465,7 +473,7 @@ BARE_MESSAGE = "Too many requests."
 
 
 class Fault(StrEnum):
-    """What goes wrong with a request that was let in."""
+    """What goes wrong with an admitted request."""
 
     ERROR = "error"
     DISCONNECT = "disconnect"
@@ -479,15 +487,15 @@ class Fault(StrEnum):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """A request that was let in."""
+    """A request is admitted."""
 
     service_s: float
-    """Time it needs when the judge is not crowded. A fault shows after it; a hang needs no service."""
+    """Time it needs when the judge is not crowded. A fault occurs after it; a hang needs no service."""
     fault: Fault | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A request that was not."""
+    """A request is refused."""
 
     status: int
     body: bytes
@@ -495,21 +503,21 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Outage(msgspec.Struct, frozen=True):
-    """A request that meets no judge: its connection is to be aborted."""
+    """The judge is away: abort the connection."""
 
 
 Decision = Plan | Refusal | Outage
 
 
 def draws(seed: int, content: Content, attempt: int) -> tuple[float, float]:
-    """Two independent numbers in [0, 1), the same for the same seed, content and attempt on every machine."""
+    """Two independent numbers in [0, 1), determined by seed, content and attempt on every machine."""
     bits = blake2b(content.digest + f"{seed}:{attempt}".encode(), digest_size=16).digest()
     first, second = (int.from_bytes(half, "big") >> 11 for half in (bits[:8], bits[8:]))
     return first / TWO_TO_53, second / TWO_TO_53
 
 
 def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_far: int = 0) -> Plan:
-    """What happens to the attempt-th admitted request (from 0) for this content."""
+    """Plan the attempt-th admitted request (from 0) for this content."""
     luck, pace = draws(profile.seed, content, attempt)
     fault = None
     if profile.faults_per_content is None or faults_so_far < profile.faults_per_content:
@@ -530,7 +538,7 @@ def _service_s(profile: JudgeProfile, pace: float) -> float:
     if profile.latency == "fixed" or profile.latency_s == 0.0:
         return profile.latency_s
     location = log(profile.latency_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
-    # The quantile of 0 is minus infinity; half a step above it is not.
+    # The quantile of 0 is minus infinity, so move half a step up.
     return exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
 
 
@@ -540,7 +548,7 @@ def inside(windows: Windows, elapsed_s: float) -> bool:
 
 
 class Behaviour:
-    """Decides about each request in turn. It knows the profile, the rates so far and when the schedule began."""
+    """Decides about each request in turn, from the profile, the rates so far and the start of the schedule."""
 
     def __init__(self, profile: JudgeProfile) -> None:
         self.profile = profile
@@ -548,14 +556,14 @@ class Behaviour:
         self._began: float | None = None
 
     def begin(self, now: float) -> bool:
-        """Start the schedule's clock; True the first time. The first chat request does it."""
+        """Start the clock of the schedule at the first chat request. True the first time."""
         if self._began is not None:
             return False
         self._began = now
         return True
 
     def in_outage(self, now: float) -> bool:
-        """Whether the judge is away; never before the first request."""
+        """Whether the judge is away. Never before the first request."""
         return self._began is not None and inside(self.profile.outages, now - self._began)
 
     def decide(
@@ -571,7 +579,7 @@ class Behaviour:
         faults_so_far: int = 0,
         wall_time: float = 0.0,
     ) -> Decision:
-        """The fate of one request. `ask` is None if its body could not be read as a chat request."""
+        """Decide about one request. `ask` is None if its body is no chat request."""
         profile = self.profile
         if self._began is not None:
             if self.in_outage(now):
@@ -597,11 +605,11 @@ class Behaviour:
         return plan_for(profile, content, attempt, faults_so_far)
 
     def rate_headers(self, now: float) -> Headers:
-        """What a reply says about the rates; nothing if they are unlabelled or there are none."""
+        """The rate headers of a reply; none if the rates are unlabelled or absent."""
         return self._rates.headers(now) if self._rates and self.profile.label_rate else ()
 
     def _unacceptable(self, ask: Ask | None, authorization: str | None) -> Refusal | None:
-        """What no retry of this very request could change."""
+        """A refusal that no retry of this request could change."""
         profile = self.profile
         if profile.api_key is not None and authorization != f"Bearer {profile.api_key}":
             return Refusal(401, error_body("Incorrect API key provided.", "invalid_request_error", "invalid_api_key"))

@@ -1,4 +1,11 @@
-"""The mock judge over HTTP."""
+"""The mock judge's HTTP server: reads a request, asks `Behaviour` for a decision, and carries it out.
+
+    aiohttp's low-level server ──▶ Behaviour.decide ──▶ _SharedService ──▶ bytes on the connection
+       parsing, keep-alive            pure                waits             whole, cut or dripped
+
+Paths: POST .../chat/completions, GET /v1/models, GET /healthz, GET /__counts (`?contents=0` omits the counts by
+content), GET /__requests, POST /__reset (a profile in its body replaces the current one). `MockJudge` runs it.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +44,14 @@ from freewheel.utils.http import server_log
 
 
 class ContentCount(msgspec.Struct):
-    """What happened to one content."""
+    """Counts of one content."""
 
     received: int = 0
     """Requests that carried it."""
     admitted: int = 0
-    """Of these, the ones that were let in: neither refused nor caught by an outage."""
+    """Requests that were neither refused nor lost to an outage."""
     answered: int = 0
-    """Whole chat completions sent for it; replies without a score in them included."""
+    """Whole chat completions sent for it, including replies without a score."""
     rejected: int = 0
     """Requests for it that got a 429."""
     faults: int = 0
@@ -54,23 +61,23 @@ class ContentCount(msgspec.Struct):
 
 
 class Counts(msgspec.Struct):
-    """Counts since the start or the last reset. Requests to other paths than chat completions are not in them."""
+    """Counts of chat requests since the start or the last reset. Other paths are not counted."""
 
     received: int = 0
     answered: int = 0
     rejected: int = 0
     gone: int = 0
-    """Admitted requests whose client went away before the reply."""
+    """Admitted requests whose client left before the reply."""
     by_status: dict[int, int] = {}
-    """Replies begun, by status; a cut or dripping body is in it, a closed connection is not."""
+    """Replies by status, including cut and dripping bodies, but not closed connections."""
     faults: dict[str, int] = {}
-    """Faults met, by kind, as the profile's shares name them (`error`, `hang`, ...), and `outage`."""
+    """Faults by kind, as the profile's shares name them (`error`, `hang`, …), and `outage`."""
     in_flight: int = 0
     max_in_flight: int = 0
     connections: int = 0
     """Connections that carried a chat request."""
     connections_refused: int = 0
-    """Connections aborted on arrival, in an outage that refuses."""
+    """Connections aborted on arrival, during an outage that refuses."""
     open_connections: int = 0
     """Connections open now, for any path."""
     bytes_received: int = 0
@@ -80,21 +87,21 @@ class Counts(msgspec.Struct):
     contents: dict[str, ContentCount] = {}
 
     def of(self, user_content: str) -> ContentCount:
-        """What happened to this very user message; all zeros if it never came."""
+        """The counts of this user message; all zeros if it never arrived."""
         return self.contents.get(Content.of(user_content).key) or ContentCount()
 
     def containing(self, part: str) -> list[ContentCount]:
-        """The contents whose text holds `part`, in the order of their first arrival."""
+        """The contents whose text contains `part`, in the order of their first arrival."""
         return [count for count in self.contents.values() if part in count.text]
 
     @property
     def most_received(self) -> int:
-        """How often the most frequent content was received; 1 proves that each content was sent once."""
+        """How often the most frequent content was received. 1 proves that each content was sent once."""
         return max((count.received for count in self.contents.values()), default=0)
 
 
 class RecordedRequest(msgspec.Struct, frozen=True):
-    """A chat request as it came."""
+    """A chat request as it arrived."""
 
     method: str
     path: str
@@ -108,7 +115,13 @@ class RecordedRequest(msgspec.Struct, frozen=True):
 
 
 class ProcessorSharing:
-    """Who is in service and when each ends. Time is whatever the caller says it is; it must not run backwards."""
+    """Exact processor sharing: what a batching inference server does to its latencies past its knee.
+
+    With n requests in service, each progresses at the rate r = min(1, knee / n). Let virtual time V grow at the rate r.
+    A request that joins at V0 and needs s seconds of service then ends at V = V0 + s, whoever joins or leaves before.
+    A heap of those ends is all the state, and join, leave and finish cost O(log n). The caller supplies the time, which
+    must not run backwards.
+    """
 
     def __init__(self, knee: float | None) -> None:
         self._knee = knee
@@ -123,7 +136,7 @@ class ProcessorSharing:
         return len(self._active)
 
     def join(self, now: float, service_s: float) -> int:
-        """Start a request that needs `service_s` when alone; the ticket comes back from `finished` when it is done."""
+        """Start a request that needs `service_s` when alone. `finished` returns the ticket when it is done."""
         self._advance(now)
         ticket = self._tickets
         self._tickets += 1
@@ -132,7 +145,7 @@ class ProcessorSharing:
         return ticket
 
     def leave(self, now: float, ticket: int) -> None:
-        """Take out a request that nobody waits for any more; the others get its share from now on."""
+        """Remove a request that nobody waits for any more. The others get its share from now on."""
         self._advance(now)
         self._active.discard(ticket)  # its entry in the heap is skipped when it comes up
 
@@ -159,7 +172,7 @@ class ProcessorSharing:
             heappop(self._ends)
 
     def _advance(self, now: float) -> None:
-        """Move to `now` end by end, since each end changes the rate; a late caller loses no exactness."""
+        """Move to `now` from end to end, because each end changes the rate. A late caller loses no precision."""
         while True:
             self._skip_the_gone()
             if not self._ends:
@@ -175,18 +188,18 @@ class ProcessorSharing:
             self._finished.append(ticket)
             self._virtual, self._now = end, max(self._now, ends_at)
         if not self._ends:
-            self._virtual = 0.0  # a fresh origin whenever it is idle keeps the floats small
+            self._virtual = 0.0  # a new origin when idle keeps the floats small
         self._now = max(self._now, now)
 
 
 NEVER = float("inf")
 
 MILLISECOND_S = 0.001
-"""uvloop rounds its timers to this; one that fires early would only have to be set again."""
+"""uvloop rounds its timers to this. A timer that fires early would have to be set again."""
 
 
-class SharedService:
-    """Turns `ProcessorSharing`'s arithmetic into waiting. Belongs to the loop it is made on."""
+class _SharedService:
+    """Makes requests wait for their share, with one timer for all. Belongs to the loop on which it is created."""
 
     def __init__(self, knee: float | None, time_scale: float) -> None:
         self._loop = asyncio.get_running_loop()
@@ -203,7 +216,7 @@ class SharedService:
         return time.monotonic() / self._scale
 
     async def serve(self, service_s: float) -> None:
-        """Wait for `service_s` of the judge's attention. Cancelling gives the share back."""
+        """Wait for `service_s` of service. Cancelling returns the share."""
         ticket = self._sharing.join(self.now(), service_s)
         future = self._waiting[ticket] = self._loop.create_future()
         self._arm()
@@ -224,7 +237,7 @@ class SharedService:
             self._stuck.discard(future)
 
     def close(self) -> None:
-        """Cancel all who wait."""
+        """Cancel all waiting requests."""
         self._closed = True
         self._disarm()
         for future in [*self._waiting.values(), *self._stuck]:
@@ -262,30 +275,30 @@ EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
-class Sent(web.StreamResponse):
-    """Tells aiohttp that the reply is on the wire already, and whether the connection goes on."""
+class _Sent(web.StreamResponse):
+    """Tells aiohttp that the reply was already written, and whether the connection stays open."""
 
-    def __init__(self, *, goes_on: bool) -> None:
+    def __init__(self, *, stays_open: bool) -> None:
         super().__init__()
-        self._goes_on = goes_on
+        self._stays_open = stays_open
 
     @property
     def keep_alive(self) -> bool | None:
-        return self._goes_on
+        return self._stays_open
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing is left to do."""
+        """Nothing to do."""
 
 
-GOES_ON: Final = Sent(goes_on=True)
-ENDS: Final = Sent(goes_on=False)
+_STAYS_OPEN: Final = _Sent(stays_open=True)
+_CLOSES: Final = _Sent(stays_open=False)
 
 
 def _reason(status: int) -> str:
-    """The status line's words; a number that HTTP does not name has none."""
+    """The reason phrase of a status."""
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -311,7 +324,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 def _write(request: web.BaseRequest, data: bytes) -> None:
-    """Put bytes on the connection, if it still is one."""
+    """Write bytes unless the connection is closed."""
     transport = request.transport
     if transport is not None and not transport.is_closing():
         transport.write(data)
@@ -325,44 +338,44 @@ async def _drip(request: web.BaseRequest, pieces: list[bytes], duration_s: float
 
 
 def _end(request: web.BaseRequest) -> web.StreamResponse:
-    """The reply is written; the connection goes on if the client wants it to."""
-    return GOES_ON if request.keep_alive else ENDS
+    """The reply is written. The connection stays open if the client wants that."""
+    return _STAYS_OPEN if request.keep_alive else _CLOSES
 
 
 def _cut(request: web.BaseRequest, *, abort: bool = False) -> web.StreamResponse:
-    """Close the connection after what was written so far; `abort` resets it and drops that too."""
+    """Close the connection after the bytes written so far. `abort` resets it and drops those too."""
     transport = request.transport
     if transport is not None:
         if abort:
             transport.abort()
         else:
             transport.close()
-    return ENDS
+    return _CLOSES
 
 
 CHAT_PATH = "/chat/completions"
 DEFAULT_MODEL = "mock-judge"
 
 DRIP_PIECES = 16
-"""A dripping body comes in at most this many pieces."""
+"""The most pieces of a dripping body."""
 
 CLOSE_GRACE_S = 5.0
-"""How long a shutdown waits for aborted connections to be gone; they need a few turns of the loop."""
+"""How long a shutdown waits for aborted connections, which need a few turns of the loop."""
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: a client that opens a thousand at once must not see one fail by chance."""
+"""Connections that may wait to be accepted: a client that opens a thousand at once must not lose one by chance."""
 
 ASK_DECODER = msgspec.json.Decoder(Ask)
 
 
 class _Epoch:
-    """All that a reset replaces. A request belongs to the epoch it arrived in, and counts there."""
+    """The state that a reset replaces. A request belongs to the epoch in which it arrived, and counts there."""
 
     def __init__(self, profile: JudgeProfile) -> None:
         self.profile = profile
         self.counts = Counts()
         self.behaviour = Behaviour(profile)
-        self.service = SharedService(profile.knee, profile.time_scale)
+        self.service = _SharedService(profile.knee, profile.time_scale)
         self.recent: deque[RecordedRequest] = deque(maxlen=profile.keep_requests)
         self.outage_timers: list[asyncio.TimerHandle] = []
         self.carriers: set[RequestHandler] = set()
@@ -388,7 +401,7 @@ class _Epoch:
 
 
 class _Connections(web.Server):
-    """aiohttp's server, which also counts connections, refuses them in an outage and knows when all are gone."""
+    """aiohttp's server. It also counts connections, refuses them in an outage and knows when all are closed."""
 
     def __init__(self, judge: JudgeServer) -> None:
         log = server_log("freewheel.judge.testing.http")
@@ -431,7 +444,7 @@ class JudgeServer:
         return bound
 
     async def stop(self) -> None:
-        """Stop listening, abort what is open and wait until it is gone."""
+        """Stop listening, abort the open connections and wait until they are closed."""
         self._server.close()
         self._epoch.close()
         self._connections.abort_all()
@@ -441,12 +454,12 @@ class JudgeServer:
         await self._server.wait_closed()
 
     def reset(self, profile: JudgeProfile | None = None) -> None:
-        """Begin anew: counts, attempts, rates, schedule. What is in flight loses its connection without a reply."""
+        """Restart counts, attempts, rates and schedule. Requests in flight lose their connection without a reply."""
         self._epoch.close()
         self._epoch = _Epoch(profile or self._epoch.profile)
 
     def counts_json(self, *, contents: bool = True) -> bytes:
-        """The counts as they are now, encoded; without those by content they stay small however long the run."""
+        """The current counts, encoded. Without those by content they stay small in a long run."""
         counts = self._epoch.counts
         counts.open_connections = len(self._connections.open)
         if not contents:
@@ -458,22 +471,22 @@ class JudgeServer:
         return msgspec.json.encode(list(self._epoch.recent))
 
     def meet_connection(self, transport: asyncio.Transport) -> None:
-        """A connection was opened; in an outage that refuses, it is aborted at once."""
+        """Abort a new connection during an outage that refuses."""
         epoch = self._epoch
         if epoch.profile.outage_kind == "refuse" and epoch.behaviour.in_outage(epoch.service.now()):
             epoch.counts.connections_refused += 1
             transport.abort()
 
     def forget_connection(self, connection: RequestHandler) -> None:
-        """A connection is gone."""
+        """A connection was closed."""
         self._epoch.carriers.discard(connection)
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """aiohttp's entry: one request."""
+        """Handle one request; called by aiohttp."""
         body = await request.content.read()
         if request.method == "POST" and request.path.endswith(CHAT_PATH):
             return await self._chat(request, body)
-        return self._aside(request, body)
+        return self._other_path(request, body)
 
     async def _chat(self, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         epoch = self._epoch
@@ -591,13 +604,13 @@ class JudgeServer:
         content_type: str = JSON_TYPE,
         headers: Headers = (),
     ) -> web.StreamResponse:
-        """A whole reply to a chat request, counted."""
+        """Send and count a whole reply to a chat request."""
         epoch.count_reply(status, len(body))
         _write(request, _head(request, status, content_type, len(body), headers) + body)
         return _end(request)
 
-    def _aside(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
-        """The paths that are no judgement; none of them is counted."""
+    def _other_path(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
+        """Handle the paths that are not chat completions. They are not counted."""
         status, reply = 200, b'{"ok": true}'
         match request.method, request.path:
             case "GET", "/healthz":
@@ -613,7 +626,7 @@ class JudgeServer:
             case "POST", "/__reset":
                 try:
                     self.reset(msgspec.json.decode(body, type=JudgeProfile) if body.strip() else None)
-                except (msgspec.DecodeError, ValueError) as problem:  # ConfigError is a ValueError
+                except (msgspec.DecodeError, ValueError, RecursionError) as problem:  # ConfigError is a ValueError
                     status, reply = 400, error_body(str(problem), "invalid_request_error")
             case _:
                 status, reply = 404, error_body(f"No such path: {request.path}", "invalid_request_error")
@@ -621,7 +634,7 @@ class JudgeServer:
         return _end(request)
 
     def _schedule_outages(self, epoch: _Epoch) -> None:
-        """An outage that refuses also ends what is open when it begins."""
+        """At the start of an outage that refuses, close the open connections."""
         if epoch.profile.outage_kind == "refuse":
             loop = asyncio.get_running_loop()
             epoch.outage_timers = [
@@ -633,7 +646,7 @@ class JudgeServer:
 def _read(raw: bytes) -> Ask | None:
     try:
         return ASK_DECODER.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

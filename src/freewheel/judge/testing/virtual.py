@@ -1,8 +1,7 @@
-"""A judge under a virtual clock: exact processor sharing, and the ways real judges say no.
+"""A judge under a virtual clock: exact processor sharing, and the ways in which real judges refuse.
 
-The limiter's and the pacer's test bench: `run_batch` drives the very classes that the engine drives, through a whole
-batch in some 20 ms and with no sleep, so a seed always gives the same figure. Called by `benchmarks/limiter_sim.py`
-and by the tests.
+`run_batch` drives the engine's own limiter and pacer through a whole batch in about 20 ms, without sleeping, so a seed
+always gives the same figures. Used by `freewheel plan`, `benchmarks/limiter_sim.py` and the tests.
 
     pending ──▶ Pacer.ready_at ──▶ Limiter.has_room ──▶ VirtualJudge.offer ──accepted──▶ shares the capacity ──▶ done
        ▲                                                      │ refused
@@ -25,17 +24,15 @@ from freewheel.judge.pacing import Pacer
 T = TypeVar("T")
 
 REFERENCE_RTT_S = 2.0
-"""Mean service time of every profile before scaling; all other times below are meant relative to it."""
+"""Mean service time of every profile before scaling. All other times are relative to it."""
 SIGMA = 0.5
-"""Spread of the lognormal service time: the tail of a judge that writes a short reasoning."""
+"""Spread of the lognormal service time, for the tail of a judge that writes a short reasoning."""
 REFUSAL_S = 0.02
-"""How long a refusal takes to come back: a network round trip, no work."""
+"""Time of a refusal: a network round trip and no work."""
 BACKOFF_BASE_S = 0.5
 """First back-off of a refused request, doubled each time, with full jitter."""
 BACKOFF_CAP_S = 8.0
 """No back-off is longer."""
-RETRY_AFTER_SPREAD = 1.25
-"""A Retry-After is waited for times U(1, this), so that a burst does not come back as a burst."""
 LOCKOUT_BURST = 20
 """Refusals within `LOCKOUT_WINDOW_S` that make a judge with a lockout refuse everything."""
 LOCKOUT_WINDOW_S = 1.0
@@ -43,37 +40,37 @@ LOCKOUT_S = 3.0
 RATE_BURST_S = 1.0
 """A rate-limited judge's bucket holds this many seconds of its rate."""
 GIVE_UP_S = 3600.0
-"""Virtual time after which a batch counts as wedged."""
+"""Virtual time after which a batch counts as stuck."""
 
 
 class Answer(Enum):
-    """What the judge does with a request at the door."""
+    """The judge's response to an arriving request."""
 
     ACCEPTED = "accepted"
     THROTTLED = "throttled"
     RATE_LIMITED = "rate_limited"
-    """Refused for its rate, and labelled as such."""
+    """Refused because of its rate, with a label that names it."""
     DOWN = "down"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One kind of judge. Times are for a mean service time of 2 s; `scale` shrinks or stretches all of them."""
+    """One kind of judge. Times are for a mean service time of 2 s; `scale` multiplies all of them."""
 
     name: str
     title: str
     capacity: Callable[[int], float]
-    """Requests' worth of full-speed service given to n requests at once; the shape of the knee."""
+    """The total service rate for n simultaneous requests, in requests at full speed: the shape of the knee."""
     refuse_above: int | None = None
-    """429 when this many are already being served."""
+    """429 when this many requests are in service."""
     moving_share: float = 1.0
-    """In every second `move_every_s` capacity and refusal level are this share of themselves."""
+    """In every second period of `move_every_s`, capacity and refusal level are multiplied by this."""
     move_every_s: float = math.inf
     rate_per_s: float | None = None
     labelled: bool = False
     lockout: bool = False
     outage_s: tuple[float, float] | None = None
-    """From and until when everything is refused with 503; what was in service then is lost."""
+    """Start and end of an outage: everything is refused with 503, and requests in service are lost."""
     scale: float = 1.0
 
 
@@ -111,11 +108,11 @@ PROFILES: dict[str, Profile] = {
         replace(_KNEE_60, name="N", title="A at 0.2 s", scale=0.1),
     )
 }
-"""The bench. Each name is a column of the table in the design notes; M, O and N are added to it."""
+"""The judges of the benchmark. Each name is a column of the table in the design notes, except M, O and N."""
 
 
 class VirtualJudge:
-    """Serves what it accepted by processor sharing: with n in service each progresses at capacity(n) / n."""
+    """Serves accepted requests by processor sharing: with n in service, each progresses at capacity(n) / n."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
@@ -139,11 +136,11 @@ class VirtualJudge:
     def _speed(self) -> float:
         n = len(self._serving)
         share = self._share()
-        # A capacity that is halved is the same curve met at twice the load.
+        # Half the capacity is the same curve at twice the load.
         return share * self._profile.capacity(round(n / share)) / n if share != 1.0 else self._profile.capacity(n) / n
 
     def next_event_at(self) -> float:
-        """When the next request is done, or when the capacity moves or the outage begins, if that is earlier."""
+        """When the next request is done, the capacity moves or the outage begins, whichever is first."""
         at = math.inf
         profile = self._profile
         if self._serving:
@@ -156,7 +153,7 @@ class VirtualJudge:
         return at
 
     def advance(self, now: float) -> tuple[list[int], list[int]]:
-        """Moves the clock to `now`, not past `next_event_at()`; returns who is done, and who was lost to an outage."""
+        """Move the clock to `now`, at most `next_event_at()`. Returns the requests done and those lost."""
         due_at = self.next_event_at()
         if self._serving:
             self._progress += (now - self._now) * self._speed()
@@ -177,7 +174,7 @@ class VirtualJudge:
         return outage is not None and outage[0] * self._scale <= self._now < outage[1] * self._scale
 
     def offer(self, key: int, work_s: float) -> Answer:
-        """A request arrives now; refusals are counted."""
+        """A request arrives now. Refusals are counted."""
         answer = self._decide()
         if answer is Answer.ACCEPTED:
             heapq.heappush(self._serving, (self._progress + work_s, key))
@@ -210,7 +207,7 @@ class VirtualJudge:
 
 
 class Controller(Protocol[T]):
-    """What `run_batch` needs of a limiter; `freewheel.judge.limiter.Limiter` is one."""
+    """The part of a limiter that `run_batch` uses; `freewheel.judge.limiter.Limiter` has it."""
 
     @property
     def quiet_until(self) -> float: ...
@@ -225,7 +222,7 @@ class Controller(Protocol[T]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One batch: how long it took in virtual time and what it provoked."""
+    """One batch: its virtual time and its refusals."""
 
     elapsed_s: float
     refused: int
@@ -251,7 +248,7 @@ def run_batch(
     pacer: Pacer | None = None,
     watch: Callable[[float], None] | None = None,
 ) -> Outcome:
-    """Sends every request until it is done and returns what that took. `watch` is called after each event."""
+    """Send every request until it is done. `watch` is called after each event."""
     judge = VirtualJudge(profile)
     rng = random.Random(seed)
     scale = profile.scale
@@ -266,7 +263,7 @@ def run_batch(
     left = len(works)
     faults = 0
     while left:
-        assert now < GIVE_UP_S, f"the batch is wedged: {left} requests left after {now} s"
+        assert now < GIVE_UP_S, f"the batch is stuck: {left} requests left after {now} s"
         wake_at = math.inf
         while controller.has_room():
             retry_due = bool(backing_off) and backing_off[0][0] <= now
