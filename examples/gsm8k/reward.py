@@ -15,8 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from freewheel.rewards.answers import number_in
-from freewheel.rewards.rules import gsm8k
+from freewheel.rewards.rules import gsm8k, number_in
 
 FORMAT_CREDIT = 0.2
 MARK = "####"

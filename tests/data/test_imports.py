@@ -31,7 +31,7 @@ def test_the_protocol_needs_neither_torch_nor_tensordict():
 
 
 def test_importing_the_package_does_not_load_torch():
-    code = "import freewheel.data, freewheel.rewards.protocol; print({'torch', 'tensordict'} & {*sys.modules})"
+    code = "import freewheel.data, freewheel.rewards.batch; print({'torch', 'tensordict'} & {*sys.modules})"
     assert run(code) == "set()\n"
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.rewards.compose import compose, fill_failed, group_mean
 from freewheel.rewards.length import group_index
+from freewheel.rewards.scoring import compose, fill_failed, group_mean
 
 NUMBERS = st.floats(-100, 100)
 ROWS = st.lists(st.tuples(NUMBERS, st.sampled_from("abcd"), st.booleans(), NUMBERS), min_size=1, max_size=40)

@@ -17,7 +17,7 @@ from freewheel.judge.testing import RunningJudge
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed, compute_score, compute_score_async, register_rule, rules, shutdown_judges
 from freewheel.rewards import compute_score as compute_score_function
-from freewheel.rewards.compute_score import START, _judge_for
+from freewheel.rewards.compute_score import _START, _judge_for
 
 from .conftest import KEY, Mock
 
@@ -312,7 +312,7 @@ def test_a_repeated_response_is_sent_once_and_with_the_cache_off_once_a_batch(
 def test_concurrency_starts_from_sixty_and_adapts(monitored: Monitored) -> None:
     monitored()
     judge, config = _judge_for(THREAD)
-    assert START == judge.config.concurrency_start == 60
+    assert _START == judge.config.concurrency_start == 60
     assert judge.config.concurrency == config.max_concurrent_requests == "auto"
 
 

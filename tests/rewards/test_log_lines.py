@@ -14,7 +14,7 @@ import pytest
 
 from freewheel.judge import JudgeError
 from freewheel.rewards import LengthPenaltyRewardManager
-from freewheel.rewards import handle as handle_module
+from freewheel.rewards import openai_manager as handle_module
 
 from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of
 
@@ -162,8 +162,8 @@ def test_a_shutdown_says_that_batches_are_given_up(mock: Mock, make_manager: Mak
 def test_a_log_hears_how_far_a_batch_is_every_ten_seconds(
     mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert handle_module.SAY_EVERY_S == 10.0
-    monkeypatch.setattr(handle_module, "SAY_EVERY_S", 0.2)
+    assert handle_module.LOG_EVERY_S == 10.0
+    monkeypatch.setattr(handle_module, "LOG_EVERY_S", 0.2)
     judge = mock(scores={"yes": "5"}, hang_share=0.4, seed=3)
     manager = make_manager(judge.url, use_async_io=True, batch_timeout_s=2.0)
     manager(batch_of(*[f"yes {number}" for number in range(10)]))
@@ -205,7 +205,7 @@ def test_a_terminal_has_a_bar_instead_of_lines(
 
     terminal = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(handle_module, "SAY_EVERY_S", 0.05)
+    monkeypatch.setattr(handle_module, "LOG_EVERY_S", 0.05)
     manager = make_manager(mock(latency_s=0.6).url, use_async_io=True)
     with monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", terminal)
@@ -260,6 +260,6 @@ def test_the_logger_is_the_one_that_people_configure(caplog: pytest.LogCaptureFi
 def test_the_synchronous_path_says_how_far_it_is_too(
     mock: Mock, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle_module, "SAY_EVERY_S", 0.05)
+    monkeypatch.setattr(handle_module, "LOG_EVERY_S", 0.05)
     make_manager(mock(latency_s=0.5).url, use_async_io=False)(batch_of("yes"))
     assert "Waiting for OpenAI results... 0.0% complete" in said(logging.INFO)

@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from freewheel.errors import ConfigError
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import math_equal, rules
-from freewheel.rewards.answers import answer_line, last_box, number_in
 from freewheel.rewards.rules import (
     NO_ANSWER,
+    answer_line,
     boxed_math,
     dapo_math,
     exact_match,
     format_tags,
     gsm8k,
+    last_box,
+    number_in,
     register_rule,
     rule_for,
     rule_score,

@@ -201,7 +201,7 @@ def test_a_file_is_not_a_module():
 
 
 def test_something_that_is_no_function_is_refused(module):
-    assert "it is a int" in refusal(module("score = 3") + ":score")
+    assert "it is of type int" in refusal(module("score = 3") + ":score")
 
 
 def test_a_class_is_made_without_arguments(module):

@@ -22,7 +22,7 @@ from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.judge import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 from freewheel.judge.verdict import Scored
-from freewheel.rollout import reward_policy, reward_stage, reward_workers
+from freewheel.rollout import reward_stage, reward_workers
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
 
@@ -56,7 +56,7 @@ def response(text: str, **fields: Any) -> Response:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_policy, "RETRY_DELAY_S", 0.0)
+    monkeypatch.setattr(reward_stage, "RETRY_DELAY_S", 0.0)
 
 
 @pytest.fixture

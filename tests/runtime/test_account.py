@@ -12,9 +12,8 @@ import pytest
 from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.observe.recorder import Recorder, read_metrics
 from freewheel.observe.snapshot import RunSnapshot
-from freewheel.rollout.reward_counts import RewardCounts
 from freewheel.rollout.reward_functions import failed
-from freewheel.rollout.reward_judging import TOTALS
+from freewheel.rollout.reward_stage import JUDGE_TOTALS, RewardCounts
 from freewheel.runtime.account import RunAccount, sum_replicas
 from freewheel.runtime.recovery import HOPELESS_BATCHES, SAME_BATCHES
 from freewheel.trainer.backend import Row
@@ -211,7 +210,7 @@ def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: 
 def test_calls_to_a_judge_that_failed_stay_counted_when_a_replica_is_replaced(scene: Scene) -> None:
     def with_faults(elapsed: float, **faults: int) -> dict[str, Any]:
         found = JudgeStats(endpoints=[EndpointStats(url="http://a", model="m", faults=faults)])
-        judge = {**found.to_dict(), **{name: getattr(found, name) for name in TOTALS}}
+        judge = {**found.to_dict(), **{name: getattr(found, name) for name in JUDGE_TOTALS}}
         return replica(elapsed=elapsed, rewards={"judge": judge})
 
     scene.look(rollouter_0=with_faults(50, broken=7), rollouter_1=with_faults(50, broken=5, timeout=2))

@@ -149,9 +149,9 @@ def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("reward.function=no_such_{}:score", "there is no module no_such_"),
         ("reward.function={}:missing", "has no missing; it has "),
-        ("reward.function={}:NUMBER", "it is a int; give a function (response, row)"),
-        ("reward.function={}:wants", "it needs 'temperature', which nobody gives it"),
-        ("reward.function={}:Made", "is made without arguments"),
+        ("reward.function={}:NUMBER", "it is of type int; give a function (response, row)"),
+        ("reward.function={}:wants", "it needs 'temperature', which no convention has"),
+        ("reward.function={}:Made", "freewheel calls it without arguments"),
         ("reward.function={}:Mute", "it is a Mute; give a function"),
         ("reward.function=broken_{}:score", "failed: ZeroDivisionError"),
         ("rollout.rollouter_class=no_such_{}:Mine", "there is no module no_such_"),

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.rollout.reward_policy import GroupPolicy
+from freewheel.rollout.reward_stage import GroupPolicy
 from freewheel.runtime import config as schema
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import all_keys, section_of, to_config

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from freewheel.data.group import Prompt, PromptGroup, Response
 from freewheel.data.prompts import PromptStream
 from freewheel.errors import DataError
-from freewheel.rewards.protocol import RewardBatch, TensorColumns
+from freewheel.rewards.batch import RewardBatch, TensorColumns
 
 if TYPE_CHECKING:
     from freewheel.data.columns import object_array

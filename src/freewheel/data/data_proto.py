@@ -33,7 +33,7 @@ from freewheel.data.columns import (
 from freewheel.errors import DataError, shown
 
 if TYPE_CHECKING:
-    from freewheel.rewards.protocol import RewardBatch
+    from freewheel.rewards.batch import RewardBatch
 
 TOKEN_COUNTS = "global_token_num"
 """The only key of `meta_info` that lists one value per row of the batch."""

@@ -1,4 +1,4 @@
-"""From a response to a number: rules, length penalty, judge quality, composition, and the managers around them.
+"""From a response to a reward: rules, length penalty, judge quality, composition, and the reward managers.
 
     from freewheel.rewards import LengthPenaltyRewardManager
 
@@ -7,15 +7,13 @@
     …                                   # the GPU works on the next batch
     reward_tensor = handle.result()
 
-Importing this needs no torch, no ray and no transformers.
+Importing this package needs no torch, no ray and no transformers.
 """
 
-from freewheel.rewards.compose import Composed, compose, fill_failed, group_mean
 from freewheel.rewards.compute_score import compute_score, compute_score_async, shutdown_judges
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.handle import RewardHandle
 from freewheel.rewards.length import cosine_length, group_index, median_penalty, soft_overlong
-from freewheel.rewards.manager import LengthPenaltyRewardManager
+from freewheel.rewards.manager import LengthPenaltyRewardManager, RewardHandle
 from freewheel.rewards.openai_manager import AsyncOpenAIManager, AsyncOpenAIWorker, get_request_hash
 from freewheel.rewards.rules import (
     boxed_math,
@@ -27,7 +25,16 @@ from freewheel.rewards.rules import (
     rule_score,
     tool_call,
 )
-from freewheel.rewards.scoring import RewardFailed, Rewards, Sample, combine
+from freewheel.rewards.scoring import (
+    Composed,
+    RewardFailed,
+    Rewards,
+    Sample,
+    combine,
+    compose,
+    fill_failed,
+    group_mean,
+)
 
 __all__ = [
     "AsyncOpenAIManager",

@@ -1,22 +1,57 @@
-"""A `DataProto`, verl's or ours, as samples: what a reward manager reads of it, and the tensor that it gives back.
+"""A `DataProto`, verl's or freewheel's, as samples: what a reward manager reads from it, and the tensor it returns.
 
-The tensors' own methods are used, so that nothing here imports torch before a batch of tensors comes along.
+    RewardBatch ─▶ Rollouts: a snapshot ─▶ samples(tokenizer) ─▶ … rewards … ─▶ tensor(rewards)
+
+Only methods of the batch's own tensors are used, so importing this module does not import torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from freewheel.errors import ConfigError
-from freewheel.rewards.protocol import RewardBatch
 from freewheel.rewards.scoring import Array, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@runtime_checkable
+class TensorColumns(Protocol):
+    """Tensors by name, each with one row per sample: a `TensorDict`, or a dict.
+
+    Iterate over `keys()`: iterating over a `TensorDict` itself yields its rows.
+    """
+
+    def __getitem__(self, key: str, /) -> Any: ...
+
+    def keys(self) -> Iterable[Any]: ...
+
+
+@runtime_checkable
+class RewardBatch(Protocol):
+    """A batch to be scored. Reward managers read it and never change it."""
+
+    @property
+    def batch(self) -> TensorColumns | None:
+        """`prompts`, `responses`, `attention_mask` and so on; None if a batch carries no tensors."""
+
+    @property
+    def non_tensor_batch(self) -> Mapping[str, np.ndarray[Any, Any]]:
+        """`data_source`, `reward_model`, `uid` and so on, with one entry per sample."""
+
+    @property
+    def meta_info(self) -> Mapping[str, Any]:
+        """Facts about the batch as a whole."""
+
+    def __len__(self) -> int: ...
 
 
 class Rollouts:
-    """A batch as it was when it was submitted: later changes to its tensors and columns change nothing here.
+    """A snapshot of a batch: later changes to its tensors and columns do not change it.
 
-    What is nested within `extra_info` and in ground truths is the batch's own. Making one does not wait for an
+    Objects nested in `extra_info` and in ground truths are not copied. Making a snapshot does not wait for an
     accelerator; `samples` does.
     """
 
@@ -27,7 +62,7 @@ class Rollouts:
                 raise ConfigError(f"batch[{key!r}]", None, "a reward manager needs prompts, responses, attention_mask")
         assert tensors is not None
         responses = tensors["responses"]
-        self.shape, self.device = tuple(responses.shape), responses.device
+        self._shape, self._device = tuple(responses.shape), responses.device
         for key in (reward_fn_key, "reward_model"):
             if key not in columns:
                 raise ConfigError(f"non_tensor_batch[{key!r}]", None, f"it is missing; there are {', '.join(columns)}")
@@ -43,36 +78,36 @@ class Rollouts:
         self._truths = [_ground_truth(row, given) for row, given in enumerate(columns["reward_model"])]
         extras = columns["extra_info"] if "extra_info" in columns else [None] * len(self)
         self._extras = [_extra_info(row, given) for row, given in enumerate(extras)]
-        wide, tokens = tensors["attention_mask"].shape[1], tensors["prompts"].shape[1] + self.shape[1]
+        wide, tokens = tensors["attention_mask"].shape[1], tensors["prompts"].shape[1] + self._shape[1]
         if wide != tokens:
             raise ConfigError("attention_mask.shape[1]", wide, f"prompts and responses have {tokens} tokens together")
-        # Text stands for any uid: a list or an array, which some data has, cannot be looked up.
+        # As text, because some data has lists or arrays as uids, which cannot be looked up.
         uids = [None if uid is None else str(uid) for uid in columns["uid"]] if "uid" in columns else []
         self._uids = uids if any(uid is not None for uid in uids) else None
         self._lengths: list[int] = []
 
     def __len__(self) -> int:
-        return int(self.shape[0])
+        return int(self._shape[0])
 
     def samples(self, tokenizer: Any) -> list[Sample]:
-        """Decodes every row."""
+        """Decode every row."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        split = self._mask.shape[1] - self.shape[1]
-        valid = self._mask != 0  # a mask may be of floats, and its sum would be one
+        split = self._mask.shape[1] - self._shape[1]
+        valid = self._mask != 0  # a mask may hold floats, and then its sum would be one too
         self._lengths = valid[:, split:].sum(dim=1).tolist()
         prompt_lengths = valid[:, :split].sum(dim=1).tolist()
-        # Without uids nothing says which rows answer one prompt; equal prompts do.
+        # Without uids, rows with equal prompts are a group. Among uids, a row without one is a group of its own.
         groups: list[Any] = self._uids or [tuple(row) for row in self._prompts.tolist()]
-        groups = [(row,) if group is None else group for row, group in enumerate(groups)]  # no uid: a group of its own
+        groups = [(row,) if group is None else group for row, group in enumerate(groups)]
 
         def decode(tokens: Any) -> str:
             return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
         def question(row: int) -> str:
-            told = self._extras[row].get("question")
-            if isinstance(told, str):
-                return told
+            found = self._extras[row].get("question")
+            if isinstance(found, str):
+                return found
             padded = self._prompts[row]
             return decode(padded[len(padded) - prompt_lengths[row] :])
 
@@ -90,18 +125,18 @@ class Rollouts:
         ]
 
     def tensor(self, rewards: Array) -> Any:
-        """Each row's reward on its last valid token; on the first where a response is empty. The rest is 0."""
+        """Return a tensor with each reward on its row's last valid token (the first if the response is empty)."""
         import torch
 
-        placed = torch.zeros(self.shape, dtype=torch.float32)
+        placed = torch.zeros(self._shape, dtype=torch.float32)
         if placed.numel():
             last = torch.tensor(self._lengths).clamp(min=1) - 1
             placed[torch.arange(len(self)), last] = torch.as_tensor(rewards, dtype=torch.float32)
-        return placed.to(self.device)
+        return placed.to(self._device)
 
 
 def _snapshot(tensor: Any) -> Any:
-    """A copy on the CPU. From an accelerator it arrives later: the copy takes its turn behind the work queued there."""
+    """Return a copy on the CPU. A copy from an accelerator is queued there and arrives later."""
     if not tensor.is_cuda:
         return tensor.detach().clone().cpu()
     import torch
@@ -110,7 +145,7 @@ def _snapshot(tensor: Any) -> Any:
 
 
 def _event_after(*tensors: Any) -> Any:
-    """An event behind the copies queued so far; None where they are done."""
+    """Return a CUDA event after the copies queued so far; None if all tensors are on the CPU."""
     on_cuda = [tensor for tensor in tensors if tensor.is_cuda]
     if not on_cuda:
         return None

@@ -4,8 +4,8 @@
     scores = compute_score(data_sources=…, solution_strs=…, ground_truths=…, extra_infos=…)        # a batch
     score  = compute_score(data_source=…, solution_str=…, ground_truth=…, extra_info=…)            # verl's single call
 
-It is verl's `custom_reward_function` as it stands, and `compute_score_async` is the same for an event loop. Further
-keywords are keys of `LengthPenaltyConfig`; verl gives them as `reward_kwargs`.
+verl can use it as its `custom_reward_function` without changes. `compute_score_async` is the same for an event loop.
+Further keywords are keys of `LengthPenaltyConfig`; verl passes them as `reward_kwargs`.
 """
 
 from __future__ import annotations
@@ -20,52 +20,52 @@ from typing import Any, NamedTuple
 from freewheel.errors import ConfigError
 from freewheel.judge import Handle, Judge
 from freewheel.judge.config import Secret
-from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Scored, Verdict
+from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
-from freewheel.rewards.handle import wait_for
+from freewheel.rewards.openai_manager import wait_for
 from freewheel.rewards.rules import rule_score
-from freewheel.rewards.scoring import Rewards, Sample, apply_rules, combine, judge_requests, rule_value
+from freewheel.rewards.scoring import Rewards, Sample, apply_rules, combine, judge_requests, reason_of, rule_value
 
-MONITOR = "TRAIN_WITH_MONITOR"
-ENDPOINT = "OPENAI_BASE_URL"
+_MONITOR = "TRAIN_WITH_MONITOR"
+_ENDPOINT = "OPENAI_BASE_URL"
 MODEL = "OPENAI_MODEL"
-START = 60
-"""Calls in flight at first: what users of this function ran with. The limit adapts from there."""
-FOREIGN = ("reward_router_address", "reward_model_tokenizer")
-"""What verl adds to a call where it runs a reward model of its own; nothing here needs it."""
+_START = 60
+"""Concurrent judge calls at first. The limit adapts from there."""
+_IGNORED = ("reward_router_address", "reward_model_tokenizer")
+"""Arguments that verl adds when it runs a reward model of its own. They are ignored."""
 
 
 class _Call(NamedTuple):
-    """One call, whatever its convention."""
+    """One call of any convention."""
 
     samples: list[Sample]
     rules: list[Verdict]
     is_batch: bool
     is_verl: bool
-    """verl takes a dict for a row; a plain caller, and TRL, take a number or None."""
+    """verl takes a dict per row. A plain caller and TRL take a number or None."""
     settings: dict[str, Any]
 
 
 def compute_score(*args: Any, **kwargs: Any) -> Any:
-    """The score of one sample or of a batch, by the calling conventions above.
+    """Return the score of one sample or of a batch, by the calling conventions above.
 
-    Without a judge: the rule's score, a number. With one: rule + quality; verl's conventions get a dict with `score`
-    and `judge_status`, a plain call a number. A failed judgement is never a number: a plain call gets None, verl the
-    mean of the sample's group (the rule's score where the whole group failed) beside `judge_status = "failed"`.
+    Without a judge this is the rule's score. With a judge it is rule + quality: a number for a plain call, and for verl
+    a dict with `score` and `judge_status`. A failed judgement is never a number for a plain call, which gets None. verl
+    gets the mean of the sample's group (the rule's score if the whole group failed), and `judge_status = "failed"`.
     """
     call = _read(args, kwargs)
     if not _is_judged(call):
         return _unjudged(call)
-    handle, config = _hand_over(call)
+    handle, config = _submit(call)
     return _judged(call, wait_for(handle), config)
 
 
 async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
-    """`compute_score` for an event loop, which it does not block."""
-    call = await asyncio.to_thread(_read, args, kwargs)  # rules take time, a comparison of formulas up to seconds
+    """Do the same as `compute_score` without blocking the event loop."""
+    call = await asyncio.to_thread(_read, args, kwargs)  # rules take time: comparing formulas takes up to seconds
     if not _is_judged(call):
         return _unjudged(call)
-    handle, config = _hand_over(call)
+    handle, config = _submit(call)
     try:
         return _judged(call, await handle, config)
     finally:
@@ -73,8 +73,8 @@ async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
 
 
 def monitors() -> bool:
-    """Whether `TRAIN_WITH_MONITOR` turns the judge on."""
-    return env_flag(MONITOR, default=False)
+    """Return whether `TRAIN_WITH_MONITOR` turns the judge on."""
+    return env_flag(_MONITOR, default=False)
 
 
 def _is_judged(call: _Call) -> bool:
@@ -82,7 +82,7 @@ def _is_judged(call: _Call) -> bool:
 
 
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
-    given = {key: value for key, value in kwargs.items() if key not in FOREIGN}
+    given = {key: value for key, value in kwargs.items() if key not in _IGNORED}
     if "solution_strs" in given:
         columns = [given.pop(key, None) for key in ("data_sources", "solution_strs", "ground_truths", "extra_infos")]
         rows = _rows(*columns)
@@ -93,7 +93,7 @@ def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     else:
         names = ("response", "ground_truth", "dataset_name", "extra_info")
         if len(args) > len(names):
-            raise TypeError(f"compute_score takes {', '.join(names)}; it was given {len(args)} values")
+            raise TypeError(f"compute_score takes {', '.join(names)}; it received {len(args)} values")
         values = {**dict(zip(names, args, strict=False)), **{key: given.pop(key) for key in names if key in given}}
         for key in names[:3]:
             if key not in values:
@@ -134,7 +134,7 @@ def _sample(source: Any, response: Any, truth: Any, extra: Any) -> Sample:
 
 
 def _group(source: Any, truth: Any, info: Mapping[str, Any]) -> tuple[str, ...]:
-    """What the responses to one prompt have in common: the best that a row tells."""
+    """Return what identifies the prompt of a response, as well as the row can tell."""
     for key in ("uid", "index", "question"):
         if info.get(key) is not None:
             return (key, str(source), str(info[key]))
@@ -161,13 +161,13 @@ def _judged(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfi
 
 def _verl_row(rewards: Rewards, index: int) -> dict[str, Any]:
     verdict = rewards.verdicts[index]
-    # Every row has the same keys, each with a plain value: verl collates them into columns and takes their means, so
-    # there is no place for a part that a failed row does not have.
+    # verl collates the rows into columns and takes means, so every row needs the same keys with plain values. A part
+    # that a failed row does not have cannot be reported.
     return {
         "score": float(rewards.reward[index]),
         "original_score": rule_value(rewards.rules[index]),
         "judge_status": verdict.status,
-        "judge_reason": "" if isinstance(verdict, Scored) else verdict.reason,
+        "judge_reason": reason_of(verdict),
         "reward_mask": int(rewards.mask[index]),
     }
 
@@ -179,12 +179,12 @@ _lock = threading.Lock()
 
 
 def _judge_for(settings: Mapping[str, Any]) -> tuple[Judge, LengthPenaltyConfig]:
-    """The judge for these settings, made at the first call; it stays, with what it learnt and its connections."""
-    names = (KEY_VARIABLE, CACHE_VARIABLE, ENDPOINT, MODEL, str(settings.get("judge", {}).get("api_key_env", "")))
+    """Return the judge for these settings. It is made at the first call and keeps its connections and its limit."""
+    names = (KEY_VARIABLE, CACHE_VARIABLE, _ENDPOINT, MODEL, str(settings.get("judge", {}).get("api_key_env", "")))
     key = settings.get("api_key")
     key = key.reveal() if isinstance(key, Secret) and key else key  # two Secrets print alike
-    told = ([os.environ.get(name, "") for name in names], sorted(settings.items(), key=str), key)
-    identity = hashlib.sha256(repr(told).encode()).hexdigest()  # a key must not lie about as text
+    identifying = ([os.environ.get(name, "") for name in names], sorted(settings.items(), key=str), key)
+    identity = hashlib.sha256(repr(identifying).encode()).hexdigest()  # a hash, because a key must not stay as text
     with _lock:
         found = _judges.get(identity)
         if found is None:
@@ -193,12 +193,12 @@ def _judge_for(settings: Mapping[str, Any]) -> tuple[Judge, LengthPenaltyConfig]
         return found
 
 
-def _hand_over(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
+def _submit(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
     judge, config = _judge_for(call.settings)
     requests = judge_requests(call.samples, call.rules, config)
     try:
         return judge.submit(requests), config
-    except (EngineDied, JudgeClosed):  # for good, under an earlier call: this one gets another
+    except (EngineDied, JudgeClosed):  # this judge has ended for good: take a new one
         with _lock:
             for identity in [identity for identity, (known, _) in _judges.items() if known is judge]:
                 del _judges[identity]
@@ -207,7 +207,7 @@ def _hand_over(call: _Call) -> tuple[Handle, LengthPenaltyConfig]:
 
 
 def shutdown_judges() -> None:
-    """Ends the judges that `compute_score` started; the next call starts one again. A process that ends does it too."""
+    """End the judges that `compute_score` started. The next call starts one again. They also end with the process."""
     with _lock:
         ended = [judge for judge, _ in _judges.values()]
         _judges.clear()
@@ -215,35 +215,35 @@ def shutdown_judges() -> None:
         judge.close()
 
 
-def _forked() -> None:
-    """In a forked process: the lock may be held by a thread that is not here. The judges look after themselves."""
+def _after_fork() -> None:
+    """Reset the lock in a forked process: a thread that does not exist there may hold it."""
     global _lock
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _config(settings: Mapping[str, Any]) -> LengthPenaltyConfig:
     values: dict[str, Any] = {"enable": False, **settings}
-    if os.environ.get(ENDPOINT):
-        values.setdefault("api_endpoint", os.environ[ENDPOINT])
+    if os.environ.get(_ENDPOINT):
+        values.setdefault("api_endpoint", os.environ[_ENDPOINT])
     if os.environ.get(MODEL):
         values.setdefault("model_name", os.environ[MODEL])
-    values["judge"] = {"concurrency_start": START, **values.get("judge", {})}
+    values["judge"] = {"concurrency_start": _START, **values.get("judge", {})}
     config = as_config(values)
     if config.key is None:
         if os.environ.get(KEY_VARIABLE):
             raise ConfigError(
                 "api_endpoint",
                 None,
-                f"{KEY_VARIABLE} is set, but no endpoint: a key goes only where its owner sends it. Set {ENDPOINT}, as "
-                f"in export {ENDPOINT}=https://api.openai.com/v1, and {MODEL}; or give api_endpoint and model_name",
+                f"{KEY_VARIABLE} is set, but no endpoint: a key goes only where its owner sends it. Set {_ENDPOINT}, "
+                f"as in export {_ENDPOINT}=https://api.openai.com/v1, and {MODEL}; or give api_endpoint and model_name",
             )
         raise ConfigError(
             KEY_VARIABLE,
             None,
-            f"{KEY_VARIABLE} not found: {MONITOR} is on and needs it. Set it, as in export {KEY_VARIABLE}=sk-…  "
-            "(EMPTY for a server without keys), or unset " + MONITOR,
+            f"{KEY_VARIABLE} not found: {_MONITOR} is on and needs it. Set it, as in export {KEY_VARIABLE}=sk-…  "
+            "(EMPTY for a server without keys), or unset " + _MONITOR,
         )
     return config

@@ -1,6 +1,6 @@
-"""`LengthPenaltyConfig`: what a reward manager needs to know, and the one place of its defaults.
+"""`LengthPenaltyConfig`: the settings of a reward manager, with their defaults.
 
-Taken as the dataclass itself, a mapping, an OmegaConf node, YAML text or a YAML file; `as_config` makes one of each.
+`as_config` accepts the dataclass itself, a mapping, an OmegaConf node, YAML text or a YAML file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CACHE_VARIABLE = "MONITOR_CACHE"
 
 
 class _Unnamed(str):
-    """An endpoint that nobody named: no key from the environment may go there."""
+    """The default endpoint. The user did not name it, so no key from the environment may go there."""
 
     __slots__ = ()
 
@@ -33,22 +33,22 @@ class _Unnamed(str):
 DEFAULT_ENDPOINT = _Unnamed("https://qianfan.baidubce.com/v2/chat/completions")
 DEFAULT_MODEL = "deepseek-v3"
 BATCH_TIMEOUT_S = 300.0
-"""A batch that takes longer is given up; what is missing is marked as failed."""
+"""After this time a batch is given up: a missing verdict is a failure."""
 
 Gate = Literal["on", "format", "off"]
 _GATES: dict[Any, Gate] = {"on": "on", True: "on", "format": "format", "off": "off", False: "off"}
-"""YAML reads a bare `on` and `off` as booleans."""
+"""YAML reads a plain `on` or `off` as a boolean."""
 
 
 class OnFailure(NamedTuple):
-    """What a row whose verdict failed gets, in a trainer that cannot mask it. `dataclasses.asdict` leaves it whole."""
+    """The reward of a row whose verdict failed, in a trainer that cannot mask it."""
 
     kind: Literal["group_mean", "rule_only", "raise", "fallback"] = "group_mean"
     value: float = math.nan
 
     @classmethod
     def parse(cls, given: Any) -> OnFailure:
-        """From `group_mean`, `rule_only`, `raise`, `fallback: -1.0` (as text or as a mapping)."""
+        """Read `group_mean`, `rule_only`, `raise`, or `fallback: -1.0` (as text or as a mapping)."""
         if isinstance(given, OnFailure):
             return given
         if given in ("group_mean", "rule_only", "raise"):
@@ -91,7 +91,7 @@ class LengthPenaltyConfig:
     api_endpoint: str = DEFAULT_ENDPOINT
     """Any OpenAI-compatible chat-completions URL."""
     use_async_io: bool = False
-    """Judge beside the caller's work, and not while it waits."""
+    """Judge while the caller works, instead of while it waits."""
     max_concurrent_requests: int | str = "auto"
     """`auto` finds the judge's own limit; an integer is an upper bound for that; `fixed:N` holds N."""
     reward_coefficient: float = 1.0
@@ -107,7 +107,7 @@ class LengthPenaltyConfig:
     judge: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of `JudgeConfig`, such as `rubric`, `placement`, `cache_dir`, `prices`, `max_cost`."""
     num_async_workers: int | None = None
-    """Ignored, and kept so that old configs load: one engine adapts its own concurrency."""
+    """Ignored. It exists so that old configs load: one engine adapts its own concurrency."""
 
     def __post_init__(self) -> None:
         for key in ("enable", "use_async_io"):
@@ -129,7 +129,7 @@ class LengthPenaltyConfig:
             raise ConfigError("judge_gate", self.judge_gate, "choose on, format or off")
         self.judge_gate = _GATES[self.judge_gate]
         self.on_failure = OnFailure.parse(self.on_failure)
-        # The engine's own check, which it makes of text alone.
+        # The engine makes a Secret of text and checks it.
         self.api_key = JudgeConfig(endpoint=DEFAULT_ENDPOINT, model=DEFAULT_MODEL, api_key=self.api_key).api_key
         if self.num_async_workers is not None:
             warnings.warn(
@@ -138,11 +138,11 @@ class LengthPenaltyConfig:
                 DeprecationWarning,
                 stacklevel=3,
             )
-        self.judge_config()  # what the engine would refuse is refused now
+        self.judge_config()  # raises now what the engine would raise later
 
     @property
     def key(self) -> Secret | None:
-        """The judge's key, or None: a key from the environment never goes to an endpoint that nobody named."""
+        """The judge's key or None. A key from the environment never goes to an endpoint that the user did not name."""
         if self.api_key:
             return self.api_key
         if not self.names_endpoint:
@@ -156,7 +156,7 @@ class LengthPenaltyConfig:
 
     @property
     def names_endpoint(self) -> bool:
-        """False for the default: nobody chose it."""
+        """False for the default endpoint."""
         return not isinstance(self.api_endpoint, _Unnamed)
 
     @property
@@ -165,7 +165,7 @@ class LengthPenaltyConfig:
 
     @property
     def lacks_key(self) -> str:
-        """Where a judge is named that cannot be asked: what is off, and how to mend it; else empty."""
+        """A message if an endpoint is named but there is no key: what is off, and the remedy. Empty otherwise."""
         if self.judges or self.enable_openai_reward is False or not self.names_endpoint:
             return ""
         return (
@@ -195,10 +195,12 @@ class LengthPenaltyConfig:
         settings["api_key"] = self.key
         settings["cache"] = env_flag(CACHE_VARIABLE, default=True)
         if self.system_prompt is not None:
-            settings["rubric"] = rubric_of(self.system_prompt)
+            # The scale and the parser of the built-in rubric, under other instructions.
+            named = Rubric(name="system_prompt", system=self.system_prompt)
+            settings["rubric"] = named if self.system_prompt else BUILTIN["integer"]
         settings |= self.judge
         if self.key is None:
-            settings["api_key_env"] = None  # the engine must not find a key where we may not look for one
+            settings["api_key_env"] = None  # the engine must not read a key that we may not read
         try:
             return JudgeConfig.from_dict(settings)
         except ConfigError as error:
@@ -214,21 +216,16 @@ _ENGINE_KEYS = {
     "max_concurrent_requests": "concurrency",
     "batch_timeout_s": "batch_deadline_s",
 }
-"""Our keys that the engine knows by other names."""
-
-
-def rubric_of(system_prompt: str) -> Rubric:
-    """The built-in rubric's scale and reading under other instructions."""
-    return BUILTIN["integer"] if not system_prompt else Rubric(name="system_prompt", system=system_prompt)
+"""Our keys, and the engine's names for them."""
 
 
 def as_config(given: Any) -> LengthPenaltyConfig:
-    """A config from any of the forms that callers hold; None is the default. A copy, checked anew."""
+    """Return a config made from any form; None gives the defaults. The result is a copy and is checked again."""
     if given is None:
         return LengthPenaltyConfig()
     if isinstance(given, LengthPenaltyConfig):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # said when it was made
+            warnings.simplefilter("ignore", DeprecationWarning)  # it was given when the config was made
             return dataclasses.replace(given)
     plain = _plain(given)
     known = [one.name for one in dataclasses.fields(LengthPenaltyConfig)]
@@ -252,25 +249,25 @@ def _plain(given: Any) -> dict[str, Any]:
         try:
             found = yaml.safe_load(Path(given).read_text() if is_file else str(given))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-            shown = str(given) if is_file else "<text>"  # a key may stand in it, and YAML's own message shows the line
+            shown = str(given) if is_file else "<text>"  # the text may hold a key, so not YAML's message either
             mark = getattr(error, "problem_mark", None)
-            why = f"{getattr(error, 'problem', '')} in line {mark.line + 1}" if mark is not None else _name_of(error)
+            why = f"{getattr(error, 'problem', '')} in line {mark.line + 1}" if mark is not None else _error_name(error)
             raise ConfigError("length_penalty_config", shown, f"it cannot be read as YAML: {why}") from None
     if not isinstance(found, Mapping):
         raise ConfigError(
             "length_penalty_config",
-            f"<{type(found).__name__}>",  # a key may stand in it
+            f"<{type(found).__name__}>",  # it may hold a key
             "give a LengthPenaltyConfig, a mapping, an OmegaConf node, YAML text with a mapping, or a .yaml file",
         )
     return {str(key): value for key, value in found.items()}
 
 
-def _name_of(error: Exception) -> str:
+def _error_name(error: Exception) -> str:
     return (isinstance(error, OSError) and error.strerror) or type(error).__name__
 
 
 def env_flag(name: str, *, default: bool) -> bool:
-    """A switch in the environment."""
+    """Return a switch in the environment."""
     text = os.environ.get(name, "").strip().lower()
     if text in ("", "true", "1", "yes", "on"):
         return default if not text else True

@@ -1,33 +1,37 @@
-"""`LengthPenaltyRewardManager`: a batch of rollouts in, its rewards out, with the judge working beside the trainer.
+"""`LengthPenaltyRewardManager`: a batch of rollouts in, its rewards out, while the judge works beside the trainer.
 
     submit(batch) ─▶ snapshot ─▶ [thread: decode ─▶ rule ─▶ gate ─▶ judge.submit] ─▶ RewardHandle
                                                                                       │ result(): waits
     reward_tensor, extra info ◀─ combine ◀────────────────────────────── verdicts ◀───┘
 
-With `use_async_io` off the same is done by `result()` itself, in the caller's thread.
+With `use_async_io` off, `result()` does all of this itself in the caller's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from freewheel.errors import FreewheelError
 from freewheel.judge import Failed, Handle, JudgeRequest, Reason, Verdict
 from freewheel.rewards import math_equal
-from freewheel.rewards.batch import Rollouts
+from freewheel.rewards.batch import RewardBatch, Rollouts
 from freewheel.rewards.config import LengthPenaltyConfig, as_config
-from freewheel.rewards.handle import Beside, Prepared, RewardHandle, elapsed_s, judge_inline, wait_for
-from freewheel.rewards.openai_manager import SHUTDOWN_TIMEOUT_S, AsyncOpenAIManager, run_privately
-from freewheel.rewards.protocol import RewardBatch
+from freewheel.rewards.openai_manager import (
+    SHUTDOWN_TIMEOUT_S,
+    AsyncOpenAIManager,
+    judge_inline,
+    run_privately,
+    wait_for,
+)
 from freewheel.rewards.rules import rule_score
 from freewheel.rewards.scoring import (
     JUDGE_OFF,
@@ -43,10 +47,90 @@ from freewheel.rewards.scoring import (
 log = logging.getLogger("freewheel.rewards")
 
 
+class _Prepared(NamedTuple):
+    """A batch whose rules are applied and whose requests are ready."""
+
+    samples: list[Sample]
+    rules: list[Verdict]
+    requests: list[JudgeRequest]
+    since: float
+
+
+class _Submitted(NamedTuple):
+    """A batch that the judge has."""
+
+    ready: _Prepared
+    handle: Handle | None
+    """None: the judge could not take it, and `result()` judges it itself."""
+
+
+class RewardHandle:
+    """The rewards of one batch. `result()` may be called any number of times, from any thread."""
+
+    def __init__(
+        self,
+        outcome: Callable[[], Any],
+        submitted: Future[_Submitted] | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        self._outcome = outcome
+        self._submitted = submitted
+        self._cancelled = cancelled or threading.Event()
+        self._lock = threading.Lock()
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._settled = False
+
+    def done(self) -> bool:
+        """Return whether `result()` would not wait. On the synchronous path `result()` does the work itself."""
+        if self._settled:
+            return True
+        if self._submitted is None or not self._submitted.done():
+            return False
+        if self._submitted.exception() is not None:
+            return True
+        handle = self._submitted.result().handle
+        return handle is not None and handle.done()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """Return `result()` without blocking the loop."""
+        return asyncio.to_thread(self.result).__await__()
+
+    def result(self, timeout_s: float | None = None) -> Any:
+        """Wait, and return or raise what calling the manager would have returned or raised.
+
+        `timeout_s` limits the wait for work outside the caller's thread. After `TimeoutError` the batch runs on.
+        """
+        if timeout_s is not None and self._submitted is not None and not self._settled:
+            until = time.monotonic() + timeout_s
+            _, handle = self._submitted.result(timeout_s)
+            if handle is not None and not handle.wait(max(0.0, until - time.monotonic())):
+                progress = handle.progress()
+                raise TimeoutError(f"{progress.done} of {progress.total} verdicts are in after {timeout_s:g} s")
+        with self._lock:
+            if not self._settled:
+                try:
+                    self._result = self._outcome()
+                except Exception as error:  # noqa: BLE001  # raised below, at every call
+                    self._error = error
+                self._settled = True
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+    def cancel(self) -> None:
+        """Give up judging at once: rows without a verdict have failed, and `result()` does not wait for them."""
+        self._cancelled.set()  # for a batch that has not reached the judge yet
+        if self._submitted is not None and self._submitted.done() and self._submitted.exception() is None:
+            handle = self._submitted.result().handle
+            if handle is not None:
+                handle.cancel()
+
+
 class LengthPenaltyRewardManager:
     """Rule score + judge quality − length penalty, on each response's last token.
 
-    Calling it waits for the judge; `submit` does not, so a training loop can score batch k while it works on k+1.
+    Calling it waits for the judge. `submit` does not, so a training loop can score batch k while it works on k+1.
     """
 
     def __init__(
@@ -64,7 +148,7 @@ class LengthPenaltyRewardManager:
         self.config = as_config(length_penalty_config)
         self._reset()
         if self._judge_config is None:
-            self._say_why_no_judge()
+            self._log_why_no_judge()
             return
         if not self.config.names_endpoint:
             log.warning(
@@ -79,7 +163,7 @@ class LengthPenaltyRewardManager:
     def _reset(self) -> None:
         self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self._loops: dict[threading.Thread, asyncio.AbstractEventLoop] = {}
-        # Read once: a key that comes to or goes from the environment later changes nothing.
+        # Read once: a later change of the key in the environment has no effect.
         self._judge_config = self.config.judge_config() if self.config.judges else None
         self._spent = 0.0
         self.async_openai_manager = self._new_manager()
@@ -93,7 +177,7 @@ class LengthPenaltyRewardManager:
     def use_async_io(self) -> bool:
         return self.config.use_async_io
 
-    def _say_why_no_judge(self) -> None:
+    def _log_why_no_judge(self) -> None:
         given = self.config.api_key
         if given is not None and not given:
             log.warning(
@@ -105,7 +189,7 @@ class LengthPenaltyRewardManager:
             log.info("The judge is off (enable_openai_reward=False): rewards are rule score and length penalty only")
         else:
             log.log(
-                logging.WARNING if self.config.names_endpoint else logging.INFO,  # a judge was meant
+                logging.WARNING if self.config.names_endpoint else logging.INFO,  # with an endpoint, a judge was meant
                 "No API key: rewards are rule score and length penalty only, and no request is made. Give api_key, or "
                 "api_endpoint together with the environment variable OPENAI_API_KEY",
             )
@@ -113,12 +197,12 @@ class LengthPenaltyRewardManager:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start_workers(self) -> None:
-        """Starts the judge's engine now instead of at the first batch. Does nothing if it runs, or without a judge."""
+        """Start the judge's engine now instead of with the first batch. Does nothing if it runs or is off."""
         if self.async_openai_manager is not None:
             self.async_openai_manager.start()
 
     def shutdown_workers(self) -> None:
-        """Ends what was started, within 5 s, and leaves no process, thread, socket or file behind. Idempotent.
+        """End everything that was started, within 5 s: processes, threads, sockets and files. Idempotent.
 
         The next batch starts it again.
         """
@@ -133,7 +217,7 @@ class LengthPenaltyRewardManager:
             return
         log.info("Shutting down async OpenAI manager...")
         if manager.pending:
-            log.warning("%d batches are not judged yet: their missing rows end as failed", manager.pending)
+            log.warning("%d batches are not complete: their rows without a verdict have failed", manager.pending)
         try:
             manager.shutdown(max(0.0, until - time.monotonic()))
         except (FreewheelError, OSError) as error:
@@ -144,7 +228,7 @@ class LengthPenaltyRewardManager:
         log.info("Async OpenAI manager shut down successfully.")
 
     def _ensure_event_loop(self) -> asyncio.AbstractEventLoop:
-        """A loop that this thread may use: the running one, else one that is made for it and set as its own."""
+        """Return the running loop, or a loop that is made for this thread and set as its own."""
         try:
             return asyncio.get_running_loop()
         except RuntimeError:
@@ -158,17 +242,17 @@ class LengthPenaltyRewardManager:
 
     def _close_loops(self, threads: Sequence[threading.Thread]) -> None:
         for thread in threads:
-            if not self._loops[thread].is_running():  # one that runs is its thread's; it is closed the next time
+            if not self._loops[thread].is_running():  # its thread uses a running loop; the next call closes it
                 self._loops.pop(thread).close()
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
     def __call__(self, data: RewardBatch, return_dict: bool = False) -> Any:
-        """The reward tensor; with `return_dict` a dict of `reward_tensor` and `reward_extra_info`."""
+        """Return the reward tensor; with `return_dict` a dict of `reward_tensor` and `reward_extra_info`."""
         return self.submit(data, return_dict).result()
 
     def submit(self, data: RewardBatch, return_dict: bool = False) -> RewardHandle:
-        """Takes a batch and returns at once; the handle's `result()` gives what `__call__` would have."""
+        """Take a batch and return at once. The handle's `result()` returns what `__call__` would have returned."""
         tensors = data.batch
         if tensors is not None and "rm_scores" in tensors.keys():  # noqa: SIM118  # a TensorDict has no `in`
             scores = tensors["rm_scores"]
@@ -178,60 +262,60 @@ class LengthPenaltyRewardManager:
         rollouts = Rollouts(data, self.reward_fn_key)
         manager = self.async_openai_manager
         if manager is None:
-            return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
+            return RewardHandle(partial(self._judge_here, rollouts, return_dict))
         log.info("Using TRUE ASYNC I/O for batch with %d responses (zero GPU wait)", len(rollouts))
-        beside: Future[Beside] = Future()
+        submitted: Future[_Submitted] = Future()
         cancelled = threading.Event()
+        # Decoding and rules take time that `submit` must not take.
         thread = threading.Thread(
-            target=self._prepare_beside, args=(rollouts, manager, beside, cancelled), name="freewheel-rewards"
+            target=self._submit_in_thread, args=(rollouts, manager, submitted, cancelled), name="freewheel-rewards"
         )
         try:
             thread.start()
         except RuntimeError as error:  # this process may have no more threads
-            _say_degraded(error)
-            return RewardHandle(functools.partial(self._judge_here, rollouts, return_dict))
+            _log_degraded(error)
+            return RewardHandle(partial(self._judge_here, rollouts, return_dict))
         self._threads.add(thread)
-        return RewardHandle(functools.partial(self._collect, rollouts, beside, return_dict), beside, cancelled)
+        return RewardHandle(partial(self._collect, rollouts, submitted, return_dict), submitted, cancelled)
 
-    def _prepare(self, rollouts: Rollouts) -> Prepared:
+    def _prepare(self, rollouts: Rollouts) -> _Prepared:
         samples = rollouts.samples(self.tokenizer)
         rules = apply_rules(self.compute_score, samples)
-        return Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
+        return _Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
 
-    def _prepare_beside(
-        self, rollouts: Rollouts, manager: AsyncOpenAIManager, beside: Future[Beside], cancelled: threading.Event
+    def _submit_in_thread(
+        self, rollouts: Rollouts, manager: AsyncOpenAIManager, submitted: Future[_Submitted], cancelled: threading.Event
     ) -> None:
-        """In a thread of the batch's own: decoding and rules take time, and `submit` has none."""
         try:
             ready = self._prepare(rollouts)
-            handle = _hand_over(manager, ready.requests)
-            beside.set_result(Beside(ready, handle))
+            handle = _submit_to(manager, ready.requests)
+            submitted.set_result(_Submitted(ready, handle))
             if cancelled.is_set() and handle is not None:
                 handle.cancel()
         except BaseException as error:  # noqa: BLE001  # `result()` raises it
-            beside.set_exception(error)
+            submitted.set_exception(error)
 
-    def _collect(self, rollouts: Rollouts, beside: Future[Beside], return_dict: bool) -> Any:
-        """`result()` of a batch that is judged beside us."""
-        ready, handle = beside.result()
+    def _collect(self, rollouts: Rollouts, submitted: Future[_Submitted], return_dict: bool) -> Any:
+        """Return the result of a batch that was submitted to the judge."""
+        ready, handle = submitted.result()
         if handle is None:
             verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
         else:
             verdicts = wait_for(handle)
-            took_s = elapsed_s(handle, ready.since)
+            took_s = (handle.finished_at or time.monotonic()) - ready.since  # however late `result` was called
             if broken := _broken_rows(verdicts):
                 again = self._get_batched_openai_quality_rewards_sync([ready.requests[row] for row in broken])
-                _put_again(verdicts, broken, again)
-            _say_completed(verdicts, took_s)
+                _replace_rows(verdicts, broken, again)
+            _log_completed(verdicts, took_s)
         return self._finish(rollouts, ready, verdicts, return_dict)
 
     def _judge_here(self, rollouts: Rollouts, return_dict: bool) -> Any:
-        """`result()` of a batch on the synchronous path, and of one that no judge sees."""
+        """Return the result of a batch on the synchronous path, or without a judge."""
         ready = self._prepare(rollouts)
         verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
         return self._finish(rollouts, ready, verdicts, return_dict)
 
-    def _finish(self, rollouts: Rollouts, ready: Prepared, verdicts: Sequence[Verdict], return_dict: bool) -> Any:
+    def _finish(self, rollouts: Rollouts, ready: _Prepared, verdicts: Sequence[Verdict], return_dict: bool) -> Any:
         rewards = combine(ready.samples, ready.rules, verdicts, self.config)
         self._examine(ready.samples, rewards)
         tensor = rollouts.tensor(rewards.reward)
@@ -240,14 +324,14 @@ class LengthPenaltyRewardManager:
     # -- the judge ----------------------------------------------------------------------------------------------------
 
     async def _get_batched_openai_quality_rewards_async(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
-        """One verdict a request, all groups together, from the judge beside us. Does not block the loop.
+        """Return one verdict per request, for all groups together, without blocking the loop.
 
-        Without one beside us, and where that broke, it judges on the running loop.
+        If the judge's engine is off or broke, the requests are judged on the running loop.
         """
         if self._judge_config is None:
             return [JUDGE_OFF] * len(requests)
         manager, since = self.async_openai_manager, time.monotonic()
-        handle = _hand_over(manager, requests) if manager is not None else None
+        handle = _submit_to(manager, requests) if manager is not None else None
         if handle is None:
             verdicts = await self._judge_on_loop(requests)
         else:
@@ -256,12 +340,12 @@ class LengthPenaltyRewardManager:
             finally:
                 handle.cancel()
             if broken := _broken_rows(verdicts):
-                _put_again(verdicts, broken, await self._judge_on_loop([requests[row] for row in broken]))
-        _say_completed(verdicts, time.monotonic() - since)
+                _replace_rows(verdicts, broken, await self._judge_on_loop([requests[row] for row in broken]))
+        _log_completed(verdicts, time.monotonic() - since)
         return verdicts
 
     def _get_batched_openai_quality_rewards_sync(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
-        """The same verdicts, judged to the end on a private loop in this thread."""
+        """Return the same verdicts, judged on a private loop in this thread."""
         if self._judge_config is None:
             return [JUDGE_OFF] * len(requests)
         log.info(
@@ -269,20 +353,20 @@ class LengthPenaltyRewardManager:
         )
         since = time.monotonic()
         verdicts = run_privately(self._judge_on_loop(requests))
-        _say_completed(verdicts, time.monotonic() - since)
+        _log_completed(verdicts, time.monotonic() - since)
         return verdicts
 
     async def _judge_on_loop(self, requests: Sequence[JudgeRequest]) -> list[Verdict]:
-        """With an engine for this batch alone; what all of them spend counts against one `max_cost`."""
+        """Judge a batch with an engine of its own. All engines count against the same `max_cost`."""
         assert self._judge_config is not None
-        beside = self.async_openai_manager
-        spent = self._spent + (beside.stats().cost if beside is not None else 0.0)
+        manager = self.async_openai_manager
+        spent = self._spent + (manager.stats().cost if manager is not None else 0.0)
         verdicts, cost = await judge_inline(self._judge_config, requests, spent)
         self._spent += cost
         return verdicts
 
     def _examine(self, samples: Sequence[Sample], rewards: Rewards) -> None:
-        """Logs the first `num_examine` samples of each data source of the batch."""
+        """Log the first `num_examine` samples of each data source."""
         examined: Counter[str] = Counter()
         for row, sample in enumerate(samples):
             if examined[sample.data_source] >= self.num_examine:
@@ -308,53 +392,47 @@ class LengthPenaltyRewardManager:
         self.__dict__.update(state)
         self._reset()
         if self._judge_config is None:
-            self._say_why_no_judge()
+            self._log_why_no_judge()
 
 
-def _hand_over(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) -> Handle | None:
-    """None where the engine beside us is gone, or cannot be started: no file, thread or process is left for it."""
+def _submit_to(manager: AsyncOpenAIManager, requests: Sequence[JudgeRequest]) -> Handle | None:
+    """Submit a batch. Returns None if the engine is gone or cannot start (no file, thread or process is left)."""
     try:
         manager.start()
     except (FreewheelError, OSError, RuntimeError) as error:
-        _say_degraded(error)
+        _log_degraded(error)
         return None
-    log.info("Starting async evaluation of %d responses", _judged_count(requests))
+    log.info("Starting async evaluation of %d responses", sum(not request.skip for request in requests))
     try:
         return manager.submit(requests)
     except FreewheelError as error:
-        _say_degraded(error)
+        _log_degraded(error)
         return None
 
 
-def _say_degraded(error: Exception) -> None:
+def _log_degraded(error: Exception) -> None:
     log.warning("Async evaluation failed (%s: %s); using the synchronous path", type(error).__name__, error)
 
 
 def _broken_rows(verdicts: Sequence[Verdict]) -> list[int]:
-    """The rows that failed because the engine beside us broke."""
-    rows = [row for row, one in enumerate(verdicts) if isinstance(one, Failed) and one.reason == Reason.ENGINE]
-    if rows:
-        why = verdicts[rows[0]]
-        assert isinstance(why, Failed)
+    """Return the rows that failed because the judge's engine broke."""
+    broken = {row: one for row, one in enumerate(verdicts) if isinstance(one, Failed) and one.reason == Reason.ENGINE}
+    if broken:
         log.warning(
             "Async evaluation failed for %d of %d responses (%s); using the synchronous path for them",
-            len(rows),
+            len(broken),
             len(verdicts),
-            why.detail,
+            next(iter(broken.values())).detail,
         )
-    return rows
+    return list(broken)
 
 
-def _put_again(verdicts: list[Verdict], rows: Sequence[int], again: Sequence[Verdict]) -> None:
-    for row, verdict in zip(rows, again, strict=True):
+def _replace_rows(verdicts: list[Verdict], rows: Sequence[int], replacements: Sequence[Verdict]) -> None:
+    for row, verdict in zip(rows, replacements, strict=True):
         verdicts[row] = verdict
 
 
-def _judged_count(requests: Sequence[JudgeRequest]) -> int:
-    return sum(not request.skip for request in requests)
-
-
-def _say_completed(verdicts: Sequence[Verdict], took_s: float) -> None:
+def _log_completed(verdicts: Sequence[Verdict], took_s: float) -> None:
     failed = [verdict for verdict in verdicts if isinstance(verdict, Failed)]
     counts = Counter(verdict.reason for verdict in failed)
     if timed_out := counts.pop(Reason.DEADLINE.value, 0):

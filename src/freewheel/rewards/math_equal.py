@@ -1,19 +1,17 @@
-"""Whether two LaTeX answers mean the same, by the `math-verify` library. The math rules call `equal`.
+"""Whether two LaTeX answers mean the same, according to the `math-verify` library. The math rules call `equal`.
 
-    equal ─▶ remembered? ─▶ one numbered line to the child (`math_child`) ─▶ its reply, or its death
+    equal ─▶ in the cache? ─▶ one numbered line to the child process (`serve`) ─▶ its reply, or its death
 
-math-verify bounds its time with SIGALRM, which works in a main thread only and cannot interrupt a call into C, and it
-does not bound its memory: `1.5E9999999999` held the interpreter for longer than anybody waited, and took 4 GB. A model
-boxes such things sooner or later, so the comparison runs in a process that the kernel ends when its time is over. The
-next question starts another.
+math-verify limits its time with SIGALRM, which works only in a main thread and cannot interrupt C code, and it does not
+limit its memory: `1.5E9999999999` blocked the interpreter and took 4 GB. Models write such answers sooner or later, so
+the comparison runs in a process that the kernel ends when its time is over. The next question starts another process.
 
-What becomes of a comparison without a result depends on whose fault it is:
+A comparison without a result is one of two things:
 
-- The question's: it used up its CPU time, or crashed or ran out of memory in two processes. It would do so again, so
-  this is remembered, and raised as `NotComparable`; the rules score it 0, since nobody can tell what was answered.
-- Anything else: a process that was killed (twice, for a fresh one gets a second try), that does not start, that starves
-  on a busy machine or says what it should not. That tells nothing of the answer, so it is not remembered, and is raised
-  as `ComparisonFailed`: the row has failed, and is not a 0.
+- The answer's fault: it used up its CPU time, or crashed or ran out of memory in two processes. It would do so again,
+  so this result is cached and raised as `NotComparable`. The rules score it 0.
+- Anything else: the process was killed twice, did not start, got no CPU time on a busy machine, or broke the protocol.
+  This says nothing about the answer, so it is not cached and is raised as `ComparisonFailed`. The row has failed.
 """
 
 from __future__ import annotations
@@ -21,10 +19,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import importlib.util
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -38,42 +38,44 @@ from freewheel.judge.verdict import JudgeError
 log = logging.getLogger("freewheel.rewards")
 
 TIMEOUT_S = 3.0
-"""CPU time of one comparison. Ordinary ones take milliseconds; those that take a second hardly ever come to an end."""
+"""CPU time of one comparison. Most take milliseconds; one that takes a second rarely ends."""
 WALL_S = 30.0
-"""For one comparison by the clock: only a machine with ten times the work it can do takes as long."""
+"""Wall time of one comparison. Only a machine with ten times the load it can handle takes this long."""
 START_S = 60.0
-"""For a process to start: it imports sympy, perhaps from a cold disk that others read too."""
+"""How long a process may take to start: it imports sympy, perhaps from a slow disk."""
 CLOSE_S = 1.0
-"""As long as `close` lets a comparison go on that is under way."""
+"""How long `close` waits for a running comparison."""
 END_S = 1.0
-"""For a process to be gone that was killed, or closed its pipe. Only the kernel can take longer."""
+"""How long a process may take to end after it was killed or closed its pipe."""
 TRIES = 2
-"""Processes that a question may end, before one knows that it was no accident, or gives up."""
+"""A question that has ended this many processes is given up. One process may have died by accident."""
 REMEMBERED = 1 << 14
-"""Pairs whose result is kept, monsters included: the responses to one prompt give the same few answers, and a group
-that boxes one and the same monster must not pay for it eight times."""
+"""Cached pairs. Responses to one prompt give the same few answers; also an answer that is not comparable must not be
+tried eight times."""
 
 READY = "ready"
 """The child's first line."""
 OUT_OF_MEMORY = 3
-"""The child's exit code where not even math-verify survived the limit. 1 and 2 are Python's own."""
+"""The child's exit code after a MemoryError. Python itself uses 1 and 2."""
+MEMORY_BYTES = 2 << 30
+"""Limit of the child's address space, ten times its normal use."""
 TIME_IS_OVER = -signal.SIGPROF
 CRASHES = frozenset({OUT_OF_MEMORY, -signal.SIGABRT, -signal.SIGSEGV, -signal.SIGFPE})
-"""Exit codes that a process brings upon itself, by what it was asked. SIGKILL, say, comes from outside."""
+"""Exit codes that the question itself causes. SIGKILL, for example, comes from outside."""
 
 
 class NotComparable(JudgeError, ValueError):
-    """Comparing the two takes more time or memory than there is, now and ever again."""
+    """Comparing the two answers always takes too much time or memory."""
 
 
 class ComparisonFailed(JudgeError, RuntimeError):
-    """The comparison came to no result, for a reason that is not in the two answers. It may succeed the next time."""
+    """The comparison failed for a reason outside the two answers. It may succeed the next time."""
 
 
 def equal(answer: str, truth: str) -> bool:
-    """True if the two mean the same. Raises `NotComparable` or `ComparisonFailed`; never hangs.
+    """Return whether the two answers mean the same. Raises `NotComparable` or `ComparisonFailed`; never hangs.
 
-    Callable from any thread; one comparison runs at a time.
+    May be called from any thread. One comparison runs at a time.
     """
     same = _compared(answer, truth)
     if same is None:
@@ -83,7 +85,7 @@ def equal(answer: str, truth: str) -> bool:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _compared(answer: str, truth: str) -> bool | None:
-    """None if they are not comparable; an exception is not remembered."""
+    """Return None if the two are not comparable. An exception is not cached."""
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "math answers are compared by math-verify, which is not installed: pip install 'freewheel[math]'",
@@ -93,30 +95,30 @@ def _compared(answer: str, truth: str) -> bool | None:
 
 
 def close(timeout_s: float = CLOSE_S) -> None:
-    """Ends the child, if there is one. The next comparison starts another.
+    """End the child process. The next comparison starts another.
 
-    A comparison that is still under way after `timeout_s` is ended too, and raises `ComparisonFailed`.
+    A comparison that still runs after `timeout_s` is ended too and raises `ComparisonFailed`.
     """
     _comparer.close(timeout_s)
 
 
 class _Comparer:
-    """Owns the one child of this process."""
+    """Owns the one child process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._child: _Child | None = None
-        self._broken_off = 0
-        """How often `close` did not wait for a comparison."""
+        self._interrupted = 0
+        """How often `close` ended a comparison."""
 
     def ask(self, answer: str, truth: str) -> bool | None:
-        """None if the two are not comparable."""
+        """Return None if the two are not comparable."""
         with self._lock:
-            broken_off = self._broken_off
+            interrupted = self._interrupted
             ends: list[int | None] = []
-            while len(ends) < TRIES and self._broken_off == broken_off:
+            while len(ends) < TRIES and self._interrupted == interrupted:
                 child = self._living()
-                if self._broken_off != broken_off:  # meanwhile, and `close` may have missed this child
+                if self._interrupted != interrupted:  # meanwhile; `close` may have missed this child
                     self._end()
                     break
                 try:
@@ -131,13 +133,13 @@ class _Comparer:
                     log.debug("comparing %.200r with %.200r ended its process (exit code %s)", answer, truth, ends[-1])
                     return None
         how = "was broken off by close()"
-        if self._broken_off == broken_off:
+        if self._interrupted == interrupted:
             how = f"ended its processes (exit codes {ends})"
         raise ComparisonFailed(f"comparing {answer[:200]!r} with {truth[:200]!r} {how}")
 
     def close(self, timeout_s: float) -> None:
         if not self._lock.acquire(timeout=max(0.0, timeout_s)):
-            self._broken_off += 1  # before the kill: who asks must not try again
+            self._interrupted += 1  # before the kill: `ask` must not try again
             child = self._child
             if child is not None:
                 child.process.kill()
@@ -149,7 +151,7 @@ class _Comparer:
             self._lock.release()
 
     def forget(self) -> None:
-        """In a forked process: the child is the parent's, and the lock may be held by a thread that is not here."""
+        """Reset in a forked process: the child is the parent's, and a thread of the parent may hold the lock."""
         self._lock = threading.Lock()
         if self._child is not None:
             self._child.close_pipes()
@@ -169,11 +171,11 @@ class _Comparer:
 
 
 class _Ended(Exception):
-    """The child ended over a question, or was ended because it did not keep to the protocol."""
+    """The child ended during a question, or was ended because it broke the protocol."""
 
 
 class _Child:
-    """One process and its pipes. Every wait for it has an end."""
+    """One process and its pipes. Every wait has a time limit."""
 
     def __init__(self) -> None:
         replies, replies_of_child = os.pipe()
@@ -182,14 +184,14 @@ class _Child:
         self._ready = False
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "freewheel.rewards.math_child", str(replies_of_child), str(TIMEOUT_S)],
+                [sys.executable, "-P", "-c", _CHILD, str(replies_of_child), str(TIMEOUT_S)],
                 stdin=subprocess.PIPE,
-                stdout=2,  # whatever is imported there may print; it must not be taken for a reply
+                stdout=2,  # an imported module may print, and that must not be taken for a reply
                 bufsize=0,
                 pass_fds=(replies_of_child,),
-                # It looks for modules where this process does.
+                # The child looks for modules where this process does.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
-                start_new_session=True,  # Ctrl-C is for the parent, which may want to finish its batch
+                start_new_session=True,  # so that Ctrl-C reaches only the parent, which may finish its batch
             )
         except BaseException:
             self._replies.close()
@@ -198,31 +200,31 @@ class _Child:
             os.close(replies_of_child)
 
     def compare(self, answer: str, truth: str) -> bool:
-        """The child's reply. Raises `_Ended`, and `ComparisonFailed` if it did not start or does not reply in time."""
+        """Return the child's reply. Raises `_Ended`, or `ComparisonFailed` if it does not start or reply in time."""
         if not self._ready:
             self._await_start()
         self._asked += 1
         until = time.monotonic() + WALL_S
         try:
-            self._say(json.dumps([self._asked, answer, truth]), until)
-            heard = self._hear(until)
+            self._send(json.dumps([self._asked, answer, truth]), until)
+            received = self._receive(until)
         except TimeoutError:
             raise ComparisonFailed(
-                f"comparing {answer[:200]!r} with {truth[:200]!r} took {WALL_S:g} s, most of it without a processor"
+                f"comparing {answer[:200]!r} with {truth[:200]!r} took {WALL_S:g} s, mostly waiting for a processor"
             ) from None
         verdicts = {f"{self._asked} 1": True, f"{self._asked} 0": False}
-        if heard not in verdicts:
-            self._refuse(heard)
-        return verdicts[heard]
+        if received not in verdicts:
+            self._refuse(received)
+        return verdicts[received]
 
     def end(self) -> int | None:
-        """Its exit code; it is killed unless it ends by itself."""
+        """Return the exit code. The process is killed unless it ends by itself."""
         self.close_pipes()
         for _ in range(2):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(END_S)
             self.process.kill()
-        log.warning("the process for math-verify (%d) was killed and is not gone yet", self.process.pid)
+        log.warning("the process for math-verify (%d) was killed and has not ended yet", self.process.pid)
         return None
 
     def close_pipes(self) -> None:
@@ -232,7 +234,7 @@ class _Child:
 
     def _await_start(self) -> None:
         try:
-            heard = self._hear(time.monotonic() + START_S)
+            received = self._receive(time.monotonic() + START_S)
         except TimeoutError:
             raise ComparisonFailed(f"the process for math-verify did not start within {START_S:g} s") from None
         except _Ended:
@@ -240,16 +242,16 @@ class _Child:
             raise ComparisonFailed(
                 f"the process for math-verify did not start (exit code {code}); stderr says why"
             ) from None
-        if heard != READY:
-            self._refuse(heard)
+        if received != READY:
+            self._refuse(received)
         self._ready = True
 
-    def _refuse(self, heard: str) -> NoReturn:
-        log.warning("the process for math-verify said %.200r instead of a reply, and is replaced", heard)
+    def _refuse(self, received: str) -> NoReturn:
+        log.warning("the process for math-verify sent %.200r instead of a reply, and is replaced", received)
         self.process.kill()
         raise _Ended
 
-    def _say(self, line: str, until: float) -> None:
+    def _send(self, line: str, until: float) -> None:
         assert self.process.stdin is not None
         left = memoryview(f"{line}\n".encode())
         while left:
@@ -259,16 +261,16 @@ class _Child:
             except BrokenPipeError:
                 raise _Ended from None
 
-    def _hear(self, until: float) -> str:
-        """The next line, without its end; all there is, if there are more: nobody asked for those."""
-        heard = b""
-        while not heard.endswith(b"\n"):
+    def _receive(self, until: float) -> str:
+        """Return the next line without its end, or everything there is if there are several lines."""
+        received = b""
+        while not received.endswith(b"\n"):
             _wait_for(self._replies.fileno(), select.POLLIN, until)
             some = self._replies.read(select.PIPE_BUF)
             if not some:
                 raise _Ended
-            heard += some
-        return heard[:-1].decode(errors="replace")
+            received += some
+        return received[:-1].decode(errors="replace")
 
 
 def _wait_for(descriptor: int, event: int, until: float) -> None:
@@ -276,6 +278,40 @@ def _wait_for(descriptor: int, event: int, until: float) -> None:
     poll.register(descriptor, event)
     if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
         raise TimeoutError
+
+
+# -- the child process ------------------------------------------------------------------------------------------------
+
+_CHILD = "import sys; from freewheel.rewards.math_equal import serve; serve(int(sys.argv[1]), float(sys.argv[2]))"
+
+
+def serve(replies: int, timeout_s: float) -> None:
+    """Run in the child: compare each `[7, "answer", "truth"]` line of stdin, and write `7 1` (or `7 0`) to `replies`.
+
+    Replies have their own descriptor, which no print can reach: stdout is stderr from the start. The child ends with
+    its stdin, and outlives its parent by at most one comparison.
+    """
+    # The kernel must end this process whatever it is doing, so the signal keeps its default action.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+    with contextlib.suppress(OSError, ValueError):  # the system may have a lower limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    math_verify = importlib.import_module("math_verify")
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own timeouts are off
+
+    def parsed(answer: str) -> object:
+        return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
+
+    os.write(replies, f"{READY}\n".encode())
+    for line in sys.stdin:
+        number, answer, truth = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time, which does not depend on other processes
+        try:
+            same = math_verify.verify(parsed(truth), parsed(answer), timeout_seconds=None)
+        except MemoryError:
+            sys.exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(replies, f"{number} {int(same)}\n".encode())
 
 
 _comparer = _Comparer()

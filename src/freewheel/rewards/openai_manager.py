@@ -1,13 +1,16 @@
-"""The judge as reward managers know it: `AsyncOpenAIManager` beside the caller, `AsyncOpenAIWorker` on a loop.
+"""The judge under the names that reward code uses: `AsyncOpenAIManager` off the caller's thread, `AsyncOpenAIWorker` on
+the running loop. Also how a reward manager waits for verdicts (`wait_for`, `judge_inline`).
 
-Both are the one engine of `freewheel.judge` under the names and signatures that reward code uses.
+Both classes are the one engine of `freewheel.judge`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from freewheel.judge import Handle, Judge, JudgeConfig, JudgeRequest, JudgeStats
@@ -15,26 +18,31 @@ from freewheel.judge.judge import FROM_CONFIG, InlineJudge, Requests, as_request
 from freewheel.judge.request import RequestHasher
 from freewheel.judge.verdict import Scored, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.handle import wait_for
+
+log = logging.getLogger("freewheel.rewards")
 
 T = TypeVar("T")
 
 SHUTDOWN_TIMEOUT_S = 5.0
+LOG_EVERY_S = 10.0
+"""How often a waiting batch logs its progress."""
+REDRAW_S = 0.25
+"""How often a terminal's progress bar moves."""
 
 
 def get_request_hash(request: JudgeRequest | str, config: JudgeConfig) -> str:
-    """SHA-256, in hex, of all that decides the reply: endpoint, model, rubric, sampling and content.
+    """Return the SHA-256 (hex) of everything that decides the reply: endpoint, model, rubric, sampling and content.
 
-    Requests with one hash are sent once, while one is in flight and after one has a usable answer.
+    Requests with the same hash are sent once, both while one is in flight and after one has a usable answer.
     """
     [checked] = as_requests([request])
     return RequestHasher(config)(checked.encodable()).hex()
 
 
 class AsyncOpenAIManager:
-    """Judges batches on an event loop off the caller's thread: submitting never blocks.
+    """Judges batches on an event loop off the caller's thread. Submitting never blocks.
 
-    Owns the concurrency, the cache and what is pending. It starts at the first use and stays for the next batch.
+    Owns the concurrency, the cache and the pending batches. It starts with the first batch and stays for the next.
     """
 
     def __init__(
@@ -51,7 +59,7 @@ class AsyncOpenAIManager:
 
     @classmethod
     def of(cls, config: JudgeConfig, reward_coefficient: float) -> AsyncOpenAIManager:
-        """With all that an engine can be told."""
+        """Return a manager with any settings that the judge knows."""
         manager = cls.__new__(cls)
         manager._open(config, reward_coefficient)
         return manager
@@ -62,23 +70,23 @@ class AsyncOpenAIManager:
         self.judge = Judge(config)
 
     def start(self) -> None:
-        """Now instead of at the first batch. Does nothing if it runs."""
+        """Start now instead of with the first batch. Does nothing if the engine runs."""
         self.judge.start()
 
     def submit(self, requests: Requests, *, timeout_s: float | None = FROM_CONFIG) -> Handle:
-        """Hands a batch over and returns at once; what has no verdict after `timeout_s` is marked as failed."""
+        """Submit a batch and return at once. A request without a verdict after `timeout_s` has failed."""
         return self.judge.submit(requests, deadline_s=timeout_s)
 
     async def score(self, requests: Requests, *, timeout_s: float | None = FROM_CONFIG) -> list[Verdict]:
-        """Submit and wait, without blocking the loop."""
+        """Submit a batch and wait for it without blocking the loop."""
         return await self.judge.score(requests, deadline_s=timeout_s)
 
     def results(self, handle: Handle) -> list[Verdict]:
-        """Waits for a batch, and says how far it is: a bar in a terminal, a line every 10 s in a log."""
+        """Wait for a batch and report progress: a bar in a terminal, a line every 10 s in a log."""
         return wait_for(handle)
 
     def reward(self, verdict: Verdict) -> float | None:
-        """The verdict as a reward; None where there is no score."""
+        """Return the verdict as a reward; None if there is no score."""
         return self.reward_coefficient * verdict.value if isinstance(verdict, Scored) else None
 
     def get_request_hash(self, request: JudgeRequest | str) -> str:
@@ -89,7 +97,7 @@ class AsyncOpenAIManager:
 
     @property
     def pending(self) -> int:
-        """Batches that have no verdict for each of their requests yet."""
+        """Batches that are not complete."""
         return self.judge.pending
 
     @property
@@ -97,7 +105,7 @@ class AsyncOpenAIManager:
         return self.judge.running
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """Leaves no process, thread, socket, task or file behind. Idempotent."""
+        """End the process, threads, sockets, tasks and files. Idempotent."""
         self.judge.close(timeout_s=timeout_s)
 
 
@@ -131,7 +139,7 @@ def _config(
     max_concurrent: int | str,
 ) -> LengthPenaltyConfig:
     return LengthPenaltyConfig(
-        api_key=api_key,  # type: ignore[arg-type]  # text is made a Secret
+        api_key=api_key,  # type: ignore[arg-type]  # the config makes a Secret of it
         model_name=model_name,
         api_endpoint=api_endpoint,
         system_prompt=system_prompt or None,
@@ -140,26 +148,70 @@ def _config(
     )
 
 
+# -- waiting for verdicts ---------------------------------------------------------------------------------------------
+
+
+def wait_for(handle: Handle) -> list[Verdict]:
+    """Wait for a batch's verdicts and report progress: a bar in a terminal, a line every 10 s in a log."""
+    if handle.wait(0):
+        return handle.result()
+    if sys.stderr.isatty():
+        return _wait_with_bar(handle)
+    while not handle.wait(LOG_EVERY_S):
+        _log_progress(handle.progress().share)
+    return handle.result()
+
+
+async def judge_inline(
+    config: JudgeConfig, requests: Sequence[JudgeRequest], spent: float
+) -> tuple[list[Verdict], float]:
+    """Judge a batch on the running loop. Returns the verdicts and their cost, and logs progress like `wait_for`."""
+    async with InlineJudge(config, spent=spent) as judge:
+        judging = asyncio.ensure_future(judge.score(requests))
+        try:
+            while not (await asyncio.wait([judging], timeout=LOG_EVERY_S))[0]:
+                _log_progress(judge.share_done)
+            return judging.result(), judge.engine.spent - spent
+        finally:
+            judging.cancel()
+
+
+def _log_progress(share: float) -> None:
+    log.info("Waiting for OpenAI results... %.1f%% complete", 100 * share)
+
+
+def _wait_with_bar(handle: Handle) -> list[Verdict]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("OpenAI results"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(handle))
+        while not handle.wait(REDRAW_S):
+            bar.update(task, completed=handle.progress().done)
+    return handle.result()
+
+
 def run_privately(work: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to its end on a loop of its own, in this thread; in a short-lived one where a loop runs here."""
+    """Run a coroutine to its end on a new loop in this thread, or in a new thread if a loop runs here."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        # With a factory the thread's own loop, where it has one, stays its own; asyncio.run() would take it away.
+        # With a factory, the loop that this thread has set stays set. asyncio.run() would remove it.
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(work)
-    outcome: list[T] = []
-    broken: list[BaseException] = []
+    results: list[T] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            outcome.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
-            broken.append(error)
+            results.append(asyncio.run(work))
+        except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
+            errors.append(error)
 
     thread = threading.Thread(target=run, name="freewheel-rewards-sync")
     thread.start()
     thread.join()
-    if broken:
-        raise broken[0]
-    return outcome[0]
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,34 +1,40 @@
-"""From rule scores and verdicts to rewards: the decisions of a reward manager, without tensors, HTTP or a clock.
+"""From rule scores and verdicts to rewards: pure arithmetic and decisions, without tensors, HTTP or a clock.
 
-    Sample ─▶ rule (apply_rule) ─▶ gate ─▶ JudgeRequest ─▶ Verdict ─▶ combine ─▶ Rewards
+    Sample ─▶ rule (apply_rules) ─▶ gate ─▶ JudgeRequest ─▶ Verdict ─▶ shape ─▶ combine ─▶ Rewards
+                                                                       │ rule + weight · quality − length penalty
+                                                                       └ NaN where scoring failed
 
-The managers of `freewheel.rewards` and of the integrations are shells around it.
+`shape` leaves a failed row NaN; the reward stage of a run masks it. `combine` fills failed rows as `on_failure` says,
+for trainers that cannot mask: the reward managers, `compute_score` and the integrations call it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from freewheel.errors import ConfigError
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, JudgeError, Scored, Skipped, Verdict
-from freewheel.rewards.compose import compose, fill_failed
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import group_index, median_penalty
+from freewheel.rewards.length import Floats, Ints, group_index, median_penalty
 
 log = logging.getLogger("freewheel.rewards")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ComputeScore = Callable[..., Any]
-"""verl's: takes `data_source`, `solution_str`, `ground_truth`, `extra_info`; gives a number, or a dict with `score`."""
+"""verl's: takes `data_source`, `solution_str`, `ground_truth`, `extra_info`; returns a number, or a dict with `score`."""
 
 JUDGE_OFF = Skipped("the judge is off")
 RULE_FAILED = Failed("compute_score", 0, "compute_score failed; the log says how")
+"""The verdict of a row whose `compute_score` raised."""
 
 
 class RewardFailed(JudgeError, RuntimeError):
@@ -37,7 +43,7 @@ class RewardFailed(JudgeError, RuntimeError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One response, and what it takes to reward it."""
+    """One response with everything that its reward needs."""
 
     response: str
     length: int
@@ -52,30 +58,32 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rewards:
-    """One batch, each field in the order of its samples."""
+    """The rewards of a batch. Each field is in the order of the samples."""
 
     reward: Array
-    """What is trained on: rule + quality − penalty; what `on_failure` says where the verdict failed. Never NaN."""
+    """What is trained on: rule + quality − penalty. For a failed row NaN, or what `on_failure` says after `combine`."""
     raw: Array
-    """Rule + quality, unshaped. NaN where the verdict failed."""
+    """rule + quality. NaN where scoring failed."""
     rules: Sequence[Verdict]
     quality: Array
-    """Coefficient × the judge's score; 0 where it was skipped, NaN where it failed."""
+    """Coefficient × the judge's score; 0 if the row was skipped, NaN if it failed."""
     penalty: Array
     lengths: Array
     medians: Array
+    """The median length of each sample's group."""
     verdicts: Sequence[Verdict]
+    """The judge's verdicts. The rule's own for a row whose rule did not score."""
 
     def __len__(self) -> int:
         return len(self.reward)
 
     @property
     def mask(self) -> Array:
-        """0 where the verdict failed: such a row teaches nothing."""
+        """0 where scoring failed: such a row must not be trained on."""
         return np.array([int(not isinstance(verdict, Failed)) for verdict in self.verdicts])
 
     def extra_info(self) -> dict[str, list[Any]]:
-        """Per sample what the reward was made of; every key has one value a row."""
+        """Return what each reward consists of. Every key has one value per sample."""
         extra: dict[str, list[Any]] = {
             "original_score": [rule_value(rule) for rule in self.rules],
             "openai_quality_reward": self.quality.tolist(),
@@ -85,21 +93,28 @@ class Rewards:
             "raw_reward": self.raw.tolist(),
             "reward_mask": self.mask.tolist(),
             "judge_status": [verdict.status for verdict in self.verdicts],
-            "judge_reason": ["" if isinstance(verdict, Scored) else verdict.reason for verdict in self.verdicts],
+            "judge_reason": [reason_of(verdict) for verdict in self.verdicts],
         }
         for name in dict.fromkeys(name for rule in self.rules for name in rule.parts):
-            if name not in extra:
-                extra[name] = [rule.parts.get(name) for rule in self.rules]
+            extra.setdefault(name, [rule.parts.get(name) for rule in self.rules])
         return extra
 
 
+def reason_of(verdict: Verdict) -> str:
+    """Return why there is no score; empty if there is one."""
+    return "" if isinstance(verdict, Scored) else verdict.reason
+
+
+# -- rules ------------------------------------------------------------------------------------------------------------
+
+
 def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[Verdict]:
-    """Each sample's rule score. One that raises is a failed row and not the end of the batch, unless all do."""
+    """Return each sample's rule score. A row that raises has failed. Raises only if every row raises."""
     scores: list[Verdict] = []
     errors: list[Exception] = []
     for row, sample in enumerate(samples):
         try:
-            scores.append(apply_rule(compute_score, sample))
+            scores.append(_apply_rule(compute_score, sample))
         except Exception as error:  # a user's function may raise anything
             scores.append(RULE_FAILED)
             if not errors:
@@ -110,8 +125,7 @@ def apply_rules(compute_score: ComputeScore, samples: Sequence[Sample]) -> list[
     return scores
 
 
-def apply_rule(compute_score: ComputeScore, sample: Sample) -> Scored:
-    """The rule's score of one sample, whatever form `compute_score` gives it in."""
+def _apply_rule(compute_score: ComputeScore, sample: Sample) -> Scored:
     found = compute_score(
         data_source=sample.data_source,
         solution_str=sample.response,
@@ -124,6 +138,7 @@ def apply_rule(compute_score: ComputeScore, sample: Sample) -> Scored:
 def as_scored(found: Any) -> Scored:
     """Return a number, a `Scored`, or a dict with `score` (and `format`, and parts to report) as a `Scored`."""
     parts: dict[str, Any] = {}
+    right_format: Any = 1.0
     if isinstance(found, Scored):
         right_format, parts, found = found.format, found.parts, found.value
     elif isinstance(found, Mapping):
@@ -131,38 +146,39 @@ def as_scored(found: Any) -> Scored:
             raise ConfigError("compute_score", dict(found), "it returned a dict without 'score'")
         parts = {str(key): value for key, value in found.items() if key not in ("score", "format")}
         right_format, found = found.get("format", 1.0), found["score"]
-    else:
-        right_format = 1.0
     try:
         value, right_format = float(found), float(right_format)
     except (TypeError, ValueError):
         raise ConfigError("compute_score", found, "it must return a number, or a dict with 'score'") from None
-    if not np.isfinite(value):
+    if not math.isfinite(value):
         raise ConfigError("compute_score", value, "it must return a finite number: NaN would spread through the batch")
     return Scored(value, parts=parts, format=right_format)
+
+
+def rule_value(rule: Verdict) -> float:
+    """Return the score, or NaN if there is none. NaN means "failed" in all arithmetic on rewards."""
+    return rule.value if isinstance(rule, Scored) else math.nan
+
+
+# -- the judge gate ---------------------------------------------------------------------------------------------------
 
 
 def judge_requests(
     samples: Sequence[Sample], rules: Sequence[Verdict], config: LengthPenaltyConfig
 ) -> list[JudgeRequest]:
-    """One request a sample; those that the gate keeps from the judge carry the reason."""
+    """Return one request per sample. A request that the gate keeps from the judge carries the reason."""
     return [
         JudgeRequest(
             response=sample.response,
             prompt=sample.question,
             reference=sample.ground_truth if isinstance(sample.ground_truth, str) else "",
-            skip=_gated(rule, config),
+            skip=_skip_reason(rule, config),
         )
         for sample, rule in zip(samples, rules, strict=True)
     ]
 
 
-def rule_value(rule: Verdict) -> float:
-    """Return the score, or NaN if there is none: NaN means "failed" wherever rewards are put together."""
-    return rule.value if isinstance(rule, Scored) else np.nan
-
-
-def _gated(rule: Verdict, config: LengthPenaltyConfig) -> str:
+def _skip_reason(rule: Verdict, config: LengthPenaltyConfig) -> str:
     if not isinstance(rule, Scored):
         return RULE_FAILED.detail
     if config.gate == "on" and rule.value == 0:
@@ -172,43 +188,31 @@ def _gated(rule: Verdict, config: LengthPenaltyConfig) -> str:
     return ""
 
 
-def combine(
+# -- composition ------------------------------------------------------------------------------------------------------
+
+
+def shape(
     samples: Sequence[Sample], rules: Sequence[Verdict], verdicts: Sequence[Verdict], config: LengthPenaltyConfig
 ) -> Rewards:
-    """The rewards of a batch that holds its groups whole."""
-    verdicts = [given if isinstance(one, Scored) else one for one, given in zip(rules, verdicts, strict=True)]
-    groups = group_index([sample.group for sample in samples])
+    """Return the rewards of a batch that holds whole groups. A failed row is NaN."""
+    verdicts = [judged if isinstance(rule, Scored) else rule for rule, judged in zip(rules, verdicts, strict=True)]
     lengths = np.array([sample.length for sample in samples], dtype=np.int64)
-    rule = np.array([rule_value(one) for one in rules], dtype=np.float64)
-    judged = np.array([_judged(verdict) for verdict in verdicts], dtype=np.float64)
     penalty, medians = median_penalty(
         lengths,
-        groups,
+        group_index([sample.group for sample in samples]),
         penalty_scale=config.penalty_scale if config.enable else 0.0,
         max_penalty=config.max_penalty,
         peak_ratio=config.peak_ratio,
         outer_ratio=config.outer_ratio,
     )
+    judged = np.array([0.0 if isinstance(one, Skipped) else rule_value(one) for one in verdicts], dtype=np.float64)
     composed = compose(
-        {"rule": rule, "quality": judged}, {"quality": config.reward_coefficient}, penalties={"length": penalty}
+        {"rule": np.array([rule_value(rule) for rule in rules], dtype=np.float64), "quality": judged},
+        {"quality": config.reward_coefficient},
+        penalties={"length": penalty},
     )
-    valid = ~np.isnan(composed.raw)
-    policy = config.failure_policy
-    reward = composed.shaped
-    if not valid.all():
-        if policy.kind == "raise":
-            first = next(verdict for verdict in verdicts if isinstance(verdict, Failed))
-            raise RewardFailed(
-                f"{int((~valid).sum())} of {len(verdicts)} judgements failed, and on_failure is 'raise': "
-                f"{first.reason}: {first.detail}"
-            )
-        if policy.kind == "group_mean":
-            reward = fill_failed(reward, groups, valid, otherwise=_known(rule, reward, valid))
-        else:
-            alone = _known(rule - penalty, reward, valid)
-            reward = np.where(valid, reward, policy.value if policy.kind == "fallback" else alone)
     return Rewards(
-        reward=reward,
+        reward=composed.shaped,
         raw=composed.raw,
         rules=rules,
         quality=composed.parts["quality"],
@@ -219,12 +223,74 @@ def combine(
     )
 
 
-def _known(rule: Array, reward: Array, valid: Array) -> Array:
-    """`rule`, with the batch's mean reward where a row has not even that."""
-    return np.where(np.isnan(rule), reward[valid].mean() if valid.any() else 0.0, rule)
+def combine(
+    samples: Sequence[Sample], rules: Sequence[Verdict], verdicts: Sequence[Verdict], config: LengthPenaltyConfig
+) -> Rewards:
+    """Return the same as `shape`, with failed rows filled as `on_failure` says: `reward` is never NaN."""
+    rewards = shape(samples, rules, verdicts, config)
+    valid = ~np.isnan(rewards.reward)
+    if valid.all():
+        return rewards
+    policy = config.failure_policy
+    if policy.kind == "raise":
+        first = next(verdict for verdict in rewards.verdicts if isinstance(verdict, Failed))
+        raise RewardFailed(
+            f"{int((~valid).sum())} of {len(valid)} judgements failed, and on_failure is 'raise': {first.summary}"
+        )
+    rule = np.array([rule_value(rule) for rule in rules], dtype=np.float64)
+    batch_mean = rewards.reward[valid].mean() if valid.any() else 0.0  # for a row that has not even a rule score
+    if policy.kind == "group_mean":
+        groups = group_index([sample.group for sample in samples])
+        filled = fill_failed(rewards.reward, groups, valid, otherwise=np.where(np.isnan(rule), batch_mean, rule))
+    elif policy.kind == "fallback":
+        filled = np.where(valid, rewards.reward, policy.value)
+    else:
+        filled = np.where(valid, rewards.reward, np.where(np.isnan(rule), batch_mean, rule - rewards.penalty))
+    return dataclasses.replace(rewards, reward=filled)
 
 
-def _judged(verdict: Verdict) -> float:
-    if isinstance(verdict, Scored):
-        return verdict.value
-    return 0.0 if isinstance(verdict, Skipped) else np.nan
+@dataclass(frozen=True)
+class Composed:
+    """The rewards of a batch, one row per sample."""
+
+    raw: Floats
+    """The weighted sum of the parts."""
+    shaped: Floats
+    """`raw` less the penalties."""
+    parts: Mapping[str, Floats]
+    """What each part adds to `raw`: its values times its weight."""
+
+
+def compose(parts: Mapping[str, Floats], weights: Mapping[str, float], penalties: Mapping[str, Floats]) -> Composed:
+    """raw = Σ weight · part (weight 1 if none is given);  shaped = raw − Σ penalty.  NaN stays NaN."""
+    assert parts, "a reward has at least one part"
+    unknown = [name for name in weights if name not in parts]
+    if unknown:
+        raise ConfigError(f"weights.{unknown[0]}", weights[unknown[0]], f"no such part; there are {', '.join(parts)}")
+    weighted = {name: weights.get(name, 1.0) * np.asarray(part, dtype=np.float64) for name, part in parts.items()}
+    raw = np.sum(list(weighted.values()), axis=0)
+    return Composed(raw, raw - sum(penalties.values(), np.zeros_like(raw)), weighted)
+
+
+def group_mean(
+    values: Floats, groups: npt.NDArray[np.integer[Any]], valid: npt.NDArray[np.bool_]
+) -> tuple[Floats, Ints]:
+    """Return for each sample the mean of its group's valid rows (NaN if there are none), and their number.
+
+    `groups` comes from `group_index`.
+    """
+    counts = np.bincount(groups[valid], minlength=len(values))
+    sums = np.bincount(groups[valid], weights=values[valid], minlength=len(values))
+    means = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+    return means[groups], counts[groups]
+
+
+def fill_failed(
+    values: Floats, groups: npt.NDArray[np.integer[Any]], valid: npt.NDArray[np.bool_], otherwise: Floats
+) -> Floats:
+    """Return `values` with each row that is not valid replaced by the mean of its group's valid values.
+
+    Its advantage over that mean is 0. If the group has no valid row, the row takes its value of `otherwise`.
+    """
+    means, counts = group_mean(values, groups, valid)
+    return np.where(valid, values, np.where(counts > 0, means, otherwise))

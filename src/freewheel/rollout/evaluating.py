@@ -16,7 +16,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from freewheel.rollout.engine import (
     SamplingParams,
 )
 from freewheel.rollout.reward_functions import Call, RewardFunction
-from freewheel.rollout.reward_workers import Executor, Job, Workers, timed_out
+from freewheel.rollout.reward_workers import Executor, FunctionRunner
 from freewheel.rollout.seeds import sample_seed
 
 log = logging.getLogger("freewheel.rollout")
@@ -133,11 +133,10 @@ class EvalResult:
         )
 
 
-class HeldOutScore:
-    """A reward function alone, without judge and length penalty: what is measured must not move with them.
+class HeldOutScore(FunctionRunner):
+    """Scores with the reward function alone, without judge and length penalty: a measurement must not move with them.
 
-    It runs as in the reward stage, with threads (or processes) of its own, and within `timeout_s`: a call that hangs
-    costs its own score. To be used in `async with`.
+    The function runs as in the reward stage, in threads or processes of its own. Use it in `async with`.
     """
 
     def __init__(
@@ -149,45 +148,16 @@ class HeldOutScore:
         executor: Executor,
         timeout_s: float,
     ) -> None:
-        self._function = function
+        super().__init__(function, workers=workers, executor=executor, timeout_s=timeout_s)
         self._decode = decode
-        self._timeout_s = timeout_s
-        self._workers = (
-            None if function.is_async else Workers(function, count=workers, executor=executor, timeout_s=timeout_s)
-        )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._workers is not None:
-            await self._workers.close()
 
     async def __call__(self, prompt: Prompt, response: Response) -> Verdict:
-        tokens = response.tokens.tolist() if self._function.wants_tokens else ()
-        call = Call(text=self._decode(response.tokens), row=prompt.row, finish=response.finish, tokens=tokens)
-        verdict = await (self._in_loop(call) if self._workers is None else self._in_workers(self._workers, call))
+        tokens = response.tokens.tolist() if self.function.wants_tokens else ()
+        text = self._decode(response.tokens)
+        verdict = await self.score(Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens))
         if isinstance(verdict, Failed):
             log.warning("Evaluation: a response could not be scored: %s", verdict.summary)
         return verdict
-
-    async def _in_workers(self, workers: Workers, call: Call) -> Verdict:
-        scored: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-
-        def done(verdicts: list[Verdict]) -> None:
-            if not scored.done():
-                scored.set_result(verdicts[0])
-
-        workers.submit([Job([call], done)])
-        return await scored
-
-    async def _in_loop(self, call: Call) -> Verdict:
-        task = asyncio.create_task(self._function.score_async([call]))
-        try:
-            await asyncio.wait([task], timeout=self._timeout_s)  # and not longer, if it does not care for `cancel`
-            return task.result()[0] if task.done() else timed_out(self._timeout_s)
-        finally:
-            task.cancel()
 
 
 async def evaluate(

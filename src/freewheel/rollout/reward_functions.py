@@ -1,15 +1,16 @@
-"""Reward functions as people bring them: found by name, known by their signature, called without ever raising.
+"""Reward functions: how freewheel finds a function, calls it by its own convention, and reads what it returns.
 
-    "my_package.rewards:score" ─▶ load_reward ─▶ RewardFunction ─ score(calls) ─▶ Verdict, Verdict, …
+    "my_package.rewards:score" or a callable ─▶ load_reward ─▶ RewardFunction.score(calls) ─▶ [Verdict, …]
 
-Three conventions, told apart by the names of the parameters; each may be `async`:
+The names of the parameters tell the convention. A function of each convention may be `async`:
 
-    one response    (response, row)                                                      ours
+    one response    (response, row)                                                      freewheel's
                     (data_source, solution_str, ground_truth, extra_info)                verl's
     a batch         (data_sources, solution_strs, ground_truths, extra_infos)            verl's
                     (prompts, completions, **columns)                                    TRL's
 
-`RewardStage` decides when and where a function runs; here is what it is given and what its answers mean.
+`RewardStage` and the evaluation call functions through `reward_workers.FunctionRunner`. A function never raises here:
+what it raises becomes a `Failed` verdict.
 """
 
 from __future__ import annotations
@@ -33,32 +34,31 @@ from freewheel.rewards.scoring import as_scored
 from freewheel.utils.registry import DETAIL_CHARS, find_object
 
 KEY = "reward.function"
-"""The setting that names a function."""
 
-Convention = Literal["single", "verl_batch", "trl"]
+_Convention = Literal["single", "verl_batch", "trl"]
 
-TEXTS = ("solution_str", "response")
+_TEXTS = ("solution_str", "response")
 """A function of one response takes one of these."""
-SINGLE = (*TEXTS, "row", "finish", "data_source", "dataset_name", "ground_truth", "extra_info")
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
-VERL_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-TRL = ("prompts", "completions", "completion_ids")
+_SINGLE = (*_TEXTS, "row", "finish", "data_source", "dataset_name", "ground_truth", "extra_info")
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_VERL_BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_TRL = ("prompts", "completions", "completion_ids")
 
-CONVENTIONS = (
+_CONVENTIONS = (
     "(response, row), (data_source, solution_str, ground_truth, extra_info), "
     "(data_sources, solution_strs, ground_truths, extra_infos) or (prompts, completions, **columns)"
 )
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """One response to be scored, and what a function may ask about it."""
+    """One response to be scored, and everything that a function may ask for."""
 
     text: str
     row: Mapping[str, Any]
-    """Of the data, as its `Prompt` has it."""
+    """The prompt's row of the data."""
     finish: Finish = "stop"
     tokens: Sequence[int] = ()
-    """Only for functions that ask for `completion_ids`."""
+    """Only filled for functions that take `completion_ids`."""
 
     @property
     def data_source(self) -> str:
@@ -71,7 +71,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def extra_info(self) -> dict[str, Any]:
-        """A copy: what a function writes into it must not get into the data."""
+        """A copy, so that a function cannot change the data."""
         return dict(self.row.get("extra_info") or {})
 
     @property
@@ -80,9 +80,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return found if isinstance(found, str) else ""
 
 
-def failed(kind: str, detail: str = "", trace: str = "", *, infra: bool = False) -> Failed:
-    """Return a failure of a reward function. `kind` is what statistics count it by."""
-    return Failed(kind, detail=detail[:DETAIL_CHARS], trace=trace, infra=infra)
+# -- what a function returns ------------------------------------------------------------------------------------------
+
+
+def failed(reason: str, detail: str = "", trace: str = "", *, infra: bool = False) -> Failed:
+    """Return the failure of one call. `reason` is the kind of failure that statistics count."""
+    return Failed(reason, detail=detail[:DETAIL_CHARS], trace=trace, infra=infra)
 
 
 def from_exception(error: BaseException) -> Failed:
@@ -92,7 +95,7 @@ def from_exception(error: BaseException) -> Failed:
 
 
 def from_judge(verdict: Failed) -> Failed:
-    """Mark a failure as the judge's. It is an infrastructure failure unless the judge rejects this very response."""
+    """Name the judge in a failure. It is an infrastructure failure unless the judge rejects this very response."""
     about_response = verdict.reason in (Reason.UNPARSEABLE, Reason.REJECTED)
     return failed(f"judge {verdict.reason}", verdict.detail, infra=not about_response)
 
@@ -100,7 +103,7 @@ def from_judge(verdict: Failed) -> Failed:
 def as_verdict(found: Any) -> Verdict:
     """Read what a function returned for one response: a number, a dict with `score`, a `Verdict`, or None.
 
-    None means that the function does not score this response (as in TRL). That is not a failure.
+    None means that the function does not score this response, as in TRL. That is not a failure.
     """
     if isinstance(found, _PLAIN):
         return _scored(found)
@@ -116,7 +119,7 @@ def as_verdict(found: Any) -> Verdict:
     if inspect.isawaitable(found):
         if inspect.iscoroutine(found):
             found.close()
-        return failed("result", "the function gave something to await: declare it with `async def`")
+        return failed("result", "the function returned an awaitable: declare it with `async def`")
     return _scored(found)
 
 
@@ -131,12 +134,12 @@ def _scored(found: Any) -> Verdict:
         return failed("result", str(error.renamed(KEY)))
     parts = _numbers(scored.parts)
     if isinstance(found, Mapping) and "format" in found:
-        parts["format"] = scored.format  # it gates the judge, and is worth a curve as well
+        parts["format"] = scored.format  # it gates the judge, and is also reported
     return Scored(scored.value, parts=parts, format=scored.format)
 
 
 def _numbers(parts: Mapping[str, Any]) -> dict[str, float]:
-    """What can be reported beside a reward; a function's dict may hold anything."""
+    """Return the parts that can be reported. A function's dict may hold anything."""
     found: dict[str, float] = {}
     for name, value in parts.items():
         with contextlib.suppress(TypeError, ValueError):
@@ -145,22 +148,65 @@ def _numbers(parts: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+# -- how a function is called -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A user's function with what its signature says. Pickled where the function itself can be."""
+    """A function together with what its signature tells. It can be pickled if the function can."""
 
     name: str
     function: Callable[..., Any]
-    convention: Convention
+    convention: _Convention
     is_async: bool
     names: tuple[str, ...]
-    """Arguments that it takes by keyword."""
+    """The arguments that are passed by keyword."""
     positional: tuple[str, ...] = ()
-    """Those before a `/`."""
+    """The arguments before a `/`."""
     takes_columns: bool = False
-    """TRL's `**kwargs`: every column of the data."""
+    """The function has TRL's `**kwargs`, which receive every column of the data."""
     conversational: bool = False
-    """TRL's `completions: list[list[dict]]`: messages instead of texts."""
+    """The function is annotated `completions: list[list[dict]]` and receives messages, not texts."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str | None = None) -> RewardFunction:
+        """Read the signature of `function`. Raises a `ConfigError` that names the parameter that fits no convention."""
+        name = name or getattr(function, "__qualname__", None) or type(function).__qualname__
+        if function is compute_score and monitors():
+            function = compute_score_async  # the same scores, and waiting for the judge holds no thread
+        if function in (compute_score, compute_score_async):
+            is_async = function is compute_score_async
+            return cls(name=name, function=function, convention="single", is_async=is_async, names=_VERL)
+        if not callable(function):
+            raise ConfigError(KEY, name, f"it is of type {type(function).__name__}; give a function {_CONVENTIONS}")
+        try:
+            parameters = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            raise ConfigError(KEY, name, f"its signature cannot be read ({error}): wrap it in a function") from error
+        any_keyword = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        plain = {key: one for key, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+        convention, vocabulary = _convention_of(plain, name)
+        is_trl = convention == "trl"
+        for key, one in plain.items():
+            if not is_trl and key not in vocabulary and one.default is one.empty:
+                remedy = f"it needs {key!r}, which no convention has. A reward function takes {_CONVENTIONS}"
+                raise ConfigError(KEY, name, remedy)
+        known = [key for key in plain if is_trl or key in vocabulary]
+        before_slash = [key for key in known if plain[key].kind is inspect.Parameter.POSITIONAL_ONLY]
+        names = [key for key in known if key not in before_slash]
+        if any_keyword and not is_trl:
+            family = _VERL if "solution_str" in plain else () if "response" in plain else vocabulary
+            names += [key for key in family if key not in plain]
+        return cls(
+            name=name,
+            function=function,
+            convention=convention,
+            is_async=_is_async(function),
+            names=tuple(names),
+            positional=tuple(before_slash),
+            takes_columns=any_keyword and is_trl,
+            conversational=is_trl and "dict" in str(plain["completions"].annotation),
+        )
 
     @property
     def is_batch(self) -> bool:
@@ -171,14 +217,14 @@ class RewardFunction:
         return self.convention == "trl" and (self.takes_columns or "completion_ids" in self.names)
 
     def score(self, calls: Sequence[Call]) -> list[Verdict]:
-        """A verdict for each call; a function that raises makes failures. For one response at a time, give one."""
+        """Return a verdict for each call. Only a batch function may be given more than one call."""
         try:
             return self._read(self._invoke(calls), len(calls))
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's function may raise anything
             return [from_exception(error)] * len(calls)
 
     async def score_async(self, calls: Sequence[Call]) -> list[Verdict]:
-        """The same for an async function."""
+        """Do the same as `score` for an async function."""
         try:
             return self._read(await self._invoke(calls), len(calls))
         except (Exception, SystemExit) as error:  # noqa: BLE001  # a user's function may raise anything
@@ -188,122 +234,61 @@ class RewardFunction:
         if not self.is_batch:
             return [as_verdict(found)]
         if found is None or isinstance(found, str | Mapping) or not hasattr(found, "__len__"):
-            return [failed("result", f"a batch function must give a list, and gave {shown(found)}")] * count
+            return [failed("result", f"a batch function must return a list, and returned {shown(found)}")] * count
         if len(found) != count:
-            return [failed("result", f"the function gave {len(found)} results for {count} responses")] * count
+            return [failed("result", f"the function returned {len(found)} results for {count} responses")] * count
         return [as_verdict(one) for one in found]
 
     def _invoke(self, calls: Sequence[Call]) -> Any:
+        names = (*self.positional, *self.names)
         if self.convention == "single":
             (call,) = calls
-            given = {name: _SINGLE[name](call) for name in (*self.positional, *self.names)}
+            arguments = {name: _ARGUMENTS[name](call) for name in names}
         elif self.convention == "verl_batch":
-            given = {name: _column(calls, name) for name in (*self.positional, *self.names)}
+            arguments = {name: [_ARGUMENTS[name.removesuffix("s")](call) for call in calls] for name in names}
         else:
-            given = self._trl(calls)
-        before_slash = [given.pop(name) for name in self.positional]
-        return self.function(*before_slash, **given)
+            arguments = self._trl_arguments(calls, names)
+        before_slash = [arguments.pop(name) for name in self.positional]
+        return self.function(*before_slash, **arguments)
 
-    def _trl(self, calls: Sequence[Call]) -> dict[str, Any]:
+    def _trl_arguments(self, calls: Sequence[Call], names: Sequence[str]) -> dict[str, Any]:
+        # A name that no column has keeps its default. Without a default the call fails and says what it misses.
         columns = _columns(calls)
-        wanted = {*TRL, *columns} if self.takes_columns else set()
-        given: dict[str, Any] = {}
-        for name in (*self.positional, *self.names, *sorted(wanted - {*self.positional, *self.names})):
-            if name == "prompts":
-                given[name] = [self._said("user", call.question) for call in calls]
-            elif name == "completions":
-                given[name] = [self._said("assistant", call.text) for call in calls]
-            elif name == "completion_ids":
-                given[name] = [list(call.tokens) for call in calls]
-            elif name in columns:
-                given[name] = columns[name]
-            # A name that no column has keeps its default; without one, the call fails and says which it misses.
-        return given
+        if self.takes_columns:
+            names = [*names, *sorted({*_TRL, *columns}.difference(names))]
+        columns["prompts"] = [self._message("user", call.question) for call in calls]
+        columns["completions"] = [self._message("assistant", call.text) for call in calls]
+        columns["completion_ids"] = [list(call.tokens) for call in calls]
+        return {name: columns[name] for name in names if name in columns}
 
-    def _said(self, role: str, text: str) -> str | list[dict[str, str]]:
+    def _message(self, role: str, text: str) -> str | list[dict[str, str]]:
         return [{"role": role, "content": text}] if self.conversational else text
 
 
-def load_reward(spec: str | Callable[..., Any] | None, task: Task | None = None) -> RewardFunction:
-    """The function that `spec` names or is; None is the task's own `score`."""
-    if spec is None:
-        if task is None:
-            raise ConfigError(KEY, None, "there is no task to take it from: give module:name")
-        return read_signature(task.score, f"the task {task.name}'s score")
-    if not isinstance(spec, str):
-        return read_signature(spec, getattr(spec, "__qualname__", None) or type(spec).__qualname__)
-    function = find_object(KEY, spec)
-    if inspect.isclass(function):
-        try:
-            function = function()
-        except TypeError as error:
-            raise ConfigError(KEY, spec, f"it is a class, and is made without arguments: {error}") from error
-    return _signature_of(function, spec)
+_ARGUMENTS: dict[str, Callable[[Call], Any]] = {
+    **dict.fromkeys(_TEXTS, attrgetter("text")),
+    "row": lambda call: dict(call.row),
+    "dataset_name": attrgetter("data_source"),
+    **{name: attrgetter(name) for name in ("finish", "data_source", "ground_truth", "extra_info")},
+}
+"""The value of each argument of a function of one response."""
 
 
-def check_reward(spec: str) -> None:
-    """Raises what `load_reward` would, and makes no object of a class: that may load a model."""
-    function = find_object(KEY, spec)
-    if not inspect.isclass(function):
-        load_reward(spec)
-        return
-    try:
-        inspect.signature(function).bind()
-        unmade = function.__new__(function)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(KEY, spec, f"it is a class, and is made without arguments: {error}") from error
-    _signature_of(unmade, spec)
+def _columns(calls: Sequence[Call]) -> dict[str, list[Any]]:
+    """Return the data by column, as TRL's datasets have it: with the fields of `extra_info` and the ground truth."""
+    rows = [{**call.extra_info, "ground_truth": call.ground_truth, **call.row} for call in calls]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names if name not in _TRL}
 
 
-def _signature_of(function: Any, spec: str) -> RewardFunction:
-    if not callable(function):
-        raise ConfigError(KEY, spec, f"it is a {type(function).__name__}; give a function {CONVENTIONS}")
-    return read_signature(function, spec)
-
-
-def read_signature(function: Callable[..., Any], name: str) -> RewardFunction:
-    """Which convention a function follows. One that fits none is refused, by the parameter that does not fit."""
-    if function is compute_score and monitors():
-        function = compute_score_async  # the same, and its wait for the judge holds no thread
-    if function in (compute_score, compute_score_async):
-        is_async = function is compute_score_async
-        return RewardFunction(name=name, function=function, convention="single", is_async=is_async, names=VERL)
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError) as error:
-        raise ConfigError(KEY, name, f"its signature cannot be read ({error}): wrap it in a function") from error
-    any_keyword = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    plain = {key: one for key, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
-    convention, vocabulary = _convention(plain, name)
-    for key, one in plain.items():
-        if convention != "trl" and key not in vocabulary and one.default is one.empty:
-            remedy = f"it needs {key!r}, which nobody gives it. A reward function takes {CONVENTIONS}"
-            raise ConfigError(KEY, name, remedy)
-    before_slash = [key for key, one in plain.items() if one.kind is one.POSITIONAL_ONLY]
-    names = [key for key in plain if key not in before_slash and (convention == "trl" or key in vocabulary)]
-    if any_keyword and convention != "trl":
-        family = VERL if "solution_str" in plain else () if "response" in plain else vocabulary
-        names += [key for key in family if key not in plain]
-    return RewardFunction(
-        name=name,
-        function=function,
-        convention=convention,
-        is_async=_is_async(function),
-        names=tuple(names),
-        positional=tuple(key for key in before_slash if convention == "trl" or key in vocabulary),
-        takes_columns=any_keyword and convention == "trl",
-        conversational=convention == "trl" and "dict" in str(plain["completions"].annotation),
-    )
-
-
-def _convention(plain: Mapping[str, inspect.Parameter], name: str) -> tuple[Convention, tuple[str, ...]]:
+def _convention_of(plain: Mapping[str, inspect.Parameter], name: str) -> tuple[_Convention, tuple[str, ...]]:
     if "solution_strs" in plain:
-        return "verl_batch", VERL_BATCH
+        return "verl_batch", _VERL_BATCH
     if "completions" in plain:
-        return "trl", TRL
-    if any(text in plain for text in TEXTS):
-        return "single", SINGLE
-    remedy = f"its parameters ({', '.join(plain) or 'none by name'}) fit no convention: take {CONVENTIONS}"
+        return "trl", _TRL
+    if any(text in plain for text in _TEXTS):
+        return "single", _SINGLE
+    remedy = f"its parameters ({', '.join(plain) or 'none by name'}) fit no convention: take {_CONVENTIONS}"
     raise ConfigError(KEY, name, remedy)
 
 
@@ -311,21 +296,37 @@ def _is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-_SINGLE: dict[str, Callable[[Call], Any]] = {
-    **dict.fromkeys(TEXTS, attrgetter("text")),
-    "row": lambda call: dict(call.row),
-    "dataset_name": attrgetter("data_source"),
-    **{name: attrgetter(name) for name in ("finish", "data_source", "ground_truth", "extra_info")},
-}
-"""What an argument of a function of one response is."""
+# -- how a function is found ------------------------------------------------------------------------------------------
 
 
-def _column(calls: Sequence[Call], name: str) -> list[Any]:
-    return [_SINGLE[name.removesuffix("s")](call) for call in calls]
+def load_reward(spec: str | Callable[..., Any] | None, task: Task | None = None) -> RewardFunction:
+    """Return the function that `spec` names (`module:name`) or is. None means the task's own `score`."""
+    if spec is None:
+        if task is None:
+            raise ConfigError(KEY, None, "there is no task to take it from: give module:name")
+        return RewardFunction.of(task.score, f"the task {task.name}'s score")
+    if not isinstance(spec, str):
+        return RewardFunction.of(spec)
+    function = find_object(KEY, spec)
+    if inspect.isclass(function):
+        try:
+            function = function()
+        except TypeError as error:
+            raise _needs_arguments(spec, error) from error
+    return RewardFunction.of(function, spec)
 
 
-def _columns(calls: Sequence[Call]) -> dict[str, list[Any]]:
-    """The data by column, as TRL's datasets have it: what is inside `extra_info` and the ground truth lie open."""
-    rows = [{**call.extra_info, "ground_truth": call.ground_truth, **call.row} for call in calls]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names if name not in TRL}
+def check_reward(spec: str) -> None:
+    """Raise what `load_reward` would raise, but do not call a class: its constructor may load a model."""
+    function = find_object(KEY, spec)
+    if inspect.isclass(function):
+        try:
+            inspect.signature(function).bind()
+            function = function.__new__(function)
+        except (TypeError, ValueError) as error:
+            raise _needs_arguments(spec, error) from error
+    RewardFunction.of(function, spec)
+
+
+def _needs_arguments(spec: str, error: Exception) -> ConfigError:
+    return ConfigError(KEY, spec, f"it is a class, and freewheel calls it without arguments: {error}")

@@ -1,9 +1,12 @@
-"""Where reward functions that are not async run: threads of this process, each with a child process if so wished.
+"""`FunctionRunner`: runs a reward function, and gives up on a call that takes too long.
 
-    submit ─▶ queue ─▶ thread (─▶ its child ─▶) verdict ─▶ done ─ one wake for all that is ready ─▶ on_done, on the loop
+    submit(jobs) ─▶ async function: a task on this event loop ───────────────────────────────┐
+                 ─▶ plain function: queue ─▶ thread (─▶ its child process) ─▶ one wake-up ───┴▶ job.done(verdicts)
 
-Threads are daemons of our own and not a `ThreadPoolExecutor`: a function that never returns must hold up neither the
-next response nor the end of the process. Its thread is written off and another takes its place; a child is killed.
+The reward stage and the evaluation use it. All methods belong to the thread of one event loop.
+
+The threads are daemons of our own, not a `ThreadPoolExecutor`: a function that never returns must delay neither the
+next response nor the end of the process. Its thread is abandoned and another one takes its place. A child is killed.
 """
 
 from __future__ import annotations
@@ -22,33 +25,141 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 from freewheel.errors import ConfigError
 from freewheel.judge.verdict import Failed, Verdict
 from freewheel.rollout.reward_functions import Call, RewardFunction, failed, from_exception
+from freewheel.utils.processes import end_with
 
 log = logging.getLogger("freewheel.rollout")
 
 Executor = Literal["thread", "process"]
 
 START_S = 120.0
-"""For a child to import the function's module: it may bring torch along, from a cold disk that others read too."""
+"""How long a child may take to import the function's module: it may import torch from a slow disk."""
 CLOSE_S = 2.0
-"""As long as `close` lets a call go on that is under way."""
-PARENT_CHECK_S = 1.0
-"""How often a child looks whether its parent is there."""
+"""How long `close` waits for running calls."""
 TRIES = 2
-"""Children that a call may end before one knows that it was no accident."""
+"""A call that has ended this many children has failed. One child may have died by accident."""
+RECRUIT_S = 0.01
+"""A submit wakes one thread, and that thread reports when the queue is empty. After this time all threads share the
+rest of the queue, and finished calls are reported. A rule takes microseconds, and each wake-up takes the interpreter
+away from the engine."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One call of the function: a response, or a batch."""
+    """One call of the function: with one response, or with a batch."""
 
     calls: Sequence[Call]
     done: Callable[[list[Verdict]], None]
-    """Called on the loop."""
+    """Called on the event loop, exactly once unless the runner is closed."""
+
+
+class FunctionRunner:
+    """Calls a reward function, async or not. A call that takes longer than `timeout_s` fails."""
+
+    def __init__(self, function: RewardFunction, *, workers: int, executor: Executor, timeout_s: float) -> None:
+        self.function = function
+        self._timeout_s = timeout_s
+        self._threads = None if function.is_async else _Threads(function, workers, executor, timeout_s)
+        self._tasks: set[asyncio.Task[list[Verdict]]] = set()
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def lost_threads(self) -> int:
+        """Threads that were abandoned because their call did not return in time."""
+        return self._threads.lost if self._threads is not None else 0
+
+    @property
+    def process_deaths(self) -> int:
+        return self._threads.process_deaths if self._threads is not None else 0
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Start the jobs and return at once."""
+        if self._threads is None:
+            for job in jobs:
+                self._start_task(job)
+        elif jobs:
+            self._threads.submit(jobs)
+
+    async def score(self, call: Call) -> Verdict:
+        """Return the verdict of one call."""
+        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+
+        def done(verdicts: list[Verdict]) -> None:
+            if not verdict.done():
+                verdict.set_result(verdicts[0])
+
+        self.submit([Job([call], done)])
+        return await verdict
+
+    async def close(self) -> None:
+        """End threads, child processes and tasks. Jobs that are not done are dropped."""
+        for timer in self._timers:
+            timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+        if self._threads is not None:
+            await self._threads.close()
+
+    def _start_task(self, job: Job) -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self.function.score_async(job.calls))
+        late = False
+
+        def give_up() -> None:
+            nonlocal late
+            late = True
+            self._timers.discard(timer)
+            task.cancel()  # and do not wait for it: it may ignore the cancellation
+            job.done([_timed_out(self._timeout_s)] * len(job.calls))
+
+        def done(_: object) -> None:
+            timer.cancel()
+            self._timers.discard(timer)
+            self._tasks.discard(task)
+            if not late:
+                cancelled = failed("CancelledError", "the function cancelled itself")
+                job.done([cancelled] * len(job.calls) if task.cancelled() else task.result())
+
+        timer = loop.call_later(self._timeout_s, give_up)
+        self._timers.add(timer)
+        self._tasks.add(task)
+        task.add_done_callback(done)
+
+
+def _timed_out(timeout_s: float) -> Failed:
+    return failed("timeout", f"no score within reward.timeout_s = {timeout_s:g} s", infra=True)
+
+
+async def in_thread(work: Callable[[], None]) -> None:
+    """Run blocking work in a thread that ends with it. A thread of the loop's own pool would stay."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+    def run() -> None:
+        try:
+            work()
+        finally:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(done.set)
+
+    thread = threading.Thread(target=run, name="freewheel-reward-close", daemon=True)
+    thread.start()
+    await done.wait()
+    thread.join()
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -56,21 +167,15 @@ class _Worker:
     thread: threading.Thread | None = None
     job: Job | None = None
     started_at: float | None = None
-    """None while there is no job, or while its child starts."""
-    written_off: bool = False
+    """None if there is no job, or while its child starts."""
+    abandoned: bool = False
     child: _Child | None = None
 
 
-RECRUIT_S = 0.01
-"""One thread is woken for what comes, and tells of it when all is done; only what it has not done by then is shared by
-all, and what it has done is told: a rule takes microseconds, and every wake for it takes the interpreter from the
-engine beside it."""
+class _Threads:
+    """Runs jobs on up to `count` threads, which start when they are needed."""
 
-
-class Workers:
-    """Runs jobs on up to `count` threads, started as they are needed. All methods belong to one event loop's thread."""
-
-    def __init__(self, function: RewardFunction, *, count: int, executor: Executor, timeout_s: float) -> None:
+    def __init__(self, function: RewardFunction, count: int, executor: Executor, timeout_s: float) -> None:
         self._function = function
         self._count = count
         self._timeout_s = timeout_s
@@ -85,12 +190,10 @@ class Workers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._recruiting: asyncio.TimerHandle | None = None
-        self.written_off = 0
-        """Threads whose call did not return in time."""
+        self.lost = 0
         self.process_deaths = 0
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Hands jobs over and returns at once."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         with self._lock:
@@ -103,7 +206,7 @@ class Workers:
             self._timer = self._loop.call_later(self._timeout_s, self._watch)
 
     def _recruit(self) -> None:
-        """What one thread has not done in a moment is shared by all."""
+        """Wake all threads for the jobs that the first thread has not done yet."""
         with self._lock:
             self._recruiting = None
             self._staff(len(self._queue))
@@ -111,7 +214,7 @@ class Workers:
         self._deliver()
 
     def _staff(self, wanted: int) -> None:
-        """Under the lock: threads that could take so many jobs now, up to the bound."""
+        """Start threads, up to the bound, until `wanted` threads are idle. Called under the lock."""
         while wanted > self._idle and len(self._workers) < self._count:
             worker = _Worker()
             worker.thread = threading.Thread(target=self._run, args=(worker,), name="freewheel-reward", daemon=True)
@@ -120,7 +223,6 @@ class Workers:
             worker.thread.start()
 
     async def close(self) -> None:
-        """Ends the threads and their children. What is under way for longer than a moment is left behind or killed."""
         for timer in (self._timer, self._recruiting):
             if timer is not None:
                 timer.cancel()
@@ -129,18 +231,18 @@ class Workers:
             self._queue.clear()
             self._lock.notify_all()
             workers = list(self._workers)
-        await in_thread(lambda: _end(workers, time.monotonic() + CLOSE_S))
+        await in_thread(lambda: _join(workers, time.monotonic() + CLOSE_S))
 
-    # -- on the loop --------------------------------------------------------------------------------------------------
+    # on the event loop
 
     def _deliver(self) -> None:
-        self._wake_sent = False  # before the look: what comes after it sends a wake of its own
+        self._wake_sent = False  # before reading: a job that finishes from here on sends a wake-up of its own
         while self._finished:
             job, verdicts = self._finished.popleft()
             job.done(verdicts)
 
     def _watch(self) -> None:
-        """Gives up on calls whose time is over, and looks again when the next one's may be."""
+        """Give up on calls that take too long, and come back when the next call may be late."""
         assert self._loop is not None
         now = time.monotonic()
         late: list[tuple[_Worker, Job]] = []
@@ -149,30 +251,30 @@ class Workers:
                 if worker.job is None or worker.started_at is None or now - worker.started_at < self._timeout_s:
                     continue
                 late.append((worker, worker.job))
-                worker.written_off, worker.job = True, None
+                worker.abandoned, worker.job = True, None
                 self._workers.remove(worker)
-            self.written_off += len(late)
+            self.lost += len(late)
             self._staff(len(self._queue))
             self._lock.notify(len(self._queue))
             running = [w.started_at or now for w in self._workers if w.job is not None]
             again = bool(running or self._queue)
         self._timer = None
         if again and not self._closed:
-            due_in = min(running, default=now) + self._timeout_s - now
-            self._timer = self._loop.call_later(max(due_in, 0.0), self._watch)
+            wait_s = min(running, default=now) + self._timeout_s - now
+            self._timer = self._loop.call_later(max(wait_s, 0.0), self._watch)
         for worker, job in late:
             if worker.child is not None:
                 worker.child.kill()
-            job.done([timed_out(self._timeout_s)] * len(job.calls))
+            job.done([_timed_out(self._timeout_s)] * len(job.calls))
 
-    # -- in a thread --------------------------------------------------------------------------------------------------
+    # in a thread
 
     def _run(self, worker: _Worker) -> None:
         try:
             while (job := self._next(worker)) is not None:
                 try:
                     verdicts = self._execute(worker, job)
-                except Exception as error:  # noqa: BLE001  # no process could be started, say: the job must end
+                except Exception as error:  # noqa: BLE001  # no process could be started, for example: end the job
                     verdicts = [from_exception(error)] * len(job.calls)
                 if not self._finish(worker, job, verdicts):
                     return
@@ -193,13 +295,13 @@ class Workers:
 
     def _finish(self, worker: _Worker, job: Job, verdicts: list[Verdict]) -> bool:
         with self._lock:
-            if worker.written_off:
+            if worker.abandoned:
                 return False
             worker.job = worker.started_at = None
             self._idle += 1
             self._finished.append((job, verdicts))
-            told_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
-            wake = not told_later and not self._wake_sent
+            reported_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
+            wake = not reported_later and not self._wake_sent
             self._wake_sent |= wake
         if wake and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
@@ -221,42 +323,21 @@ class Workers:
             except _ChildDied as death:
                 worker.child = None
                 why = str(death)
-                if worker.written_off or self._closed:
+                if worker.abandoned or self._closed:
                     break
-                self._say_died(why)
+                self._log_death(why)
         return [failed("process", f"the process that scored it ended: {why}", infra=True)] * len(job.calls)
 
-    def _say_died(self, why: str) -> None:
-        """The first time, the tenth and so on."""
+    def _log_death(self, why: str) -> None:
+        """Log the first death, the tenth, the hundredth and so on."""
         with self._lock:
             self.process_deaths += 1
             count = self.process_deaths
         if str(count).strip("0") == "1":
-            log.warning("A reward process ended while it scored (%s), the %d. time; another takes over", why, count)
+            log.warning("A reward process ended while scoring (%s), %d so far; another one takes over", why, count)
 
 
-def timed_out(timeout_s: float) -> Failed:
-    return failed("timeout", f"no score within reward.timeout_s = {timeout_s:g} s", infra=True)
-
-
-async def in_thread(work: Callable[[], None]) -> None:
-    """Runs what blocks in a thread that ends with it: the loop's own pool would outlive us."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(done.set)
-
-    thread = threading.Thread(target=run, name="freewheel-reward-close", daemon=True)
-    thread.start()
-    await done.wait()
-    thread.join()
-
-
-def _end(workers: Sequence[_Worker], until: float) -> None:
+def _join(workers: Sequence[_Worker], until: float) -> None:
     for worker in workers:
         if worker.thread is not None:
             worker.thread.join(max(0.0, until - time.monotonic()))
@@ -273,23 +354,26 @@ def _end(workers: Sequence[_Worker], until: float) -> None:
 
 
 class _ChildDied(Exception):
-    """The message says how."""
+    """The message says how the child ended."""
 
 
 def _pickled(function: RewardFunction) -> bytes:
     try:
         return pickle.dumps(function)
     except Exception as error:  # pickle raises what it likes
-        raise ConfigError(
-            "reward.executor",
-            "process",
-            f"{function.name} cannot be sent to another process ({error}): name it as module:name, or choose thread",
-        ) from error
+        try:
+            # It pickles lambdas and the functions of a notebook by value.
+            import cloudpickle  # type: ignore[import-untyped]
+
+            return bytes(cloudpickle.dumps(function))
+        except Exception:  # noqa: BLE001
+            remedy = f"{function.name} cannot be sent to another process ({error}): name it as module:name, or choose "
+            raise ConfigError("reward.executor", "process", remedy + "thread") from error
 
 
 @dataclass(eq=False)
 class _Child:
-    """A process that holds the function. Belongs to one thread; `kill` may come from another."""
+    """A process that holds the function. It belongs to one thread; another thread may call `kill`."""
 
     payload: bytes
     _process: subprocess.Popen[bytes] | None = None
@@ -298,20 +382,14 @@ class _Child:
     _killed: bool = False
 
     def start(self) -> None:
-        """Returns when the function is imported there."""
+        """Start the process and return when it has imported the function."""
         ours, theirs = Pipe()
         with theirs, self._lock:
-            # The child looks for modules where this process does; `-P` keeps its own folder out of that.
+            # The child looks for modules where this process does; `-P` keeps its working folder out of that.
             path = os.pathsep.join(entry or "." for entry in sys.path)
+            arguments = [str(theirs.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "freewheel.rollout.reward_workers",
-                    str(theirs.fileno()),
-                    str(os.getpid()),
-                ],
+                [sys.executable, "-P", "-m", "freewheel.rollout.reward_workers", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
@@ -340,7 +418,7 @@ class _Child:
                 self._process.kill()
 
     def close(self) -> None:
-        """It ends by itself when its pipe does, unless it is busy."""
+        """Close the pipe and wait for the process to end. A busy process is killed."""
         if self._pipe is not None:
             self._pipe.close()
         if self._process is not None:
@@ -371,7 +449,7 @@ class _Child:
 
 
 def _serve(pipe: Connection[Any, Any]) -> None:
-    """The child's life: a function, then calls, until the pipe ends."""
+    """Run in the child: receive the function, then calls, until the pipe ends."""
     try:
         function: RewardFunction = pickle.loads(pipe.recv_bytes())
     except Exception as error:  # noqa: BLE001  # a user's module may raise anything
@@ -383,18 +461,11 @@ def _serve(pipe: Connection[Any, Any]) -> None:
         pipe.send(function.score(calls))
 
 
-def _end_with(parent_pid: int) -> None:
-    """A parent that was killed closes the pipe, which a child that is busy does not see."""
-    while os.getppid() == parent_pid:
-        time.sleep(PARENT_CHECK_S)  # the system tells of the death of children only
-    os._exit(1)
-
-
 def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # sent to the whole group, they are the parent's affair
+        signal.signal(number, signal.SIG_IGN)  # they go to the whole process group; the parent handles them
     file, parent_pid = map(int, sys.argv[1:])
-    threading.Thread(target=_end_with, args=(parent_pid,), daemon=True).start()
+    end_with(parent_pid)  # a parent that was killed closes the pipe, but a busy child does not see that
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError), Connection(file) as end:
         _serve(end)
 

@@ -88,7 +88,7 @@ def _check_urls(key: str, urls: list[str] | None) -> None:
 def _check_failure_policy(on_failure: str) -> None:
     if on_failure == "mask":
         return  # the default: importing the policy takes a quarter of a second
-    from freewheel.rollout.reward_policy import GroupPolicy
+    from freewheel.rollout.reward_stage import GroupPolicy
 
     GroupPolicy.of(on_failure, 0)
 

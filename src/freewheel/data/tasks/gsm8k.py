@@ -17,8 +17,7 @@ from freewheel.data.prompts import PLAIN, Rendering, Row, TokenizerLike, as_samp
 from freewheel.data.sources import load_rows, require
 from freewheel.errors import DataError
 from freewheel.judge.verdict import Scored
-from freewheel.rewards.answers import marked_answer, number_in
-from freewheel.rewards.rules import gsm8k
+from freewheel.rewards.rules import gsm8k, marked_answer, number_in
 
 DATA_SOURCE = "openai/gsm8k"
 HUB = "openai/gsm8k"
