@@ -155,7 +155,7 @@ def test_a_shutdown_says_that_batches_are_given_up(mock: Mock, make_manager: Mak
     while judge.counts().in_flight == 0 and time.monotonic() < until:
         time.sleep(0.01)
     manager.shutdown_workers()
-    assert "1 batches are not judged yet: their missing rows end as failed" in said(logging.WARNING)
+    assert "1 batches are not complete: their rows without a verdict have failed" in said(logging.WARNING)
     handle.result()
 
 

@@ -106,7 +106,7 @@ def test_an_interrupt_does_not_leave_a_reply_for_the_next_question(monkeypatch: 
 
     assert boxed_math(r"\boxed{24/2}", "12", {}) == RIGHT
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(math_equal._Child, "_hear", interrupted)
+        patched.setattr(math_equal._Child, "_receive", interrupted)
         boxed_math(r"\boxed{26/2}", "13", {})
     assert boxed_math(r"\boxed{28/2}", "15", {}) == WRONG
 

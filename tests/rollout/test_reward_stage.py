@@ -521,9 +521,16 @@ def test_a_process_that_is_busy_ends_with_its_parent(tmp_path: Path):
     assert not psutil.wait_procs(orphans, timeout=WAIT_S)[1]
 
 
-async def test_a_function_that_cannot_travel_is_refused_at_the_start(make_stage: MakeStage):
+async def test_a_lambda_is_sent_to_the_process_by_value(make_stage: MakeStage):
+    offset = 2.0
+    stage = make_stage(lambda response, row: len(response) + offset, executor="process", workers=1)
+    assert numbers(await scored(stage, "a", "bb")) == [3.0, 4.0]
+
+
+async def test_a_function_that_cannot_be_pickled_is_refused_at_the_start(make_stage: MakeStage):
+    lock = threading.Lock()
     with pytest.raises(ConfigError, match=r"reward\.executor"):
-        make_stage(lambda response, row: 1.0, executor="process")
+        make_stage(lambda response, row: float(lock.locked()), executor="process")
 
 
 # -- judge and length penalty -----------------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ def exact_match(
     ignore_space: bool = True,
     ignore_case: bool = True,
 ) -> Scored:
-    """Return 1 if the whole response is the ground truth. `functools.partial(exact_match, ignore_case=False)` is a rule.
+    """Return 1 if the whole response is the ground truth. `partial(exact_match, ignore_case=False)` is a rule too.
 
     `ignore_space`: each run of white space counts as one space, and white space at the ends is ignored.
     """
@@ -83,7 +83,7 @@ def _math_score(answer: str | None, ground_truth: object) -> Scored:
 
 
 def format_tags(*tags: str) -> Rule:
-    """Return a rule: 1 if the response is `<a>…</a> <b>…</b>`, each tag once, in this order, not empty, and nothing else."""
+    """Return a rule: 1 if the response is `<a>…</a> <b>…</b>`, each tag once, in order, not empty, and nothing else."""
     _need_names("format_tags", tags)
     any_tag = re.compile("(" + "|".join(f"</?{re.escape(tag)}>" for tag in tags) + ")")
     wanted = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]

@@ -30,7 +30,7 @@ log = logging.getLogger("freewheel.rewards")
 
 Array = np.ndarray[Any, np.dtype[Any]]
 ComputeScore = Callable[..., Any]
-"""verl's: takes `data_source`, `solution_str`, `ground_truth`, `extra_info`; returns a number, or a dict with `score`."""
+"""verl's: called with `data_source`, `solution_str`, `ground_truth`, `extra_info`; a number or a dict with `score`."""
 
 JUDGE_OFF = Skipped("the judge is off")
 RULE_FAILED = Failed("compute_score", 0, "compute_score failed; the log says how")

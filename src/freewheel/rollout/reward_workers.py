@@ -360,7 +360,7 @@ class _ChildDied(Exception):
 def _pickled(function: RewardFunction) -> bytes:
     try:
         return pickle.dumps(function)
-    except Exception as error:  # pickle raises what it likes
+    except Exception as error:  # noqa: BLE001  # pickle raises what it likes
         try:
             # It pickles lambdas and the functions of a notebook by value.
             import cloudpickle  # type: ignore[import-untyped]
