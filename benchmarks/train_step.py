@@ -46,7 +46,7 @@ from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Scored
 from freewheel.trainer.advantages import estimate
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
-from freewheel.trainer.losses import PolicyTokens, policy_loss
+from freewheel.trainer.losses import LossInputs, apply_loss, ppo_clip
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import AlgorithmConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
@@ -181,14 +181,18 @@ class Plain:
     def step(self) -> float:
         b = self.batch
         logp = self.logp(b)
-        tokens = PolicyTokens(
+        inputs = LossInputs(
+            logprobs=logp,
+            entropy=torch.zeros_like(logp),
             behaviour=b.behaviour,
             advantages=b.advantages,
             weights=b.weights,
-            sequence=b.sequence,
-            n_sequences=b.n_sequences,
+            response=b.sequence,
+            n_responses=b.n_sequences,
+            tokens=b.targets,
+            settings=AlgorithmConfig(),
         )
-        loss, tally = policy_loss(logp, torch.zeros_like(logp), tokens, AlgorithmConfig())
+        loss, tally = apply_loss(ppo_clip, inputs)
         loss.backward()  # type: ignore[no-untyped-call]
         norm, _ = self.optimizer.step(LR, loss.detach())
         tally.values()

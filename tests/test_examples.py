@@ -55,6 +55,38 @@ def test_a_task_and_a_reward_of_ones_own_are_learnt(tmp_path: Path):
     assert len(trained) == 20 and sum(trained[:5]) < sum(trained[-5:])
 
 
+def test_a_custom_loss_and_estimator_train_and_resume(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    functions = ["algorithm.loss=custom_loss:cispo", "algorithm.advantage=custom_loss:above_median"]
+    small = ["trainer.total_steps=2", "trainer.groups_per_step=4", "trainer.micro_batch_tokens=200", "eval.prompts=4"]
+    train = [FREEWHEEL, "train", "--plain"]
+    for command, steps in (
+        ([*train, *functions, *small, f"run_dir={run_dir}"], 2),
+        ([*train, f"resume={run_dir}", "trainer.total_steps=3"], 3),
+    ):
+        done = subprocess.run(command, cwd=TRAIN, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "advantages from custom_loss:above_median; the loss is custom_loss:cispo" in done.stdout + done.stderr
+        rows = read_metrics(run_dir, "step")
+        assert [row["global_steps"] for row in rows] == list(range(1, steps + 1))
+    assert all(0 <= row["cispo/truncated_ratio"] <= 1 and row["actor/grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("algorithm.loss=cispo", "choose ppo_clip, or give module:name"),
+        ("algorithm.loss=custom_loss:missing", "the module custom_loss has no missing"),
+        ("algorithm.advantage=custom_loss:np.pi", "it cannot be called"),
+    ],
+)
+def test_a_dry_run_refuses_a_custom_function_that_does_not_exist(override: str, problem: str):
+    command = [FREEWHEEL, "train", "--dry-run", override]
+    done = subprocess.run(command, cwd=TRAIN, capture_output=True, text=True, timeout=60)
+    key, _, value = override.partition("=")
+    assert done.returncode == 2 and f"{key} = {value!r}: " in done.stderr and problem in done.stderr
+
+
 @pytest.fixture
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TRAIN))

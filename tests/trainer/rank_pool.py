@@ -83,7 +83,7 @@ class RankPool:
 def _serve(connection: Connection, rank: int, size: int) -> None:
     import torch
 
-    from freewheel.trainer.world import LOCAL_HOST, Host, join
+    from freewheel.trainer.fsdp import LOCAL_HOST, Host, join
 
     torch.set_num_threads(1)
     host = None

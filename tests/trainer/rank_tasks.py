@@ -17,10 +17,9 @@ from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer import fsdp
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
-from freewheel.trainer.fsdp import FsdpBackend
+from freewheel.trainer.fsdp import FsdpBackend, World
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
-from freewheel.trainer.world import World
 
 from .groups import tiny_gpt2, tiny_llama, tiny_qwen
 

@@ -1,114 +1,112 @@
-"""Each estimator against numbers worked out by hand."""
+"""Estimators against numbers worked out by hand, and the contract of a custom estimator."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.trainer.advantages import STD_FLOOR, estimate, gae, grpo, has_no_variance, reinforce_pp, rloo, whiten
+from freewheel.errors import ConfigError
+from freewheel.trainer import options
+from freewheel.trainer.advantages import (
+    STD_FLOOR,
+    AdvantageInputs,
+    estimate,
+    gae,
+    grpo,
+    has_no_variance,
+    reinforce_pp,
+    rloo,
+    whiten,
+)
 from freewheel.trainer.options import AlgorithmConfig
+from freewheel.utils.registry import Registry
 
 from .groups import valued
 
 NAN = math.nan
+BUILT_IN = [grpo, rloo, reinforce_pp]
 
 
-def arrays(*groups: list[float]) -> list[np.ndarray]:
-    return [np.array(group) for group in groups]
+def inputs(*groups: list[float], **settings: Any) -> AdvantageInputs:
+    return AdvantageInputs(rewards=[np.array(group) for group in groups], settings=AlgorithmConfig(**settings))
 
 
-def test_grpo_divides_the_distance_from_the_groups_mean_by_the_groups_deviation() -> None:
-    (found,) = grpo(arrays([0, 0, 1, 3]))
-    # mean 1, squares 1 + 1 + 0 + 4 = 6, variance 6 / 3
-    assert found == pytest.approx(np.array([-1, -1, 0, 2]) / (math.sqrt(2) + STD_FLOOR))
+def scale(variance: float) -> float:
+    return 1 / (math.sqrt(variance) + STD_FLOOR)
 
 
-def test_grpo_without_normalisation_leaves_the_distance() -> None:
-    (found,) = grpo(arrays([0, 0, 1, 3]), "none")
-    assert found.tolist() == [-1, -1, 0, 2]
+RLOO, PP = {"name": "rloo"}, {"name": "reinforce_pp"}
 
 
-def test_grpo_can_divide_by_the_batchs_deviation() -> None:
-    first, second = grpo(arrays([0, 2], [4, 6]), "batch_std")
-    # mean 3, squares 9 + 1 + 1 + 9 = 20, variance 20 / 3
-    scale = math.sqrt(20 / 3) + STD_FLOOR
-    assert first == pytest.approx([-1 / scale, 1 / scale])
-    assert second == pytest.approx([-1 / scale, 1 / scale])
+@pytest.mark.parametrize(
+    ("estimator", "settings", "groups", "wanted"),
+    [
+        # mean 1, squares 1 + 1 + 0 + 4 = 6, variance 6 / 3
+        (grpo, {}, [[0, 0, 1, 3]], scale(2) * np.array([-1, -1, 0, 2])),
+        (grpo, {"normalise": "none"}, [[0, 0, 1, 3]], [-1, -1, 0, 2]),
+        # mean 3, squares 9 + 1 + 1 + 9 = 20, variance 20 / 3
+        (grpo, {"normalise": "batch_std"}, [[0, 2], [4, 6]], scale(20 / 3) * np.array([-1, 1, -1, 1])),
+        (rloo, RLOO, [[0, 3, 6]], [0 - 4.5, 3 - 3, 6 - 1.5]),
+        # advantages -1, 1, -3, 3: mean 0, variance 20 / 3
+        (rloo, {**RLOO, "normalise": "batch_std"}, [[0, 1], [0, 3]], scale(20 / 3) * np.array([-1, 1, -3, 3])),
+        (reinforce_pp, PP, [[0, 2], [10, 16]], scale(20 / 3) * np.array([-1, 1, -3, 3])),
+        (reinforce_pp, {**PP, "baseline": "batch"}, [[0, 0], [1, 1]], scale(1 / 3) * np.array([-0.5, -0.5, 0.5, 0.5])),
+    ],
+)
+def test_estimators_are_worked_out_by_hand_and_selected_by_name(estimator, settings, groups, wanted) -> None:
+    found = estimator(inputs(*groups, **settings))
+    assert [len(one) for one in found] == [len(group) for group in groups]
+    assert np.concatenate(found) == pytest.approx(wanted)
+    selected = estimate([valued(i, *group) for i, group in enumerate(groups)], AlgorithmConfig(**settings))
+    assert np.array_equal(np.concatenate(selected), np.concatenate(found))
 
 
-def test_rloo_compares_with_the_mean_of_the_others() -> None:
-    (found,) = rloo(arrays([0, 3, 6]))
-    assert found == pytest.approx([0 - 4.5, 3 - 3, 6 - 1.5])
-
-
-def test_rloo_can_be_normalised_over_the_batch() -> None:
-    first, second = rloo(arrays([0, 1], [0, 3]), "batch_std")
-    # advantages -1, 1, -3, 3: mean 0, variance 20 / 3
-    scale = math.sqrt(20 / 3) + STD_FLOOR
-    assert first == pytest.approx([-1 / scale, 1 / scale])
-    assert second == pytest.approx([-3 / scale, 3 / scale])
-
-
-def test_reinforce_pp_normalises_over_the_batch_what_is_left_of_the_groups_mean() -> None:
-    first, second = reinforce_pp(arrays([0, 2], [10, 16]))
-    # -1, 1, -3, 3
-    scale = math.sqrt(20 / 3) + STD_FLOOR
-    assert first == pytest.approx([-1 / scale, 1 / scale])
-    assert second == pytest.approx([-3 / scale, 3 / scale])
-
-
-def test_reinforce_pp_with_a_batch_baseline_keeps_the_difference_between_groups() -> None:
-    first, second = reinforce_pp(arrays([0, 0], [1, 1]), "batch")
-    scale = math.sqrt(1 / 3) + STD_FLOOR
-    assert first == pytest.approx([-0.5 / scale] * 2)
-    assert second == pytest.approx([0.5 / scale] * 2)
-
-
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce_pp])
+@pytest.mark.parametrize("estimator", BUILT_IN)
 def test_a_failed_response_is_in_no_baseline_and_gets_nothing(estimator) -> None:
-    with_failure = estimator(arrays([0, NAN, 1, 3], [1, 2, 0]))
-    without = estimator(arrays([0, 1, 3], [1, 2, 0]))
+    with_failure = estimator(inputs([0, NAN, 1, 3], [1, 2, 0]))
+    without = estimator(inputs([0, 1, 3], [1, 2, 0]))
     assert with_failure[0][1] == 0
     assert np.delete(with_failure[0], 1) == pytest.approx(without[0])
     assert with_failure[1] == pytest.approx(without[1])
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce_pp])
+@pytest.mark.parametrize("estimator", BUILT_IN)
 @pytest.mark.parametrize("lost", [[5.0, NAN, NAN], [0.1, 0.1, 0.1], [NAN, NAN, NAN], [7.0]])
 def test_a_group_with_nothing_to_compare_has_no_advantage(estimator, lost) -> None:
-    found = estimator(arrays(lost, [0, 1]))
+    found = estimator(inputs(lost, [0, 1]))
     assert np.abs(found[0]).max() == 0
     assert found[1][1] > 0 > found[1][0]
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo, reinforce_pp])
+@pytest.mark.parametrize("estimator", BUILT_IN)
 def test_groups_of_different_sizes_keep_their_own_mean(estimator) -> None:
-    found = estimator(arrays([0, 1], [5, 6, 7, 8]))
-    assert [len(one) for one in found] == [2, 4]
+    found = estimator(inputs([0, 1], [5, 6, 7, 8]))
     assert [one.sum() for one in found] == pytest.approx([0, 0])
 
 
 group_rewards = st.lists(st.one_of(st.floats(-10, 10), st.just(NAN)), min_size=1, max_size=6)
+ALL_SETTINGS: list[tuple[Callable[..., Any], dict[str, str]]] = [
+    (grpo, {}),
+    (grpo, {"normalise": "batch_std"}),
+    (rloo, RLOO),
+    (rloo, {**RLOO, "normalise": "batch_std"}),
+    (reinforce_pp, PP),
+    (reinforce_pp, {**PP, "baseline": "batch"}),
+]
 
 
 @given(st.lists(group_rewards, min_size=1, max_size=5))
 def test_advantages_are_always_finite_and_zero_where_scoring_failed(groups) -> None:
-    values = arrays(*groups)
-    found = [
-        *grpo(values),
-        *grpo(values, "batch_std"),
-        *rloo(values),
-        *rloo(values, "batch_std"),
-        *reinforce_pp(values),
-    ]
-    found += reinforce_pp(values, "batch")
-    for one, group in zip(found, values * 6, strict=True):
-        assert np.isfinite(one).all()
-        assert (one[np.isnan(group)] == 0).all()
+    for estimator, settings in ALL_SETTINGS:
+        for one, group in zip(estimator(inputs(*groups, **settings)), groups, strict=True):
+            assert np.isfinite(one).all()
+            assert (one[np.isnan(group)] == 0).all()
 
 
 def test_gae_adds_up_discounted_surprises() -> None:
@@ -145,22 +143,39 @@ def test_whitening_gives_mean_zero_and_deviation_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({}, grpo(arrays([0, 1], [2, 5]))),
-        ({"normalise": "none"}, grpo(arrays([0, 1], [2, 5]), "none")),
-        ({"name": "rloo"}, rloo(arrays([0, 1], [2, 5]))),
-        ({"name": "reinforce_pp"}, reinforce_pp(arrays([0, 1], [2, 5]))),
-        ({"name": "reinforce_pp", "baseline": "batch"}, reinforce_pp(arrays([0, 1], [2, 5]), "batch")),
-    ],
+    ("values", "wanted"), [((1, 1, 1), True), ((0.1, 0.2), False), ((1, NAN), True), ((1, NAN, 2), False)]
 )
-def test_the_algorithms_name_says_which_estimator(settings, wanted) -> None:
-    found = estimate([valued(0, 0, 1), valued(1, 2, 5)], AlgorithmConfig(**settings))
-    assert np.concatenate(found) == pytest.approx(np.concatenate(wanted))
+def test_a_group_teaches_nothing_if_its_rewards_do_not_differ(values, wanted) -> None:
+    assert has_no_variance(valued(0, *values)) is wanted
+
+
+# -- the contract of a custom estimator -------------------------------------------------------------------------------
+
+
+def best_of_group(given: AdvantageInputs) -> list[np.ndarray]:
+    return [np.where(group == np.nanmax(group), 1.0, -1.0) for group in given.rewards]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, estimator: Any) -> AlgorithmConfig:
+    monkeypatch.setattr(options, "ADVANTAGES", Registry({"mine": estimator}))
+    return AlgorithmConfig(advantage="mine")
+
+
+def test_a_custom_estimator_gets_the_rewards_of_each_group_and_failed_ones_get_nothing(monkeypatch) -> None:
+    found = estimate([valued(0, 1, NAN, 3), valued(1, 2, 0)], use(monkeypatch, best_of_group))
+    assert [one.tolist() for one in found] == [[-1, 0, 1], [1, -1]]
+    assert [one.tolist() for one in inputs([1, NAN], [NAN]).scored] == [[True, False], [False]]
 
 
 @pytest.mark.parametrize(
-    ("values", "wanted"), [((1, 1, 1), True), ((0.1, 0.2), False), ((1, NAN), True), ((1, NAN, 2), False)]
+    ("estimator", "problem"),
+    [
+        (lambda given: np.zeros(5), "it returned ndarray: return a list with one array for each of 2 groups"),
+        (lambda given: best_of_group(given)[:1], "it returned list: return a list with one array for each of 2"),
+        (lambda given: [np.zeros(2), np.zeros(2)], r"it returned \[2\] advantages for the 3 responses of group 0"),
+        (lambda given: [group / 0.0 for group in given.rewards], "an advantage of group 0 is not finite"),
+    ],
 )
-def test_a_group_teaches_nothing_where_its_rewards_do_not_differ(values, wanted) -> None:
-    assert has_no_variance(valued(0, *values)) is wanted
+def test_an_estimator_with_a_wrong_result_is_refused(monkeypatch, estimator, problem) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.advantage = 'mine': {problem}"), np.errstate(divide="ignore"):
+        estimate([valued(0, 1, NAN, 3), valued(1, 2, 1)], use(monkeypatch, estimator))

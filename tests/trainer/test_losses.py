@@ -1,20 +1,25 @@
-"""Each loss against numbers worked out by hand."""
+"""Losses against numbers worked out by hand, and the contract of a custom loss."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from freewheel.errors import ConfigError
 from freewheel.trainer.losses import (
-    PolicyTokens,
+    LossInputs,
+    LossOutputs,
+    apply_loss,
+    check_loss,
     clipped_surrogate,
     importance_weights,
     kl_estimate,
-    policy_loss,
+    ppo_clip,
     sequence_ratio,
     token_weights,
     value_loss,
@@ -22,8 +27,9 @@ from freewheel.trainer.losses import (
 from freewheel.trainer.metrics import Tally
 from freewheel.trainer.options import AlgorithmConfig
 
-SEQUENCE = torch.tensor([0, 0, 0, 1])
+RESPONSE = torch.tensor([0, 0, 0, 1])
 """Two responses, of three tokens and one."""
+CPU = torch.device("cpu")
 
 
 def tensor(*values: float) -> Tensor:
@@ -34,21 +40,70 @@ def log(*values: float) -> Tensor:
     return tensor(*values).log()
 
 
-def tokens(**changes: object) -> PolicyTokens:
-    given = {
+def inputs(logp: Tensor, settings: AlgorithmConfig | None = None, **changes: Any) -> LossInputs:
+    given: dict[str, Any] = {
+        "entropy": torch.zeros_like(logp),
         "behaviour": log(0.5, 0.5, 0.5, 0.5),
         "advantages": tensor(1, 1, 1, -2),
         "weights": tensor(0.25, 0.25, 0.25, 0.25),
-        "sequence": SEQUENCE,
-        "n_sequences": 2,
+        "response": RESPONSE,
+        "n_responses": 2,
+        "tokens": torch.arange(4),
     }
-    return PolicyTokens(**{**given, **changes})  # type: ignore[arg-type]
+    return LossInputs(logprobs=logp, settings=settings or AlgorithmConfig(), **{**given, **changes})
 
 
-def loss_of(probabilities: Tensor, given: PolicyTokens | None = None, **settings: object) -> float:
-    entropy = torch.zeros_like(probabilities)
-    loss, _ = policy_loss(probabilities.log(), entropy, given or tokens(), AlgorithmConfig(**settings))  # type: ignore[arg-type]
-    return float(loss)
+EVEN = tensor(0, 0, 0, 0)
+SIXTHS = tensor(1 / 6, 1 / 6, 1 / 6, 1 / 2)
+CASES: dict[str, tuple[list[float], dict[str, Any], dict[str, Any], float, list[float] | None]] = {
+    # probabilities (behaviour: 0.5), settings, other inputs, loss, gradient by log-probability
+    "PPO-clip with ratios 1, 1.6 → 1.28, 0.4, and 0.2 → 0.8 at a negative advantage": (
+        [0.5, 0.8, 0.2, 0.1], {}, {}, -(1 + 1.28 + 0.4 + 0.8 * -2) / 4, [-0.25, 0, -0.1, 0],
+    ),
+    "on policy, REINFORCE": ([0.5] * 4, {}, {}, -(1 + 1 + 1 - 2) / 4, [-0.25, -0.25, -0.25, 0.5]),
+    "whole responses: ratios 1, 2, 4 have mean 2 → 1.28, and 0.5 → 0.8": (
+        [0.2, 0.4, 0.8, 0.1], {"ratio": "sequence", "aggregation": "sequence_mean"},
+        {"behaviour": log(0.2, 0.2, 0.2, 0.2), "weights": SIXTHS}, -(1.28 + 0.8 * -2) / 2, None,
+    ),
+    "decoupled PPO: weights 0.8, ratios 1, 2 → 1.28, 0.5, 0.25 → 0.8": (
+        [0.4, 0.8, 0.2, 0.1], {"proximal": "recomputed"}, {"proximal": log(0.4, 0.4, 0.4, 0.4)},
+        -0.8 * (1 + 1.28 + 0.5 + 0.8 * -2) / 4, None,
+    ),
+    "decoupled PPO truncates the weight 4 to 2": (
+        [0.4] * 4, {"proximal": "recomputed", "importance": "token_truncate", "importance_cap": 2.0},
+        {"behaviour": log(0.1, 0.4, 0.4, 0.4), "proximal": log(0.4, 0.4, 0.4, 0.4)}, -(2 + 1 + 1 - 2) / 4, None,
+    ),
+    "decoupled PPO before the first update: ratio 1, weights 0.8, 1.6, 0.4, 0.2": (
+        [0.4, 0.8, 0.2, 0.1], {"proximal": "recomputed"}, {},
+        -(0.8 + 1.6 + 0.4 + 0.2 * -2) / 4, [-0.2, -0.4, -0.1, 0.1],
+    ),
+    "a mask leaves out the ratios 1.6 and 0.2": (
+        [0.5, 0.8, 0.2, 0.1], {"importance": "token_mask", "importance_cap": 1.5, "importance_floor": 0.3}, {},
+        -(1 + 0.4) / 4, None,
+    ),
+    "k3 is added to the loss": (
+        [0.5] * 4, {"kl_coef": 0.1}, {"reference": log(0.25, 0.5, 0.5, 0.5), "advantages": EVEN},
+        0.1 * (0.5 - math.log(0.5) - 1) / 4, None,
+    ),
+    "k1 is subtracted from the advantage, so it has a gradient": (
+        [0.5] * 4, {"kl_coef": 0.1, "kl_kind": "k1"},
+        {"reference": log(0.25, 0.5, 0.5, 0.5), "advantages": EVEN},
+        0.1 * math.log(2) / 4, [0.1 * math.log(2) / 4, 0, 0, 0],
+    ),
+    "entropy is subtracted": (
+        [0.5] * 4, {"entropy_coef": 0.1}, {"entropy": tensor(1, 2, 3, 4), "advantages": EVEN}, -0.1 * 2.5, None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("probabilities", "settings", "given", "wanted", "slope"), CASES.values(), ids=CASES)
+def test_the_policy_loss_is_worked_out_by_hand(probabilities, settings, given, wanted, slope) -> None:
+    logp = log(*probabilities).requires_grad_()
+    loss, _ = apply_loss(ppo_clip, inputs(logp, AlgorithmConfig(**settings), **given))
+    assert loss.item() == pytest.approx(wanted)
+    if slope is not None:
+        (found,) = torch.autograd.grad(loss, logp)
+        assert found.tolist() == pytest.approx(slope)
 
 
 @pytest.mark.parametrize(
@@ -59,198 +114,148 @@ def loss_of(probabilities: Tensor, given: PolicyTokens | None = None, **settings
         ("constant", 10, [1 / 20, 1 / 20]),
     ],
 )
-def test_token_weights_say_what_a_token_counts(aggregation, constant, wanted) -> None:
+def test_the_aggregation_decides_how_much_a_token_counts(aggregation, constant, wanted) -> None:
     assert token_weights(np.array([3, 1]), aggregation, constant) == pytest.approx(wanted)
 
 
-def test_the_surrogate_is_clipped_where_going_on_would_pay() -> None:
-    ratio = tensor(1.5, 0.5, 1.5, 0.5, 1.1)
-    advantages = tensor(1, 1, -1, -1, 2)
+def test_the_surrogate_is_clipped_where_moving_further_would_pay() -> None:
+    ratio, advantages = tensor(1.5, 0.5, 1.5, 0.5, 1.1), tensor(1, 1, -1, -1, 2)
     found = clipped_surrogate(ratio, advantages, low=0.2, high=0.28)
     assert found.tolist() == pytest.approx([-1.28, -0.5, 1.5, 0.8, -2.2])
-
-
-def test_dual_clip_bounds_the_loss_of_a_bad_token_that_became_likely() -> None:
     ratio, advantages = tensor(10, 2, 10), tensor(-1, -1, 1)
     found = clipped_surrogate(ratio, advantages, low=0.2, high=0.28, dual=3.0)
     assert found.tolist() == pytest.approx([3.0, 2.0, -1.28])
-
-
-def test_clipped_tokens_get_no_gradient() -> None:
     ratio = tensor(1.5, 0.5, 0.5, 10).requires_grad_()
-    clipped_surrogate(ratio, tensor(1, -1, 1, -1), low=0.2, high=0.28, dual=3.0).sum().backward()
-    assert ratio.grad is not None
-    assert ratio.grad.tolist() == [0, 0, -1, 0]
+    loss = clipped_surrogate(ratio, tensor(1, -1, 1, -1), low=0.2, high=0.28, dual=3.0).sum()
+    assert torch.autograd.grad(loss, ratio)[0].tolist() == [0, 0, -1, 0]
 
 
 def test_the_sequence_ratio_is_the_geometric_mean_over_a_response() -> None:
-    found = sequence_ratio(log(1, 2, 4, 0.5), SEQUENCE, 2)
-    assert found.tolist() == pytest.approx([2, 2, 2, 0.5])
+    assert sequence_ratio(log(1, 2, 4, 0.5), RESPONSE, 2).tolist() == pytest.approx([2, 2, 2, 0.5])
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "floor", "wanted"),
     [
-        ("none", [3, 0.5, 1, 4]),
-        ("token_truncate", [2, 0.5, 1, 2]),
-        ("token_mask", [0, 0.5, 1, 0]),
-        ("sequence_truncate", [1.5, 1.5, 1.5, 2]),
-        ("sequence_mask", [1.5, 1.5, 1.5, 0]),
+        ("none", 0.0, [3, 0.5, 1, 4]),
+        ("token_truncate", 0.0, [2, 0.5, 1, 2]),
+        ("token_mask", 0.0, [0, 0.5, 1, 0]),
+        ("token_mask", 0.6, [0, 0, 1, 0]),
+        ("sequence_truncate", 0.0, [1.5, 1.5, 1.5, 2]),
+        ("sequence_mask", 0.0, [1.5, 1.5, 1.5, 0]),
     ],
 )
-def test_importance_weights_are_truncated_or_masked_by_token_or_by_response(kind, wanted) -> None:
-    found = importance_weights(log(3, 0.5, 1, 4), SEQUENCE, 2, kind, cap=2.0)
+def test_importance_weights_are_truncated_or_masked_by_token_or_by_response(kind, floor, wanted) -> None:
+    found = importance_weights(log(3, 0.5, 1, 4), RESPONSE, 2, kind, cap=2.0, floor=floor)
     assert found.tolist() == pytest.approx(wanted)
 
 
-def test_a_mask_may_have_a_floor() -> None:
-    found = importance_weights(log(3, 0.4, 1, 0.6), SEQUENCE, 2, "token_mask", cap=2.0, floor=0.5)
-    assert found.tolist() == pytest.approx([0, 0, 1, 0.6])
-
-
-def test_kl_estimators() -> None:
-    logp, reference = log(0.5), log(0.25)
-    x = math.log(0.5)
-    assert float(kl_estimate(logp, reference, "k1")) == pytest.approx(-x)
-    assert float(kl_estimate(logp, reference, "k2")) == pytest.approx(x * x / 2)
-    assert float(kl_estimate(logp, reference, "k3")) == pytest.approx(0.5 - x - 1)
-
-
-def test_the_default_loss_is_ppo_clip_against_the_engines_probabilities() -> None:
-    # ratios 1, 1.6 (clipped to 1.28), 0.4, and 0.2 at a negative advantage (clipped to 0.8)
-    found = loss_of(tensor(0.5, 0.8, 0.2, 0.1))
-    assert found == pytest.approx(-(1 + 1.28 + 0.4 + 0.8 * -2) / 4)
-
-
-def test_the_gradient_on_policy_is_that_of_reinforce() -> None:
-    logp = log(0.5, 0.5, 0.5, 0.5).requires_grad_()
-    loss, _ = policy_loss(logp, torch.zeros(4), tokens(), AlgorithmConfig())
-    loss.backward()
-    assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([-0.25, -0.25, -0.25, 0.5])
-
-
-def test_the_sequence_level_loss_clips_whole_responses() -> None:
-    # ratios 1, 2, 4: geometric mean 2, clipped to 1.28; the other response 0.5, clipped to 0.8
-    given = tokens(behaviour=log(0.2, 0.2, 0.2, 0.2), weights=tensor(1 / 6, 1 / 6, 1 / 6, 1 / 2))
-    found = loss_of(tensor(0.2, 0.4, 0.8, 0.1), given, ratio="sequence", aggregation="sequence_mean")
-    assert found == pytest.approx(-(1.28 + 0.8 * -2) / 2)
-
-
-def test_decoupled_ppo_clips_against_the_proximal_policy_and_weighs_by_it() -> None:
-    given = tokens(proximal=log(0.4, 0.4, 0.4, 0.4))
-    # weights 0.8; ratios 1, 2 (1.28), 0.5, 0.25 (0.8)
-    found = loss_of(tensor(0.4, 0.8, 0.2, 0.1), given, proximal="recomputed")
-    assert found == pytest.approx(-0.8 * (1 + 1.28 + 0.5 + 0.8 * -2) / 4)
-
-
-def test_decoupled_ppo_truncates_its_weights() -> None:
-    given = tokens(behaviour=log(0.1, 0.4, 0.4, 0.4), proximal=log(0.4, 0.4, 0.4, 0.4))
-    settings = {"proximal": "recomputed", "importance": "token_truncate", "importance_cap": 2.0}
-    assert loss_of(tensor(0.4, 0.4, 0.4, 0.4), given, **settings) == pytest.approx(-(2 * 1 + 1 + 1 - 2) / 4)
-
-
-def test_without_a_recomputed_policy_the_current_one_stands_for_it() -> None:
-    logp = log(0.4, 0.8, 0.2, 0.1).requires_grad_()
-    config = AlgorithmConfig(proximal="recomputed")
-    loss, _ = policy_loss(logp, torch.zeros(4), tokens(), config)
-    loss.backward()
-    # ratio 1 for all, weights 0.8, 1.6, 0.4, 0.2
-    assert loss.item() == pytest.approx(-(0.8 + 1.6 + 0.4 + 0.2 * -2) / 4)
-    assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([-0.2, -0.4, -0.1, 0.1])
-
-
-def test_a_mask_leaves_out_tokens_far_from_the_engines_policy() -> None:
-    settings = {"importance": "token_mask", "importance_cap": 1.5, "importance_floor": 0.3}
-    # ratios 1, 1.6 (masked), 0.4, 0.2 (masked)
-    assert loss_of(tensor(0.5, 0.8, 0.2, 0.1), **settings) == pytest.approx(-(1 + 0.4) / 4)
-
-
-def test_k3_is_added_to_the_loss() -> None:
-    given = tokens(reference=log(0.25, 0.5, 0.5, 0.5), advantages=tensor(0, 0, 0, 0))
-    found = loss_of(tensor(0.5, 0.5, 0.5, 0.5), given, kl_coef=0.1)
-    assert found == pytest.approx(0.1 * (0.5 - math.log(0.5) - 1) / 4)
-
-
-def test_k1_is_taken_from_the_advantage_so_that_it_has_a_gradient() -> None:
-    given = tokens(reference=log(0.25, 0.5, 0.5, 0.5), advantages=tensor(0, 0, 0, 0))
-    logp = log(0.5, 0.5, 0.5, 0.5).requires_grad_()
-    loss, _ = policy_loss(logp, torch.zeros(4), given, AlgorithmConfig(kl_coef=0.1, kl_kind="k1"))
-    loss.backward()
-    assert logp.grad is not None
-    assert logp.grad.tolist() == pytest.approx([0.1 * math.log(2) / 4, 0, 0, 0])
-
-
-def test_entropy_is_taken_from_the_loss() -> None:
-    entropy = tensor(1, 2, 3, 4)
-    probabilities = tensor(0.5, 0.5, 0.5, 0.5)
-    plain, _ = policy_loss(probabilities.log(), entropy, tokens(), AlgorithmConfig())
-    found, _ = policy_loss(probabilities.log(), entropy, tokens(), AlgorithmConfig(entropy_coef=0.1))
-    assert float(plain - found) == pytest.approx(0.1 * 2.5)
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", 0.5 + math.log(2) - 1)]
+)
+def test_kl_estimators(kind, wanted) -> None:
+    assert float(kl_estimate(log(0.5), log(0.25), kind)) == pytest.approx(wanted)
 
 
 def test_the_value_loss_takes_the_worse_of_the_clipped_and_the_free_value() -> None:
     values, old, returns = tensor(1.0, 0.1), tensor(0.0, 0.0), tensor(1.0, 1.0)
-    found, _ = value_loss(values, old, returns, tensor(0.5, 0.5), 0.2)
-    assert float(found) == pytest.approx(0.5 * (0.8**2 + 0.9**2) / 2)
+    clipped, tally = value_loss(values, old, returns, tensor(0.5, 0.5), 0.2)
+    assert float(clipped) == pytest.approx(0.5 * (0.8**2 + 0.9**2) / 2)
+    assert tally.values()["critic/clip_ratio"] == 0.5
     free, _ = value_loss(values, old, returns, tensor(0.5, 0.5), None)
     assert float(free) == pytest.approx(0.5 * (0 + 0.9**2) / 2)
 
 
 def test_metrics_of_a_policy_loss() -> None:
-    logp = log(0.5, 0.8, 0.2, 0.1)
-    _, tally = policy_loss(logp, tensor(1, 2, 3, 6), tokens(), AlgorithmConfig())
-    found = tally.values()
-    ratios = np.array([1, 1.6, 0.4, 0.2])
-    wholes = np.array([1 * 1.6 * 0.4, 0.2])
-    assert found["actor/clip_ratio_high"] == pytest.approx(1 / 4)
-    assert found["actor/clip_ratio_low"] == pytest.approx(1 / 4)
-    assert found["actor/kl"] == pytest.approx(-np.log(ratios).mean())
-    assert found["actor/kl_k3"] == pytest.approx((ratios - 1 - np.log(ratios)).mean())
-    assert found["actor/entropy"] == pytest.approx(3)
-    assert found["actor/ratio_max"] == pytest.approx(1.6)
-    assert found["actor/ess"] == pytest.approx(ratios.sum() ** 2 / (4 * (ratios**2).sum()))
-    assert found["actor/ess_sequence"] == pytest.approx(wholes.sum() ** 2 / (2 * (wholes**2).sum()))
+    given = inputs(log(0.5, 0.8, 0.2, 0.1), entropy=tensor(1, 2, 3, 6))
+    found = apply_loss(ppo_clip, given)[1].values()
+    ratios, wholes = np.array([1, 1.6, 0.4, 0.2]), np.array([1 * 1.6 * 0.4, 0.2])
+    assert found == pytest.approx(
+        {
+            "actor/clip_ratio_high": 1 / 4,
+            "actor/clip_ratio_low": 1 / 4,
+            "actor/kl": -np.log(ratios).mean(),
+            "actor/kl_k3": (ratios - 1 - np.log(ratios)).mean(),
+            "actor/entropy": 3,
+            "actor/ratio_max": 1.6,
+            "actor/ess": ratios.sum() ** 2 / (4 * (ratios**2).sum()),
+            "actor/ess_sequence": wholes.sum() ** 2 / (2 * (wholes**2).sum()),
+        }
+    )
+    masked = inputs(given.logprobs, AlgorithmConfig(importance="token_mask", importance_cap=1.5))
+    assert apply_loss(ppo_clip, masked)[1].values()["actor/importance_masked"] == pytest.approx(1 / 4)
 
 
-def test_masked_tokens_are_counted() -> None:
-    config = AlgorithmConfig(importance="token_mask", importance_cap=1.5)
-    _, tally = policy_loss(log(0.5, 0.8, 0.2, 0.1), torch.zeros(4), tokens(), config)
-    assert tally.values()["actor/importance_masked"] == pytest.approx(1 / 4)
-
-
-def test_losses_and_metrics_of_two_parts_add_up_to_those_of_the_whole() -> None:
+def test_losses_and_metrics_of_two_micro_batches_add_up_to_those_of_one() -> None:
     settings = AlgorithmConfig(ratio="sequence", importance="sequence_mask", kl_coef=0.1, entropy_coef=0.1)
-    logp, entropy = log(0.5, 0.8, 0.2, 0.1), tensor(1, 2, 3, 6)
-    whole = tokens(reference=log(0.4, 0.4, 0.4, 0.4))
-    loss, tally = policy_loss(logp, entropy, whole, settings)
+    whole = inputs(log(0.5, 0.8, 0.2, 0.1), settings, entropy=tensor(1, 2, 3, 6), reference=log(0.4, 0.4, 0.4, 0.4))
+    loss, tally = apply_loss(ppo_clip, whole)
     total, together = 0.0, Tally()
     for part in (slice(0, 3), slice(3, 4)):
-        some = PolicyTokens(
-            behaviour=whole.behaviour[part],
-            advantages=whole.advantages[part],
-            weights=whole.weights[part],
-            sequence=whole.sequence[part] - whole.sequence[part][0],
-            n_sequences=1,
-            reference=whole.reference[part] if whole.reference is not None else None,
-        )
-        found, more = policy_loss(logp[part], entropy[part], some, settings)
+        cut = {name: one[part] for name, one in vars(whole).items() if isinstance(one, Tensor)}
+        cut |= {"response": cut["response"] - cut["response"][0], "n_responses": 1, "settings": settings}
+        found, more = apply_loss(ppo_clip, LossInputs(**cut))  # type: ignore[arg-type]
         total += float(found)
         together.merge(more)
     assert total == pytest.approx(float(loss))
     assert together.values() == pytest.approx(tally.values())
 
 
-def test_a_ratio_beyond_all_bounds_stays_finite() -> None:
+def test_a_huge_ratio_stays_finite() -> None:
     logp = tensor(0, 0, 0, 0).requires_grad_()
-    given = tokens(behaviour=tensor(-500, -500, -500, -500))
-    loss, tally = policy_loss(logp, torch.zeros(4), given, AlgorithmConfig())
-    loss.backward()
-    assert math.isfinite(loss.item()) and logp.grad is not None and bool(logp.grad.isfinite().all())
+    loss, tally = apply_loss(ppo_clip, inputs(logp, behaviour=tensor(-500, -500, -500, -500)))
+    (slope,) = torch.autograd.grad(loss, logp)
+    assert math.isfinite(loss.item()) and bool(slope.isfinite().all())
     assert all(map(math.isfinite, tally.values().values()))
 
 
-def test_a_tally_of_nothing_has_no_values() -> None:
+def test_a_tally_without_counts_has_no_values() -> None:
     assert Tally().values() == {}
     assert Tally(means={"a": (tensor(0)[0], tensor(0)[0])}).values() == {}
+
+
+# -- the contract of a custom loss ------------------------------------------------------------------------------------
+
+
+def reinforce(given: LossInputs) -> LossOutputs:
+    ratio = (given.logprobs.detach() - given.behaviour).exp().clamp(max=2.0)
+    metrics = {"mine/truncated": ((ratio == 2.0).sum(), torch.tensor(len(ratio)))}
+    return LossOutputs(
+        loss=-ratio * given.advantages * given.logprobs, metrics=metrics, maxima={"mine/max": ratio.max()}
+    )
+
+
+def test_a_custom_loss_is_weighted_and_its_metrics_join_the_usual_ones() -> None:
+    logp = log(0.5, 0.5, 1.0, 1.0).requires_grad_()
+    loss, tally = apply_loss(reinforce, inputs(logp))
+    (slope,) = torch.autograd.grad(loss, logp)
+    assert slope.tolist() == pytest.approx([-1 / 4, -1 / 4, -2 / 4, 2 * 2 / 4])
+    found = tally.values()
+    assert (found["mine/truncated"], found["mine/max"]) == (0.5, 2.0)
+    assert "actor/kl" in found and "actor/clip_ratio_low" not in found
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "a bare tensor": (lambda given: -given.logprobs, "it returned Tensor: return LossOutputs"),
+    "a mean": (lambda given: LossOutputs(loss=-given.logprobs.mean()), r"a loss of \[\] for 3 tokens.*do not average"),
+    "a number": (lambda given: LossOutputs(loss=1.0), "a loss of float for 3 tokens"),
+    "no gradient": (lambda given: LossOutputs(loss=-given.logprobs.detach()), "its loss has no gradient"),
+    "a metric that is no pair": (
+        lambda given: LossOutputs(loss=-given.logprobs, metrics={"mine/x": given.logprobs.mean()}),
+        "its metric 'mine/x' is no",
+    ),
+    "a metric per token": (
+        lambda given: LossOutputs(loss=-given.logprobs, metrics={"mine/x": (given.logprobs, torch.tensor(3))}),
+        "its metric 'mine/x' is no",
+    ),
+    "NaN": (lambda given: LossOutputs(loss=given.logprobs.log()), "is nan: return finite numbers"),
+    "an exception": (lambda given: given.logprops, "it raised AttributeError on a test batch"),
+}
+
+
+@pytest.mark.parametrize(("loss", "problem"), WRONG.values(), ids=WRONG)
+def test_a_loss_with_a_wrong_result_is_refused_before_training(loss, problem) -> None:
+    settings = AlgorithmConfig(loss="mine:loss")
+    with pytest.raises(ConfigError, match=f"algorithm.loss = 'mine:loss': .*{problem}"):
+        check_loss(loss, settings, CPU)
+    check_loss(reinforce, settings, CPU)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
-from freewheel.trainer.critic import Critic
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.policy import Policy
+from freewheel.trainer.torch_backend import Critic
 
 from .groups import random_group, tiny_qwen
 
@@ -84,7 +84,7 @@ def test_a_refused_update_leaves_the_copy_as_it_was() -> None:
 def test_what_is_published_is_what_computes() -> None:
     policy, plain = make_policy(), tiny_qwen().to(torch.bfloat16)
     plain.load_state_dict(policy.weights(), strict=False)
-    for name, tensor in policy._runs().named_parameters():
+    for name, tensor in policy._computing_model().named_parameters():
         assert torch.equal(tensor, plain.get_parameter(name))
 
 
@@ -104,7 +104,7 @@ def test_a_reference_holds_bfloat16_alone_and_stays() -> None:
 @pytest.mark.parametrize("options", [{}, {"lora": LoraConfig(rank=2)}], ids=["copy", "adapters"])
 def test_frequencies_of_positions_are_not_rounded(options) -> None:
     exact = tiny_qwen().model.rotary_emb.inv_freq
-    assert torch.equal(make_policy(**options)._runs().model.rotary_emb.inv_freq, exact)
+    assert torch.equal(make_policy(**options)._computing_model().model.rotary_emb.inv_freq, exact)
 
 
 def test_a_critic_learns_through_its_copy() -> None:

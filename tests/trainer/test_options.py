@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
+from freewheel.trainer.optim import lr_factor
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
-from freewheel.trainer.schedules import lr_factor
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_settings_are_read_from_plain_values() -> None:
         ),
         ({"importance": "sequence_mask"}, ["Responses whose importance weight is outside 0 to 2"]),
         ({"kl_coef": 0.01}, ["0.01 times the KL", "(k3)", "added to the loss"]),
-        ({"kl_coef": 0.01, "kl_kind": "k1"}, ["taken from the advantage"]),
+        ({"kl_coef": 0.01, "kl_kind": "k1"}, ["subtracted from the advantage"]),
         ({"entropy_coef": 0.1}, ["entropy"]),
     ],
 )

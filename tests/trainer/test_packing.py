@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from freewheel.data.group import PromptGroup
-from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, row_length
+from freewheel.trainer.batching import (
+    MULTIPLE,
+    MicroBatch,
+    Sample,
+    micro_batches,
+    mini_batches,
+    packed_batches,
+    row_length,
+)
 from freewheel.trainer.options import AlgorithmConfig, OptimizerConfig
-from freewheel.trainer.packing import MULTIPLE, packed_batches
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.torch_backend import TorchBackend
 
@@ -144,7 +151,7 @@ def test_a_kernel_that_refuses_a_models_heads_costs_speed_and_not_the_run(
     with monkeypatch.context() as patched:
         patched.setattr(policy, "logprobs", refuses)
         assert not policy.can_pack()
-    assert "takes no packed rows" in caplog.text
+    assert "does not support packed rows" in caplog.text
     assert torch.equal(policy.logprobs(micro_batches(samples, 10_000)[0])[0], before)
 
 
@@ -160,7 +167,7 @@ def test_a_kernel_that_refuses_a_models_heads_costs_speed_and_not_the_run(
 def test_a_step_over_packed_rows_is_the_step_over_padded_ones(monkeypatch: pytest.MonkeyPatch, algorithm) -> None:
     def packing(backend: TorchBackend, *, compile: bool) -> bool:
         if backend._critic is not None:
-            backend._critic.follow(packed=True, compiled=compile)
+            backend._critic.set_up_rows(packed=True, compiled=compile)
         return backend.policy.can_pack()
 
     def stepped(budget: int) -> tuple[TorchBackend, dict[str, float]]:
@@ -173,7 +180,7 @@ def test_a_step_over_packed_rows_is_the_step_over_padded_ones(monkeypatch: pytes
         return backend, backend.step(GROUPS, version=0, step=0, total_steps=1)
 
     padded, wanted = stepped(400)
-    monkeypatch.setattr(TorchBackend, "_speed_up", packing)
+    monkeypatch.setattr(TorchBackend, "_set_up_rows", packing)
     packed, found = stepped(400)
     assert packed._packed
     assert found == pytest.approx(wanted, rel=2e-3, abs=1e-5)

@@ -18,8 +18,7 @@ from freewheel.errors import ConfigError
 from freewheel.trainer import head as head_module
 from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig
-from freewheel.trainer.policy import Policy, compute_dtype
-from freewheel.trainer.probing import ALWAYS_SHARE
+from freewheel.trainer.policy import ALWAYS_SHARE, Policy, compute_dtype
 
 from .groups import random_group, tiny_gemma2, tiny_gpt2, tiny_llama, tiny_qwen
 

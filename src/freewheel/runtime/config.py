@@ -684,9 +684,9 @@ def _ranks(config: TrainConfig) -> None:
 
 def _algorithm(config: TrainConfig) -> None:
     algorithm, groups = config.algorithm, config.trainer.groups_per_step
-    if algorithm.name != "ppo" and config.rollout.n < 2:
+    if algorithm.compares_responses and config.rollout.n < 2:
         raise ConfigError(
-            "rollout.n", config.rollout.n, f"{algorithm.name} compares the responses of a group: give at least 2"
+            "rollout.n", config.rollout.n, f"{algorithm.estimator} compares the responses of a group: give at least 2"
         )
     if algorithm.mini_batches > groups:
         raise ConfigError(
@@ -704,11 +704,11 @@ def _optimizer(config: TrainConfig) -> None:
             optimizer.warmup_steps,
             f"the run has trainer.total_steps = {total} and would never reach its learning rate: give at most that",
         )
-    if optimizer.critic_lr is not None and config.algorithm.name != "ppo":
+    if optimizer.critic_lr is not None and not config.algorithm.uses_critic:
         raise ConfigError(
             "optimizer.critic_lr",
             optimizer.critic_lr,
-            f"{config.algorithm.name} has no critic: leave it out, or set algorithm.name=ppo",
+            f"{config.algorithm.estimator} has no critic: leave it out, or set algorithm.name=ppo",
         )
 
 

@@ -131,7 +131,7 @@ def trainer_memory(
     copied = NUMBER_BYTES[dtype] if dtype != "float32" else 0
     if copied and lora is None:
         parts["computing copy"] = size.parameters * copied
-    if config.algorithm.name == "ppo":
+    if config.algorithm.uses_critic:
         parts["critic"] = size.parameters * (2 * MASTER_BYTES + MOMENT_BYTES + copied)
     if config.algorithm.kl_coef and lora is None:
         parts["reference"] = size.parameters * NUMBER_BYTES[dtype]

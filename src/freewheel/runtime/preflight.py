@@ -1,7 +1,7 @@
 """What a config names is looked for before anything starts: code, a model's folder, rows.
 
     rollout.vllm                                     ┐
-    reward.function, *_class, observe.custom_monitor ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
+    reward.function, *_class, algorithm.loss, …      ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
     model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
@@ -66,6 +66,14 @@ def _trainer(config: TrainConfig) -> None:
         find_class("trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES)
 
 
+def _algorithm(config: TrainConfig) -> None:
+    """Find functions of the user. The built-in ones exist, and their modules import torch."""
+    if ":" in config.algorithm.loss:
+        config.algorithm.find_loss()
+    if ":" in config.algorithm.advantage:
+        config.algorithm.find_estimator()
+
+
 def _monitor(config: TrainConfig) -> None:
     find_monitor(config)
 
@@ -107,5 +115,5 @@ def _rows(config: TrainConfig) -> int | None:
     return len(read_rows(config, task, "train")) if is_here(data.task, data.train) else None
 
 
-CHECKS = (_vllm, _reward, _rollouter, _trainer, _monitor, _model, _tokenizer, _held_out)
+CHECKS = (_vllm, _reward, _rollouter, _trainer, _algorithm, _monitor, _model, _tokenizer, _held_out)
 """Each for itself; the rows to train on come last."""

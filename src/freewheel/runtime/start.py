@@ -182,7 +182,7 @@ def resume(run_dir: str, overrides: Sequence[str] = (), settings: Mapping[str, A
     for key, (old, new) in find_differences(before, config).items():
         meaning = _look_up(_MEANING, key)
         reason = _look_up(_KEPT, key) if meaning is None else None
-        if key == "algorithm.name" and "ppo" in (old, new):
+        if key.startswith("algorithm.") and before.algorithm.uses_critic != config.algorithm.uses_critic:
             reason = "the checkpoint has a critic, or has none"
         if key == "run_dir":
             reason = "the run continues in its own folder"

@@ -31,7 +31,7 @@ from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
 if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
-    from freewheel.trainer.world import Host, Meeting
+    from freewheel.trainer.fsdp import Host, Meeting
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -107,7 +107,7 @@ class RankActor:
 def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
     from freewheel.runtime.building import backend_settings, load_causal_lm, model_folder, use_threads
     from freewheel.trainer.fsdp import FsdpBackend
-    from freewheel.trainer.world import join
+    from freewheel.trainer.fsdp import join
 
     use_threads(plan.threads_trainer)
     model = load_causal_lm(model_folder(config), config, "auto")
@@ -200,7 +200,7 @@ class Ranks:
 
     async def opened(self, config: TrainConfig, plan: Plan, build: Callable[[], T]) -> T:
         """Load all ranks' parts of the model at the same time, rank 0's with `build` in a thread: they meet."""
-        from freewheel.trainer.world import Host
+        from freewheel.trainer.fsdp import Host
 
         self._host = Host(self._address(), len(self._handles) + 1)
         meeting = self._host.meeting
@@ -215,7 +215,7 @@ class Ranks:
 
     def _address(self) -> str:
         """Return the address of this machine for the other ranks: loopback if all are on it."""
-        from freewheel.trainer.world import LOCAL_HOST
+        from freewheel.trainer.fsdp import LOCAL_HOST
 
         here = ray.get_runtime_context().get_node_id()
         together = all(node == here for _, node in self.processes.values())
@@ -224,7 +224,7 @@ class Ranks:
     def lead(self, model: Any, *, device: str, settings: Mapping[str, Any]) -> Leader:
         """Return rank 0's backend, which leads all ranks."""
         from freewheel.trainer.fsdp import FsdpBackend
-        from freewheel.trainer.world import join
+        from freewheel.trainer.fsdp import join
 
         assert self._host is not None
         world = join(self._host.meeting, rank=0, device=device, host=self._host)

@@ -1,18 +1,19 @@
 """From groups to micro-batches of similar length under a token budget, deterministically.
 
-    [PromptGroup] ─ sorted by ordinal ─▶ mini-batches of whole groups ─▶ rows, longest first ─▶ [MicroBatch]
+    [PromptGroup] ─ by ordinal ─▶ mini-batches of whole groups ─▶ rows, longest first ─▶ [MicroBatch]
                     responses without a reward are left out
 
-A row is padded on the right: under causal attention no token sees the padding behind it, so no mask is needed and the
-fastest kernels apply. Where `share` says that it pays, a row holds a prompt once and several of its responses, which
+On a CPU rows are padded on the right. Under causal attention no token sees the padding after it, so no mask is needed
+and the fastest kernels apply. If it is cheaper (`share`), a row holds a prompt once and several of its responses, which
 do not see each other:
 
-    prompt  response 0  response 2  response 5  padding           position ids go on from the prompt's end for each
+    prompt  response 0  response 2  response 5  padding        position ids of each response continue from the prompt
 
-On a GPU nothing is padded, see `packing`.
+On a GPU with flash attention, `packed_batches` puts trees of a prompt and its responses into one row without padding;
+`decoder.tree_attention` computes the attention.
 
-Logits are wanted at the tokens that the policy made, and nowhere else: `positions` says which hidden states predict
-them, and everything that the loss needs lies flat beside it.
+Logits are needed only at the policy's own tokens: `positions` locates the hidden states that predict them, and all
+inputs of the loss are flat arrays in the same order. Called by `TorchBackend`.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ import torch
 from torch import Tensor
 
 from freewheel.data.group import Array, PromptGroup
+from freewheel.trainer.decoder import Tree
 from freewheel.trainer.losses import token_weights
 from freewheel.trainer.options import AlgorithmConfig
-from freewheel.trainer.tree import Tree
 
 PAD_ID = 0
-"""Any id will do: nothing attends to it, and nothing is predicted from it."""
+"""Any id works: nothing attends to it and nothing is predicted from it."""
 MAX_SHARED_TOKENS = 2048
-"""Longest row with a mask of its own: the mask grows with the square."""
+"""Longest padded row with shared prompts: the size of its mask grows with the square."""
+MULTIPLE = 128
+"""The length of a packed row is rounded up to a multiple of this, the tile size of matrix products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,37 +46,38 @@ class Sample:
     """One response with a reward, and its prompt."""
 
     key: tuple[int, int]
-    """Its group's ordinal, and which of the responses it is."""
+    """The group's ordinal and the index of the response."""
     prompt: Array
     tokens: Array
-    """The response's."""
+    """The response's tokens."""
     made: Array
-    """Where in `tokens` the policy's own are. Holes are not among them."""
+    """Indices in `tokens` of the policy's own tokens, which are trained on. Tool replies are not among them."""
     behaviour: Array
-    """A log-probability for each of those, and likewise:"""
+    """The engine's log-probability of each of these tokens."""
     versions: Array
+    """The weight version that produced each of these tokens."""
     reward: float
     advantage: float
-    """PPO's are by token, and replace it."""
+    """With a critic, advantages per token replace it."""
     weight: float
-    """What each of its tokens counts in the loss."""
+    """How much each of its tokens counts in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """B rows of L tokens with S responses, and T tokens to learn from, flat in the order of responses."""
+    """B rows of L tokens with S responses and T trained tokens, flat in the order of the responses."""
 
     keys: tuple[tuple[int, int], ...]
     """[S]."""
     inputs: Mapping[str, Tensor]
-    """What the decoder is called with: `input_ids` [B, L]; with shared prompts also `position_ids` [B, L] and
+    """The decoder's arguments: `input_ids` [B, L], and with shared prompts also `position_ids` [B, L] and
     `attention_mask` [B, 1, L, L]."""
     positions: Tensor
-    """[T] int64: index into the flattened [B·L] hidden states of the one that predicts each token."""
+    """[T] int64: index in the flattened [B·L] hidden states of the state that predicts each token."""
     targets: Tensor
-    """[T] int64."""
+    """[T] int64: the token ids."""
     sequence: Tensor
-    """[T] int64: which of the S responses."""
+    """[T] int64: which of the S responses the token belongs to."""
     behaviour: Tensor
     """[T] float32."""
     versions: Tensor
@@ -87,7 +91,7 @@ class MicroBatch:
     rewards: tuple[float, ...]
     """[S]."""
     tree: Tree | None = None
-    """Who sees whom, where the one row is packed; `inputs` then has `position_ids`, and no mask."""
+    """Which tokens see which, if the one row is packed. `inputs` then has `position_ids` and no mask."""
 
     @property
     def n_sequences(self) -> int:
@@ -95,55 +99,36 @@ class MicroBatch:
 
     @property
     def n_row_tokens(self) -> int:
-        """B·L: what the decoder computes, padding and all."""
+        """B·L: the tokens that the decoder computes, with padding."""
         return self.inputs["input_ids"].numel()
 
     def decoder_inputs(self) -> dict[str, Any]:
-        """`inputs`, and who sees whom in a packed row."""
+        """Return the decoder's arguments, including the tree of a packed row."""
         return {**self.inputs, **({} if self.tree is None else self.tree.options())}
 
     def to(self, device: torch.device) -> MicroBatch:
-        """On a GPU the copies are only begun: what is computed there next waits for them, this thread does not."""
+        """Move to a device. On a GPU this only starts the copies: later work there waits for them, this thread not."""
         if device.type == "cpu":
             return self
 
-        def moved(tensor: Tensor) -> Tensor:
+        def move(tensor: Tensor) -> Tensor:
             pinned = device.type == "cuda" and tensor.device.type == "cpu"
             return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
 
-        found: dict[str, Any] = {name: moved(one) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        moved: dict[str, Any] = {name: move(one) for name, one in vars(self).items() if isinstance(one, Tensor)}
         if self.tree is not None:
-            found["tree"] = self.tree.to(moved)
-        return replace(self, inputs={name: moved(one) for name, one in self.inputs.items()}, **found)
+            moved["tree"] = self.tree.to(move)
+        return replace(self, inputs={name: move(one) for name, one in self.inputs.items()}, **moved)
 
 
 def mini_batches(
     groups: Sequence[PromptGroup], advantages: Sequence[Array], config: AlgorithmConfig
 ) -> list[list[Sample]]:
-    """Samples of each optimizer step. Groups are dealt out by ordinal: the order of arrival changes nothing."""
+    """Return the samples of each optimizer step. Groups are dealt by ordinal, whatever their order of arrival."""
     order = sorted(range(len(groups)), key=lambda i: groups[i].ordinal)
     dealt = [order[start :: config.mini_batches] for start in range(config.mini_batches)]
     made = [[sample for i in part for sample in _samples(groups[i], advantages[i])] for part in dealt]
-    return [_weighed(samples, config) for samples in made if samples]
-
-
-def micro_batches(samples: Sequence[Sample], budget_tokens: int, share: float | None = None) -> list[MicroBatch]:
-    """Longest rows first, as many at a time as fit the budget with their padding; a longer row has one of its own.
-
-    `share`: what a token costs outside attention, in pairs of tokens inside it (about 3 times the hidden size): prompts
-    are shared where that makes a row cheaper. None: never.
-    """
-    rows = [[sample] for sample in samples]
-    if share is not None:
-        by_group = groupby(samples, key=lambda sample: sample.key[0])
-        rows = [row for _, group in by_group for row in _shared(list(group), share, budget_tokens)]
-    rows.sort(key=lambda row: (-row_length(row), row[0].key))
-    batches: list[MicroBatch] = []
-    while rows:
-        fitting = max(1, budget_tokens // row_length(rows[0]))
-        batches.append(_padded(rows[:fitting]))
-        rows = rows[fitting:]
-    return batches
+    return [_with_weights(samples, config) for samples in made if samples]
 
 
 def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
@@ -168,7 +153,7 @@ def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
     return samples
 
 
-def _weighed(samples: list[Sample], config: AlgorithmConfig) -> list[Sample]:
+def _with_weights(samples: list[Sample], config: AlgorithmConfig) -> list[Sample]:
     lengths = np.array([len(sample.made) for sample in samples])
     weights = token_weights(lengths, config.aggregation, config.aggregation_tokens)
     return [replace(sample, weight=float(weight)) for sample, weight in zip(samples, weights, strict=True)]
@@ -178,8 +163,58 @@ def row_length(row: Sequence[Sample]) -> int:
     return len(row[0].prompt) + sum(len(sample.tokens) for sample in row)
 
 
-def _shared(samples: list[Sample], share: float, budget_tokens: int) -> list[list[Sample]]:
-    """One group's samples as the cheapest number of equally filled rows."""
+def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
+    return [list(group) for _, group in groupby(samples, key=lambda sample: sample.key[0])]
+
+
+def _flatten(
+    samples: Sequence[Sample], inputs: Mapping[str, Tensor], positions: Array, tree: Tree | None = None
+) -> MicroBatch:
+    """Return the micro-batch of these samples. `positions`: see `MicroBatch`."""
+    lengths = [len(sample.made) for sample in samples]
+
+    def repeat(values: Sequence[float]) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
+
+    return MicroBatch(
+        keys=tuple(sample.key for sample in samples),
+        inputs=inputs,
+        positions=torch.from_numpy(positions),
+        targets=torch.from_numpy(np.concatenate([sample.tokens[sample.made] for sample in samples]).astype(np.int64)),
+        sequence=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
+        behaviour=torch.from_numpy(np.concatenate([sample.behaviour for sample in samples]).astype(np.float32)),
+        versions=torch.from_numpy(np.concatenate([sample.versions for sample in samples]).astype(np.int32)),
+        weights=repeat([sample.weight for sample in samples]),
+        advantages=repeat([sample.advantage for sample in samples]),
+        lengths=tuple(lengths),
+        rewards=tuple(sample.reward for sample in samples),
+        tree=tree,
+    )
+
+
+# -- padded rows ------------------------------------------------------------------------------------------------------
+
+
+def micro_batches(samples: Sequence[Sample], budget_tokens: int, share: float | None = None) -> list[MicroBatch]:
+    """Batch the longest rows first, as many as fit the budget with their padding. A longer row gets its own batch.
+
+    `share`: the cost of a token outside attention, in pairs of tokens inside it (about 3 times the hidden size).
+    Prompts are shared where that makes a row cheaper. None: never.
+    """
+    rows = [[sample] for sample in samples]
+    if share is not None:
+        rows = [row for group in _by_group(samples) for row in _share_prompt(group, share, budget_tokens)]
+    rows.sort(key=lambda row: (-row_length(row), row[0].key))
+    batches: list[MicroBatch] = []
+    while rows:
+        fitting = max(1, budget_tokens // row_length(rows[0]))
+        batches.append(_pad(rows[:fitting]))
+        rows = rows[fitting:]
+    return batches
+
+
+def _share_prompt(samples: list[Sample], share: float, budget_tokens: int) -> list[list[Sample]]:
+    """Return one group's samples as the cheapest number of equally filled rows."""
     n_prompt = len(samples[0].prompt)
     sizes = [len(sample.tokens) for sample in samples]
     best, least = len(samples), math.inf
@@ -193,7 +228,7 @@ def _shared(samples: list[Sample], share: float, budget_tokens: int) -> list[lis
     return [samples[start::best] for start in range(best)]
 
 
-def _padded(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
+def _pad(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
     longest = max(map(row_length, rows))
     input_ids = np.full((len(rows), longest), PAD_ID, np.int64)
     position_ids = np.zeros_like(input_ids)
@@ -214,36 +249,93 @@ def _padded(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
     inputs = {"input_ids": torch.from_numpy(input_ids)}
     if any(len(row) > 1 for row in rows):
         inputs |= {"position_ids": torch.from_numpy(position_ids), "attention_mask": _tree_mask(segments)}
-    return flat([sample for row in rows for sample in row], inputs, np.concatenate(positions))
+    return _flatten([sample for row in rows for sample in row], inputs, np.concatenate(positions))
 
 
 def _tree_mask(segments: Array) -> Tensor:
-    """[B, 1, L, L] bool: a token sees the prompt and its own response, up to itself."""
+    """[B, 1, L, L] bool: a token sees the prompt, and its own response up to itself."""
     segment = torch.from_numpy(segments)
     seen = (segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None])
     return seen.tril()[:, None]
 
 
-def flat(
-    samples: Sequence[Sample], inputs: Mapping[str, Tensor], positions: Array, tree: Tree | None = None
-) -> MicroBatch:
-    """The micro-batch of these samples, whose tokens are predicted at `positions` of the flattened rows in `inputs`."""
-    lengths = [len(sample.made) for sample in samples]
+# -- packed rows ------------------------------------------------------------------------------------------------------
 
-    def each(values: Sequence[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, np.float32), lengths))
 
-    return MicroBatch(
-        keys=tuple(sample.key for sample in samples),
-        inputs=inputs,
-        positions=torch.from_numpy(positions),
-        targets=torch.from_numpy(np.concatenate([sample.tokens[sample.made] for sample in samples]).astype(np.int64)),
-        sequence=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
-        behaviour=torch.from_numpy(np.concatenate([sample.behaviour for sample in samples]).astype(np.float32)),
-        versions=torch.from_numpy(np.concatenate([sample.versions for sample in samples]).astype(np.int32)),
-        weights=each([sample.weight for sample in samples]),
-        advantages=each([sample.advantage for sample in samples]),
-        lengths=tuple(lengths),
-        rewards=tuple(sample.reward for sample in samples),
-        tree=tree,
+def packed_batches(samples: Sequence[Sample], budget_tokens: int, *, share: bool) -> list[MicroBatch]:
+    """Return micro-batches of at most `budget_tokens`, as equal as possible: the largest one sets the memory.
+
+    A sample longer than the budget gets its own batch. `share`: whether responses share their group's prompt.
+    """
+    trees = [[sample] for sample in samples]
+    if share:
+        trees = [tree for group in _by_group(samples) for tree in _split(group, budget_tokens)]
+    return [_pack(part) for part in _deal(trees, budget_tokens)]
+
+
+def _split(samples: list[Sample], budget_tokens: int) -> list[list[Sample]]:
+    """Return one group's samples as the fewest trees that fit the budget."""
+    for n_trees in range(1, len(samples)):
+        trees = [samples[start::n_trees] for start in range(n_trees)]
+        if max(map(row_length, trees)) <= budget_tokens:
+            return trees
+    return [[sample] for sample in samples]
+
+
+def _deal(trees: Sequence[list[Sample]], budget_tokens: int) -> list[list[list[Sample]]]:
+    """Deal the longest tree first, each to the emptiest part, with as few parts as fit the budget."""
+    order = sorted(trees, key=lambda tree: (-row_length(tree), tree[0].key))
+    total = sum(map(row_length, order))
+    for n_parts in range(max(1, math.ceil(total / budget_tokens)), len(order) + 1):
+        parts: list[list[list[Sample]]] = [[] for _ in range(n_parts)]
+        filled = [0] * n_parts
+        for tree in order:
+            least = filled.index(min(filled))
+            parts[least].append(tree)
+            filled[least] += row_length(tree)
+        if all(size <= budget_tokens or len(part) == 1 for size, part in zip(filled, parts, strict=True)):
+            return [part for part in parts if part]
+    return [[tree] for tree in order]
+
+
+def _pack(trees: Sequence[Sequence[Sample]]) -> MicroBatch:
+    n_tokens = sum(map(row_length, trees))
+    n_row = math.ceil(n_tokens / MULTIPLE) * MULTIPLE
+    input_ids, position_ids = np.full(n_row, PAD_ID, np.int64), np.zeros(n_row, np.int64)
+    positions: list[Array] = []
+    pieces: list[tuple[int, Array]] = []
+    at = 0
+    for tree in trees:
+        n_prompt, begin = len(tree[0].prompt), at
+        prompt = np.arange(begin, begin + n_prompt)
+        input_ids[prompt] = tree[0].prompt
+        position_ids[prompt] = np.arange(n_prompt)
+        at += n_prompt
+        shared = len(tree) > 1
+        if shared:
+            pieces.append((n_prompt, prompt))
+        for sample in tree:
+            rows = np.arange(at, at + len(sample.tokens))
+            input_ids[rows] = sample.tokens
+            position_ids[rows] = np.arange(n_prompt, n_prompt + len(rows))
+            positions.append(np.where(sample.made == 0, begin + n_prompt - 1, at + sample.made - 1))
+            seen = np.concatenate([prompt, rows])
+            pieces.append((len(rows) if shared else len(seen), seen))
+            at += len(rows)
+    if at < n_row:
+        pieces.append((n_row - at, np.arange(at, n_row)))
+    inputs = {"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]}
+    return _flatten([sample for tree in trees for sample in tree], inputs, np.concatenate(positions), _tree(pieces))
+
+
+def _tree(pieces: Sequence[tuple[int, Array]]) -> Tree:
+    """`pieces`: the number of tokens of each, and the rows of the tokens that they see."""
+    queries, keys = [n for n, _ in pieces], [len(seen) for _, seen in pieces]
+    rows = None if queries == keys else torch.from_numpy(np.concatenate([seen for _, seen in pieces]))
+    return Tree(
+        query_ends=torch.from_numpy(np.cumsum([0, *queries], dtype=np.int32)),
+        key_ends=torch.from_numpy(np.cumsum([0, *keys], dtype=np.int32)),
+        key_rows=rows,
+        longest_query=max(queries),
+        longest_key=max(keys),
     )

@@ -1,26 +1,35 @@
 """Learning over several processes, each of which holds a shard of every layer: torch's FSDP2.
 
-    [PromptGroup] ─▶ weights of tokens, over all ─▶ this rank's share of the samples ─▶ micro-batches, as many on each
-      a layer at a time: parameters gathered ─▶ forward, backward ─▶ gradients added up over ranks, a shard to each
+    rank 0: Host ─▶ Meeting: host, port ─▶ (passed to the other ranks by whoever starts them)
+    every rank: join(meeting) ─▶ World: meshes of devices, a group for small objects
+
+    [PromptGroup] ─▶ token weights, over all samples ─▶ this rank's share of the samples ─▶ equally many micro-batches
+      per layer: gather parameters ─▶ forward, backward ─▶ add up gradients over ranks, a shard to each
       ─▶ clip by the norm over all shards ─▶ AdamW on this rank's shards ─▶ metrics over all ranks
 
-`TorchBackend` does the learning; here is what several ranks change about it. A gradient is the sum over ranks, as it is
-the sum over micro-batches in one process: the same up to the order of additions. Every rank calls the same methods with
-the same arguments; `Leader` sees to that.
+`TorchBackend` does the learning, and `FsdpBackend` adds what several ranks need. A gradient is the sum over ranks, as
+it is the sum over micro-batches in one process: the same up to the order of additions. Every rank calls the same
+methods with the same arguments; `Leader` ensures this. Every wait is bounded: a collective that some rank does not join
+raises after `COLLECTIVE_S`.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -29,21 +38,111 @@ from freewheel.errors import DataError
 from freewheel.trainer.advantages import whiten
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.batching import MicroBatch, Sample
-from freewheel.trainer.compiling import decoder_layers
-from freewheel.trainer.critic import token_advantages
+from freewheel.trainer.decoder import decoder_layers
 from freewheel.trainer.metrics import Tally
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.ranks import share_out
 from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
-from freewheel.trainer.torch_backend import Part, TorchBackend
-from freewheel.trainer.world import World
+from freewheel.trainer.torch_backend import Part, TorchBackend, token_advantages
 
+T = TypeVar("T")
+
+COLLECTIVE_S = 600.0
+"""Longest wait for another rank in a collective: as long as a large model takes to load on a slow disk, or a first step
+to compile. One that died is noticed sooner, by those who watch it."""
+LOCAL_HOST, LOCAL_INTERFACE = "127.0.0.1", "lo"
+"""Where all ranks are on one machine, nobody else can join them."""
 ROOM_FOR_WHOLE = 0.25
 """Of a GPU's memory, for the whole model's gradients and gathered parameters while micro-batches are added up: then
 they are gathered and reduced once an update. A larger model does both for every micro-batch."""
 GRADIENT_BYTES = 4
+
+
+# -- the group of processes --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where the ranks find each other."""
+
+    host: str
+    port: int
+    size: int
+
+
+class Host:
+    """Rank 0's end of a meeting: a port that is taken from the moment it is told to others."""
+
+    def __init__(self, host: str, size: int) -> None:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.bind((host, 0))
+        self.meeting = Meeting(host=host, port=listening.getsockname()[1], size=size)
+        self._listening = listening
+
+    def open(self) -> Any:
+        """Once. The store lives as long as the process."""
+        return TCPStore(
+            self.meeting.host,
+            self.meeting.port,
+            is_master=True,
+            timeout=timedelta(seconds=COLLECTIVE_S),
+            wait_for_workers=False,
+            master_listen_fd=self._listening.detach(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """This process among those that train together."""
+
+    rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh
+    """Of the devices that are trained on."""
+    host_mesh: DeviceMesh
+    """Of the same processes' host memory."""
+    objects: dist.ProcessGroup
+    """For what is small, and not on a device."""
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def gathered(self, value: T) -> list[T]:
+        """Every rank's, in their order."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.objects)
+        return found
+
+
+def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host | None = None) -> World:
+    """Returns when all ranks are there. `host`: on rank 0."""
+    device = torch.device(device)
+    if str(device) == "cuda":  # Ray shows a process its own GPU and no other
+        device = torch.device("cuda", 0)
+    if meeting.host == LOCAL_HOST:  # else gloo takes the interface of the machine's name, which may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOCAL_INTERFACE)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=COLLECTIVE_S)
+    store = host.open() if host is not None else TCPStore(meeting.host, meeting.port, timeout=limit)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=meeting.size, timeout=limit)
+    mesh = init_device_mesh(device.type, (meeting.size,))
+    return World(
+        rank=rank,
+        size=meeting.size,
+        device=device,
+        mesh=mesh,
+        host_mesh=mesh if device.type == "cpu" else init_device_mesh("cpu", (meeting.size,)),
+        objects=dist.new_group(backend="gloo", timeout=limit),
+    )
+
+
+# -- shards ------------------------------------------------------------------------------------------------------------
 
 
 class Sharded:
@@ -273,12 +372,12 @@ class FsdpBackend(TorchBackend):
     def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
         """The same on every rank: sums of sums, and the greatest of the greatest."""
         self._rest()
-        told = self._world.gathered((float(loss), _moved(tally, torch.device("cpu"))))
+        told = self._world.gathered((float(loss), tally.to(torch.device("cpu"))))
         found = Tally()
         for _, one in told:
             found.merge(one)
         total = torch.tensor(sum(one for one, _ in told), device=loss.device)
-        return total, _moved(found, loss.device)
+        return total, found.to(loss.device)
 
     def _sharded(self) -> list[Sharded]:
         return [self.policy.sharded, *([self._sharded_critic] if self._critic is not None else [])]
@@ -341,19 +440,4 @@ def _nothing() -> Sample:
         reward=0.0,
         advantage=0.0,
         weight=0.0,
-    )
-
-
-def _moved(tally: Tally, device: torch.device) -> Tally:
-    """To another device, all numbers at once."""
-    flat = [one for pair in tally.means.values() for one in pair]
-    flat += tally.maxima.values()
-    flat += [one for three in tally.sample_sizes.values() for one in three]
-    if not flat:
-        return Tally()
-    there = iter(torch.stack([one.detach().double() for one in flat]).to(device).unbind())
-    return Tally(
-        means={name: (next(there), next(there)) for name in tally.means},
-        maxima={name: next(there) for name in tally.maxima},
-        sample_sizes={name: (next(there), next(there), next(there)) for name in tally.sample_sizes},
     )

@@ -1,4 +1,4 @@
-"""AdamW with clipping, which refuses gradients that are not finite, and whose state is names and tensors."""
+"""AdamW with clipping, which refuses gradients that are not finite, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,33 @@ from freewheel.trainer.options import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 CLIP_EPS = 1e-6
-"""What torch adds to the norm that it divides by. Below it nothing is clipped, and gradients need not be read again."""
+"""torch adds this to the norm before dividing by it. A norm below it needs no clipping, so gradients are not read."""
+
+
+def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the share of the highest learning rate at `step` (the first is 0).
+
+    It grows linearly over `warmup_steps`, the last of which has the full rate. Then, with p the share of the remaining
+    steps that are done and m = `min_lr_ratio`:
+
+        constant: 1        linear: 1 − (1 − m)·p        cosine: m + (1 − m)·(1 + cos πp)/2
+
+    It depends on nothing but the step, so a resumed run has nothing to restore.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    rest = total_steps - config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / rest) if rest > 0 else 1.0
+    floor = config.min_lr_ratio
+    if config.schedule == "linear":
+        return 1 - (1 - floor) * done
+    return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
 
 
 class Optimizer:
-    """Owns the moments of named parameters. The learning rate is given with each step."""
+    """Owns the moments of named parameters. The caller passes the learning rate with each step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
         self._parameters = dict(parameters)
@@ -33,32 +55,32 @@ class Optimizer:
         )
 
     def step(self, lr: float, loss: Tensor) -> tuple[Tensor, bool]:
-        """(the gradient's norm before clipping, whether it was applied): not where it or `loss` is not finite."""
+        """Apply the gradients if they and `loss` are finite. Returns their norm and whether they were applied."""
         parameters = [p for p in self._parameters.values() if p.grad is not None]
         norm = self._norm([p.grad for p in parameters if p.grad is not None])
-        length, lost = torch.stack((norm, loss.to(norm))).tolist()  # the one time that an update waits for the device
-        applied = math.isfinite(length) and math.isfinite(lost)
+        length, total = torch.stack((norm, loss.to(norm))).tolist()  # the only wait for the device in an update
+        applied = math.isfinite(length) and math.isfinite(total)
         if applied:
             if self._clip is not None and length + CLIP_EPS > self._clip:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and copies go by it
+            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and `ComputingCopy` needs it
             self.updates_applied += 1
         self.forget()
         return norm, applied
 
     def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Of all of them together; on several ranks, of what each holds."""
+        """Return the norm of all gradients together. With several ranks, of all their shards."""
         return torch.nn.utils.get_total_norm(gradients)
 
     def forget(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
-        """`NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step`, of parameters that were stepped; on their device."""
+        """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of parameters that were stepped, on their device."""
         return {
             f"{name}.{key}": value
             for name, parameter in self._parameters.items()
@@ -66,7 +88,7 @@ class Optimizer:
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """What `state` gave. Parameters that it does not name start afresh."""
+        """Load the result of `state`. Parameters that it does not contain start with no moments."""
         self._adamw.state.clear()
         for name, parameter in self._parameters.items():
             if f"{name}.step" not in tensors:

@@ -1,7 +1,9 @@
-"""How the policy learns: the settings of `algorithm` and `optimizer`, with what they do together in words.
+"""How the policy learns: the settings of `algorithm` and `optimizer`, and a description of their combination in words.
 
-The schema of a run embeds them (`freewheel.runtime.config`); backends take them as they are. A combination that cannot
-mean anything is refused when it is made, with the key, the value and the remedy. Needs no torch.
+The schema of a run embeds these settings (`freewheel.runtime.config`), and backends use them directly. A combination
+that cannot work is refused when it is constructed, with the key, the value and the remedy. Does not import torch.
+
+To add a loss or an advantage estimator, write the function and add a line to `LOSSES` or `ADVANTAGES`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import msgspec
 
 from freewheel.errors import ConfigError
 from freewheel.utils.checks import check_choice, check_integer, check_number, check_share
+from freewheel.utils.registry import Registry
 
 Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_pp"]
 Normalise = Literal["auto", "std", "batch_std", "none"]
@@ -24,34 +27,58 @@ Proximal = Literal["behaviour", "recomputed"]
 Schedule = Literal["constant", "linear", "cosine"]
 
 LOGITS_AT_A_TIME = 1 << 27
-"""Half a GiB of float32. Where tokens times vocabulary are more, they are made in parts, and again for gradients. Here,
-because estimates of memory go by it and have no torch."""
+"""Half a GiB of float32. A larger product of tokens and vocabulary is computed in parts, and again for gradients.
+Defined here because memory estimates use it without torch."""
 
-NORMALISATIONS: dict[Algorithm, tuple[Normalise, ...]] = {
+LOSSES: Registry[Any] = Registry({"ppo_clip": "freewheel.trainer.losses:ppo_clip"}, example="my_losses:cispo")
+"""Values of `algorithm.loss`: functions from `LossInputs` to `LossOutputs`."""
+ADVANTAGES: Registry[Any] = Registry(
+    {
+        "grpo": "freewheel.trainer.advantages:grpo",
+        "rloo": "freewheel.trainer.advantages:rloo",
+        "reinforce_pp": "freewheel.trainer.advantages:reinforce_pp",
+        "gae": "freewheel.trainer.advantages:gae",
+    },
+    example="my_advantages:best_of_group",
+)
+"""Values of `algorithm.advantage`: functions from `AdvantageInputs` to an array per group. Only `gae` is different: it
+needs a critic, and returns an advantage per token."""
+
+_ESTIMATORS: dict[Algorithm, str] = {"grpo": "grpo", "ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_pp"}
+"""The estimator that each `algorithm.name` selects."""
+_NORMALISATIONS: dict[str, tuple[Normalise, ...]] = {
     "grpo": ("std", "batch_std", "none"),
-    "ppo": ("batch_std", "none"),
+    "gae": ("batch_std", "none"),
     "rloo": ("none", "batch_std"),
     "reinforce_pp": ("batch_std",),
 }
-"""What `normalise` may be for each algorithm; the first is what `auto` means."""
+"""The values of `normalise` that each built-in estimator supports. The first one is its `auto`."""
 
 
 class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From rewards to a loss."""
 
     name: Algorithm = "grpo"
-    """`grpo`: a reward against its group's mean. `rloo`: against the mean of the group's others. `reinforce_pp`
-    (REINFORCE++): against a mean, then normalised over the batch. `ppo`: a critic and GAE."""
+    """A preset of advantage estimator and loss. `grpo`: a reward against its group's mean. `rloo`: against the mean of
+    the group's other rewards. `reinforce_pp` (REINFORCE++): against a mean, then normalised over the batch. `ppo`: a
+    critic and GAE."""
+    loss: str = "auto"
+    """The loss: `ppo_clip`, or `module:name` of your own function. `auto`: the one that `name` selects."""
+    advantage: str = "auto"
+    """The advantage estimator: `grpo`, `rloo`, `reinforce_pp`, `gae` (with a critic), or `module:name` of your own
+    function. `auto`: the one that `name` selects."""
     normalise: Normalise = "auto"
-    """What advantages are divided by. `std`: the standard deviation of the group's rewards. `batch_std`: for grpo that
-    of all rewards of the batch; for rloo, reinforce_pp and ppo that of the batch's advantages (ppo: a token each),
-    whose mean is subtracted first. `none`: nothing. `auto`: std for grpo, none for rloo, else batch_std."""
+    """What advantages are divided by. `std`: the standard deviation of the group's rewards. `batch_std`: for grpo, the
+    standard deviation of all rewards of the batch; for rloo, reinforce_pp and gae, that of the batch's advantages (gae:
+    one per token), after subtracting their mean. `none`: nothing. `auto`: std for grpo, none for rloo, else
+    batch_std."""
     baseline: Baseline = "group"
     """For reinforce_pp: the mean of the group, or of the whole batch."""
     clip_low: float = 0.2
-    """A ratio below 1 − clip_low gets no gradient where the advantage is negative."""
+    """A ratio below 1 − clip_low gets no gradient if the advantage is negative."""
     clip_high: float = 0.28
-    """A ratio above 1 + clip_high gets none where it is positive. Higher than clip_low keeps exploration alive."""
+    """A ratio above 1 + clip_high gets no gradient if the advantage is positive. A value above clip_low keeps
+    exploration alive."""
     dual_clip: float | None = None
     """Bound of the loss at a negative advantage, in multiples of it: above 1 + clip_high, usually 3. None: no bound."""
     ratio: Ratio = "token"
@@ -63,10 +90,10 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """For `aggregation: constant`: the length to divide by, usually `rollout.max_new_tokens`."""
     proximal: Proximal = "behaviour"
     """What the ratio is clipped against: `behaviour`, the engine's own log-probabilities; `recomputed` (decoupled PPO),
-    those of the trainer's weights when the step began, and `importance` weighs what the engine sampled."""
+    those of the trainer's weights when the step began. `importance` then corrects for the engine's policy."""
     importance: Importance = "none"
-    """Weights from the engine's policy to the proximal one, by token or by response (their product). `truncate` cuts
-    them at `importance_cap`, `mask` leaves out what is outside `importance_floor` … `importance_cap`."""
+    """Weights from the engine's policy to the proximal one, per token or per response (their product). `truncate`
+    limits them to `importance_cap`, `mask` leaves out weights outside `importance_floor` … `importance_cap`."""
     importance_cap: float = 2.0
     """Largest importance weight."""
     importance_floor: float = 0.0
@@ -74,28 +101,31 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kl_coef: float = 0.0
     """Weight of the KL divergence from the model as it was at the start of the run. 0: no reference model is kept."""
     kl_kind: KlKind = "k3"
-    """Estimator of that KL. `k1`: log π − log π_ref of a token, times `kl_coef`, is taken from that token's advantage
-    after normalisation: GAE and the critic do not see it (as a loss its mean gradient would be 0). `k2`, `k3`: in the
-    loss."""
+    """Estimator of that KL. `k1`: `kl_coef` times log π − log π_ref of a token is subtracted from its advantage after
+    normalisation, so GAE and the critic do not see it (in the loss, its mean gradient would be 0). `k2`, `k3`: added to
+    the loss."""
     entropy_coef: float = 0.0
     """Weight of an entropy bonus."""
     gamma: float = 1.0
-    """For ppo: discount a token."""
+    """For gae: discount per token."""
     lam: float = 0.95
-    """For ppo: GAE's λ."""
+    """For gae: λ."""
     value_clip: float | None = 0.2
-    """For ppo: how far a value may move from what it was when the step began. None: no clipping."""
+    """For gae: how far a value may move from its value when the step began. None: no clipping."""
     updates_per_batch: int = 1
-    """How often a step goes over its batch."""
+    """Passes over a step's batch."""
     mini_batches: int = 1
-    """Optimizer steps for each time it does. A mini-batch holds whole groups."""
+    """Optimizer steps per pass. A mini-batch holds whole groups."""
     zero_variance: Literal["keep", "drop"] = "keep"
-    """A group whose rewards are all the same teaches nothing under a group baseline: `keep` trains on it all the same,
-    `drop` takes another group in its place (DAPO)."""
+    """A group whose rewards are all equal teaches nothing under a group baseline: `keep` trains on it anyway, `drop`
+    takes another group in its place (DAPO)."""
 
     def __post_init__(self) -> None:
         for key, choices in _CHOICES.items():
             check_choice(f"algorithm.{key}", getattr(self, key), choices)
+        for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+            if ":" not in getattr(self, key) and getattr(self, key) != "auto":
+                registry.find(f"algorithm.{key}", getattr(self, key))
         for key in ("clip_low", "clip_high"):
             check_number(f"algorithm.{key}", getattr(self, key), above=0)
         check_number("algorithm.value_clip", self.value_clip, above=0, optional=True)
@@ -113,55 +143,93 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def _check_pairs(self) -> None:
         if self.clip_low >= 1:
             raise ConfigError("algorithm.clip_low", self.clip_low, "a ratio is never below 0: give a number below 1")
-        allowed = NORMALISATIONS[self.name]
-        if self.normalise != "auto" and self.normalise not in allowed:
+        estimator = self.estimator
+        allowed = _NORMALISATIONS.get(estimator)
+        if allowed and self.normalise != "auto" and self.normalise not in allowed:
             known = " or ".join(allowed)
-            raise ConfigError("algorithm.normalise", self.normalise, f"{self.name} takes {known}, or auto")
-        if self.baseline != "group" and self.name != "reinforce_pp":
+            raise ConfigError("algorithm.normalise", self.normalise, f"{self._called} takes {known}, or auto")
+        if self.baseline != "group" and estimator in ADVANTAGES and estimator != "reinforce_pp":
             raise ConfigError("algorithm.baseline", self.baseline, "only reinforce_pp has a choice: leave it out")
         if (self.aggregation == "constant") != (self.aggregation_tokens is not None):
             raise ConfigError(
                 "algorithm.aggregation_tokens",
                 self.aggregation_tokens,
-                "aggregation 'constant' needs it, and no other uses it: give both or neither",
+                "only aggregation 'constant' uses it, and needs it: give both or neither",
             )
-        if self.ratio == "sequence" and self.name == "ppo":
+        if self.ratio == "sequence" and self.uses_critic:
             raise ConfigError(
-                "algorithm.ratio", self.ratio, "a critic gives every token its own advantage: use 'token' with ppo"
+                "algorithm.ratio",
+                self.ratio,
+                f"a critic gives every token its own advantage: use 'token' with {self._called}",
             )
         if self.proximal == "behaviour" and self.importance.endswith("_truncate"):
             raise ConfigError(
                 "algorithm.importance",
                 self.importance,
-                "the ratio against the behaviour policy is the importance weight already: set proximal to "
+                "the ratio to the behaviour policy is already the importance weight: set proximal to "
                 "'recomputed', or importance to 'none' or a mask",
             )
         if self.importance_floor and not self.importance.endswith("_mask"):
             raise ConfigError(
                 "algorithm.importance_floor", self.importance_floor, "only a mask has a floor: set importance to one"
             )
-        if self.zero_variance == "drop" and (self.name == "ppo" or self.baseline == "batch"):
+        if self.zero_variance == "drop" and (self.uses_critic or self.baseline == "batch"):
             raise ConfigError(
                 "algorithm.zero_variance",
                 self.zero_variance,
-                "ppo and a batch baseline learn from such groups too: use 'keep'",
+                f"{'a batch baseline' if not self.uses_critic else self._called} learns from such groups: use 'keep'",
             )
+
+    @property
+    def estimator(self) -> str:
+        """`advantage`, with `auto` resolved."""
+        return _ESTIMATORS[self.name] if self.advantage == "auto" else self.advantage
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.estimator == "gae"
+
+    @property
+    def compares_responses(self) -> bool:
+        """Whether the estimator needs at least two responses per group."""
+        return self.estimator in ADVANTAGES and not self.uses_critic
 
     @property
     def normalisation(self) -> Normalise:
         """`normalise`, with `auto` resolved."""
-        return NORMALISATIONS[self.name][0] if self.normalise == "auto" else self.normalise
+        if self.normalise != "auto":
+            return self.normalise
+        return _NORMALISATIONS.get(self.estimator, ("none",))[0]
+
+    def find_loss(self) -> Any:
+        """Return the loss function. Raises `ConfigError`."""
+        return _find("algorithm.loss", LOSSES, "ppo_clip" if self.loss == "auto" else self.loss)
+
+    def find_estimator(self) -> Any:
+        """Return the advantage estimator. Raises `ConfigError`."""
+        return _find("algorithm.advantage", ADVANTAGES, self.estimator)
+
+    @property
+    def _called(self) -> str:
+        return self.name if self.advantage == "auto" else self.advantage
+
+
+def _find(key: str, registry: Registry[Any], name: str) -> Any:
+    found = registry.find(key, name)
+    if not callable(found):
+        raise ConfigError(key, name, "it cannot be called: name a function")
+    return found
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW, and how its learning rate goes."""
+    """AdamW and its learning rate."""
 
     lr: float | Literal["auto"] = "auto"
     """Highest learning rate. `auto`: 3e-4 for the embedded model, 1e-6 for any other."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """AdamW's: how slowly the means of gradients and of their squares move."""
+    """AdamW's decay rates of the means of gradients and of their squares."""
     eps: float = 1e-8
-    """AdamW's, added to the root of the second mean."""
+    """AdamW's ε, added to the root of the second mean."""
     weight_decay: float = 0.0
     """On matrices; biases and norms have none."""
     grad_clip: float | None = 1.0
@@ -173,7 +241,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     warmup_steps: int = 0
     """Steps of linear growth to the highest rate."""
     critic_lr: float | None = None
-    """For ppo. None: ten times `lr`, for its head starts from nothing."""
+    """For gae. None: ten times `lr`, because the critic's head starts at zero."""
 
     def __post_init__(self) -> None:
         if self.lr != "auto":
@@ -194,17 +262,17 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters through peft: the base stays as it is, engines get the merged weights.
+    """Low-rank adapters through peft. The base model is frozen, and engines receive the merged weights.
 
-    There is no dropout: training would then see other log-probabilities than the engine sampled with.
+    There is no dropout: with it, training would see different log-probabilities than the engine sampled with.
     """
 
     rank: int = 16
-    """Of the two matrices of an adapter."""
+    """Rank of an adapter's two matrices."""
     alpha: float = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
-    """As peft takes them."""
+    """The modules that get adapters, in peft's notation."""
 
     def __post_init__(self) -> None:
         check_integer("model.lora.rank", self.rank, low=1)
@@ -225,36 +293,38 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 
 
 def describe(config: AlgorithmConfig) -> str:
-    """What these settings do together, in a few sentences. Said at the start of a run."""
+    """Describe in a few sentences how these settings work together. Logged at the start of a run."""
     c = config
     against = {
         "grpo": "each reward against its group's mean",
         "rloo": "each reward against the mean of its group's others",
         "reinforce_pp": f"each reward against its {c.baseline}'s mean",
-        "ppo": f"a critic's token-level GAE (gamma {c.gamma:g}, lambda {c.lam:g})",
-    }[c.name]
+        "gae": f"a critic's token-level GAE (gamma {c.gamma:g}, lambda {c.lam:g})",
+    }.get(c.estimator, f"advantages from {c.estimator}")
     scaled = {
         "std": ", divided by the group's standard deviation",
         "batch_std": ", divided by the batch's standard deviation",
         "none": "",
         "auto": "",
-    }[c.normalisation]
-    unit = "a response's geometric-mean ratio" if c.ratio == "sequence" else "each token's ratio"
-    whom = "the engine's policy" if c.proximal == "behaviour" else "the trainer's policy when the step began"
-    clip = f"{unit} to {whom} is clipped to [{1 - c.clip_low:g}, {1 + c.clip_high:g}]"
-    if c.dual_clip is not None:
-        clip += f" and bounded at {c.dual_clip:g} where the advantage is negative"
+    }[c.normalisation if c.estimator in ADVANTAGES else "none"]
     mean = {
         "token_mean": "averaged over tokens",
         "sequence_mean": "averaged over responses",
         "constant": f"summed over a response's tokens and divided by {c.aggregation_tokens}",
     }[c.aggregation]
+    if c.loss not in ("auto", *LOSSES):
+        return f"{c.name}: {against}{scaled}; the loss is {c.loss}, {mean}."
+    unit = "a response's geometric-mean ratio" if c.ratio == "sequence" else "each token's ratio"
+    whom = "the engine's policy" if c.proximal == "behaviour" else "the trainer's policy when the step began"
+    clip = f"{unit} to {whom} is clipped to [{1 - c.clip_low:g}, {1 + c.clip_high:g}]"
+    if c.dual_clip is not None:
+        clip += f" and bounded at {c.dual_clip:g} where the advantage is negative"
     said = [f"{c.name}: {against}{scaled}; {clip}, {mean}.", *_describe_weights(c)]
     if c.kl_coef:
-        where = "taken from the advantage" if c.kl_kind == "k1" else "added to the loss"
+        where = "subtracted from the advantage" if c.kl_kind == "k1" else "added to the loss"
         said.append(f"{c.kl_coef:g} times the KL divergence from the starting model ({c.kl_kind}) is {where}.")
     if c.entropy_coef:
-        said.append(f"{c.entropy_coef:g} times the entropy is taken from the loss.")
+        said.append(f"{c.entropy_coef:g} times the entropy is subtracted from the loss.")
     return " ".join(said)
 
 
@@ -268,11 +338,13 @@ def _describe_weights(c: AlgorithmConfig) -> list[str]:
             "truncate": f"{whose}, truncated at {c.importance_cap:g}",
             "mask": f"{whose}, and 0 outside {bounds}",
         }[kind]
-        text = f"The loss is weighted by how much likelier that policy makes the sample than the engine's did ({how})."
+        text = f"The loss is weighted by the ratio of that policy's probabilities to the engine's ({how})."
         if c.updates_per_batch * c.mini_batches == 1:
-            text += " With one update a batch the ratio is 1 and nothing is clipped: that weight does all the work."
+            text += (
+                " With one update per batch the first ratio is 1 and nothing is clipped: only the weight has an effect."
+            )
         return [text]
     if kind == "mask":
-        what = "tokens" if unit == "token" else "responses"
-        return [f"{what.capitalize()} whose importance weight is outside {bounds} are left out of the loss."]
+        units = "Tokens" if unit == "token" else "Responses"
+        return [f"{units} whose importance weight is outside {bounds} are left out of the loss."]
     return []

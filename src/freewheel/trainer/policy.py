@@ -1,9 +1,13 @@
-"""The model that is trained: a HF decoder, with adapters or without, seen as log-probabilities of given tokens.
+"""The model that is trained: a Hugging Face decoder, with or without adapters, as log-probabilities of given tokens.
 
-    MicroBatch ─▶ decoder ─▶ hidden states of `positions` only ─▶ output head, some rows at a time ─▶ logp, entropy [T]
+    MicroBatch ─▶ decoder ─▶ hidden states at `positions` ─▶ output head, some rows at a time ─▶ logp, entropy [T]
 
-Dropout is always off: what is trained must be what the engine sampled with. `plain` holds what is trained, named and
-saved; in bfloat16 a copy of it computes (`ComputingCopy`). Called by `TorchBackend`.
+Dropout is always off: what is trained must be what the engine sampled with. `plain` holds the parameters that are
+trained, named and saved; in bfloat16 a copy of it computes (`ComputingCopy`). Called by `TorchBackend`.
+
+Before training relies on an optimisation (shared prompts, packed rows, a head without full logits, compiled layers),
+the policy tries it on two responses to one prompt and compares the log-probabilities. A model with its own idea of
+positions or of attention fails this test and trains without the optimisation.
 """
 
 from __future__ import annotations
@@ -12,40 +16,58 @@ import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from freewheel.errors import ConfigError
-from freewheel.trainer.batching import MicroBatch
-from freewheel.trainer.compiling import compile_layers, leave_uncompiled
+from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, Sample, micro_batches, packed_batches
+from freewheel.trainer.decoder import (
+    ComputingCopy,
+    Precision,
+    autocast,
+    cast_parameters,
+    compile_layers,
+    compute_dtype,
+    enable_checkpointing,
+    leave_tree_attention,
+    undo_compile,
+    use_tree_attention,
+)
 from freewheel.trainer.head import head_logprobs, logits_at_a_time, logits_kept
-from freewheel.trainer.master import ComputingCopy, cast_parameters
 from freewheel.trainer.options import LoraConfig
-from freewheel.trainer.probing import N_PROMPT, REFUSALS, TOLERANCE, Probe, probe_batch
-from freewheel.trainer.tree import leave_tree_attention, use_tree_attention
 
 log = logging.getLogger("freewheel.trainer")
 
-Precision = Literal["auto", "float32", "bfloat16"]
-
 ADAPTER = "default"
-"""What peft calls the adapter that it makes."""
+"""peft's name for the adapter that it creates."""
 PAIRS_PER_HIDDEN = {"cpu": 3.0, "cuda": 0.5}
-"""6 by counting operations of a decoder layer. Attention runs at half the speed of the matrices on a CPU; on an H200 a
-mask keeps the fastest kernels out (1,024 tokens of prompt shared by 8 responses of 128: a third of the time; 200 by
-responses of 512 with 3.0: 15% more)."""
-PROBE_TOLERANCE = 1e-2
-"""How far the head on the hidden states may be from the model's own logits, relative to their size. Rounding in
-bfloat16 stays below; a logit cap or a scale does not."""
+"""The cost of a token outside attention, in pairs of tokens inside it, relative to the hidden size. Counting operations
+of a decoder layer gives 6. On a CPU attention runs at half the speed of matrix products. On an H200 a mask prevents the
+fastest kernels: 1,024 prompt tokens shared by 8 responses of 128 take a third of the time; 200 prompt tokens shared by
+responses of 512 took 15% more with 3.0."""
+HEAD_TOLERANCE = 1e-2
+"""How far the head's result may be from the model's own logits, relative to their size. Rounding in bfloat16 stays
+below this; a logit cap or a scale does not."""
+TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 0.2}
+"""How far a log-probability may move when its row changes. In bfloat16 logits near 16 are 0.06 apart. A token that sees
+something it should not moves by whole units."""
+ALWAYS_SHARE = 1e9
+N_PROMPT = 4
+N_RESPONSE = {"padded": 4, "packed": 37}
+"""Tokens of a probe's responses. Odd if packed, so that the probe ends within a tile."""
+REFUSALS = (TypeError, ValueError, IndexError, RuntimeError, NotImplementedError)
+"""The exceptions of a model or a kernel that does not support a mask, positions or heads."""
 
 
 class Policy:
-    """Gives log-probabilities with gradients, and the weights as the plain HF model names them."""
+    """Gives log-probabilities with gradients, and the weights under the names of the plain Hugging Face model."""
 
     def __init__(
         self,
@@ -61,16 +83,16 @@ class Policy:
     ) -> None:
         """`seed`: for the adapters' first values. `temperature`: that of sampling.
 
-        `computing_copy`: in bfloat16, compute with a copy of the weights in it in place of autocast: faster, for two
-        bytes a parameter. Adapters need none: the base is in bfloat16 as it is.
+        `computing_copy`: in bfloat16, compute with a copy of the weights instead of autocast. This is faster and costs
+        two bytes per parameter. Adapters need no copy, because their base is in bfloat16 already.
         """
         self.device = device
         self.dtype = compute_dtype(dtype, device)
         self.storage_dtype: torch.dtype = model.dtype
         self.lora = lora
         self._temperature = temperature
-        # Small updates would be lost in bfloat16, and autocast computes in it all the same; a base that is not trained
-        # needs no more than what is computed in.
+        # Trained parameters are in float32, because bfloat16 would lose small updates. A frozen base needs only the
+        # precision of the computation.
         self.plain = model.to(device, torch.float32) if lora is None else cast_parameters(model.to(device), self.dtype)
         self._names = {name for name, _ in _published(self.plain)}
         self.model = _with_adapters(self.plain, lora, seed) if lora is not None else self.plain
@@ -78,21 +100,23 @@ class Policy:
         if activation_checkpointing:
             enable_checkpointing(self.plain)
         if lora is not None and activation_checkpointing:
-            self.plain.enable_input_require_grads()  # else nothing before the first adapter asks for a gradient
+            self.plain.enable_input_require_grads()  # otherwise no input of the first adapter requires a gradient
         copied = computing_copy and lora is None and self.dtype is not torch.float32
         self._copy = ComputingCopy(self.plain, self.dtype) if copied else None
         self._mixed = not copied
         self._compiled = False
-        self._plain_head = self._head_is_all()
+        self._plain_head = self._head_is_plain()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
+    # -- log-probabilities --------------------------------------------------------------------------------------------
+
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """(log π, entropy) of each of the batch's tokens, float32, at the sampling temperature."""
+        """Return (log π, entropy) of each of the batch's tokens in float32, at the sampling temperature."""
         with self._computing() as model:
             if not self._plain_head:
-                return self._scored(_logits(model, batch), batch.targets, entropy_grad)
+                return self._score(_logits(model, batch), batch.targets, entropy_grad)
             hidden = _hidden(model, batch.decoder_inputs()).flatten(0, 1)[batch.positions]
             return self._at_head(model.get_output_embeddings(), hidden, batch.targets, entropy_grad)
 
@@ -100,7 +124,7 @@ class Policy:
         weight: Tensor = head.weight
         at_once = max(1, logits_at_a_time(self.device) // weight.shape[0])
         if len(hidden) <= at_once and self.device.type == "cpu":
-            return self._scored(head(hidden), targets, entropy_grad)
+            return self._score(head(hidden), targets, entropy_grad)
         if type(head) is nn.Linear and getattr(head, "bias", None) is None:
             return head_logprobs(
                 hidden.to(self.dtype),
@@ -112,37 +136,95 @@ class Policy:
                 kept=logits_kept(self.device) // weight.shape[0],
             )
 
-        def scored(some: Tensor, its: Tensor) -> tuple[Tensor, Tensor]:
-            return self._scored(head(some), its, entropy_grad)
+        def score(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            return self._score(head(rows), ids, entropy_grad)
 
         parts = zip(torch.split(hidden, at_once), torch.split(targets, at_once), strict=True)
-        found = [checkpoint(scored, some, its, use_reentrant=False) for some, its in parts]
+        found = [checkpoint(score, rows, ids, use_reentrant=False) for rows, ids in parts]
         logp, entropy = zip(*found, strict=True)
         return torch.cat(logp), torch.cat(entropy)
 
+    def _score(self, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        logits = logits.float()
+        if self._temperature != 1:
+            logits = logits / self._temperature
+        log_p = logits.log_softmax(-1)
+        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
+        with nullcontext() if entropy_grad else torch.no_grad():
+            entropy = -(log_p.exp() * log_p).sum(-1)
+        return chosen, entropy
+
+    def _computing_model(self) -> Any:
+        return self.plain if self._copy is None else self._copy.model
+
+    @contextmanager
+    def _computing(self) -> Iterator[Any]:
+        """Yield the computing model with current weights, in the precision of the computation."""
+        if self._copy is not None:
+            self._copy.refresh()
+        with autocast(self.device, self.dtype) if self._mixed else nullcontext():
+            yield self._computing_model()
+
+    def frozen_copy(self) -> Policy:
+        """Return the reference of a KL term: the policy as it is now."""
+        if self.lora is not None:
+            return _WithoutAdapters(self)
+        kept = copy.copy(self)
+        if self._copy is not None:
+            self._copy.refresh()
+        kept.plain = kept.model = copy.deepcopy(self._computing_model()).requires_grad_(False)
+        kept._copy = None
+        if self._compiled:
+            compile_layers(kept.plain)
+        return kept
+
+    # -- optimisations that are tried first ---------------------------------------------------------------------------
+
     @property
     def token_cost(self) -> float:
-        """What a token costs outside attention, in pairs of tokens inside it."""
+        """The cost of a token outside attention, in pairs of tokens inside it."""
         return PAIRS_PER_HIDDEN.get(self.device.type, PAIRS_PER_HIDDEN["cuda"]) * float(
             self.plain.config.get_text_config().hidden_size
         )
 
     def can_share(self) -> bool:
-        """Whether responses that share a prompt in one row get the log-probabilities that each would get alone."""
-        return self._probe().can_share()
+        """Whether responses that share a prompt in one row get the same log-probabilities as in separate rows."""
+        window = self.plain.config.get_text_config().to_dict().get("sliding_window")
+        if window is not None and window < MAX_SHARED_TOKENS:  # it would only show in longer rows
+            return False
+        return self._agree(*(probe_batch(self._vocabulary(), packed=False, share=share) for share in (False, True)))
 
     def can_pack(self) -> bool:
-        """Whether sequences packed into one row (`packing`) do. A model that can takes such rows from then on."""
-        if all(use_tree_attention(model) for model in (self.plain, self._runs())):
-            if self._probe().can_pack() and self._packs_as_it_computes():
+        """Whether sequences packed into one row do. If so, the model accepts such rows from now on."""
+        if all(use_tree_attention(model) for model in (self.plain, self._computing_model())):
+            (alone,) = micro_batches(
+                _probe_samples(self._vocabulary(), N_RESPONSE["packed"]), 4 * (N_PROMPT + N_RESPONSE["packed"])
+            )
+            if self._agree(alone, probe_batch(self._vocabulary(), packed=True)) and self._packs_in_dtype():
                 return True
-            log.warning("%s takes no packed rows: they are padded, and training is slower", type(self.plain).__name__)
+            log.warning("%s does not support packed rows: rows are padded, which is slower", type(self.plain).__name__)
         self.leave_trees()
         return False
 
     @torch.no_grad()
-    def _packs_as_it_computes(self) -> bool:
-        """Once more in the precision that is computed in, whose kernels are others, and do not take every head."""
+    def _agree(self, *batches: MicroBatch) -> bool:
+        """Compare the plain model's log-probabilities. In float32 if its weights are: rounding must hide nothing."""
+        rounded = self.lora is not None
+        found = []
+        try:
+            for batch in batches:
+                batch = batch.to(self.device)
+                with autocast(self.device, self.dtype) if rounded else nullcontext():
+                    logits = self.plain(**batch.decoder_inputs(), use_cache=False).logits
+                log_p = logits.flatten(0, 1)[batch.positions].float().log_softmax(-1)
+                found.append(log_p.gather(-1, batch.targets[:, None]))
+        except REFUSALS:
+            return False
+        return bool((found[0] - found[1]).abs().max() <= TOLERANCE[self.dtype if rounded else torch.float32])
+
+    @torch.no_grad()
+    def _packs_in_dtype(self) -> bool:
+        """Try packed rows again in the precision of the computation, whose kernels do not support every head."""
         alone, packed = (probe_batch(self._vocabulary(), packed=True, share=share) for share in (False, True))
         try:
             gap = self.logprobs(alone.to(self.device))[0] - self.logprobs(packed.to(self.device))[0]
@@ -151,19 +233,19 @@ class Policy:
         return float(gap.abs().max()) <= TOLERANCE[self.dtype]
 
     def leave_trees(self) -> None:
-        """Back to rows that are padded."""
-        for model in (self.plain, self._runs()):
+        """Return to padded rows."""
+        for model in (self.plain, self._computing_model()):
             leave_tree_attention(model)
 
     def compile(self, *, packed: bool) -> bool:
-        """Compiles the decoder's layers for rows as they will come, gradients included; False where that fails.
+        """Compile the decoder's layers, for the kind of rows that will come. Returns whether they are used.
 
-        What was compiled gives the log-probabilities of what was not, or it is not used.
+        They are not used if they fail or give different log-probabilities.
         """
         batch = probe_batch(self._vocabulary(), packed=packed, share=packed).to(self.device)
         with torch.no_grad():
             wanted = self.logprobs(batch)[0]
-        compile_layers(self._runs())
+        compile_layers(self._computing_model())
         self._compiled = True
         began = time.monotonic()
         try:
@@ -173,68 +255,52 @@ class Policy:
             if gap <= TOLERANCE[self.dtype]:
                 log.info("Compiled the decoder's layers in %.0f s", time.monotonic() - began)
                 return True
-            log.warning("The compiled decoder's log-probabilities are off by %.2g: it goes on uncompiled", gap)
+            log.warning("The compiled decoder's log-probabilities are off by %.2g: continuing without compiling", gap)
         except Exception:
-            log.warning("torch.compile failed: the decoder goes on uncompiled", exc_info=True)
+            log.warning("torch.compile failed: continuing without compiling", exc_info=True)
         finally:
             self.model.zero_grad(set_to_none=True)
-        leave_uncompiled(self._runs())
+        undo_compile(self._computing_model())
         self._compiled = False
         return False
 
-    def _probe(self) -> Probe:
-        """In float32 where the weights are, so that rounding hides nothing."""
-        rounded = self.lora is not None
-        within = autocast(self.device, self.dtype) if rounded else nullcontext()
-        return Probe(self.plain, device=self.device, dtype=self.dtype if rounded else torch.float32, within=within)
+    @torch.no_grad()
+    def _head_is_plain(self) -> bool:
+        """Whether logits are the output head applied to the last hidden states, and nothing else."""
+        if self.plain.get_output_embeddings() is None:
+            raise ConfigError(
+                "model.path", type(self.plain).__name__, "it has no output head: give a causal language model"
+            )
+        ids = (torch.arange(N_PROMPT) % self._vocabulary())[None].to(self.device)
+        with self._computing() as model:
+            own = model(input_ids=ids, use_cache=False).logits.float()
+            ours = model.get_output_embeddings()(_hidden(model, {"input_ids": ids})).float()
+        return bool((own - ours).abs().max() <= HEAD_TOLERANCE * own.abs().max().clamp(min=1e-3))
 
     def _vocabulary(self) -> int:
         return int(self.plain.config.get_text_config().vocab_size)
 
-    def _runs(self) -> Any:
-        """The model that computes."""
-        return self.plain if self._copy is None else self._copy.model
-
-    @contextmanager
-    def _computing(self) -> Iterator[Any]:
-        """That model, up to date, in the precision that is computed in."""
-        if self._copy is not None:
-            self._copy.refresh()
-        with autocast(self.device, self.dtype) if self._mixed else nullcontext():
-            yield self._runs()
-
-    def frozen_copy(self) -> Policy:
-        """As it is now, never to change: the reference of a KL term."""
-        if self.lora is None:
-            kept = copy.copy(self)
-            if self._copy is not None:
-                self._copy.refresh()
-            kept.plain = kept.model = copy.deepcopy(self._runs()).requires_grad_(False)
-            kept._copy = None
-            if self._compiled:
-                compile_layers(kept.plain)
-            return kept
-        return _WithoutAdapters(self)
+    # -- weights ------------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Every parameter and buffer of the plain model, adapters merged, in the precision that is computed in.
+        """Return every parameter and buffer of the plain model, adapters merged, in the precision of the computation.
 
-        Tied parameters stand there once, under the name that `named_parameters` gives them. Detached, on the device,
-        and not copied where nothing had to be merged or cast: `sync.pack` copies.
+        Tied parameters appear once, under their name in `named_parameters`. The tensors are detached, on the device,
+        and copied only if something was merged or cast: `sync.pack` copies them.
         """
         return {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in self._merged()
         }
 
     def save(self, folder: Path, tokenizer: Any = None) -> None:
-        """An ordinary HF folder, in the floating-point type that the model was given in."""
+        """Write a Hugging Face folder in the floating-point type of the model's files."""
         config = self.plain.config
         state = {
             name: tensor.to("cpu", self.storage_dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in self._merged()
         }
         self.plain.save_pretrained(folder, state_dict=state)
-        config.dtype = self.storage_dtype  # save_pretrained writes that of the master weights
+        config.dtype = self.storage_dtype  # save_pretrained writes the type of the master weights
         config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -251,32 +317,9 @@ class Policy:
             elif name in self._names:
                 yield name, tensor
 
-    def _scored(self, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        logits = logits.float()
-        if self._temperature != 1:
-            logits = logits / self._temperature
-        log_p = logits.log_softmax(-1)
-        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
-        with nullcontext() if entropy_grad else torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)
-        return chosen, entropy
-
-    @torch.no_grad()
-    def _head_is_all(self) -> bool:
-        """Whether logits are the output head on the last hidden states, and nothing besides."""
-        if self.plain.get_output_embeddings() is None:
-            raise ConfigError(
-                "model.path", type(self.plain).__name__, "it has no output head: give a causal language model"
-            )
-        ids = (torch.arange(N_PROMPT) % self._vocabulary())[None].to(self.device)
-        with self._computing() as model:
-            own = model(input_ids=ids, use_cache=False).logits.float()
-            ours = model.get_output_embeddings()(_hidden(model, {"input_ids": ids})).float()
-        return bool((own - ours).abs().max() <= PROBE_TOLERANCE * own.abs().max().clamp(min=1e-3))
-
 
 class _WithoutAdapters(Policy):
-    """The base model under adapters, which are off while it is asked. It shares everything with the policy."""
+    """The base model under a policy's adapters. Shares everything with the policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.__dict__.update(policy.__dict__)
@@ -286,39 +329,58 @@ class _WithoutAdapters(Policy):
             return super().logprobs(batch, entropy_grad=entropy_grad)
 
 
+def probe_batch(vocabulary: int, *, packed: bool, share: bool = True) -> MicroBatch:
+    """Return a micro-batch of two responses to one prompt."""
+    samples = _probe_samples(vocabulary, N_RESPONSE["packed" if packed else "padded"])
+    budget = 4 * (N_PROMPT + len(samples[0].tokens))
+    if packed:
+        return packed_batches(samples, budget, share=share)[0]
+    return micro_batches(samples, budget, ALWAYS_SHARE if share else None)[0]
+
+
+def _probe_samples(vocabulary: int, n_tokens: int) -> list[Sample]:
+    """Return two responses to one prompt. The second is the first in reverse."""
+    ids, indices = np.arange(n_tokens, dtype=np.int64) % vocabulary, np.arange(n_tokens)
+    one = Sample(
+        key=(0, 0),
+        prompt=ids[:N_PROMPT],
+        tokens=ids,
+        made=indices,
+        behaviour=indices,
+        versions=indices,
+        reward=0.0,
+        advantage=0.0,
+        weight=0.0,
+    )
+    return [one, replace(one, key=(0, 1), tokens=ids[::-1])]
+
+
 def _hidden(model: Any, inputs: Mapping[str, Any]) -> Tensor:
     hidden: Tensor = model.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden
 
 
 def _logits(model: Any, batch: MicroBatch) -> Tensor:
-    """The model's own way from hidden states to logits, at the wanted positions only."""
+    """Return the model's own logits, computed only at the batch's positions."""
     with _only_at(model.get_output_embeddings(), batch.positions):
         logits: Tensor = model(**batch.decoder_inputs(), use_cache=False).logits[0]
     return logits
 
 
-def compute_dtype(wanted: Precision, device: torch.device) -> torch.dtype:
-    if wanted == "auto":
-        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if on_gpu else torch.float32
-    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+@contextmanager
+def _only_at(head: nn.Module, positions: Tensor) -> Iterator[None]:
+    def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0].flatten(0, 1)[positions][None], *inputs[1:])
 
-
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Layers keep no activations. HF asks `training` of them for that, which dropout elsewhere must not see."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for module in model.modules():
-        if getattr(module, "gradient_checkpointing", False):
-            module.training = True
+    handle = head.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _published(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, tied ones once, and the buffers that a checkpoint holds."""
+    """Yield the parameters, tied ones once, and the buffers that a checkpoint holds."""
     kept = model.state_dict()
     for name, parameter in model.named_parameters():
         yield name, parameter.detach()
@@ -338,20 +400,8 @@ def _with_adapters(model: Any, lora: LoraConfig, seed: int) -> Any:
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": lora.target_modules,
-        "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 stores them so
+        "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 transposes its weights
     }
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
-
-
-@contextmanager
-def _only_at(head: nn.Module, positions: Tensor) -> Iterator[None]:
-    def narrowed(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].flatten(0, 1)[positions][None], *inputs[1:])
-
-    handle = head.register_forward_pre_hook(narrowed)
-    try:
-        yield
-    finally:
-        handle.remove()

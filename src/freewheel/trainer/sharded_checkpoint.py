@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from freewheel.errors import DataError
+from freewheel.utils.files import sync_file
 
 PARTS = "freewheel.parts"
 """In a file's header: tensor name → [shape of the whole, where this part begins]. Absent: every tensor is whole."""
@@ -57,7 +57,7 @@ def write_shard(folder: Path, tensors: Mapping[str, Tensor], *, rank: int, size:
         return ""
     path = folder / f"shard_{rank + 1:05d}_of_{size:05d}.safetensors"
     save_file(own, path, metadata={PARTS: json.dumps(parts)})
-    _sync(path)
+    sync_file(path)  # by the writer, because another machine cannot
     return path.name
 
 
@@ -157,12 +157,3 @@ def _rows(name: str, held: _Held, wanted: range) -> Tensor:
         if first < last or len(wanted) == 0:
             pieces.append(opened.get_slice(name)[max(0, first - rows.start) : max(0, last - rows.start)])
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
-
-
-def _sync(path: Path) -> None:
-    """By whoever wrote it: another machine cannot."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)

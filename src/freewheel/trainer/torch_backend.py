@@ -1,51 +1,59 @@
 """Learning on one device, CPU or GPU, with plain torch.
 
     [PromptGroup] ─▶ advantages ─▶ mini-batches ─▶ micro-batches ─▶ loss, gradients added up ─▶ clip ─▶ AdamW ─▶ metrics
-                     └ PPO: the critic's values, then GAE ┘
+                     └ with a critic: values, then GAE ┘
 
-One call of `step` is one training step; with `updates_per_batch` and `mini_batches` it makes several updates. The same
-groups, settings and weights give the same result, on a CPU to the bit: there is no dropout, and the order of
-mini-batches comes from (seed, step). Called by `FullyAsyncTrainer`.
+One call of `step` is one training step. With `updates_per_batch` and `mini_batches` it makes several updates. The same
+groups, settings and weights give the same result, on a CPU bit for bit: there is no dropout, and the order of
+mini-batches follows from (seed, step). Called by `FullyAsyncTrainer`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from freewheel.data.group import PromptGroup
+from freewheel.data.group import Array, PromptGroup
 from freewheel.errors import ConfigError, DataError
-from freewheel.trainer.advantages import estimate
+from freewheel.trainer.advantages import estimate, gae, whiten
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
-from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
-from freewheel.trainer.critic import Critic, token_advantages
-from freewheel.trainer.losses import PolicyTokens, policy_loss, value_loss
+from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, packed_batches
+from freewheel.trainer.decoder import (
+    ComputingCopy,
+    Precision,
+    autocast,
+    compile_layers,
+    compute_dtype,
+    enable_checkpointing,
+    use_tree_attention,
+)
+from freewheel.trainer.losses import LossInputs, apply_loss, check_loss, value_loss
 from freewheel.trainer.metrics import Tally, rollout_metrics
-from freewheel.trainer.optim import Optimizer
+from freewheel.trainer.optim import Optimizer, lr_factor
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
-from freewheel.trainer.packing import packed_batches
-from freewheel.trainer.policy import Policy, Precision, compute_dtype
-from freewheel.trainer.schedules import lr_factor
+from freewheel.trainer.policy import Policy
 
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 MAX_NONFINITE = 3
-"""Updates in a row whose loss or gradient is not finite before it is no accident."""
+"""Consecutive updates with a loss or gradient that is not finite before the run ends."""
 CPU_MICRO_BATCH_TOKENS = 2048
-"""Larger ones fall out of a CPU's cache: 16,384 tokens at a time of the embedded model took a third longer."""
+"""Larger micro-batches do not fit in a CPU's cache: 16,384 tokens of the embedded model took a third longer."""
 CRITIC_LR_FACTOR = 10.0
-"""The critic's learning rate over the policy's, where none is given: its head starts from nothing, and a value that
-lags is worse than one that wavers."""
+"""The default learning rate of the critic, relative to the policy's. Its head starts from zero, and values that lag are
+worse than values that fluctuate."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A micro-batch on the device, with what was computed before the first update of the step."""
+    """A micro-batch on the device, with everything computed before the first update of the step."""
 
     batch: MicroBatch
     proximal: Tensor | None = None
@@ -54,11 +62,19 @@ class Part:
     returns: Tensor | None = None
 
 
+@dataclass
+class _Updates:
+    """Updates of one step."""
+
+    made: int = 0
+    skipped: int = 0
+
+
 class TorchBackend:
-    """See `Backend`. Methods that say so are what several ranks do otherwise (`FsdpBackend`)."""
+    """See `Backend`. `FsdpBackend` overrides the methods that depend on the number of ranks."""
 
     _copies = True
-    """Whether a copy of the model computes where that is faster. Ranks gather such a copy layer by layer."""
+    """Whether a computing copy of the model may be used. FSDP gathers a copy layer by layer instead."""
 
     def __init__(
         self,
@@ -77,42 +93,34 @@ class TorchBackend:
         temperature: float = 1.0,
         seed: int = 0,
     ) -> None:
-        """`model`: a HF causal language model, which is then the backend's own.
+        """`model`: a Hugging Face causal language model, which the backend takes over.
 
-        `lr`: where `optimizer.lr` is `auto`. `compile`: the decoder's layers, by torch.compile; where that fails,
-        a warning says so. `share_prompts`: compute a group's prompt once for several responses, where that is cheaper
-        and the model can. `temperature`: that of sampling, so that log-probabilities are of the same distribution.
+        `lr`: the rate to use for `optimizer.lr = auto`. `compile`: use torch.compile for the decoder's layers; a
+        failure is a warning. `share_prompts`: compute a group's prompt once for several responses if that is cheaper
+        and the model supports it. `temperature`: that of sampling, so that log-probabilities match.
         """
         self._algorithm = algorithm or AlgorithmConfig()
         self._config = optimizer or OptimizerConfig()
         self._lr = _learning_rate(self._config, lr)
         self._critic_lr = self._config.critic_lr or CRITIC_LR_FACTOR * self._lr
         self._device = torch.device(device)
+        self._loss = self._algorithm.find_loss()
+        check_loss(self._loss, self._algorithm, self._device)
         on_cpu = self._device.type == "cpu"
         self._budget = min(micro_batch_tokens, CPU_MICRO_BATCH_TOKENS) if on_cpu else micro_batch_tokens
         self._seed = seed
         self._nonfinite = 0
+        computes: dict[str, Any] = {
+            "device": self._device,
+            "activation_checkpointing": activation_checkpointing,
+            "computing_copy": self._copies and not on_cpu,
+        }
         self._critic = None
-        if self._algorithm.name == "ppo":  # before adapters are put into the decoder that it is a copy of
-            self._critic = Critic(
-                model.base_model,
-                device=self._device,
-                dtype=compute_dtype(dtype, self._device),
-                activation_checkpointing=activation_checkpointing,
-                computing_copy=self._copies and not on_cpu,
-            )
-        self.policy = Policy(
-            model,
-            device=self._device,
-            dtype=dtype,
-            lora=lora,
-            activation_checkpointing=activation_checkpointing,
-            computing_copy=self._copies and not on_cpu,
-            temperature=temperature,
-            seed=seed,
-        )
+        if self._algorithm.uses_critic:  # copies the decoder before adapters are added to it
+            self._critic = Critic(model.base_model, dtype=compute_dtype(dtype, self._device), **computes)
+        self.policy = Policy(model, dtype=dtype, lora=lora, temperature=temperature, seed=seed, **computes)
         self._share_prompts = share_prompts
-        self._packed = self._speed_up(compile=compile)
+        self._packed = self._set_up_rows(compile=compile)
         padded_share = share_prompts and not self._packed and self.policy.can_share()
         self._share = self.policy.token_cost if padded_share else None
         self._reference = self.policy.frozen_copy() if self._algorithm.kl_coef else None
@@ -121,12 +129,12 @@ class TorchBackend:
             Optimizer(dict(self._critic.named_parameters()), self._config) if self._critic else None
         )
 
-    def _speed_up(self, *, compile: bool) -> bool:
-        """Compiles where wanted, and says whether rows are packed: where there is flash attention."""
+    def _set_up_rows(self, *, compile: bool) -> bool:
+        """Compile if requested. Returns whether rows are packed, which needs flash attention."""
         packed = self._device.type == "cuda" and self.policy.dtype is torch.bfloat16 and self.policy.can_pack()
         compiled = compile and self.policy.compile(packed=packed)
         if self._critic is not None:
-            self._critic.follow(packed=packed, compiled=compiled)
+            self._critic.set_up_rows(packed=packed, compiled=compiled)
         return packed
 
     def describe(self) -> str:
@@ -137,29 +145,163 @@ class TorchBackend:
         optimizers = (self._optimizer, self._critic_optimizer)
         return sum(one.updates_applied for one in optimizers if one is not None)
 
+    # -- a step -------------------------------------------------------------------------------------------------------
+
     def step(
         self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
     ) -> dict[str, float]:
         factor = lr_factor(self._config, step, total_steps)
-        told = rollout_metrics(groups)  # before the first update, as all that may fail: a step is then tried again
+        # Do everything that can raise before the first update, so that the step can be retried.
+        rollout = rollout_metrics(groups)
         minis = self._prepare(groups)
         tally, updates = Tally(), _Updates()
         for epoch in range(self._algorithm.updates_per_batch):
             order = np.random.default_rng([self._seed, step, epoch]).permutation(len(minis))
-            for place in order if len(minis) > 1 else range(len(minis)):
-                fresh = updates.made == 0
-                tally.merge(self._update_policy(minis[place], factor, updates, version if fresh else None))
+            for index in order if len(minis) > 1 else range(len(minis)):
+                first = updates.made == 0
+                tally.merge(self._update_policy(minis[index], factor, updates, version if first else None))
                 if self._critic is not None:
-                    tally.merge(self._update_critic(minis[place], factor))
-        found = {**told, **tally.values()}
+                    tally.merge(self._update_critic(minis[index], factor))
+        metrics = {**rollout, **tally.values()}
         if updates.made:
-            found["actor/lr"] = self._lr * factor
-            found["actor/skipped_nonfinite"] = float(updates.skipped)
+            metrics["actor/lr"] = self._lr * factor
+            metrics["actor/skipped_nonfinite"] = float(updates.skipped)
             if self._critic is not None:
-                found["critic/lr"] = self._critic_lr * factor
-        if GAP_MEAN not in found:  # no token of this version: the greatest of none is no number
-            found.pop(GAP_MAX, None)
-        return found
+                metrics["critic/lr"] = self._critic_lr * factor
+        if GAP_MEAN not in metrics:  # no token has this version, so there is no largest gap either
+            metrics.pop(GAP_MAX, None)
+        return metrics
+
+    def _prepare(self, groups: Sequence[PromptGroup]) -> list[list[Part]]:
+        """Return the micro-batches of each mini-batch, with everything that the first update would change."""
+        a = self._algorithm
+        advantages = [np.zeros(len(group)) for group in groups] if a.uses_critic else estimate(groups, a)
+        minis = [
+            [Part(batch=batch.to(self._device)) for batch in self._micro_batches(samples)]
+            for samples in mini_batches(groups, advantages, a)
+        ]
+        several = a.updates_per_batch * len(minis) > 1
+        with torch.no_grad():
+            for parts in minis:
+                for i, part in enumerate(parts):
+                    if a.proximal == "recomputed" and several:
+                        part = replace(part, proximal=self.policy.logprobs(part.batch)[0])
+                    if self._reference is not None:
+                        part = replace(part, reference=self._reference.logprobs(part.batch)[0])
+                    if self._critic is not None:
+                        part = replace(part, values=self._critic(part.batch))
+                    parts[i] = part
+        return self._with_gae(minis) if a.uses_critic else minis
+
+    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        if self._packed:
+            return packed_batches(samples, self._budget, share=self._share_prompts)
+        return micro_batches(samples, self._budget, self._share)
+
+    def _with_gae(self, minis: list[list[Part]]) -> list[list[Part]]:
+        flat = [part for parts in minis for part in parts]
+        values = [part.values for part in flat if part.values is not None]
+        found = iter(self._token_advantages([part.batch for part in flat], values))
+        return [[self._with_advantages(part, *next(found)) for part in parts] for parts in minis]
+
+    def _with_advantages(self, part: Part, advantages: Tensor, returns: Tensor) -> Part:
+        batch = replace(part.batch, advantages=advantages.to(self._device))
+        return replace(part, batch=batch, returns=returns.to(self._device))
+
+    def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return (advantages, returns) of all batches of the step. With several ranks, normalised over all of them."""
+        return token_advantages(batches, values, self._algorithm) if batches else []
+
+    def _update_policy(self, parts: Sequence[Part], factor: float, updates: _Updates, version: int | None) -> Tally:
+        """Make one optimizer step of the policy over a mini-batch.
+
+        `version`: compare log-probabilities with the engine's at tokens of this version.
+        """
+        self._optimizer.forget()
+        loss, tally = self._accumulate(parts, lambda part: self._policy_part(part, version))
+        norm, applied = self._optimizer.step(self._lr * factor, loss)
+        if applied:
+            one = torch.ones_like(loss)
+            tally.means["actor/loss"] = (loss, one)
+            tally.means["actor/grad_norm"] = (norm, one)
+        else:  # its metrics would make those of the other updates NaN
+            tally = Tally()
+        self._count(applied, updates, loss)
+        return tally
+
+    def _update_critic(self, parts: Sequence[Part], factor: float) -> Tally:
+        assert self._critic is not None and self._critic_optimizer is not None
+        self._critic_optimizer.forget()
+        loss, tally = self._accumulate(parts, self._critic_part)
+        norm, applied = self._critic_optimizer.step(self._critic_lr * factor, loss)
+        one = torch.ones_like(loss)
+        if applied:
+            tally.means["critic/loss"] = (loss, one)
+            tally.means["critic/grad_norm"] = (norm, one)
+        else:
+            tally = Tally()
+        tally.maxima["critic/skipped_nonfinite"] = one * (not applied)
+        return tally
+
+    def _accumulate(
+        self, parts: Sequence[Part], compute: Callable[[Part], tuple[Tensor, Tally]]
+    ) -> tuple[Tensor, Tally]:
+        """Add up the gradients, the loss and the metrics of a mini-batch."""
+        tally, losses = Tally(), []
+        for index, part in enumerate(parts):
+            loss, found = compute(part)
+            self._backward(loss, last=index == len(parts) - 1)
+            losses.append(loss.detach())
+            tally.merge(found)
+        return self._over_ranks(torch.stack(losses).sum(), tally)
+
+    def _policy_part(self, part: Part, version: int | None) -> tuple[Tensor, Tally]:
+        batch = part.batch
+        logp, entropy = self.policy.logprobs(batch, entropy_grad=self._algorithm.entropy_coef > 0)
+        inputs = LossInputs(
+            logprobs=logp,
+            entropy=entropy,
+            behaviour=batch.behaviour,
+            advantages=batch.advantages,
+            weights=batch.weights,
+            response=batch.sequence,
+            n_responses=batch.n_sequences,
+            tokens=batch.targets,
+            settings=self._algorithm,
+            proximal=part.proximal,
+            reference=part.reference,
+        )
+        loss, tally = apply_loss(self._loss, inputs)
+        if version is not None:
+            tally.merge(_logprob_gap(logp.detach(), batch, version))
+        return loss, tally
+
+    def _critic_part(self, part: Part) -> tuple[Tensor, Tally]:
+        assert self._critic is not None and part.values is not None and part.returns is not None
+        values = self._critic(part.batch)
+        return value_loss(values, part.values, part.returns, part.batch.weights, self._algorithm.value_clip)
+
+    def _backward(self, loss: Tensor, *, last: bool) -> None:
+        """`last`: the last micro-batch of an update, when ranks exchange gradients."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
+        """Return the loss and metrics of all ranks together."""
+        return loss, tally
+
+    def _count(self, applied: bool, updates: _Updates, loss: Tensor) -> None:
+        updates.made += 1
+        updates.skipped += not applied
+        self._nonfinite = 0 if applied else self._nonfinite + 1
+        if self._nonfinite >= MAX_NONFINITE:
+            own = self._algorithm.loss != "auto" and f"check that {self._algorithm.loss} returns finite numbers, "
+            raise NonFiniteLoss(
+                f"{self._nonfinite} updates in a row had a loss or a gradient that is not finite (loss {float(loss)}); "
+                f"the weights are unchanged. To avoid it, {own or ''}"
+                f"lower optimizer.lr ({self._lr:g}), set algorithm.dual_clip to 3, or set model.dtype to float32"
+            )
+
+    # -- what is published and saved ----------------------------------------------------------------------------------
 
     def weights(self) -> Mapping[str, Tensor]:
         return self.policy.weights()
@@ -168,7 +310,7 @@ class TorchBackend:
         self.policy.save(folder, tokenizer)
 
     def state(self) -> BackendState:
-        """Parameters that are trained, and the moments; a frozen base comes with the settings. No RNG: none is used."""
+        """Return trained parameters and moments. A frozen base follows from the settings; there is no random state."""
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._named_state().items()}
         return BackendState(tensors=tensors, values=self._state_values())
 
@@ -211,152 +353,17 @@ class TorchBackend:
             found["critic_optimizer"] = self._critic_optimizer
         return found
 
-    def _prepare(self, groups: Sequence[PromptGroup]) -> list[list[Part]]:
-        """Micro-batches of each mini-batch, with what must be computed before the first update changes the policy."""
-        a = self._algorithm
-        by_token = self._critic is not None
-        advantages = [np.zeros(len(group)) for group in groups] if by_token else estimate(groups, a)
-        minis = [
-            [Part(batch=batch.to(self._device)) for batch in self._micro_batches(samples)]
-            for samples in mini_batches(groups, advantages, a)
-        ]
-        several = a.updates_per_batch * len(minis) > 1
-        with torch.no_grad():
-            for parts in minis:
-                for i, part in enumerate(parts):
-                    if a.proximal == "recomputed" and several:
-                        part = replace(part, proximal=self.policy.logprobs(part.batch)[0])
-                    if self._reference is not None:
-                        part = replace(part, reference=self._reference.logprobs(part.batch)[0])
-                    if self._critic is not None:
-                        part = replace(part, values=self._critic(part.batch))
-                    parts[i] = part
-        return self._with_gae(minis) if by_token else minis
-
-    def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        if self._packed:
-            return packed_batches(samples, self._budget, share=self._share_prompts)
-        return micro_batches(samples, self._budget, self._share)
-
-    def _with_gae(self, minis: list[list[Part]]) -> list[list[Part]]:
-        flat = [part for parts in minis for part in parts]
-        values = [part.values for part in flat if part.values is not None]
-        found = iter(self._token_advantages([part.batch for part in flat], values))
-        made: list[list[Part]] = []
-        for parts in minis:
-            made.append([])
-            for part in parts:
-                advantages, returns = next(found)
-                batch = replace(part.batch, advantages=advantages.to(self._device))
-                made[-1].append(replace(part, batch=batch, returns=returns.to(self._device)))
-        return made
-
-    def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Over all batches of the step; on several ranks, over theirs too."""
-        return token_advantages(batches, values, self._algorithm) if batches else []
-
-    def _update_policy(self, parts: Sequence[Part], factor: float, updates: _Updates, version: int | None) -> Tally:
-        """One optimizer step of the policy over a mini-batch. `version`: whose log-probabilities to compare."""
-        self._optimizer.forget()
-        loss, tally = self._added_up(parts, lambda part: self._policy_part(part, version))
-        norm, applied = self._optimizer.step(self._lr * factor, loss)
-        one = torch.ones_like(loss)
-        if not applied:  # its numbers would make those of the other updates NaN
-            tally = Tally()
-        else:
-            tally.means["actor/loss"] = (loss, one)
-            tally.means["actor/grad_norm"] = (norm, one)
-        self._count(applied, updates, loss)
-        return tally
-
-    def _update_critic(self, parts: Sequence[Part], factor: float) -> Tally:
-        assert self._critic is not None and self._critic_optimizer is not None
-        self._critic_optimizer.forget()
-        loss, tally = self._added_up(parts, self._critic_part)
-        norm, applied = self._critic_optimizer.step(self._critic_lr * factor, loss)
-        one = torch.ones_like(loss)
-        if not applied:
-            tally = Tally()
-        else:
-            tally.means["critic/loss"] = (loss, one)
-            tally.means["critic/grad_norm"] = (norm, one)
-        tally.maxima["critic/skipped_nonfinite"] = one * (not applied)
-        return tally
-
-    def _added_up(
-        self, parts: Sequence[Part], found_in: Callable[[Part], tuple[Tensor, Tally]]
-    ) -> tuple[Tensor, Tally]:
-        """Gradients, loss and numbers of a mini-batch."""
-        tally, losses = Tally(), []
-        for place, part in enumerate(parts):
-            loss, found = found_in(part)
-            self._backward(loss, last=place == len(parts) - 1)
-            losses.append(loss.detach())
-            tally.merge(found)
-        return self._over_ranks(torch.stack(losses).sum(), tally)
-
-    def _policy_part(self, part: Part, version: int | None) -> tuple[Tensor, Tally]:
-        """On several ranks: also of one that is there for company alone."""
-        batch = part.batch
-        logp, entropy = self.policy.logprobs(batch, entropy_grad=self._algorithm.entropy_coef > 0)
-        tokens = PolicyTokens(
-            behaviour=batch.behaviour,
-            advantages=batch.advantages,
-            weights=batch.weights,
-            sequence=batch.sequence,
-            n_sequences=batch.n_sequences,
-            proximal=part.proximal,
-            reference=part.reference,
-        )
-        loss, tally = policy_loss(logp, entropy, tokens, self._algorithm)
-        if version is not None:
-            tally.merge(_logprob_gap(logp.detach(), batch, version))
-        return loss, tally
-
-    def _critic_part(self, part: Part) -> tuple[Tensor, Tally]:
-        """Likewise."""
-        assert self._critic is not None and part.values is not None and part.returns is not None
-        values = self._critic(part.batch)
-        return value_loss(values, part.values, part.returns, part.batch.weights, self._algorithm.value_clip)
-
-    def _backward(self, loss: Tensor, *, last: bool) -> None:
-        """`last`: of an update; on several ranks, when gradients are exchanged."""
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
-        """What all ranks found; here there is one."""
-        return loss, tally
-
-    def _count(self, applied: bool, updates: _Updates, loss: Tensor) -> None:
-        updates.made += 1
-        updates.skipped += not applied
-        self._nonfinite = 0 if applied else self._nonfinite + 1
-        if self._nonfinite >= MAX_NONFINITE:
-            raise NonFiniteLoss(
-                f"{self._nonfinite} updates in a row had a loss or a gradient that is not finite (loss {float(loss)}); "
-                f"the weights are as before them. Lower optimizer.lr ({self._lr:g}), set algorithm.dual_clip to 3, or "
-                "set model.dtype to float32"
-            )
-
-
-@dataclass
-class _Updates:
-    """Of one step."""
-
-    made: int = 0
-    skipped: int = 0
-
 
 def _learning_rate(config: OptimizerConfig, resolved: float | None) -> float:
     if resolved is not None:
         return resolved
     if config.lr == "auto":
-        raise ConfigError("optimizer.lr", config.lr, "give a number, or the backend the one that it stands for")
+        raise ConfigError("optimizer.lr", config.lr, "give a number here, or the resolved rate to the backend")
     return config.lr
 
 
 def _logprob_gap(logp: Tensor, batch: MicroBatch, version: int) -> Tally:
-    """How far the engine's log-probabilities are from ours at tokens that the same weights made."""
+    """Measure how far the engine's log-probabilities are from ours at tokens that the same weights produced."""
     same = batch.versions == version
     gap = torch.where(same, (logp - batch.behaviour).abs(), 0.0)
     return Tally(means={GAP_MEAN: (gap.sum(), same.sum())}, maxima={GAP_MAX: gap.max()})
@@ -369,5 +376,83 @@ def _check_fit(part: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tens
         name = min(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
         raise DataError(
             f"{part}/{name} has shape {found.get(name)} in the checkpoint and {shapes.get(name)} here: "
-            "resume with the model and the settings that it was made with"
+            "resume with the model and the settings of the checkpoint"
         )
+
+
+# -- the critic -------------------------------------------------------------------------------------------------------
+
+
+class Critic(nn.Module):
+    """A copy of the policy's decoder with a scalar head: the reward that each state promises.
+
+    A token's value is that of the state before it was chosen, from the hidden state that predicts it. The head starts
+    at 0, so all values do.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        activation_checkpointing: bool,
+        computing_copy: bool = False,
+    ) -> None:
+        """`computing_copy`: see `Policy`."""
+        super().__init__()
+        self.decoder = copy.deepcopy(decoder).float().to(device).eval()
+        self.head = nn.Linear(decoder.config.get_text_config().hidden_size, 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self._device, self._dtype = device, dtype
+        if activation_checkpointing:
+            enable_checkpointing(self.decoder)
+        copied = computing_copy and dtype is not torch.float32
+        self._copy = ComputingCopy(self.decoder, dtype) if copied else None
+
+    def set_up_rows(self, *, packed: bool, compiled: bool) -> None:
+        """Compute like the policy, which has the same kind of decoder."""
+        if packed:
+            use_tree_attention(self._computing_decoder())
+        if compiled:
+            compile_layers(self._computing_decoder())
+
+    def _computing_decoder(self) -> Any:
+        return self.decoder if self._copy is None else self._copy.model
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        if self._copy is not None:
+            self._copy.refresh()
+        with autocast(self._device, self._dtype) if self._copy is None else nullcontext():
+            hidden = self._computing_decoder()(**batch.decoder_inputs(), use_cache=False).last_hidden_state
+        values: Tensor = self.head(hidden.flatten(0, 1)[batch.positions].float()).squeeze(-1)
+        return values
+
+
+def token_advantages(
+    batches: Sequence[MicroBatch], values: Sequence[Tensor], config: AlgorithmConfig
+) -> list[tuple[Tensor, Tensor]]:
+    """Return (advantages, returns) [T] of each micro-batch: GAE with the reward on each response's last own token.
+
+    With `batch_std`, advantages are normalised over all tokens of all batches.
+    """
+    found = [_gae(batch, one, config) for batch, one in zip(batches, values, strict=True)]
+    advantages = [one for one, _ in found]
+    if config.normalisation == "batch_std":
+        ends = np.cumsum([len(one) for one in advantages])[:-1]
+        advantages = np.split(whiten(np.concatenate(advantages)), ends)
+    return [
+        (torch.from_numpy(a.astype(np.float32)), torch.from_numpy(r.astype(np.float32)))
+        for a, (_, r) in zip(advantages, found, strict=True)
+    ]
+
+
+def _gae(batch: MicroBatch, values: Tensor, config: AlgorithmConfig) -> tuple[Array, Array]:
+    lengths = np.array(batch.lengths)
+    present = np.arange(lengths.max())[None, :] < lengths[:, None]
+    padded, rewards = np.zeros(present.shape), np.zeros(present.shape)
+    padded[present] = values.double().cpu().numpy()
+    rewards[np.arange(len(lengths)), lengths - 1] = batch.rewards
+    advantages, returns = gae(rewards, padded, present, gamma=config.gamma, lam=config.lam)
+    return advantages[present], returns[present]

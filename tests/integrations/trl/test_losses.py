@@ -17,8 +17,8 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from freewheel.trainer.advantages import grpo, rloo
-from freewheel.trainer.losses import PolicyTokens, importance_weights, policy_loss, token_weights
+from freewheel.trainer.advantages import AdvantageInputs, grpo, rloo
+from freewheel.trainer.losses import LossInputs, apply_loss, importance_weights, ppo_clip, token_weights
 from freewheel.trainer.options import AlgorithmConfig
 
 pytestmark = [
@@ -61,9 +61,9 @@ def trl_advantages(kind: str, folder: Path, example: Any, tokenizer: Any, **sett
     return list(made._logs["advantages"])
 
 
-def our_groups() -> list[np.ndarray]:
+def our_groups(**settings: str) -> AdvantageInputs:
     values = np.array([np.nan if one is None else one for one in REWARDS])
-    return list(values.reshape(-1, GENERATIONS))
+    return AdvantageInputs(rewards=list(values.reshape(-1, GENERATIONS)), settings=AlgorithmConfig(**settings))
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,14 @@ def our_groups() -> list[np.ndarray]:
 )
 def test_grpo_advantages_are_trls(tmp_path, example, tokenizer, scale_rewards, normalise) -> None:
     wanted = trl_advantages("grpo", tmp_path, example, tokenizer, scale_rewards=scale_rewards)
-    assert np.concatenate(grpo(our_groups(), normalise)) == pytest.approx(wanted, abs=1e-5)
+    assert np.concatenate(grpo(our_groups(normalise=normalise))) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("normalise", ["none", "batch_std"])
 def test_rloo_advantages_are_trls(tmp_path, example, tokenizer, normalise) -> None:
     settings = {"normalize_advantages": normalise == "batch_std", "beta": 0.0}
     wanted = trl_advantages("rloo", tmp_path, example, tokenizer, **settings)
-    assert np.concatenate(rloo(our_groups(), normalise)) == pytest.approx(wanted, abs=1e-5)
+    assert np.concatenate(rloo(our_groups(name="rloo", normalise=normalise))) == pytest.approx(wanted, abs=1e-5)
 
 
 def samples() -> dict[str, Tensor]:
@@ -152,16 +152,20 @@ def by_us(given: dict[str, Tensor], config: AlgorithmConfig) -> tuple[Tensor, Te
     weights = token_weights(np.array(LENGTHS), config.aggregation, config.aggregation_tokens)
     logp = given["logps"][MASK].clone().requires_grad_()
     recomputed = config.proximal == "recomputed"
-    tokens = PolicyTokens(
+    inputs = LossInputs(
+        logprobs=logp,
+        entropy=given["entropies"][MASK],
+        tokens=torch.zeros(len(logp), dtype=torch.int64),
+        settings=config,
         behaviour=given["behaviour" if recomputed else "old"][MASK],
         proximal=given["old"][MASK] if recomputed else None,
         reference=given["reference"][MASK],
         advantages=given["advantages"][sequence],
         weights=torch.tensor(weights)[sequence],
-        sequence=sequence,
-        n_sequences=len(LENGTHS),
+        response=sequence,
+        n_responses=len(LENGTHS),
     )
-    loss, tally = policy_loss(logp, given["entropies"][MASK], tokens, config)
+    loss, tally = apply_loss(ppo_clip, inputs)
     loss.backward()
     assert logp.grad is not None
     return loss.detach(), logp.grad, tally.values()

@@ -1,0 +1,253 @@
+"""Changes to a Hugging Face decoder before it trains: attention over packed rows, a bfloat16 copy, compiled layers.
+
+Used by `Policy` and `Critic`. In a packed row, sequences follow one another and responses share their prompt:
+
+    tokens    prompt  response 0  response 1 │ prompt + response │ …          one row, no padding between sequences
+    keys      prompt  prompt response 0  prompt response 1  …                 per piece: the tokens it sees, in order
+
+A piece is a run of tokens that see each other causally, and also see everything before them in `keys`. Flash attention
+processes pieces of all lengths at once. So a prompt is computed once for all of its responses; only its keys are
+repeated.
+
+With a `ComputingCopy`, parameters in float32 learn and a copy of the model in bfloat16 computes:
+
+    master (float32) ── cast, once after each update ──▶ copy (bfloat16) ── forward, backward ──▶ its gradients
+           ▲                                                                                          │
+           └──────────── AdamW ◀── gradients in float32, added up over micro-batches ◀────────────────┘
+
+Autocast has the same effect, but casts every weight in every micro-batch and every activation before every product.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from freewheel.trainer.head import add_up
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+TREE = "freewheel_tree"
+"""The name under which transformers finds `tree_attention`."""
+CAPABLE = "sdpa"
+"""Models with this attention need nothing that `tree_attention` does not do."""
+UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+"""Options of some models that `tree_attention` does not implement."""
+MAX_VARIANTS = 32
+"""Compiled variants of one layer: with and without gradients, for policy, reference and critic, and one more if the
+first lengths were special. Beyond this limit torch would silently stop compiling."""
+
+
+def compute_dtype(wanted: Precision, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if on_gpu else torch.float32
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Recompute activations in the backward pass. transformers requires `training` of these layers, but dropout in
+    other layers must stay off."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            module.training = True
+
+
+# -- compiled layers --------------------------------------------------------------------------------------------------
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compile the layers on their next call. All are alike, so all use the first one's code, for rows of any length."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_VARIANTS)
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
+
+
+def undo_compile(model: nn.Module) -> None:
+    for layer in decoder_layers(model):
+        layer._compiled_call_impl = None
+
+
+# -- a copy that computes ---------------------------------------------------------------------------------------------
+
+
+class ComputingCopy:
+    """`model` computes in `dtype` what the master would. Gradients arrive at the master's parameters."""
+
+    def __init__(self, master: Any, dtype: torch.dtype) -> None:
+        self.model = cast_parameters(copy.deepcopy(master), dtype)
+        copies = dict(self.model.named_parameters())
+        self._masters = [parameter for _, parameter in master.named_parameters()]
+        self._copies = [copies[name] for name, _ in master.named_parameters()]
+        self._seen: list[int] | None = None
+        for mine, its in zip(self._masters, self._copies, strict=True):
+            if its.requires_grad:
+                its.register_post_accumulate_grad_hook(_HandOver(mine))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the master's parameters if they have changed since the last call."""
+        versions = [parameter._version for parameter in self._masters]
+        if versions != self._seen:
+            torch._foreach_copy_(self._copies, self._masters)
+            self._seen = versions
+
+
+class _HandOver:
+    """Adds a copy's gradient to its master's, and frees it."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self._master = master
+
+    def __call__(self, copied: Tensor) -> None:
+        given = copied.grad
+        assert given is not None
+        first = self._master.grad is None
+        if first:
+            self._master.grad = torch.empty_like(self._master)
+        assert self._master.grad is not None
+        add_up(self._master.grad, given, first=first)
+        copied.grad = None
+
+
+def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
+    """Cast in place. Buffers stay: in bfloat16, the frequencies of rotary positions would be off by whole turns."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+# -- attention over packed rows ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree:
+    """Which tokens see which, in a packed row of N tokens."""
+
+    query_ends: Tensor
+    """[P + 1] int32: where the pieces end, from 0 to N."""
+    key_ends: Tensor
+    """[P + 1] int32: where the keys of each piece end, in the order of `key_rows`."""
+    key_rows: Tensor | None
+    """[K] int64: the row's token that each key belongs to. None: the row as it is."""
+    longest_query: int
+    longest_key: int
+
+    def to(self, move: Any) -> Tree:
+        """Return a copy with `move` applied to each tensor."""
+        rows = None if self.key_rows is None else move(self.key_rows)
+        return Tree(
+            query_ends=move(self.query_ends),
+            key_ends=move(self.key_ends),
+            key_rows=rows,
+            longest_query=self.longest_query,
+            longest_key=self.longest_key,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Return the decoder's arguments, which it passes on to `tree_attention`, under transformers' names."""
+        return {
+            "cu_seq_lens_q": self.query_ends,
+            "cu_seq_lens_k": self.key_ends,
+            "max_length_q": self.longest_query,
+            "max_length_k": self.longest_key,
+            "key_rows": self.key_rows,
+        }
+
+
+def use_tree_attention(model: Any) -> bool:
+    """Make the model use `tree_attention` if its kind of attention allows it. Returns whether it does.
+
+    The caller must then check that the model computes the right thing: see `Policy.can_pack`.
+    """
+    from transformers import AttentionInterface
+
+    config = model.config.get_text_config()
+    if config._attn_implementation == TREE:
+        return True
+    # A window would only show in rows longer than any probe.
+    narrowed = any(getattr(config, name, None) is not None for name in ("sliding_window", "attention_chunk_size"))
+    if config._attn_implementation != CAPABLE or narrowed:
+        return False
+    AttentionInterface.register(TREE, tree_attention)
+    config._attn_implementation = TREE
+    return True
+
+
+def leave_tree_attention(model: Any) -> None:
+    config = model.config.get_text_config()
+    if config._attn_implementation == TREE:
+        config._attn_implementation = CAPABLE
+
+
+def tree_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int = 0,
+    max_length_k: int = 0,
+    key_rows: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with transformers' signature: [1, heads, N, width]. Other rows than packed ones use sdpa."""
+    if cu_seq_lens_q is None or cu_seq_lens_k is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        plain: tuple[Tensor, Tensor | None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+        return plain
+    for name in UNSUPPORTED:
+        if options.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} needs attention with {name}, which packed rows do not support")
+    query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
+    if key_rows is not None:  # in float32, so that the gradients of a shared prompt add up in float32
+        key, value = (one.float().index_select(0, key_rows).to(one.dtype) for one in (key, value))
+    if query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16):
+        found = torch.ops.aten._flash_attention_forward(
+            query, key, value, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, 0.0, True, False, scale=scaling
+        )[0]
+    else:
+        found = attend_by_pieces(query, key, value, cu_seq_lens_q.tolist(), cu_seq_lens_k.tolist(), scaling)
+    return found[None], None
+
+
+def attend_by_pieces(
+    query: Tensor, key: Tensor, value: Tensor, query_ends: list[int], key_ends: list[int], scale: float | None
+) -> Tensor:
+    """Compute the attention one piece at a time, without flash attention. [N, heads, width]."""
+    found = []
+    for piece in range(len(query_ends) - 1):
+        q = query[query_ends[piece] : query_ends[piece + 1]].transpose(0, 1)
+        k, v = (one[key_ends[piece] : key_ends[piece + 1]].transpose(0, 1) for one in (key, value))
+        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - q.shape[1])
+        out = scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=seen, scale=scale, enable_gqa=len(q) != len(k)
+        )
+        found.append(out[0].transpose(0, 1))
+    return torch.cat(found)
