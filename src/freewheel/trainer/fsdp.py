@@ -50,13 +50,13 @@ from freewheel.trainer.torch_backend import Part, TorchBackend, token_advantages
 T = TypeVar("T")
 
 COLLECTIVE_S = 600.0
-"""Longest wait for another rank in a collective: as long as a large model takes to load on a slow disk, or a first step
-to compile. One that died is noticed sooner, by those who watch it."""
+"""Longest wait for another rank in a collective: enough to load a large model from a slow disk, or to compile a first
+step. The runtime notices a dead rank sooner."""
 LOCAL_HOST, LOCAL_INTERFACE = "127.0.0.1", "lo"
-"""Where all ranks are on one machine, nobody else can join them."""
+"""Used if all ranks are on one machine, so that nobody else can join them."""
 ROOM_FOR_WHOLE = 0.25
-"""Of a GPU's memory, for the whole model's gradients and gathered parameters while micro-batches are added up: then
-they are gathered and reduced once an update. A larger model does both for every micro-batch."""
+"""Share of a GPU's memory for the whole model's gradients and gathered parameters. If they fit, parameters are gathered
+and gradients reduced once per update. A larger model does both for every micro-batch."""
 GRADIENT_BYTES = 4
 
 
@@ -65,7 +65,7 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Where the ranks find each other."""
+    """Where the ranks meet."""
 
     host: str
     port: int
@@ -73,7 +73,7 @@ class Meeting:
 
 
 class Host:
-    """Rank 0's end of a meeting: a port that is taken from the moment it is told to others."""
+    """Rank 0's side of a meeting. It occupies the port before other ranks learn of it."""
 
     def __init__(self, host: str, size: int) -> None:
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -82,7 +82,7 @@ class Host:
         self._listening = listening
 
     def open(self) -> Any:
-        """Once. The store lives as long as the process."""
+        """Open the store, once. It lives as long as the process."""
         return TCPStore(
             self.meeting.host,
             self.meeting.port,
@@ -95,35 +95,35 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """This process among those that train together."""
+    """This process in the group that trains together."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
-    """Of the devices that are trained on."""
+    """The training devices."""
     host_mesh: DeviceMesh
-    """Of the same processes' host memory."""
+    """The same processes' host memory."""
     objects: dist.ProcessGroup
-    """For what is small, and not on a device."""
+    """For small objects that are not on a device."""
 
     @property
     def leads(self) -> bool:
         return self.rank == 0
 
     def gathered(self, value: T) -> list[T]:
-        """Every rank's, in their order."""
+        """Return the values of all ranks, in their order."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.objects)
         return found
 
 
 def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host | None = None) -> World:
-    """Returns when all ranks are there. `host`: on rank 0."""
+    """Join the group. Returns when all ranks have joined. `host`: on rank 0."""
     device = torch.device(device)
-    if str(device) == "cuda":  # Ray shows a process its own GPU and no other
+    if str(device) == "cuda":  # Ray shows each process only its own GPU
         device = torch.device("cuda", 0)
-    if meeting.host == LOCAL_HOST:  # else gloo takes the interface of the machine's name, which may lead nowhere
+    if meeting.host == LOCAL_HOST:  # otherwise gloo takes the interface of the host name, which may not work
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOCAL_INTERFACE)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -146,11 +146,11 @@ def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host 
 
 
 class Sharded:
-    """A module whose parameters are spread over the ranks, a group for each layer and one for the rest."""
+    """A module whose parameters are sharded over the ranks: one group per layer, and one for the rest."""
 
     def __init__(self, root: nn.Module, world: World, dtype: torch.dtype, *, exact: Sequence[nn.Module] = ()) -> None:
-        """`root`: called as a whole for each pass. `dtype`: computed in; shards stay as they are, and gradients are
-        added up in float32. `exact`: modules in it that compute in float32 all the same."""
+        """`root`: called as a whole for each pass. `dtype`: the precision of the computation. Shards keep theirs, and
+        gradients are added up in float32. `exact`: modules inside that compute in float32 anyway."""
         whole = MixedPrecisionPolicy()
         layered = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         layered = whole if dtype is torch.float32 else layered
@@ -160,39 +160,39 @@ class Sharded:
             _compile_within(layer)
             fully_shard(layer, mesh=world.mesh, mp_policy=layered)
         root.register_forward_hook(_own_memory)
-        # What comes in from outside is no activation, and stays as it is.
+        # The root's inputs are no activations: do not cast them.
         fully_shard(root, mesh=world.mesh, mp_policy=replace(layered, cast_forward_inputs=False))
         self.root = cast(Any, root)
         self._parts: list[Any] = [module for module in root.modules() if isinstance(module, FSDPModule)]
         for part in self._parts:
-            part.set_gradient_divide_factor(1.0)  # weights of tokens have the mean in them: ranks add up
+            part.set_gradient_divide_factor(1.0)  # token weights contain the mean already, so ranks add up
             part.set_force_sum_reduction_for_comms(enable=True)
         self._whole = all(world.gathered(_has_room(root, world.device, dtype)))
         if self._whole:
             self.root.set_reshard_after_forward(False)
 
     def next_backward(self, *, last: bool) -> None:
-        """`last`: of an update."""
+        """`last`: the last micro-batch of an update."""
         self.root.set_is_last_backward(last)
         if self._whole:
             self.root.set_requires_gradient_sync(last)
             self.root.set_reshard_after_backward(last)
 
     def rest(self) -> None:
-        """Only shards are left. Before parameters are read or changed: what is gathered would go on as it was."""
+        """Free gathered parameters. Needed before parameters are read or changed: gathered ones would be stale."""
         for part in self._parts:
             part.reshard()
 
 
 def _compile_within(layer: Any) -> None:
-    """Of a compiled layer what it computes alone: its shards are gathered and let go around that."""
+    """Compile only the computation of a layer: FSDP gathers and frees its shards around it."""
     if layer._compiled_call_impl is not None:
         layer._compiled_call_impl = None
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def _own_memory(_: nn.Module, __: Any, found: Any) -> Any:
-    """FSDP waits for gradients of what a module gives, and a view of something else may lose them."""
+    """Copy the outputs: FSDP waits for their gradients, which a view of another tensor may lose."""
     if isinstance(found, tuple):
         return tuple(one.clone() for one in found)
     return found.clone()
@@ -206,8 +206,8 @@ def _has_room(root: nn.Module, device: torch.device, dtype: torch.dtype) -> bool
 
 
 class _Pass(nn.Module):
-    """A policy's way from a micro-batch to log-probabilities as one module, head included: what lies outside the layers
-    is gathered for all of it."""
+    """A policy's forward pass as one module, including the head: parameters outside the layers are gathered for all of
+    it."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -219,12 +219,12 @@ class _Pass(nn.Module):
 
 
 class ShardedPolicy(Policy):
-    """A policy whose parameters are spread over the ranks. Rank 0 gets what is published."""
+    """A policy whose parameters are sharded over the ranks. Rank 0 receives the published weights."""
 
     def __init__(self, policy: Policy, world: World) -> None:
         self.__dict__.update(policy.__dict__)
         self._world = world
-        self._mixed = False  # what is gathered is in the precision that is computed in
+        self._mixed = False  # FSDP gathers in the precision of the computation
         self.sharded = Sharded(_Pass(self), world, self.dtype)
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
@@ -252,7 +252,7 @@ class ShardedPolicy(Policy):
         return self._gathered(super()._merged())
 
     def _gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """One at a time; on other ranks than the first they are let go."""
+        """Gather one tensor at a time. Ranks other than 0 drop them."""
         for name, tensor in tensors:
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._world.leads:
@@ -264,13 +264,13 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _WithoutAdapters(ShardedPolicy):
-    """The base model under a sharded policy's adapters, for a KL term. It shares everything with the policy."""
+    """The base model under a sharded policy's adapters, for a KL term. Shares everything with the policy."""
 
     def __init__(self, policy: ShardedPolicy) -> None:
         self.__dict__.update(policy.__dict__)
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Without gradients. peft turns those of the adapters off and on again: of the shards, which alone are kept."""
+        """Without gradients. peft switches those of the adapters off and on, which must happen on shards."""
         self.sharded.rest()
         with self.model.disable_adapter():
             found = super().logprobs(batch, entropy_grad=entropy_grad)
@@ -279,7 +279,7 @@ class _WithoutAdapters(ShardedPolicy):
 
 
 class ShardedOptimizer(Optimizer):
-    """AdamW on this rank's shards; the norm is that of the whole gradient."""
+    """AdamW on this rank's shards. The norm is that of the whole gradient."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World) -> None:
         super().__init__(parameters, config)
@@ -293,21 +293,21 @@ class ShardedOptimizer(Optimizer):
 
 
 class FsdpBackend(TorchBackend):
-    """See `Backend`, and `ShardedBackend` for what every rank calls."""
+    """See `Backend`, and `ShardedBackend` for the methods that every rank calls."""
 
     policy: ShardedPolicy
     _copies = False
 
     def __init__(self, model: Any, *, world: World, **settings: Any) -> None:
-        """`settings`: `TorchBackend`'s, but for the device. The whole model must fit on it until it is sharded."""
+        """`settings`: those of `TorchBackend` except the device. The whole model must fit on it until it is sharded."""
         super().__init__(model, device=world.device, **settings)
         self._world = world
         (batch,) = super()._micro_batches([_nothing()])
         self._empty = replace(batch, keys=()).to(self._device)
-        """Something to run the model on for company, with nothing in it to learn from."""
+        """A micro-batch with nothing to learn from, for ranks that have fewer micro-batches than others."""
         before, self.policy = self._reference, ShardedPolicy(self.policy, world)
         if before is not None and self.policy.lora is not None:
-            with torch.no_grad():  # what is gathered for the first time asks for gradients if the shards do then
+            with torch.no_grad():  # parameters gathered for the first time take over whether shards require gradients
                 self.policy.logprobs(self._empty)
             self._reference = _WithoutAdapters(self.policy)
         elif before is not None:
@@ -324,16 +324,16 @@ class FsdpBackend(TorchBackend):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        """This rank's, and as many on every rank: there are collectives in each pass."""
+        """Return this rank's micro-batches, equally many on every rank: each pass contains collectives."""
         own = super()._micro_batches(share_out(samples, self._world.size)[self._world.rank])
         rounds = max(self._world.gathered(len(own)))
         return [*own, *[self._empty] * (rounds - len(own))]
 
     def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         config = self._algorithm
-        apart = msgspec.structs.replace(config, normalise="none")
+        unscaled = msgspec.structs.replace(config, normalise="none")
         real = [place for place, batch in enumerate(batches) if batch.n_sequences]
-        own = token_advantages([batches[i] for i in real], [values[i] for i in real], apart) if real else []
+        own = token_advantages([batches[i] for i in real], [values[i] for i in real], unscaled) if real else []
         advantages = [one.double().numpy() for one, _ in own]
         if config.normalisation == "batch_std":
             flat = [np.concatenate(each) if each else np.zeros(0) for each in self._world.gathered(advantages)]
@@ -370,13 +370,13 @@ class FsdpBackend(TorchBackend):
         super()._backward(loss, last=last)
 
     def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
-        """The same on every rank: sums of sums, and the greatest of the greatest."""
+        """Return the same on every rank: sums of sums, and the largest maxima."""
         self._rest()
-        told = self._world.gathered((float(loss), tally.to(torch.device("cpu"))))
+        ranks = self._world.gathered((float(loss), tally.to(torch.device("cpu"))))
         found = Tally()
-        for _, one in told:
+        for _, one in ranks:
             found.merge(one)
-        total = torch.tensor(sum(one for one, _ in told), device=loss.device)
+        total = torch.tensor(sum(one for one, _ in ranks), device=loss.device)
         return total, found.to(loss.device)
 
     def _sharded(self) -> list[Sharded]:
@@ -388,10 +388,10 @@ class FsdpBackend(TorchBackend):
         if isinstance(self._reference, ShardedPolicy):
             self._reference.sharded.rest()
 
-    # -- what is saved ------------------------------------------------------------------------------------------------
+    # -- saved state -------------------------------------------------------------------------------------------------
 
     def state(self) -> BackendState:
-        """This rank's shards, copied to the host."""
+        """Return this rank's shards, copied to the host."""
         self._rest()
         tensors = {name: on_host(one, self._world.host_mesh) for name, one in self._named_state().items()}
         return BackendState(tensors=tensors, values=self._state_values())
@@ -400,26 +400,26 @@ class FsdpBackend(TorchBackend):
         return write_shard(folder, state.tensors, rank=self._world.rank, size=self._world.size)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-        """`DataError` on all ranks where one of them raises it: it may be the only one that does not see the files."""
+        """If one rank raises `DataError`, all do: it may be the only one that does not see the files."""
         tensors: dict[str, Tensor] = {}
         why = ""
         try:
             tensors = read_shards(files, mesh=self._world.host_mesh)
         except DataError as error:
             why = str(error)
-        for rank, told in enumerate(self._world.gathered(why)):
-            if told:
-                raise DataError(f"rank {rank}: {told}")
+        for rank, problem in enumerate(self._world.gathered(why)):
+            if problem:
+                raise DataError(f"rank {rank}: {problem}")
         self.load_state(BackendState(tensors=tensors, values=values))
 
     def load_state(self, state: BackendState) -> None:
-        """Shards of this rank's, or whole tensors."""
+        """Load this rank's shards, or whole tensors."""
         self._rest()
         tensors = {name: self._own(one) for name, one in state.tensors.items()}
         super().load_state(BackendState(tensors=tensors, values=state.values))
 
     def _own(self, tensor: Tensor) -> Tensor:
-        """Where parameters are, and spread as they are."""
+        """Return the tensor on the device, sharded like the parameters."""
         mesh, device = self._world.mesh, self._world.device
         if isinstance(tensor, DTensor):
             return moved(tensor, mesh, device)

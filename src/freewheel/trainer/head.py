@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies of given tokens from hidden states, without the logits ever being there as a whole.
+"""Log-probabilities and entropies of given tokens from hidden states, without storing all logits at once.
 
     hidden [T, H] ─ some rows ─▶ logits ─▶ log π, entropy, log Σ exp          forward: most logits are dropped
-                  ─ some rows ─▶ logits ─▶ their gradient ─▶ hidden, weight   backward: those are made again
+                  ─ some rows ─▶ logits ─▶ their gradient ─▶ hidden, weight   backward: they are computed again
 
-A vocabulary of 151,936 makes 300 KB of one token's logits, and what a softmax keeps of them six times that. Called by
-`Policy` for heads that are one matrix.
+With a vocabulary of 151,936, one token's logits take 300 KB, and a softmax keeps six times that. Called by `Policy` for
+heads that are one matrix.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from torch import Tensor
 from freewheel.trainer.options import LOGITS_AT_A_TIME
 
 LOGITS_AT_A_TIME_GPU = 1 << 29
-"""1 GiB of bfloat16. The weight's gradient is read and written once for each part: small ones would make that the
-longest of all."""
+"""1 GiB of bfloat16. The weight's gradient is read and written once per part, which would dominate with small parts."""
 LOGITS_KEPT_GPU = 5 << 28
-"""As many are kept for the backward pass in place of being made again: 2.5 GiB. Their product is a thirtieth of a step
-of a model of 1.5B with 8,192 response tokens in a micro-batch, all of which they hold."""
+"""Logits kept for the backward pass instead of computing them again: 2.5 GiB, which is all of 8,192 response tokens. It
+saves a thirtieth of a step of a 1.5B model."""
 
 
 def logits_at_a_time(device: torch.device) -> int:
@@ -45,11 +44,10 @@ def head_logprobs(
     at_once: int,
     kept: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(log π of `targets`, entropy) [T] in float32 of softmax(hidden·weightᵀ / temperature).
+    """Return (log π of `targets`, entropy) [T] in float32 of softmax(hidden·weightᵀ / temperature).
 
-    `hidden` and `weight` in the type that the product is computed in. `at_once`: rows whose logits may be there at a
-    time; `kept`: rows whose logits may stay until the backward pass. The entropy has a gradient only where
-    `entropy_grad`.
+    `hidden` and `weight` have the type of the product. `at_once`: rows whose logits may exist at the same time. `kept`:
+    rows whose logits may stay until the backward pass. The entropy has a gradient only with `entropy_grad`.
     """
     learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     given = (hidden, weight, targets, temperature, entropy_grad, at_once, kept if learns else 0)
@@ -99,7 +97,7 @@ class _HeadLogprobs(torch.autograd.Function):
             if for_hidden is not None:
                 for_hidden[rows] = _product(of_logits, weight)
             if to_weight:
-                # added up in float32: in bfloat16 each part would round away what the ones before it gave
+                # add up in float32: in bfloat16, rounding would lose small parts
                 first = for_weight is None
                 for_weight = torch.empty_like(weight, dtype=torch.float32) if for_weight is None else for_weight
                 add_up(for_weight, _product(of_logits.t(), hidden[rows]), first=first)
@@ -107,7 +105,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
 
 def _parts(rows: int, at_once: int) -> Iterator[slice]:
-    """Equal parts: a short last one would cost as much of the weight's traffic as the others."""
+    """Return equal parts: a short last part would cost as much memory traffic for the weight as the others."""
     size = math.ceil(rows / max(1, math.ceil(rows / max(1, at_once)))) if rows else 1
     return (slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size))
 
@@ -118,7 +116,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(log π of `targets`, entropy, log Σ exp) [T]."""
+    """Return (log π of `targets`, entropy, log Σ exp) [T]."""
     if has_kernels(logits.device.type):
         from freewheel.trainer import kernels
 
@@ -139,7 +137,7 @@ def _slope(
     entropy: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """The logits' gradient, maybe in their place. With x = logits / temperature and chosen token y:
+    """Return the logits' gradient, possibly in place. With x = logits / temperature and chosen token y:
 
     ∂ log π_y / ∂ x_j = [j = y] − p_j        ∂ H / ∂ x_j = −p_j (log p_j + H)
     """
@@ -157,7 +155,7 @@ def _slope(
 
 
 def add_up(into: Tensor, given: Tensor, *, first: bool) -> None:
-    """`into` += `given`, which may be of another type; where `first`, whatever it was before."""
+    """Add `given`, which may have another type, to `into`. If `first`, overwrite `into` instead."""
     if has_kernels(into.device.type) and into.is_contiguous() and given.is_contiguous():
         from freewheel.trainer import kernels
 
@@ -170,7 +168,7 @@ def add_up(into: Tensor, given: Tensor, *, first: bool) -> None:
 
 @functools.cache
 def has_kernels(device_type: str) -> bool:
-    """Whether `freewheel.trainer.kernels` runs there."""
+    """Whether `freewheel.trainer.kernels` runs on this device."""
     from torch.utils._triton import has_triton
 
     return device_type == "cuda" and bool(has_triton())

@@ -1,9 +1,9 @@
-"""Triton kernels for what torch does in several passes over memory; each has a plain twin that says the same in torch.
+"""Triton kernels for operations that take torch several passes over memory. Each has an equivalent in plain torch.
 
     score, slope     the output head: `head._score`, `head._slope`
     add_up           a gradient in bfloat16 onto one in float32: `head.add_up`
 
-Imported only where there are Triton and a GPU: see `freewheel.trainer.head`.
+A separate module, because `freewheel.trainer.head` imports it only if there are Triton and a GPU.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 SCORED_AT_ONCE, SLOPED_AT_ONCE, ADDED_AT_ONCE = 8192, 4096, 4096
-"""Elements of a program: enough loads in flight, few enough for registers."""
+"""Elements per program: enough to keep loads in flight, few enough for the registers."""
 WARPS = 8
 
 
 def score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """One pass: the sums are rescaled whenever a greater logit turns up."""
+    """One pass: rescale the sums whenever a larger logit appears."""
     rows, vocabulary = logits.shape
     logp, entropy, log_sum = (torch.empty(rows, device=logits.device, dtype=torch.float32) for _ in range(3))
     _launch(_score, (rows,), logits, targets, logp, entropy, log_sum, vocabulary, 1 / temperature, block=SCORED_AT_ONCE)
@@ -37,7 +37,7 @@ def slope(
     entropy: Tensor,
     of_entropy: Tensor | None,
 ) -> Tensor:
-    """In place: the logits are not needed any more."""
+    """Works in place: the logits are no longer needed."""
     rows, vocabulary = logits.shape
     given = (targets, log_sum, of_logp, entropy, of_logp if of_entropy is None else of_entropy)
     grid = (rows, triton.cdiv(vocabulary, SLOPED_AT_ONCE))
@@ -47,7 +47,7 @@ def slope(
 
 
 def add_up(into: Tensor, given: Tensor, *, first: bool) -> None:
-    """`into` is overwritten where `first`. Both contiguous."""
+    """Overwrites `into` if `first`. Both are contiguous."""
     n = into.numel()
     _launch(_add_up, (triton.cdiv(n, ADDED_AT_ONCE),), into, given, n, first=first, block=ADDED_AT_ONCE)
 

@@ -3,9 +3,9 @@
     FullyAsyncTrainer ─▶ Leader ─┬─ ask(command) ─▶ Follower of rank 1, 2, … ─▶ its backend ─┐
                                  └──────────────────────────────────────────▶ backend of rank 0 ┘ meet in collectives
 
-Every command is obeyed by all ranks, rank 0 included, in the same order. What goes wrong on one of them leaves the
-others in the middle of something: then the group is broken, and `fail` ends rank 0's process, so that a whole new group
-begins from the newest checkpoint. Used by `TrainSide` (rank 0) and by the rank actors.
+All ranks run every command in the same order. A failure on one rank leaves the others in the middle of a collective.
+Then the group is broken, and `fail` ends rank 0's process, so that a new group starts from the newest checkpoint. Used
+by `TrainSide` (rank 0) and by the rank actors.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ log = logging.getLogger("freewheel.trainer")
 T = TypeVar("T")
 
 PIECES = 4
-"""Pieces that a rank's share is made of at least: a group is cut where it is larger. Fewer would leave shares unequal,
-more would part responses from the prompt that they share."""
+"""Minimum number of pieces in a rank's share: larger groups are cut. Fewer would leave shares unequal, more would
+separate responses from their shared prompt."""
 ALIKE = (NonFiniteLoss, DataError)
-"""What every rank finds, at the same place: it leaves them together."""
+"""Errors that all ranks raise at the same place, so that the group stays intact."""
 WITNESS_S = 5.0
-"""How long rank 0 looks for one that ended before it takes a failure for its own: Ray tells of a death within a second
-or two, and the others wait for rank 0 meanwhile."""
+"""How long rank 0 looks for a dead rank before it blames itself for a failure. Ray reports a death within a second or
+two, and the others wait for rank 0 meanwhile."""
 KEPT_STATES = 2
-"""Copies of the training state that a rank holds: one that is being written, and the next."""
+"""Copies of the training state that a rank keeps: one being written, and the next."""
 
 
 class RankLost(RuntimeError):
-    """A training process died, raised, or gave no answer: the others cannot go on without it."""
+    """A training process died, raised, or did not answer. The others cannot continue without it."""
 
 
 def share_out(samples: Sequence[Sample], world: int) -> list[list[Sample]]:
-    """Each rank's samples, about as many tokens for each, in the order given. The same on every rank."""
+    """Return each rank's samples in the given order, with about equally many tokens. The same on every rank."""
     costs = [len(sample.prompt) + len(sample.tokens) for sample in samples]
     largest = sum(costs) // (PIECES * world)
     pieces: list[list[int]] = []
@@ -70,50 +70,52 @@ def share_out(samples: Sequence[Sample], world: int) -> list[list[Sample]]:
 
 
 class ShardsNotWritten(OSError):
-    """One rank could not write its part of a checkpoint; the message says which and why."""
+    """A rank could not write its part of a checkpoint. The message names the rank and the reason."""
 
 
 class ShardedBackend(Backend, Protocol):
-    """A `Backend` whose methods every rank calls with the same arguments. Gives on rank 0 what is complete."""
+    """A `Backend` whose methods every rank calls with the same arguments. Rank 0 gets complete results."""
 
     def write_state(self, state: BackendState, folder: Path) -> str:
-        """This rank's part of what `state` gave, to a file of its own, whose name it gives; empty: it has no part. May
-        run beside training: it asks nothing of the other ranks."""
+        """Write this rank's part of the state to its own file and return the name; empty if it has no part.
+
+        May run during training: it does not communicate with other ranks.
+        """
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-        """What `write_state` wrote on any number of ranks, or a backend of one process."""
+        """Load files that `write_state` wrote on any number of ranks, or that a backend of one process wrote."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank says of its part of a checkpoint."""
+    """The result of writing one rank's part of a checkpoint."""
 
     name: str = ""
-    """Of its file. Empty: it has no part, or could not write it."""
+    """The file's name. Empty if the rank has no part or could not write it."""
     errno: int = 0
     error: str = ""
-    """Why it could not."""
+    """Why writing failed."""
 
 
 class Asked(Protocol):
-    """A command that the other ranks were given."""
+    """A command that was sent to the other ranks."""
 
     def wait(self) -> list[Any]:
-        """Their answers, in their order, when all have obeyed. Raises `RankLost`."""
+        """Return their answers in order, when all have finished. Raises `RankLost`."""
 
     def lost(self, wait_s: float) -> str:
-        """Who of them has ended or failed, and how; empty where nobody has within so long."""
+        """Describe a rank that ends or fails within `wait_s`; empty if none does."""
 
 
 class Others(Protocol):
-    """The other ranks, as rank 0 sees them."""
+    """The other ranks, seen from rank 0."""
 
     def ask(self, command: str, *args: Any) -> Asked:
-        """Returns at once. Commands arrive in the order given, those to write beside the rest."""
+        """Send a command and return at once. Commands arrive in order; `write` runs next to the others."""
 
 
 class Leader:
-    """All ranks as one `Backend`, for whoever is in rank 0's process."""
+    """All ranks as one `Backend`, in rank 0's process."""
 
     def __init__(self, backend: ShardedBackend, others: Others, *, fail: Callable[[RankLost], NoReturn]) -> None:
         self.backend = backend
@@ -135,29 +137,29 @@ class Leader:
         return self._together(self.backend.weights, "weights")
 
     def state(self) -> BackendState:
-        """Its tensors stay where they are, copied, on every rank, until `write` puts them into a folder."""
+        """Copy the tensors on every rank. They stay there until `write` puts them into a folder."""
         self._states += 1
         number = self._states
         own = self._together(self.backend.state, "state", number)
         return BackendState(tensors={}, values=own.values, write=partial(self._write, number, own))
 
     def _write(self, number: int, own: BackendState, folder: Path) -> None:
-        """A disk that is full costs the checkpoint alone."""
+        """A full disk fails the checkpoint and nothing else."""
         asked = self._others.ask("write", number, str(folder))
         written = _written(self.backend, own, folder)
-        for rank, told in enumerate([written, *self._answered(asked)]):
-            if told.error:
-                raise ShardsNotWritten(told.errno, f"rank {rank}: {told.error}")
-            if told.name and not (folder / told.name).is_file():
+        for rank, result in enumerate([written, *self._answered(asked)]):
+            if result.error:
+                raise ShardsNotWritten(result.errno, f"rank {rank}: {result.error}")
+            if result.name and not (folder / result.name).is_file():
                 raise ShardsNotWritten(
                     errno.ENOENT,
-                    f"rank {rank}: what it wrote is not to be seen from rank 0: run_dir must be on a file system that "
+                    f"rank {rank}: rank 0 cannot see its file: run_dir must be on a file system that "
                     "all machines of the training share",
                 )
 
     def load_state(self, state: BackendState) -> None:
         if state.write is not None:
-            raise DataError("this state lies in shards: write it to a folder, and load its files")
+            raise DataError("this state is sharded: write it to a folder, and load its files")
         self._together(partial(self.backend.load_state, state), "load_state", state)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
@@ -165,7 +167,7 @@ class Leader:
         self._together(work, "load_files", [str(file) for file in files], dict(values))
 
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        """What rank 0 writes is gathered before: a disk that is full breaks nothing."""
+        """Weights are gathered before rank 0 writes them, so a full disk breaks nothing."""
         work = partial(self.backend.save_hf, folder, tokenizer)
         self._together(work, "save_hf", str(folder), harmless=(Exception,))
 
@@ -181,16 +183,16 @@ class Leader:
         except harmless:
             self._answered(asked)
             raise
-        except BaseException as error:  # noqa: BLE001  # the group is broken, whatever it was
+        except BaseException as error:  # noqa: BLE001  # whatever it is, the group is broken
             self._fail(self._cause(asked, command, error))
         self._answered(asked)
         return done
 
     def _cause(self, asked: Asked, command: str, error: BaseException) -> RankLost:
-        """Another's end is met by rank 0 in a collective that breaks: then it is the other who is named."""
+        """Return the cause of an error on rank 0. A rank's death breaks a collective here, so name that rank."""
         met = f"{type(error).__name__}: {error}"
         if other := asked.lost(WITNESS_S):
-            log.error("Rank 0 met the end of another in %s (%s)", command, met)
+            log.error("Rank 0 failed in %s because another rank ended (%s)", command, met)
             return RankLost(f"{other} in {command}")
         log.error("Rank 0 failed in %s", command, exc_info=error)
         return RankLost(f"rank 0 failed in {command} ({met})")
@@ -205,19 +207,19 @@ class Leader:
 def _written(backend: ShardedBackend, state: BackendState, folder: Path) -> Written:
     try:
         return Written(backend.write_state(state, folder))
-    except Exception as error:  # noqa: BLE001  # safetensors has errors of its own; whatever it is, training goes on
+    except Exception as error:  # noqa: BLE001  # safetensors has its own errors; training continues in any case
         return Written(errno=getattr(error, "errno", None) or errno.EIO, error=f"{type(error).__name__}: {error}")
 
 
 class Follower:
-    """What a rank beside rank 0 does with a command. `write` may come while another is obeyed."""
+    """Runs commands on the other ranks. `write` may arrive while another command runs."""
 
     def __init__(self, backend: ShardedBackend) -> None:
         self._backend = backend
         self._states: dict[int, BackendState] = {}
 
     def obey(self, command: str, *args: Any) -> Any:
-        """Returns also where rank 0 raises what all ranks found alike. Anything else that goes wrong is raised."""
+        """Run a command. An error that all ranks raise is logged, because rank 0 raises it. Other errors are raised."""
         try:
             return getattr(self, f"_{command}")(*args)
         except ALIKE as error:
@@ -249,11 +251,11 @@ class Follower:
 
 
 class Pulse:
-    """Whether another process is still heard of. The caller brings the clock."""
+    """Tells whether another process still sends signs of life. The caller provides the clock."""
 
     def __init__(self, *, silent_s: float, now: float) -> None:
         self.silent_s = silent_s
-        """How long it may be silent; what is set here holds at once."""
+        """How long it may be silent. A change takes effect at once."""
         self._heard = now
 
     def heard(self, now: float) -> None:

@@ -1,11 +1,11 @@
-"""Training state in shards: each rank writes its own rows, and any number of ranks reads those that it needs.
+"""Training state in shards: each rank writes its own rows, and any number of ranks reads the rows it needs.
 
     rank r: DTensors ─▶ its rows of each ─▶ training/shard_00001_of_00002.safetensors
-    k ranks, or one: files ─▶ which rows of which tensor each holds ─▶ this rank's rows
+    k ranks, or one: files ─▶ index of rows in each file ─▶ this rank's rows
 
-Each file says in its header which rows it holds. What one process wrote (`whole.safetensors`) is read the same way.
-Nothing here asks another rank for anything: writing goes on beside training, in a thread of its own, where a collective
-would meet training's. Called by backends.
+Each file's header says which rows it holds. A file written by one process (`whole.safetensors`) is read the same way.
+Nothing here communicates with other ranks: a separate thread writes during training, where a collective would collide
+with training's. Called by backends.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ from freewheel.errors import DataError
 from freewheel.utils.files import sync_file
 
 PARTS = "freewheel.parts"
-"""In a file's header: tensor name → [shape of the whole, where this part begins]. Absent: every tensor is whole."""
+"""Key in a file's header: tensor name → [shape of the whole, start of this part]. Absent: every tensor is whole."""
 
 
 def own_rows(count: int, rank: int, size: int) -> range:
-    """Of a tensor with so many, by `Shard(0)`: as many for each as there are for the first, while there are any."""
+    """Return a rank's rows of a tensor with `count` rows, as `Shard(0)` distributes them."""
     each = -(-count // size)
     return range(min(rank * each, count), min((rank + 1) * each, count))
 
 
 def write_shard(folder: Path, tensors: Mapping[str, Tensor], *, rank: int, size: int) -> str:
-    """This rank's rows of each, to a file whose name it gives; empty where it has none. `tensors`: DTensors on the
-    host, and small ones that every rank has, which rank 0 writes."""
+    """Write this rank's rows to a file and return its name; empty if it has none.
+
+    `tensors`: DTensors on the host, and small tensors that every rank has, which rank 0 writes.
+    """
     own: dict[str, Tensor] = {}
     parts: dict[str, tuple[list[int], list[int]]] = {}
     with torch.no_grad():
@@ -62,7 +64,7 @@ def write_shard(folder: Path, tensors: Mapping[str, Tensor], *, rank: int, size:
 
 
 def read_shards(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-    """On the host: whole, or with `mesh` this rank's rows of each. Raises `DataError`."""
+    """Return tensors on the host: whole, or with `mesh` this rank's rows of each. Raises `DataError`."""
     with contextlib.ExitStack() as stack:
         held = _held([stack.enter_context(_opened(file)) for file in files], [str(file) for file in files])
         with _readable(files[0].parent):
@@ -70,14 +72,14 @@ def read_shards(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dic
 
 
 def on_host(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A copy that training does not change. `mesh`: of the ranks' CPUs."""
+    """Return a copy that training does not change. `mesh`: the ranks' CPUs."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
     return moved(tensor, mesh, torch.device("cpu"))
 
 
 def moved(tensor: DTensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
-    """The same shards, copied to another kind of memory."""
+    """Return the same shards, copied to another kind of memory."""
     return _sharded(tensor.to_local().detach().to(device, copy=True), tensor.shape, mesh)
 
 
@@ -91,18 +93,18 @@ def _sharded(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
 
 @dataclass
 class _Held:
-    """A tensor, as files hold it."""
+    """Where the rows of a tensor are."""
 
     shape: list[int]
     rows: list[tuple[Any, range]] = field(default_factory=list)
-    """Of each file that has some: the file, and which."""
+    """Each file that has rows of it, and which."""
 
     def missing(self) -> str:
-        """A shard that is missing must not leave rows as they happen to lie in memory."""
+        """Describe missing rows. They must not be left as uninitialised memory."""
         if not self.shape:
-            return "" if self.rows else "it is nowhere"
+            return "" if self.rows else "no file has it"
         have, wanted = sum(len(rows) for _, rows in self.rows), self.shape[0]
-        return "" if have == wanted else f"{have} of {wanted} rows are there"
+        return "" if have == wanted else f"only {have} of {wanted} rows exist"
 
 
 @contextlib.contextmanager
@@ -126,7 +128,7 @@ def _held(opened: Sequence[Any], names: Sequence[str]) -> dict[str, _Held]:
     for one, file in zip(opened, names, strict=True):
         with _readable(Path(file)):
             parts = json.loads((one.metadata() or {}).get(PARTS, "{}"))
-            for name in one.keys():  # noqa: SIM118  # it is no mapping
+            for name in one.keys():  # noqa: SIM118  # not a mapping
                 sizes = list(one.get_slice(name).get_shape())
                 shape, begins = parts.get(name, (sizes, [0] * len(sizes)))
                 held = found.setdefault(name, _Held(list(shape)))
@@ -140,7 +142,7 @@ def _held(opened: Sequence[Any], names: Sequence[str]) -> dict[str, _Held]:
 
 
 def _read(name: str, held: _Held, mesh: DeviceMesh | None) -> Tensor:
-    if not held.shape:  # a number by itself has no rows
+    if not held.shape:  # a scalar has no rows
         number: Tensor = held.rows[0][0].get_tensor(name)
         return number
     if mesh is None:
@@ -150,7 +152,7 @@ def _read(name: str, held: _Held, mesh: DeviceMesh | None) -> Tensor:
 
 
 def _rows(name: str, held: _Held, wanted: range) -> Tensor:
-    """From as many files as have some of them."""
+    """Join the rows from all files that have some of them."""
     pieces = []
     for opened, rows in sorted(held.rows, key=lambda one: one[1].start):
         first, last = max(rows.start, wanted.start), min(rows.stop, wanted.stop)
