@@ -106,8 +106,7 @@ class RankActor:
 
 def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
     from freewheel.runtime.building import backend_settings, load_causal_lm, model_folder, use_threads
-    from freewheel.trainer.fsdp import FsdpBackend
-    from freewheel.trainer.fsdp import join
+    from freewheel.trainer.fsdp import FsdpBackend, join
 
     use_threads(plan.threads_trainer)
     model = load_causal_lm(model_folder(config), config, "auto")
@@ -223,8 +222,7 @@ class Ranks:
 
     def lead(self, model: Any, *, device: str, settings: Mapping[str, Any]) -> Leader:
         """Return rank 0's backend, which leads all ranks."""
-        from freewheel.trainer.fsdp import FsdpBackend
-        from freewheel.trainer.fsdp import join
+        from freewheel.trainer.fsdp import FsdpBackend, join
 
         assert self._host is not None
         world = join(self._host.meeting, rank=0, device=device, host=self._host)
