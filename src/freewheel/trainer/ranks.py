@@ -192,7 +192,7 @@ class Leader:
         """Return the cause of an error on rank 0. A rank's death breaks a collective here, so name that rank."""
         met = f"{type(error).__name__}: {error}"
         if other := asked.lost(WITNESS_S):
-            log.error("Rank 0 failed in %s because another rank ended (%s)", command, met)
+            log.error("Another rank ended while rank 0 ran %s (%s)", command, met)
             return RankLost(f"{other} in {command}")
         log.error("Rank 0 failed in %s", command, exc_info=error)
         return RankLost(f"rank 0 failed in {command} ({met})")
