@@ -1,4 +1,4 @@
-"""Where the mock judge runs: a thread, a process of its own, a program; and how each of them ends."""
+"""The places of the mock judge: a thread, a child process, a program; and how each of them ends."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ from freewheel.judge.verdict import JudgeError
 from freewheel.utils.processes import wait_for_end, within
 
 PATIENCE_S = 10.0
-"""Far more than anything here takes; only a broken test waits for it."""
+"""Far more than any test needs."""
 
 
 def is_running(pid: int) -> bool:
@@ -42,7 +42,7 @@ def ask(judge: RunningJudge, context: ssl.SSLContext | None = None) -> str:
 
 
 @pytest.mark.parametrize("place", ["in_thread", "in_process"])
-def test_a_synchronous_caller_can_use_it(place: str) -> None:
+def test_a_synchronous_caller_can_use_a_judge_in_a_thread_or_a_process(place: str) -> None:
     profile = JudgeProfile(keep_requests=1, latency_s=0.01)
     with getattr(MockJudge(profile), place)() as judge:
         assert ask(judge) == str(expected_score("Rate this answer."))
@@ -54,7 +54,7 @@ def test_a_synchronous_caller_can_use_it(place: str) -> None:
         assert judge.profile.scores == {"Rate": "4"}
 
 
-def test_a_port_that_is_taken_is_an_error_in_the_callers_thread() -> None:
+def test_an_occupied_port_is_an_error_in_the_callers_thread() -> None:
     with (
         MockJudge().in_thread() as judge,
         pytest.raises(OSError, match="address already in use"),
@@ -69,7 +69,7 @@ def test_a_child_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str]
     assert "address already in use" in capfd.readouterr().err
 
 
-def test_tls_is_served_with_a_given_context() -> None:
+def test_tls_works_with_a_given_context() -> None:
     authority = trustme.CA()
     served, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("127.0.0.1").configure_cert(served)

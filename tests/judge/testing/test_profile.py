@@ -1,5 +1,6 @@
-"""What happens to a request, decided without a server and without a clock."""
+"""The mock judge's decisions and replies, without a server and without a clock."""
 
+import re
 from statistics import fmean
 
 import msgspec
@@ -8,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.judge.testing import JudgeProfile
+from freewheel.judge.testing import JudgeProfile, expected_score
 from freewheel.judge.testing.profile import (
     SHARES,
+    STYLES,
+    UNPARSEABLE_REPLY,
     Ask,
     Behaviour,
     Bucket,
@@ -19,15 +22,17 @@ from freewheel.judge.testing.profile import (
     Fault,
     Message,
     Outage,
+    Part,
     Plan,
     RateLimits,
     Refusal,
     duration,
-    inside,
     plan_for,
+    reply_text,
+    stream_events,
+    usage,
+    worded,
 )
-
-EVEN_SHARES = dict.fromkeys(SHARES, 1 / len(SHARES))
 
 
 def content(number: int) -> Content:
@@ -49,28 +54,24 @@ def refused(decision: Decision) -> tuple[int, str | None, dict[str, str]]:
 # -- plans
 
 
-def test_a_plan_depends_on_seed_content_and_attempt_only() -> None:
-    profile = JudgeProfile(latency="lognormal", latency_s=1.0, **EVEN_SHARES)
-    forwards = [plan_for(profile, content(number), 0) for number in range(100)]
-    backwards = [plan_for(profile, content(number), 0) for number in reversed(range(100))]
-    assert forwards == backwards[::-1]
-    assert forwards != [plan_for(profile, content(number), 1) for number in range(100)]
-    reseeded = JudgeProfile(latency="lognormal", latency_s=1.0, seed=1, **EVEN_SHARES)
-    assert forwards != [plan_for(reseeded, content(number), 0) for number in range(100)]
+def test_a_plan_depends_only_on_seed_content_and_attempt() -> None:
+    def plans(seed: int = 0, attempt: int = 0, order: int = 1) -> list[Plan]:
+        profile = JudgeProfile(latency="lognormal", latency_s=1.0, seed=seed, **dict.fromkeys(SHARES, 1 / len(SHARES)))
+        return [plan_for(profile, content(number), attempt) for number in range(100)[::order]][::order]
+
+    assert plans() == plans(order=-1)
+    assert plans() != plans(attempt=1)
+    assert plans() != plans(seed=1)
 
 
-def test_each_fault_comes_as_often_as_its_share_says() -> None:
+def test_each_fault_occurs_as_often_as_its_share() -> None:
     shares = dict(zip(SHARES, (0.20, 0.15, 0.10, 0.10, 0.05, 0.05, 0.10, 0.05, 0.05), strict=True))
-    profile = JudgeProfile(**shares)
-    faults = [plan_for(profile, content(number), 0).fault for number in range(4000)]
+    faults = [plan_for(JudgeProfile(**shares), content(number), 0).fault for number in range(4000)]
     for fault, share in zip(Fault, shares.values(), strict=True):
         # Four standard deviations of a binomial share with p <= 0.2 and n = 4000 are below 0.026.
         assert faults.count(fault) / len(faults) == pytest.approx(share, abs=0.026)
-
-
-def test_a_share_of_one_hits_everything() -> None:
-    profile = JudgeProfile(hang_share=1.0)
-    assert {plan_for(profile, content(number), 0).fault for number in range(200)} == {Fault.HANG}
+    everything = JudgeProfile(hang_share=1.0)
+    assert {plan_for(everything, content(number), 0).fault for number in range(200)} == {Fault.HANG}
 
 
 def test_faults_per_content_ends_the_faults_of_a_content() -> None:
@@ -79,72 +80,53 @@ def test_faults_per_content_ends_the_faults_of_a_content() -> None:
     assert plan_for(profile, content(0), 2, faults_so_far=2).fault is None
 
 
-def test_lognormal_latencies_have_the_mean_that_was_asked_for() -> None:
+def test_latencies_are_fixed_or_lognormal_with_the_configured_mean() -> None:
     profile = JudgeProfile(latency="lognormal", latency_s=2.0, sigma=0.5)
     times = [plan_for(profile, content(number), 0).service_s for number in range(4000)]
     # The standard error is 2 * sqrt(exp(0.25) - 1) / sqrt(4000) = 0.017; four of them are allowed.
     assert fmean(times) == pytest.approx(2.0, abs=0.068)
-    assert min(times) > 0.0
-    assert len(set(times)) == len(times)
-
-
-def test_a_fixed_latency_is_fixed() -> None:
+    assert min(times) > 0.0 and len(set(times)) == len(times)
     assert {plan_for(JudgeProfile(latency_s=0.3), content(number), 0).service_s for number in range(20)} == {0.3}
 
 
-# -- schedule
+# -- schedule and limits
 
 
-@pytest.mark.parametrize(("elapsed_s", "hit"), [(0.9, False), (1.0, True), (2.9, True), (3.0, False), (5.5, True)])
-def test_a_window_holds_its_start_and_not_its_end(elapsed_s: float, hit: bool) -> None:
-    assert inside(((1.0, 2.0), (5.0, 1.0)), elapsed_s) is hit
-
-
-def test_an_outage_is_counted_from_the_first_request() -> None:
-    behaviour = Behaviour(JudgeProfile(outages=[(10.0, 5.0)]))
-    assert not behaviour.in_outage(1012.0)
+@pytest.mark.parametrize(("elapsed_s", "is_out"), [(0.9, False), (1.0, True), (2.9, True), (3.0, False), (5.5, True)])
+def test_an_outage_counts_from_the_first_request_and_excludes_its_end(elapsed_s: float, is_out: bool) -> None:
+    behaviour = Behaviour(JudgeProfile(outages=[(1.0, 2.0), (5.0, 1.0)]))
+    assert not behaviour.in_outage(1001.5), "the schedule has not started"
     assert isinstance(decide(behaviour, now=1000.0), Plan)
-    assert isinstance(decide(behaviour, now=1012.0), Outage)
-    assert isinstance(decide(behaviour, now=1015.0), Plan)
+    assert isinstance(decide(behaviour, now=1000.0 + elapsed_s), Outage if is_out else Plan)
 
 
-def test_an_outage_may_answer_503_instead() -> None:
-    behaviour = Behaviour(JudgeProfile(outages=[(0.0, 5.0)], outage_kind="503"))
-    assert refused(decide(behaviour))[0] == 503
-
-
-def test_a_throttle_burst_rejects_everything_while_it_lasts() -> None:
+def test_an_outage_can_answer_503_and_a_throttle_burst_sends_bare_429s() -> None:
+    assert refused(decide(Behaviour(JudgeProfile(outages=[(0.0, 5.0)], outage_kind="503"))))[0] == 503
     behaviour = Behaviour(JudgeProfile(throttle_bursts=[(0.0, 1.0)], retry_after_s=None))
     assert refused(decide(behaviour, now=7.0)) == (429, None, {})
     assert isinstance(decide(behaviour, now=8.0), Plan)
 
 
-# -- limits
-
-
-def test_a_crowded_judge_rejects_at_once_with_a_wait() -> None:
-    behaviour = Behaviour(JudgeProfile(reject_above=80, retry_after_s=2.0))
+@pytest.mark.parametrize(
+    ("settings", "header"),
+    [
+        ({"retry_after_s": 2.0}, "2"),
+        ({"retry_after_s": 1.0, "time_scale": 0.05}, "0.05"),
+        ({"retry_after_s": 1.5, "retry_after_style": "date"}, "Thu, 01 Jan 1970 00:00:02 GMT"),
+    ],
+)
+def test_a_crowded_judge_rejects_and_sends_the_wait_in_wall_time(settings: dict[str, object], header: str) -> None:
+    behaviour = Behaviour(JudgeProfile(reject_above=80, **settings))
     assert isinstance(decide(behaviour, in_flight=79), Plan)
-    assert refused(decide(behaviour, in_flight=80)) == (429, "concurrency_limit_exceeded", {"Retry-After": "2"})
+    rejected = refused(decide(behaviour, in_flight=80, wall_time=0.0))
+    assert rejected == (429, "concurrency_limit_exceeded", {"Retry-After": header})
 
 
-def test_a_wait_is_told_in_wall_time() -> None:
-    behaviour = Behaviour(JudgeProfile(reject_above=0, retry_after_s=1.0, time_scale=0.05))
-    assert refused(decide(behaviour))[2] == {"Retry-After": "0.05"}
-
-
-def test_a_wait_may_be_told_as_a_date() -> None:
-    behaviour = Behaviour(JudgeProfile(reject_above=0, retry_after_s=1.5, retry_after_style="date"))
-    headers = refused(decide(behaviour, wall_time=0.0))[2]
-    assert headers == {"Retry-After": "Thu, 01 Jan 1970 00:00:02 GMT"}
-
-
-def test_a_labelled_rate_limit_says_what_is_over_and_for_how_long() -> None:
+def test_a_labelled_rate_limit_names_the_limit_and_the_wait() -> None:
     behaviour = Behaviour(JudgeProfile(requests_per_minute=60, rate_window_s=2.0))
     assert [type(decide(behaviour, now=5.0)) for _ in range(2)] == [Plan, Plan]
     decision = decide(behaviour, now=5.25)
-    assert isinstance(decision, Refusal)
-    assert b"Rate limit reached for requests" in decision.body
+    assert isinstance(decision, Refusal) and b"Rate limit reached for requests" in decision.body
     assert dict(decision.headers) == {
         "Retry-After": "0.75",
         "x-ratelimit-limit-requests": "60",
@@ -158,30 +140,21 @@ def test_an_unlabelled_rate_limit_looks_like_any_429() -> None:
     behaviour = Behaviour(JudgeProfile(requests_per_minute=60, rate_window_s=1.0, label_rate=False, retry_after_s=None))
     assert isinstance(decide(behaviour), Plan)
     decision = decide(behaviour)
-    assert isinstance(decision, Refusal)
-    assert b"rate" not in decision.body.lower()
-    assert decision.headers == ()
-    assert behaviour.rate_headers(0.0) == ()
+    assert isinstance(decision, Refusal) and b"rate" not in decision.body.lower()
+    assert decision.headers == () == behaviour.rate_headers(0.0)
 
 
-def test_a_request_rejected_for_tokens_is_not_charged_as_a_request() -> None:
+def test_both_rate_limits_must_have_room_and_a_rejected_request_is_not_charged() -> None:
     limits = RateLimits(JudgeProfile(requests_per_minute=60, tokens_per_minute=100))
     assert limits.admit(0.0, 100) is None
     assert limits.admit(0.0, 10) == ("tokens", pytest.approx(6.0))
     assert dict(limits.headers(0.0))["x-ratelimit-remaining-requests"] == "59"
+    full = RateLimits(JudgeProfile(tokens_per_minute=100))
+    assert full.admit(0.0, 1000) is None, "a request larger than the bucket passes when the bucket is full"
+    assert full.admit(0.0, 1000) == ("tokens", pytest.approx(60.0))
 
 
-def test_a_request_larger_than_the_bucket_passes_when_it_is_full() -> None:
-    limits = RateLimits(JudgeProfile(tokens_per_minute=100))
-    assert limits.admit(0.0, 1000) is None
-    assert limits.admit(0.0, 1000) == ("tokens", pytest.approx(60.0))
-
-
-@given(
-    per_minute=st.floats(min_value=1.0, max_value=6000.0),
-    window_s=st.floats(min_value=0.1, max_value=60.0),
-    gaps=st.lists(st.floats(min_value=0.0, max_value=5.0), max_size=60),
-)
+@given(st.floats(1.0, 6000.0), st.floats(0.1, 60.0), st.lists(st.floats(0.0, 5.0), max_size=60))
 def test_a_bucket_never_admits_more_than_its_burst_and_its_rate(
     per_minute: float, window_s: float, gaps: list[float]
 ) -> None:
@@ -203,7 +176,7 @@ def test_durations_are_written_as_the_public_apis_do(seconds: float, text: str) 
     assert duration(seconds) == text
 
 
-# -- requests that no retry can mend
+# -- refusals and settings
 
 
 @pytest.mark.parametrize(
@@ -220,16 +193,6 @@ def test_an_unacceptable_request_is_refused_with_its_code(
     settings: dict[str, object], known: dict[str, object], status: int, code: str
 ) -> None:
     assert refused(decide(Behaviour(JudgeProfile(**settings)), **known))[:2] == (status, code)
-
-
-def test_a_body_that_is_no_chat_request_is_refused() -> None:
-    decision = Behaviour(JudgeProfile()).decide(
-        0.0, None, Content.of(""), authorization=None, tokens=0, in_flight=0, attempt=0
-    )
-    assert refused(decision)[0] == 400
-
-
-# -- profile
 
 
 @pytest.mark.parametrize(
@@ -258,15 +221,63 @@ def test_a_profile_that_cannot_work_names_its_key(settings: dict[str, object], k
     assert problem.value.key == key
 
 
-def test_a_profile_survives_json() -> None:
-    profile = JudgeProfile(latency="lognormal", outages=[(1, 2)], scores={"good": "9"}, knee=60, api_key="k")
-    assert msgspec.json.decode(msgspec.json.encode(profile), type=JudgeProfile) == profile
+# -- replies
 
 
-def test_a_misspelt_key_is_an_error() -> None:
-    with pytest.raises(msgspec.ValidationError, match="latncy"):
-        msgspec.json.decode(b'{"latncy": 1}', type=JudgeProfile)
+@given(st.text(), st.integers(-3, 3), st.integers(0, 10))
+def test_a_score_is_on_its_scale_and_repeatable(text: str, low: int, span: int) -> None:
+    score = expected_score(text, low, low + span)
+    assert low <= score <= low + span
+    assert score == expected_score(text, low, low + span)
 
 
-def test_shares_that_add_up_to_one_are_fine() -> None:
-    assert JudgeProfile(error_share=0.1, hang_share=0.2, drip_share=0.7).error_share == 0.1
+def test_scores_use_the_whole_scale() -> None:
+    assert {expected_score(f"answer {number}") for number in range(300)} == set(range(1, 11))
+
+
+def test_a_nonce_is_not_part_of_the_content() -> None:
+    plain = Content.of("Rate <> this")
+    assert Content.of("Rate <0123456789abcdef> this") == plain
+    assert Content.of("Rate <0123456789ABCDEF0123456789abcdef> this").key == plain.key
+    assert Content.of("Rate <0123456789abcde> this") != plain
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_ends_with_the_score(style: str) -> None:
+    answer = worded(7, style, 1, 10).split("</think>")[-1]
+    assert re.findall(r"\d+", answer)[0] == "7"
+    assert not re.search(r"\d", UNPARSEABLE_REPLY)
+
+
+def test_the_mixed_style_uses_every_style() -> None:
+    profile = JudgeProfile(reply_style="mixed")
+    shapes = {re.sub(r"\d+", "N", reply_text(profile, content(number))) for number in range(100)}
+    assert len(shapes) == len(STYLES)
+
+
+def test_a_configured_reply_wins_and_the_first_key_decides() -> None:
+    profile = JudgeProfile(scores={"good": "9", "bad": "I refuse."})
+    assert reply_text(profile, Content.of("a good answer with a bad end")) == "9"
+    assert reply_text(profile, Content.of("a bad answer")) == "I refuse."
+    assert reply_text(profile, Content.of("another")) == str(expected_score("another"))
+
+
+def test_the_last_user_message_is_judged_in_any_shape() -> None:
+    parts = [Part(text="this "), Part(type="image_url"), Part(text="one")]
+    ask = Ask([Message("user", "not this"), Message("user", parts), Message("assistant", "nor this")])
+    assert ask.user_content == "this one"
+
+
+def test_usage_counts_prompt_and_reply() -> None:
+    ask = Ask([Message("system", "x" * 40), Message("user", "y" * 40)])
+    assert usage(ask, "z" * 8) == {"prompt_tokens": 20, "completion_tokens": 2, "total_tokens": 22}
+
+
+def test_streamed_deltas_join_to_the_reply() -> None:
+    text = worded(7, "bold", 1, 10)
+    events = stream_events(Ask([]), Content.of(""), text, model="m", used={})
+    assert events[-1] == b"data: [DONE]\n\n"
+    chunks = [msgspec.json.decode(event.removeprefix(b"data: ")) for event in events[:-1]]
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert len(chunks) > 3

@@ -1,4 +1,4 @@
-"""Processor sharing against its definition, in virtual time."""
+"""Processor sharing, compared with its definition in virtual time."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ KNEES = st.one_of(st.none(), st.floats(min_value=0.5, max_value=8.0))
 
 
 def run_to_the_end(sharing: ProcessorSharing, arrivals: list[tuple[float, float]]) -> dict[int, float]:
-    """Ends by ticket, for a caller that looks exactly when there is something to see."""
+    """Ends by ticket, for a caller that looks exactly at the events."""
     ends: dict[int, float] = {}
     waiting = sorted(arrivals)
     while waiting or len(sharing):
@@ -28,7 +28,7 @@ def run_to_the_end(sharing: ProcessorSharing, arrivals: list[tuple[float, float]
 
 
 def by_definition(knee: float | None, arrivals: list[tuple[float, float]]) -> dict[int, float]:
-    """The same by following each request's remaining work from event to event."""
+    """The ends by following each request's remaining work from event to event."""
     waiting = sorted(arrivals)
     left: dict[int, float] = {}
     ends: dict[int, float] = {}
@@ -51,7 +51,7 @@ def by_definition(knee: float | None, arrivals: list[tuple[float, float]]) -> di
 
 
 @given(knee=KNEES, arrivals=ARRIVALS)
-def test_every_request_ends_when_the_definition_says(knee: float | None, arrivals: list[tuple[float, float]]) -> None:
+def test_every_request_ends_as_the_definition_says(knee: float | None, arrivals: list[tuple[float, float]]) -> None:
     assert run_to_the_end(ProcessorSharing(knee), arrivals) == pytest.approx(by_definition(knee, arrivals), abs=1e-6)
 
 
@@ -62,24 +62,18 @@ def test_throughput_saturates_at_the_knee(in_flight: int, lasts_s: float) -> Non
     assert list(ends.values()) == pytest.approx([lasts_s] * in_flight)
 
 
-def test_without_a_knee_nobody_waits_for_another() -> None:
+def test_without_a_knee_requests_do_not_slow_each_other() -> None:
     ends = run_to_the_end(ProcessorSharing(None), [(0.0, 1.0)] * 1000)
     assert set(ends.values()) == {1.0}
 
 
-def test_who_leaves_gives_its_share_to_the_others() -> None:
+def test_a_request_that_leaves_gives_its_share_to_the_others_and_never_ends() -> None:
     sharing = ProcessorSharing(1)
     stays, leaves = sharing.join(0.0, 1.0), sharing.join(0.0, 1.0)
     sharing.leave(1.0, leaves)
     assert sharing.next_finish() == pytest.approx(1.5)
     assert sharing.finished(1.5) == [stays]
     assert sharing.next_finish() is None
-
-
-def test_who_left_never_ends() -> None:
-    sharing = ProcessorSharing(None)
-    sharing.leave(0.5, sharing.join(0.0, 1.0))
-    assert sharing.finished(5.0) == []
 
 
 @given(knee=KNEES, arrivals=ARRIVALS)
@@ -94,7 +88,7 @@ def test_a_caller_that_looks_late_sees_the_same_order(knee: float | None, arriva
     assert ends == pytest.approx(sorted(ends), abs=1e-6)
 
 
-def test_an_end_that_is_not_yet_fetched_is_due_at_once() -> None:
+def test_an_end_that_was_not_fetched_is_due_at_once() -> None:
     sharing = ProcessorSharing(None)
     first = sharing.join(0.0, 1.0)
     sharing.join(2.0, 1.0)
