@@ -419,6 +419,8 @@ def _connect_ready(path: Path) -> CacheDatabase:
         raise _NotReadyError("it is not a file", suffix="")
     if status.st_size == 0:
         raise _NotReadyError("it is empty")
+    if status.st_mode & 0o077:
+        path.chmod(0o600)  # first, because SQLite gives its log and index the same permissions
     db = connect(path, timeout_s=BUSY_TIMEOUT_S)
     try:
         version, application = read_pragma(db, "user_version"), read_pragma(db, "application_id")
@@ -435,8 +437,6 @@ def _connect_ready(path: Path) -> CacheDatabase:
         identity = _identify(path)
         if identity != (status.st_dev, status.st_ino):
             raise _NotReadyError("it was replaced while it was opened")
-        if status.st_mode & 0o077:
-            path.chmod(0o600)
     except BaseException as error:
         db.close()
         if isinstance(error, sqlite3.DatabaseError) and diagnose(error) is Trouble.CORRUPT:
