@@ -1,9 +1,10 @@
-"""The store with damaged files, failing disks, locks, forks, and processes that are killed: all of them real."""
+"""The store with damaged files, full disks, locks, forks and killed processes, all of them real."""
 
 from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -51,84 +52,58 @@ def make_whole(path: Path, entries: int = 2_000) -> bytes:
     return path.read_bytes()
 
 
-def damaged_header(path: Path) -> None:
-    content = bytearray(make_whole(path))
-    content[:64] = b"\xff" * 64
-    path.write_bytes(content)
+def run_sql(path: Path, *statements: str) -> None:
+    with contextlib.closing(sqlite3.connect(path)) as conn:
+        for statement in statements:
+            conn.execute(statement)
 
 
-def truncated(path: Path) -> None:
-    content = make_whole(path)
-    path.write_bytes(content[: len(content) // 3 + 100])
-
-
-def cut_in_the_header(path: Path) -> None:
-    path.write_bytes(make_whole(path)[:50])
-
-
-def every_page_but_the_first_overwritten(path: Path) -> None:
-    content = bytearray(make_whole(path))
-    content[4_096:] = random.Random(1).randbytes(len(content) - 4_096)
-    path.write_bytes(content)
-
-
-def a_text_file(path: Path) -> None:
+def write_text(path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text("Dear diary,\n" * 1_000)
 
 
-def a_directory(path: Path) -> None:
-    (path / "with" / "something").mkdir(parents=True)
-
-
-def a_newer_schema(path: Path) -> None:
-    make_whole(path)
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        conn.execute("PRAGMA user_version = 99")
-
-
-def an_older_schema(path: Path) -> None:
-    make_whole(path)
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        conn.execute("PRAGMA user_version = 0")
-
-
-def another_programs_database(path: Path) -> None:
+def write_foreign_database(path: Path) -> None:
     path.parent.mkdir(parents=True)
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        conn.execute("PRAGMA user_version = 1")
-        conn.execute("CREATE TABLE bookmarks (url)")
+    run_sql(path, "PRAGMA user_version = 1", "CREATE TABLE bookmarks (url)")
 
 
-def tables_that_are_gone(path: Path) -> None:
+def overwrite(path: Path, start: int, data: bytes) -> None:
+    content = bytearray(make_whole(path))
+    content[start : start + len(data)] = data
+    path.write_bytes(content)
+
+
+def cut(path: Path, share: float) -> None:
+    content = make_whole(path)
+    path.write_bytes(content[: 50 + int(len(content) * share)])
+
+
+def change(path: Path, statement: str) -> None:
     make_whole(path)
-    with contextlib.closing(sqlite3.connect(path)) as conn:
-        conn.execute("DROP TABLE replies")
+    run_sql(path, statement)
 
 
-DAMAGES = [
-    (damaged_header, "corrupt-"),
-    (truncated, "corrupt-"),
-    (cut_in_the_header, "corrupt-"),
-    (every_page_but_the_first_overwritten, "corrupt-"),
-    (a_text_file, "corrupt-"),
-    (a_directory, "corrupt-"),
-    (tables_that_are_gone, "corrupt-"),
-    (a_newer_schema, "schema-99"),
-    (an_older_schema, "schema-0"),
-    (another_programs_database, "schema-1"),
-]
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "header": (lambda path: overwrite(path, 0, b"\xff" * 64), "corrupt-"),
+    "truncated": (lambda path: cut(path, 0.33), "corrupt-"),
+    "cut in the header": (lambda path: cut(path, 0.0), "corrupt-"),
+    "all other pages": (lambda path: overwrite(path, 4_096, random.Random(1).randbytes(1_000_000)), "corrupt-"),
+    "a text file": (write_text, "corrupt-"),
+    "a directory": (lambda path: (path / "with" / "something").mkdir(parents=True), "corrupt-"),
+    "no tables": (lambda path: change(path, "DROP TABLE replies"), "corrupt-"),
+    "a newer schema": (lambda path: change(path, "PRAGMA user_version = 99"), "schema-99"),
+    "an older schema": (lambda path: change(path, "PRAGMA user_version = 0"), "schema-0"),
+    "another program's database": (write_foreign_database, "schema-1"),
+}
 
 
-@pytest.mark.parametrize(("damage", "suffix"), DAMAGES, ids=lambda value: getattr(value, "__name__", None))
-def test_a_file_that_cannot_be_used_is_set_aside_which_is_said_and_the_store_goes_on(
-    path: Path,
-    opened: OpenStore,
-    caplog: pytest.LogCaptureFixture,
-    damage: Callable[[Path], None],
-    suffix: str,
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_an_unusable_file_is_set_aside_with_one_warning_and_the_store_continues(
+    path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    damage(path)
+    make, suffix = DAMAGES[damage]
+    make(path)
     store = opened()
     present(store, range(2_000))
     fill(store, range(5_000, 5_010))
@@ -158,16 +133,16 @@ def test_an_empty_file_is_filled_and_not_set_aside(
 def test_files_set_aside_in_the_same_second_do_not_overwrite_each_other(
     path: Path, opened: OpenStore, clock: Clock
 ) -> None:
-    for round_ in range(3):
+    for number in range(3):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"not a database, {round_}" * 100)
+        path.write_text(f"not a database, {number}" * 100)
         opened(wall_clock=clock).close()
     asides = opened(wall_clock=clock).stats().set_aside
     assert len(asides) == 3
     assert {path.with_name(name).read_text()[:17] for name in asides} == {f"not a database, {n}" for n in range(3)}
 
 
-def test_a_page_that_is_damaged_never_yields_a_wrong_reply(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_page_never_yields_a_wrong_reply(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = make_whole(path)
     pages = len(content) // 4_096
     rng = random.Random(7)
@@ -205,13 +180,13 @@ def test_a_disk_that_damages_every_file_is_not_filled_with_copies(
     assert store.trouble is not None
 
 
-def test_several_processes_that_find_a_broken_file_set_it_aside_once(path: Path) -> None:
-    for damage in (damaged_header, a_newer_schema, a_text_file):
+def test_several_processes_set_a_broken_file_aside_once(path: Path) -> None:
+    for damage in ("header", "a newer schema", "a text file"):
         for leftover in path.parent.glob("*"):
             leftover.unlink()
         if path.parent.exists():
             path.parent.rmdir()
-        damage(path)
+        DAMAGES[damage][0](path)
         workers = [python(SHARING, path, worker, 300) for worker in range(4)]
         for worker in workers:
             finished(worker)
@@ -226,27 +201,20 @@ def test_several_processes_that_find_a_broken_file_set_it_aside_once(path: Path)
 # -- troubles while running ----------------------------------------------------------------------------------
 
 
-def test_a_file_deleted_underneath_is_made_anew(path: Path, opened: OpenStore) -> None:
+@pytest.mark.parametrize("folder_too", [False, True])
+def test_a_deleted_file_or_directory_is_created_again(path: Path, opened: OpenStore, folder_too: bool) -> None:
     store = opened()
     fill(store, range(10))
-    path.unlink()
-    assert present(store, range(10)) == set()
+    if folder_too:
+        shutil.rmtree(path.parent)
+    else:
+        path.unlink()
+        assert present(store, range(10)) == set()
     fill(store, range(10, 20))
-    other = opened()
-    assert present(other, range(20)) == set(range(10, 20))
+    assert present(opened(), range(20)) == set(range(10, 20))
 
 
-def test_a_directory_deleted_underneath_is_made_anew(path: Path, opened: OpenStore) -> None:
-    store = opened()
-    fill(store, range(10))
-    for file in path.parent.iterdir():
-        file.unlink()
-    path.parent.rmdir()
-    fill(store, range(10, 20))
-    assert present(store, range(20)) == set(range(10, 20))
-
-
-def test_a_file_replaced_underneath_is_the_one_used_from_then_on(path: Path, tmp_path: Path, opened: OpenStore) -> None:
+def test_a_file_replaced_underneath_is_used_from_then_on(path: Path, tmp_path: Path, opened: OpenStore) -> None:
     other = opened(path=tmp_path / "other" / CACHE_FILE)
     fill(other, range(100, 110))
     other.close()
@@ -276,7 +244,7 @@ class SmallDisk:
         monkeypatch.setattr(cache_file.CacheFile, "connect", limited)
 
 
-def test_a_full_disk_is_said_once_reading_goes_on_and_writing_is_taken_up_again(
+def test_a_full_disk_gives_one_warning_reads_continue_and_writes_resume(
     opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SmallDisk(monkeypatch)
@@ -302,7 +270,7 @@ def test_a_full_disk_is_said_once_reading_goes_on_and_writing_is_taken_up_again(
     assert present(store, range(3_000)) == set(range(3_000))
 
 
-def test_closing_on_a_full_disk_ends_at_once_and_says_what_was_lost(
+def test_closing_on_a_full_disk_ends_and_counts_the_lost_replies(
     opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     SmallDisk(monkeypatch).pages = 30
@@ -315,22 +283,23 @@ def test_closing_on_a_full_disk_ends_at_once_and_says_what_was_lost(
     assert any("not written" in message for message in warnings_in(caplog))
 
 
-def test_the_writers_thread_runs_from_the_opening_on(opened: OpenStore) -> None:
-    """At the interpreter's exit, when an unclosed judge is closed, none can be started any more."""
+def test_the_writers_thread_starts_when_the_store_opens(opened: OpenStore) -> None:
+    """At interpreter exit, when an open judge is closed, no thread can be started any more."""
     before = set(threading.enumerate())
     opened()
     (new,) = set(threading.enumerate()) - before
     assert new.name == "freewheel-judge-cache" and new.daemon
 
 
-def test_where_no_thread_can_be_started_that_is_said_once_and_replies_are_written_at_the_close(
+def refuse_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_without_a_thread_there_is_one_warning_and_close_writes_the_replies(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", refuse_to_start)
         store = opened()
         for name in range(3):
             store.put(key(name), reply(name))
@@ -344,14 +313,11 @@ def test_where_no_thread_can_be_started_that_is_said_once_and_replies_are_writte
     assert present(again, range(3)) == {0, 1, 2} and again.recall("2") == b"note"
 
 
-def test_a_store_that_could_start_no_thread_starts_one_when_it_can(
+def test_a_store_that_could_not_start_a_thread_starts_one_later(
     opened: OpenStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(threading.Thread, "start", refuse_to_start)
         store = opened()
     store.put(key("late"), reply("late"))
     assert store.flush()
@@ -369,7 +335,7 @@ def mounted_tmpfs(folder: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full_and_then_has_room_again(
+def test_everything_is_written_once_a_full_disk_has_room_again(
     tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "small"
@@ -391,11 +357,14 @@ def test_a_disk_that_is_really_full_and_then_has_room_again(
         store.close()
 
 
-def test_a_read_only_disk_leaves_a_store_in_memory(
-    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("has_file", [False, True])
+def test_a_read_only_disk_leaves_the_store_in_memory(
+    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, has_file: bool
 ) -> None:
     folder = tmp_path / "mounted"
     with mounted_tmpfs(folder, "size=8m"):
+        if has_file:
+            opened(path=folder / "cache" / CACHE_FILE).close()
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         store = opened(path=folder / "cache" / CACHE_FILE)
         store.put(key(1), reply(1))
@@ -404,30 +373,13 @@ def test_a_read_only_disk_leaves_a_store_in_memory(
         assert present(store, range(3)) == {1}
         assert store.recall("a") == b"1"
         assert store.recall("b") is None
-        assert len(warnings_in(caplog)) == 1
-        with pytest.raises(CacheUnusableError, match="cannot be written"):
+        assert 1 <= len(warnings_in(caplog)) <= 1 + has_file  # SQLite may report reads and writes differently
+        with pytest.raises(CacheUnusableError):
             store.stats()
         store.close()
 
 
-def test_a_whole_file_on_a_disk_that_became_read_only_is_said_once_and_endured(
-    tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "mounted"
-    with mounted_tmpfs(folder, "size=8m"):
-        store = opened(path=folder / CACHE_FILE)
-        fill(store, range(10))
-        store.close()
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        store.open()
-        store.put(key(50), reply(50))
-        assert not store.flush()
-        assert present(store, range(50, 51)) == {50}
-        assert 1 <= len(warnings_in(caplog)) <= 2  # SQLite may tell reading and writing apart
-        store.close()
-
-
-def test_a_file_where_the_directory_should_be_leaves_a_store_in_memory(
+def test_a_file_in_place_of_the_directory_leaves_the_store_in_memory(
     tmp_path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "cache").write_text("in the way")
@@ -443,7 +395,7 @@ def test_a_file_where_the_directory_should_be_leaves_a_store_in_memory(
     assert present(store, range(3)) == {1}
 
 
-def test_a_lock_held_by_another_process_loses_nothing_and_blocks_neither_put_nor_get(
+def test_a_lock_of_another_process_loses_nothing_and_blocks_neither_put_nor_get(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened()
@@ -462,7 +414,7 @@ def test_a_lock_held_by_another_process_loses_nothing_and_blocks_neither_put_nor
     assert present(opened(), range(2_000)) == set(range(2_000))
 
 
-def test_a_lock_that_lasts_is_said_once_and_waited_out(
+def test_a_long_lock_gives_one_warning_and_is_waited_out(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "LOCKED_WARN_S", 0.3)
@@ -483,18 +435,21 @@ def test_errors_are_told_apart_by_their_code() -> None:
         error.sqlite_errorcode = code
         return error
 
-    assert diagnose(sqlite(sqlite3.SQLITE_FULL)) is Trouble.FULL
-    assert diagnose(sqlite(sqlite3.SQLITE_BUSY_SNAPSHOT)) is Trouble.LOCKED
-    assert diagnose(sqlite(sqlite3.SQLITE_READONLY_DBMOVED)) is Trouble.READ_ONLY
-    assert diagnose(sqlite(sqlite3.SQLITE_CORRUPT_INDEX)) is Trouble.CORRUPT
-    assert diagnose(sqlite(sqlite3.SQLITE_IOERR_FSYNC)) is Trouble.IO
-    assert diagnose(sqlite3.OperationalError("no such table: replies")) is Trouble.CORRUPT
-    assert diagnose(sqlite3.ProgrammingError("misuse")) is Trouble.OTHER
-    assert diagnose(OSError(28, "No space left on device")) is Trouble.FULL
-    assert diagnose(FileNotFoundError(2, "gone")) is Trouble.CANNOT_OPEN
+    expected = {
+        sqlite(sqlite3.SQLITE_FULL): Trouble.FULL,
+        sqlite(sqlite3.SQLITE_BUSY_SNAPSHOT): Trouble.LOCKED,
+        sqlite(sqlite3.SQLITE_READONLY_DBMOVED): Trouble.READ_ONLY,
+        sqlite(sqlite3.SQLITE_CORRUPT_INDEX): Trouble.CORRUPT,
+        sqlite(sqlite3.SQLITE_IOERR_FSYNC): Trouble.IO,
+        sqlite3.OperationalError("no such table: replies"): Trouble.CORRUPT,
+        sqlite3.ProgrammingError("misuse"): Trouble.OTHER,
+        OSError(28, "No space left on device"): Trouble.FULL,
+        FileNotFoundError(2, "gone"): Trouble.CANNOT_OPEN,
+    }
+    assert {error: diagnose(error) for error in expected} == expected
 
 
-def test_an_outage_rests_is_said_once_per_kind_and_ends() -> None:
+def test_an_outage_rests_warns_once_per_kind_and_ends() -> None:
     clock = Clock()
     outage = Outage(logged=set(), clock=clock)
     assert outage.is_over
@@ -537,7 +492,7 @@ SHARING = """
 """
 
 
-def test_four_processes_that_read_and_write_make_no_error_and_lose_nothing(path: Path, opened: OpenStore) -> None:
+def test_four_processes_read_and_write_one_file_without_loss(path: Path, opened: OpenStore) -> None:
     workers = [python(SHARING, path, worker, 4_000) for worker in range(4)]
     for worker in workers:
         finished(worker)
@@ -551,7 +506,7 @@ def test_four_processes_that_read_and_write_make_no_error_and_lose_nothing(path:
         assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_process_killed_while_writing_leaves_a_whole_file_with_all_that_was_flushed(
+def test_a_process_killed_while_writing_leaves_a_whole_file_with_everything_flushed(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     endless = """
@@ -590,7 +545,7 @@ def test_a_process_killed_while_writing_leaves_a_whole_file_with_all_that_was_fl
         assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
 
 
-def test_a_forked_child_and_its_parent_both_go_on_with_connections_of_their_own(path: Path) -> None:
+def test_a_forked_child_and_its_parent_continue_with_separate_connections(path: Path) -> None:
     forking = """
         import hashlib, os, sys, threading
         from pathlib import Path
@@ -641,26 +596,3 @@ def test_a_forked_child_and_its_parent_both_go_on_with_connections_of_their_own(
     assert process.returncode == 0, process.stderr
     with contextlib.closing(sqlite3.connect(path)) as conn:
         assert conn.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-
-
-def test_many_threads_may_use_one_store(opened: OpenStore) -> None:
-    store = opened()
-    errors: list[AssertionError] = []
-
-    def work(worker: int) -> None:
-        try:
-            for n in range(500):
-                store.put(key(f"{worker}/{n}"), reply(n, 200))
-                if n % 20 == 0:
-                    assert key(f"{worker}/{n}") in store.get_many([key(f"{worker}/{n}")])
-            assert store.flush()
-        except AssertionError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(worker,)) for worker in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert store.stats().entries == 3_000
