@@ -344,7 +344,7 @@ def test_what_died_or_hangs_is_replaced_and_every_prompt_is_trained_once(
     check_that_each_that_died_was_replaced_and_nobody_else(run)
     told = [row["step"] for row in read_metrics(tmp_path, "step")]
     assert told == sorted(set(told)), "none is told twice"
-    assert "A trainer begins anew from " in run.log
+    assert "The trainer restarts from " in run.log
     assert CheckpointStore(tmp_path, keep_last=2).latest() == tmp_path / "checkpoints" / f"step_{STEPS:06d}"
     check_that_the_trace_is_whole(run)
 

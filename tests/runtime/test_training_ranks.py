@@ -85,7 +85,7 @@ def test_a_run_in_two_processes_survives_the_death_of_either_and_goes_on_in_one(
     assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(4 * STEPS))
     log = (tmp_path / "fully_async_training.log").read_text()
     assert log.count("The training processes cannot continue, so the trainer ends: ") >= 2
-    assert log.count("A trainer begins anew from ") >= len(STROKES)
+    assert log.count("The trainer restarts from ") >= len(STROKES)
     assert "rank-1 was silent for 10 s" in log
     assert "the trainer ends: rank-1 died" in log and "rank 0 failed" not in log.lower(), "who died is named"
     assert "in 2 processes (FSDP2)" in log

@@ -1,40 +1,30 @@
-"""The steady state of a run in closed form: what each part could do, what they do together, what a change would give.
+"""What holds a run up, in one sentence with a number: the verdict. Pure, without a clock.
 
-    capacities (groups a second, each part alone) ─┬─ streaming: the least of them
-                                                   └─ in turns: one over the sum of their times
-    busy shares of a run ─▶ capacity = rate / share ─▶ without what holds it up: up to the next part
-
-The verdict on a live run and the planner's first guess are both made of these few functions; `simulation` knows what
-they leave out (lengths that differ, a window that is full, latencies that overlap). Pure.
-
-What holds a run up, in one sentence with a number: the verdict. Pure.
+    capacities (groups per second, each part alone) ─┬─ streaming: the least of them
+                                                     └─ in turns: one over the sum of their times
+    busy shares of a run ─▶ capacity = rate / share ─▶ without the bottleneck: up to the next part
 
     who waited for whom (spans) ┐
-    what was scored a second    ├─ verdict ─▶ judge-bound: 62% of trainer time waits for verdicts; raising its rate
+    what was scored per second  ├─ verdict ─▶ judge-bound: 62% of trainer time waits for verdicts; raising its rate
     the judge's limit           ┘             limit to 90/s would lift throughput 1.9x, where generation is the limit
 
-Each part is charged with the time for which others stood still because of it, and the largest charge names it:
+Each part is charged with the time that others stood still because of it. The largest charge names the bottleneck:
 
-    sync         the trainer's `pack`, or rollouters' `load_weights` as far as its `wait_batch` goes, whichever is more
+    sync         the trainer's `pack`, or rollouters' `load_weights` within the trainer's `wait_batch`: the larger one
     save         the trainer's `save`, as far as it did nothing else meanwhile
-    judge        the trainer's `wait_batch`, as far as rollouters' `wait_reward` goes, or requests wait for the judge's
-                 limit (`reward` where there is no judge)
-    generation   the trainer's `wait_batch`, less what the judge is charged with and less `load_weights`
+    judge        the trainer's `wait_batch`, as far as rollouters were in `wait_reward` or requests waited for the
+                 judge's limit (`reward` without a judge)
+    generation   the rest of the trainer's `wait_batch`, without `load_weights`
     training     rollouters' `wait_room`
 
-The gain of a remedy ends where the next part is busy all the time, and takes
-away no more than was charged. Where each side waits for the other, a faster one would only wait longer: then the remedy
-is what lets them overlap. What was not measured is not claimed. Shown by the terminal, the log, the end of a run, the
-page and the planner alike.
+A remedy gains at most what was charged, and at most until the next part is busy all the time. If each side waits for
+the other, a faster side would only wait longer; then the remedy is to let them overlap. What was not measured is not
+claimed. `Setting`, `Scoring` and `Verdict` serve the terminal, the log, the page and the planner; the planner's
+simulation adds what this leaves out (varying lengths, a full window, overlapping latencies).
 
-`Watching`: the verdict on a run that goes on, from what its components say about once a second. Pure.
-
-    spans of trainer and rollouters, numbers of scoring ── note(now) ──▶ the last `OVER_S` seconds ──▶ verdict
-
-A step takes from a fraction of a second to minutes, so that the shares of one second say little: those of a stretch of
-time are told, of the whole run while it is younger. Steps that a journal has are trained again, after a resume, without
-waiting for anybody, while generation is held back: what was spent until then is left out. Called by `RunAccount`; no
-clock of its own.
+`Watching` gives the verdict on a live run from what its components report about once a second. Steps take from a
+fraction of a second to minutes, so it looks at the last `OVER_S` seconds, or at the whole of a younger run. Replayed
+steps wait for nobody and are left out.
 """
 
 from __future__ import annotations
@@ -50,37 +40,36 @@ from freewheel.judge.stats import is_up
 from freewheel.observe.spans import shares
 
 LEAST_SHARE = 0.01
-"""A part that was busy for less of the time was not seen at work: what it could do is not known from that."""
+"""A part with a smaller busy share was hardly seen at work, so its capacity is unknown."""
 
 
 def streaming(capacities: Mapping[str, float]) -> tuple[str, float]:
-    """The part that bounds a pipeline in which all work at once, and the rate that it allows."""
+    """Return the part that limits a pipeline in which all parts work at once, and its rate."""
     return min(capacities.items(), key=lambda item: item[1])
 
 
 def in_turns(capacities: Mapping[str, float]) -> float:
-    """The rate of parts that wait for each other, one at work at a time."""
+    """Return the rate of parts that work one at a time."""
     return 1.0 / sum(1.0 / capacity for capacity in capacities.values())
 
 
 def capacities(rate: float, busy: Mapping[str, float]) -> dict[str, float]:
-    """What each part could do alone, from the rate that was measured and the share of the time that it was busy for.
-    Parts that were hardly busy are left out."""
+    """Return what each part could do alone, from the measured rate and its busy share. Leaves out hardly busy parts."""
     return {part: rate / share for part, share in busy.items() if share >= LEAST_SHARE}
 
 
 @dataclass(frozen=True)
 class Lift:
-    """What a change would give."""
+    """The gain of a change."""
 
     factor: float
     """Throughput after it over throughput before; never below 1."""
     then: str
-    """What bounds it from there on; empty where nothing that was measured does."""
+    """The next bottleneck; empty if no measured part is one."""
 
 
 def without(busy: Mapping[str, float], part: str) -> Lift:
-    """The most that a faster `part` gives where all parts work at once: until the next busiest is busy all the time."""
+    """The largest gain of a faster `part` if all parts work at once: until the next part is busy all the time."""
     others = {name: share for name, share in busy.items() if name != part and share >= LEAST_SHARE}
     if not others:
         return Lift(math.inf, "")
@@ -89,88 +78,87 @@ def without(busy: Mapping[str, float], part: str) -> Lift:
 
 
 def overlapped(busy: Mapping[str, float]) -> Lift:
-    """The most that overlapping gives parts which work in turns: until the busiest is busy all the time."""
+    """The largest gain of overlapping parts that work in turns: until the busiest is busy all the time."""
     return without(busy, "")
 
 
 def lessened(share: float, by: float, bound: Lift) -> Lift:
-    """What it gives to do away with a part `by` of something that takes `share` of everybody's time, and no more than
-    `bound` allows."""
+    """The gain of removing the fraction `by` of something that takes `share` of everybody's time, at most `bound`."""
     factor = 1.0 / max(1.0 - share * by, LEAST_SHARE)
     return bound if factor >= bound.factor or not math.isfinite(bound.factor) else Lift(factor, "")
 
 
 Waits = Mapping[str, Mapping[str, float]]
-"""Component → span → its share of the time."""
+"""Share of the time by component and span."""
 Bound = Literal[
     "generation", "judge", "reward", "training", "sync", "save", "balanced", "unmeasured", "paused", "failing"
 ]
 
 Tried = Callable[[Bound, float], float]
-"""What throughput rises by with so many times a side's speed, found by simulation."""
+"""Simulates a side that is faster by a factor. Returns the factor of throughput."""
 
-WAITING = 0.10
-"""A part that waits less than a tenth of the time is busy: what is left is hand-over, which nothing would remove."""
+_WAITING = 0.10
+"""A part that waits less than this is busy: the rest is hand-over, which no remedy removes."""
 HELD_BACK = 0.5
-"""Requests that wait for a limit for less of the time wait in bursts: a higher one would hardly help."""
-ALL, HALF = 1.0, 0.5
-"""Of its charge, what a faster part takes away; what the remedies for weights and checkpoints do: every second one."""
-FULL = 0.75
-"""Engines with fewer of their slots in use have too little in hand: with others beside them each would have less. What
-is empty above it is the tail of a batch."""
-WORTH = 1.05
-"""A remedy that gives less is not worth a change."""
-ROUGH = 1.15
-"""From here on one decimal of a factor is enough."""
-FAILING = 0.9
-"""Of responses, the share without a score from which on a run is not slow but broken."""
+"""Requests that wait for a limit less often wait in bursts: a higher limit would hardly help."""
+_ALL, _HALF = 1.0, 0.5
+"""Fraction of a charge that a remedy removes: all with a faster part, half with every second sync or checkpoint."""
+_FULL = 0.75
+"""Engines with a smaller share of used slots have too little work, so more engines would not help. Above it, empty
+slots are the tail of a batch."""
+_WORTH = 1.05
+"""A remedy with a smaller gain is not worth a change."""
+_ROUGH = 1.15
+"""Larger factors are shown with one decimal."""
+_FAILING = 0.9
+"""With this share of responses without a score, a run is not slow but broken."""
 UNMEASURED = "not known yet: who waits for whom has not been measured"
-"""Said of a run before both sides have been."""
+"""The verdict before both sides have been measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """What is known of the scoring of responses."""
+    """What is known about the scoring of responses."""
 
     is_judge: bool = False
     """An LLM judge scores, and not a function alone."""
     per_s: float | None = None
-    """Responses that got their score; of a judge: requests that were sent to it."""
+    """Scored responses per second; with a judge, requests sent to it."""
     latency_s: float | None = None
     held_back: float | None = None
-    """Share of the time in which responses waited for a permit, or for the judge's limit. None: nobody says."""
+    """Share of the time in which responses waited for a permit, or for the judge's limit. None: unknown."""
     in_use: float | None = None
-    """Share of the judge's limit, on average. None: nobody knows where that is."""
+    """Average used share of the judge's limit. None: the limit is unknown."""
     slots_in_use: float | None = None
-    """Share of the engines' slots, on average: a judge that is waited for leaves them empty."""
+    """Average used share of the engines' slots. A slow judge leaves them empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What of a run's settings a remedy depends on."""
+    """The settings of a run that a remedy depends on."""
 
     mode: str = "fully_async"
     replicas: int = 1
     threshold: int | None = None
-    """Versions that generation may run ahead; None where that is not known."""
+    """Versions that generation may run ahead; None if unknown."""
     sync_every_steps: int = 1
     save_every_steps: int | None = None
 
     @property
     def in_turns(self) -> bool:
-        """Generation and training wait for each other by design: `Bounds.in_turns`, or in lockstep one step apart."""
+        """Whether generation and training wait for each other by design."""
         return self.mode != "fully_async" or self.threshold == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`str` of it is the sentence."""
+    """What holds a run up. `str` returns the sentence."""
 
     bound: Bound
     share: float = 0.0
-    """Of the time, lost to it."""
+    """Share of the time lost to it."""
     lift: float | None = None
-    """Throughput with the remedy over throughput now; None where that is not known."""
+    """Throughput with the remedy over throughput now; None if unknown."""
     sentence: str
 
     def __str__(self) -> str:
@@ -181,8 +169,8 @@ NOTHING_KNOWN = Verdict(bound="unmeasured", sentence=UNMEASURED)
 
 
 def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict | None:
-    """Where nothing goes on whatever waited for whom before: why. `paused`: the queue's word; `endpoints`: the judge's,
-    as `EndpointStats` has them."""
+    """Return why nothing moves at all, if so. `paused`: the queue's reason; `endpoints`: the judge's, as
+    `EndpointStats` has them."""
     if paused:
         return Verdict(bound="paused", share=1.0, sentence=f"paused until there is room: {paused}")
     if endpoints and not any(is_up(**one) for one in endpoints):
@@ -193,18 +181,18 @@ def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict
 
 
 def failing(failed: Mapping[str, int], settled: float) -> Verdict | None:
-    """Where nearly no response gets a score nothing is told of who waits. `failed`: by kind; `settled`: of how many."""
+    """Return the verdict on a run in which nearly no response gets a score. `failed`: by kind; `settled`: all ended."""
     count = sum(failed.values())
-    if not count or count < FAILING * settled:
+    if not count or count < _FAILING * settled:
         return None
     kinds = ", ".join(f"{kind} {some:,}" for kind, some in failed.items())
-    said = f"rewards failed: {count:,} of {settled:,.0f} responses got no score ({kinds}); nothing else matters before"
-    return Verdict(bound="failing", share=count / settled, sentence=f"{said} that is mended")
+    said = f"rewards failed: {count:,} of {settled:,.0f} responses got no score ({kinds}); fix that first"
+    return Verdict(bound="failing", share=count / settled, sentence=said)
 
 
 def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None) -> Verdict:
-    """Of the shares over an interval; those of several rollouters (`rollouter`, `rollouter-0`, …) are averaged. Without
-    `tried` a faster side is promised as the most that its waiting allows."""
+    """Return the verdict on shares over an interval. Shares of several rollouters (`rollouter-0`, …) are averaged.
+    `tried` simulates a faster side; without it, the gain is the most that the waiting allows."""
     scoring = scoring or Scoring()
     trainer = dict(waits.get("trainer", {}))
     rollouter = _rollouter(waits)
@@ -212,11 +200,11 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
         return NOTHING_KNOWN
     charges = _charges(trainer, rollouter, scoring)
     bound, share = max(charges.items(), key=lambda item: item[1])
-    if max(share, *waited(waits)) < WAITING:
-        if not trainer.get("train"):  # it has only just begun
+    if max(share, *waited(waits)) < _WAITING:
+        if not trainer.get("train"):  # the run has just started
             return NOTHING_KNOWN
         said = (
-            f"balanced: generation and training each wait less than {WAITING:.0%} of the time; only more of both helps"
+            f"balanced: generation and training each wait less than {_WAITING:.0%} of the time; only more of both helps"
         )
         return Verdict(bound="balanced", share=share, sentence=said)
     busy = _busy(trainer, rollouter)
@@ -231,7 +219,7 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
     known = math.isfinite(lift.factor)
     if not known:
         remedy = "what would lift throughput is not known: no other part has been seen at work"
-    elif lift.factor < WORTH:
+    elif lift.factor < _WORTH:
         remedy = f"there is little to gain, as {lift.then} is busy {1 / lift.factor:.0%} of the time"
     return Verdict(
         bound=bound,
@@ -257,14 +245,12 @@ def _charges(trainer: Mapping[str, float], rollouter: Mapping[str, float], scori
 
 
 def waited(waits: Waits) -> tuple[float, float]:
-    """Shares of the time: the trainer's for batches, the rollouters' for room. What the sides wait for each other, by
-    the one measure that is told and judged by."""
+    """Return the shares of the time that the trainer waits for batches and the rollouters wait for room."""
     return waits.get("trainer", {}).get("wait_batch", 0.0), _rollouter(waits).get("wait_room", 0.0)
 
 
 def _busy(trainer: Mapping[str, float], rollouter: Mapping[str, float]) -> dict[str, float]:
-    """What is neither work nor waiting, such as a checkpoint or a hand-over, stays whoever is faster: it counts as
-    work."""
+    """Return busy shares. Anything that is not waiting counts as work: checkpoints and hand-over stay."""
     rests = sum(rollouter.get(name, 0.0) for name in ("wait_room", "wait_reward", "load_weights"))
     return {
         "training": max(trainer.get("train", 0.0) + trainer.get("pack", 0.0), 1 - trainer.get("wait_batch", 0.0)),
@@ -273,8 +259,8 @@ def _busy(trainer: Mapping[str, float], rollouter: Mapping[str, float]) -> dict[
 
 
 def _overhead(bound: Bound, share: float, bounded_by: Lift, setting: Setting) -> tuple[str, str, Lift]:
-    """Of what is no work of either side: why it is charged, what would help, and by how much."""
-    lift = lessened(share, HALF, bounded_by)
+    """Return why syncs or checkpoints are charged, the remedy and its gain."""
+    lift = lessened(share, _HALF, bounded_by)
     if bound == "sync":
         why = "of the time goes into bringing weights to the engines"
         remedy = f"async_training.sync_every_steps = {2 * setting.sync_every_steps}"
@@ -288,22 +274,22 @@ def _overhead(bound: Bound, share: float, bounded_by: Lift, setting: Setting) ->
 def _work(
     bound: Bound, share: float, busy: Mapping[str, float], setting: Setting, scoring: Scoring, tried: Tried | None
 ) -> tuple[str, str, Lift]:
-    """The same of a part that others wait for."""
+    """Return why a part that others wait for is charged, the remedy and its gain."""
     why = {
         "generation": "of trainer time waits for responses",
         "training": "of generation time is held back so that samples stay fresh",
     }.get(bound, f"of trainer time waits for {'verdicts' if scoring.is_judge else 'scores'}")
     scores = bound in ("judge", "reward")
-    lacks_room = not scores and max(busy.values()) <= 1 - WAITING
-    if scoring.slots_in_use is not None and bound != "training":  # what engines have in hand may not fill them
+    lacks_room = not scores and max(busy.values()) <= 1 - _WAITING
+    if scoring.slots_in_use is not None and bound != "training":  # engines may have too little work to fill their slots
         busy = {**busy, "generation": min(busy["generation"], scoring.slots_in_use)}
-        lacks_room |= not scores and busy["generation"] < FULL
+        lacks_room |= not scores and busy["generation"] < _FULL
     if setting.in_turns:
         return why, *_overlapping(overlapped(busy), setting)
-    at_once = lessened(share, ALL, overlapped(busy))
+    at_once = lessened(share, _ALL, overlapped(busy))
     if lacks_room:
         return why, *_overlapping(at_once, setting)
-    lift = lessened(share, ALL, without(busy, bound))
+    lift = lessened(share, _ALL, without(busy, bound))
     if not math.isfinite(lift.factor):
         return why, "", lift
     if scores:
@@ -312,7 +298,7 @@ def _work(
 
 
 def _faster(bound: Bound, lift: Lift, at_once: Lift, setting: Setting, tried: Tried | None) -> tuple[str, Lift]:
-    """Of a side that the other waits for: the speed with which it no longer does. `at_once`: what more room gives."""
+    """Return the remedy for a side that the other waits for. `at_once`: the gain of more room."""
     faster = f"{_times(lift)} the {bound} speed"
     if bound == "generation":
         wanted = math.ceil(setting.replicas * lift.factor)
@@ -320,19 +306,20 @@ def _faster(bound: Bound, lift: Lift, at_once: Lift, setting: Setting, tried: Tr
     if tried is None:
         return f"{faster} would lift throughput up to {_gain(lift)}", lift
     found = tried(bound, lift.factor)
-    if found < WORTH:  # it would wait for room
+    if found < _WORTH:  # a faster side would wait for room
         return _overlapping(at_once, setting)
     if found < lift.factor:
-        lift = Lift(found, lift.then if found >= lift.factor / WORTH else "")  # what else holds it up is not known
+        lift = Lift(found, lift.then if found >= lift.factor / _WORTH else "")  # the next bottleneck is unknown
     return f"{faster} would lift throughput {_gain(lift)}", lift
 
 
 def _overlapping(lift: Lift, setting: Setting) -> tuple[str, Lift]:
-    """Of sides that wait for each other: what lets them work at once."""
+    """Return the remedy for sides that wait for each other: let them work at once."""
     remedy = "mode=fully_async would"
-    if setting.mode == "fully_async":  # how much more is enough is not known
+    if setting.mode == "fully_async":  # how much is enough is unknown
         higher = f"async_training.staleness_threshold {_above(setting)}"
-        groups = ", which gives" if setting.in_turns else " or more groups a step, which give"  # a larger turn is one
+        # In turns, more groups per step would only make a turn longer.
+        groups = ", which gives" if setting.in_turns else " or more groups a step, which give"
         remedy = f"{higher}{groups} generation room, could"
     return f"{remedy} lift throughput up to {_gain(lift)}", lift
 
@@ -342,7 +329,7 @@ def _above(setting: Setting) -> str:
 
 
 def _faster_scores(lift: Lift, setting: Setting, scoring: Scoring) -> str:
-    """More at a time helps where something is held back; else only less time for each, or more that hides it."""
+    """A higher limit helps if it holds responses back; otherwise only a shorter latency, or more work to hide it."""
     if scoring.held_back is not None and scoring.held_back < HELD_BACK:
         took = "" if scoring.latency_s is None else f" of {_seconds(scoring.latency_s)}"
         whose = "judge" if scoring.is_judge else "function"
@@ -356,12 +343,12 @@ def _faster_scores(lift: Lift, setting: Setting, scoring: Scoring) -> str:
 
 
 def _gain(lift: Lift) -> str:
-    """The factor, and what bounds it."""
+    """Show the factor and the next bottleneck."""
     return _times(lift) + (f", where {lift.then} is the limit" if lift.then else "")
 
 
 def _times(lift: Lift) -> str:
-    return f"{lift.factor:.1f}x" if lift.factor >= ROUGH else f"{lift.factor:.2f}x"
+    return f"{lift.factor:.1f}x" if lift.factor >= _ROUGH else f"{lift.factor:.2f}x"
 
 
 def _rate(per_s: float) -> str:
@@ -373,58 +360,58 @@ def _seconds(seconds: float) -> str:
 
 
 def _rollouter(waits: Waits) -> dict[str, float]:
-    """All of them as one."""
+    """Return the average shares of all rollouters."""
     found = [shares for name, shares in waits.items() if name.partition("-")[0] == "rollouter"]
     names = dict.fromkeys(name for shares in found for name in shares)
     return {name: sum(shares.get(name, 0.0) for shares in found) / len(found) for name in names}
 
 
 OVER_S = 60.0
-"""What a verdict looks back on: some steps of most runs, and short enough to follow a judge that changed."""
-IN_USE = 0.85
-"""A limit of which this share is in use holds requests back; the limiter itself grows from the same share on."""
-SETTLED = ("scored", "skipped")
-"""Counters of responses that have come to their end; failures are counted by reason beside them."""
+"""How far a verdict looks back: several steps of most runs, and short enough to follow a judge that changed."""
+_IN_USE = 0.85
+"""A limit with this share in use holds requests back. The limiter itself grows from the same share."""
+_SETTLED = ("scored", "skipped")
+"""Counters of responses that have ended; failures are counted by reason."""
 
 
 @dataclass(frozen=True)
-class Look:
-    """What was seen at a moment."""
+class _Look:
+    """What was seen at one moment."""
 
     at: float
     spans: Mapping[str, Mapping[str, float]]
     """By component."""
     scored: float
-    """By then: requests that were sent to the judge; without one, responses that have come to their end."""
+    """Requests sent to the judge so far; without a judge, responses that have ended."""
     held_back: bool | None
     in_use: float | None
     slots_in_use: float | None
 
 
 class Watching:
-    """Keeps as much of the past as a verdict needs."""
+    """Keeps the recent past of a run, for its verdict."""
 
     def __init__(
         self, setting: Setting, *, is_judge: bool, replayed: Mapping[str, Mapping[str, float]] | None = None
     ) -> None:
-        """`setting`: its `replicas` are counted here. `replayed`: spans until recorded steps were trained again, where
-        that is known from elsewhere."""
+        """`setting.replicas` is ignored: replicas are counted here. `replayed`: known spans until the last replayed
+        step."""
         self.replays = False
-        """Whether, by the last look, recorded steps were being trained again until then."""
+        """Whether steps were still being replayed at the last look."""
         self._setting = setting
         self._is_judge = is_judge
         self._replayed = dict(replayed or {})
         self._replaying = False
-        self._past: deque[Look] = deque()
+        self._past: deque[_Look] = deque()
         self._spans: dict[str, Mapping[str, float]] = {}
         self._rewards: Mapping[str, Any] = {}
 
     def note(self, now: float, components: Mapping[str, Mapping[str, Any]], rewards: Mapping[str, Any]) -> None:
-        """`components`: what each said, `spans` among it. `rewards`: the numbers of scoring, of all replicas."""
+        """Take in statistics by component, with `spans`. `rewards`: the statistics of scoring, of all replicas."""
         self._spans = {**self._spans, **{name: said["spans"] for name, said in components.items() if said.get("spans")}}
         self._rewards = rewards or self._rewards
         self._note_replay(components.get("trainer") or {})
-        look = Look(
+        look = _Look(
             at=now,
             spans=self._spans,
             scored=_judge(self._rewards).get("sent", 0) if self._is_judge else settled(self._rewards),
@@ -437,7 +424,7 @@ class Watching:
             self._past.popleft()
 
     def _note_replay(self, trainer: Mapping[str, Any]) -> None:
-        """The look after it is still of it: the last of these steps ended at some time before."""
+        """The first look after the replay still counts as one: the last replayed step ended before it."""
         if "recorded_until" not in trainer:
             self.replays = False
             return
@@ -449,12 +436,12 @@ class Watching:
 
     @property
     def waits(self) -> Waits:
-        """Component → span → its share of the stretch that is looked back on."""
+        """Shares of the recent past, by component and span."""
         return self._since(self._past[0].spans) if len(self._past) > 1 else self.whole
 
     @property
     def whole(self) -> Waits:
-        """The same of the whole run, as far as it counts."""
+        """Shares of the whole run, without replayed steps."""
         return self._since(self._replayed)
 
     def _since(self, before: Mapping[str, Mapping[str, float]]) -> Waits:
@@ -462,11 +449,11 @@ class Watching:
         return {name: one for name, one in found.items() if one}
 
     def verdict(self) -> Verdict:
-        """On what is looked back on."""
+        """Return the verdict on the recent past."""
         return self.verdict_on(self.waits)
 
     def verdict_on(self, waits: Waits) -> Verdict:
-        """On other shares of the same run, such as those of all of it."""
+        """Return the verdict on other shares of the same run, such as `whole`."""
         failed = failing(self._rewards.get("failed") or {}, settled(self._rewards))
         if failed is not None:
             return failed
@@ -493,22 +480,22 @@ class Watching:
 
 
 def settled(rewards: Mapping[str, Any]) -> float:
-    """Responses that have come to their end, scored or not."""
-    return float(sum(rewards.get(name, 0) for name in SETTLED) + sum((rewards.get("failed") or {}).values()))
+    """Return how many responses have ended, scored or not."""
+    return float(sum(rewards.get(name, 0) for name in _SETTLED) + sum((rewards.get("failed") or {}).values()))
 
 
 def held_back(rewards: Mapping[str, Any], *, is_judge: bool) -> bool | None:
-    """Whether responses wait for a permit, or requests for the judge's limit; None where nobody says."""
+    """Whether responses wait for a permit, or requests for the judge's limit; None if unknown."""
     if rewards.get("waiting"):
         return True
     in_flight, limit = _limited(rewards)
     if limit:
-        return bool(_judge(rewards).get("queued")) or in_flight >= IN_USE * limit
+        return bool(_judge(rewards).get("queued")) or in_flight >= _IN_USE * limit
     return None if is_judge or "waiting" not in rewards else False
 
 
 def in_use(rewards: Mapping[str, Any]) -> float | None:
-    """Share of the judge's limit; None before it has refused anything: until then the limit grows with what is sent."""
+    """Return the used share of the judge's limit. None before the judge first throttled: until then the limit grows."""
     in_flight, limit = _limited(rewards)
     return in_flight / limit if limit and _judge(rewards).get("throttled") else None
 
@@ -519,13 +506,13 @@ def _judge(rewards: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _limited(rewards: Mapping[str, Any]) -> tuple[int, int]:
-    """Requests in flight, and how many may be."""
+    """Return the requests in flight and their limit."""
     endpoints: Sequence[Mapping[str, Any]] = _judge(rewards).get("endpoints") or ()
     return sum(one.get("in_flight", 0) for one in endpoints), sum(one.get("limit", 0) for one in endpoints)
 
 
 def slots_in_use(components: Iterable[Mapping[str, Any]]) -> float | None:
-    """Of all engines that say it, now."""
+    """Return the used share of all engines' slots; None if no engine reports it."""
     found = [(one["running"], one["slots"]) for one in components if one.get("slots") and "running" in one]
     return sum(running for running, _ in found) / sum(slots for _, slots in found) if found else None
 
