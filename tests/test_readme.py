@@ -43,7 +43,7 @@ RECIPE = "tests/test_readme.py::test_make_runs_what_it_says"
 INSTALLED = "tests/test_readme.py::test_the_package_is_what_pip_was_asked_for"
 JUDGING = "tests/test_readme.py::test_a_judge_scores_as_the_pages_say"
 STARTS = "tests/test_readme.py::test_a_benchmark_starts"
-CODE = "tests/runtime/test_commands.py::test_code_that_can_be_used_is_no_obstacle_and_a_class_is_not_made_for_it"
+CODE = "tests/runtime/test_commands.py::test_usable_user_code_passes_without_being_instantiated"
 
 HUB = "model.path=Qwen/Qwen2.5-0.5B-Instruct data.task=gsm8k"
 
@@ -64,7 +64,7 @@ RUN_BY = {
     ],
     "freewheel train resume=runs/…": [
         DEMO,
-        "tests/runtime/test_main.py::test_ctrl_c_and_sigterm_save_and_the_run_goes_on_where_it_was",
+        "tests/runtime/test_whole_run.py::test_ctrl_c_and_sigterm_save_and_the_run_resumes",
     ],
     "freewheel train reward.function=my_rewards:score": [CODE],
     "freewheel inspect runs/…": [DEMO, "tests/runtime/test_inspect.py::test_a_clean_run_is_accounted_for"],

@@ -14,7 +14,7 @@ def step(number: int, *ordinals: int, lag: int = 0, reward: float | None = 0.5) 
     return Trained(step=number, ordinals=ordinals, lag=lag, reward=reward, process=1, wall_s=0.0)
 
 
-def test_a_line_is_read_as_it_was_written() -> None:
+def test_a_log_line_is_parsed() -> None:
     told = {"step": 2, "ordinals": [4, 5], "lag": 1, "reward": None, "process": 7, "wall_s": 1.5}
     assert Trained.read(json.dumps(told).encode()) == Trained(
         step=2, ordinals=(4, 5), lag=1, reward=None, process=7, wall_s=1.5
@@ -32,7 +32,7 @@ def audited(*lines: Trained, total: int = 4) -> tuple[int, int, int, int]:
     return seen.lost, seen.repeated, seen.stale_trained, len(seen.problems)
 
 
-def test_a_run_that_trained_every_prompt_once_has_nothing_to_be_blamed_for() -> None:
+def test_a_run_that_trained_every_prompt_once_has_no_violations() -> None:
     assert audited(step(1, 0, 2), step(2, 1, 3)) == (0, 0, 0, 0)
     assert audited(step(1, 0, 1), step(2, 2, 3), step(1, 0, 1), step(2, 2, 3)) == (0, 0, 0, 0)
 
@@ -49,11 +49,11 @@ def test_a_run_that_trained_every_prompt_once_has_nothing_to_be_blamed_for() -> 
     ],
     ids=["lost", "repeated", "stale", "stale and taken back", "beyond the end", "a step is missing"],
 )
-def test_what_went_wrong_is_found(lines: list[Trained], found: tuple[int, ...]) -> None:
+def test_violations_are_found(lines: list[Trained], found: tuple[int, ...]) -> None:
     assert audited(*lines) == found
 
 
-def test_where_prompts_may_be_dropped_only_a_repeated_one_is_found() -> None:
+def test_only_repeats_are_violations_if_prompts_may_be_dropped() -> None:
     seen = audit_witness([step(1, 0, 7), step(2, 7, 9)], total=None, max_lag=5)
     assert (seen.lost, seen.repeated, seen.problems) == (0, 1, [])
 
@@ -84,7 +84,7 @@ def test_nothing_that_is_wrong_counts_as_fine(bad: dict[str, Any]) -> None:
     assert "NOT FINE" in table([result(), result(**bad)])
 
 
-def test_a_run_that_learned_less_than_one_that_was_left_alone_is_not_fine() -> None:
+def test_a_run_that_learned_less_than_an_undisturbed_one_is_not_fine() -> None:
     assert result(reward=0.8).compared(0.85).fine
     assert not result(reward=0.5).compared(0.85).fine
     assert result(reward=0.5).compared(None).fine

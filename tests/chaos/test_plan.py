@@ -12,7 +12,7 @@ def dealt(seed: int, kills: int = 24) -> list[Strike]:
     return deal(seed=seed, targets=targets, kills=kills, first_step=2, gap_steps=4, last_step=58, longest_delay_s=0.5)
 
 
-def test_the_same_seed_deals_the_same_strikes_and_another_seed_others() -> None:
+def test_the_seed_determines_the_strikes() -> None:
     assert dealt(1) == dealt(1)
     assert dealt(1) != dealt(2)
 

@@ -22,7 +22,7 @@ def reward_alone(tmp_path_factory: pytest.TempPathFactory) -> float | None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_run_that_is_disturbed_comes_to_its_end_with_every_prompt_trained_once(
+def test_a_disturbed_run_finishes_with_every_prompt_trained_once(
     tmp_path: Path, name: str, reward_alone: float | None
 ) -> None:
     if name == "full_disk" and not can_mount():
@@ -34,7 +34,7 @@ def test_a_run_that_is_disturbed_comes_to_its_end_with_every_prompt_trained_once
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_roles_that_die_again_and_again_lose_nothing(tmp_path: Path, seed: int, reward_alone: float | None) -> None:
+def test_repeated_deaths_lose_nothing(tmp_path: Path, seed: int, reward_alone: float | None) -> None:
     result = roles(tmp_path, seed, SOAK_KILLS).compared(reward_alone)
     assert result.fine, result
     assert result.kills

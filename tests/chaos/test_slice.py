@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 STRIKE = Strike(after_step=2, delay_s=0.1, roles=("queue",))
 
 
-def test_the_queue_is_killed_then_everything_the_journal_loses_its_tail_and_the_resumed_run_trains_every_prompt_once(
+def test_a_run_with_a_killed_queue_a_kill_of_everything_and_a_truncated_journal_trains_every_prompt_once(
     tmp_path: Path,
 ) -> None:
     def during(run: Disturbed) -> None:

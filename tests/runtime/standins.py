@@ -167,7 +167,7 @@ KINDS: dict[type, type[Part]] = {
 
 
 class StandInSupervisor(Supervisor):
-    """A crew whose parts are here. `on_made` is told of each, before anybody talks to it."""
+    """A supervisor whose parts are here. `on_made` is told of each, before anybody talks to it."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{"on_process": lambda name, *_: self.told_of.append(name), **given})
@@ -197,7 +197,7 @@ async def until(holds: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def successor(crew: StandInSupervisor, before: Part) -> Any:
+async def successor(supervisor: StandInSupervisor, before: Part) -> Any:
     """Who takes the place of `before`, once its loop goes on."""
-    await until(lambda: crew[before.name] is not before and crew[before.name].running)
-    return crew[before.name]
+    await until(lambda: supervisor[before.name] is not before and supervisor[before.name].running)
+    return supervisor[before.name]

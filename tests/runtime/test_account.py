@@ -15,7 +15,7 @@ from freewheel.observe.snapshot import RunSnapshot
 from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_stage import JUDGE_TOTALS, RewardCounts
 from freewheel.runtime.account import RunAccount, sum_replicas
-from freewheel.runtime.recovery import HOPELESS_BATCHES, SAME_BATCHES
+from freewheel.runtime.recovery import HOPELESS_BATCHES
 from freewheel.trainer.backend import Row
 
 from .pipeline import small_config
@@ -73,7 +73,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.recorder.close()
 
 
-def test_rows_are_recorded_as_they_come_and_shown(scene: Scene) -> None:
+def test_rows_are_recorded_and_shown(scene: Scene) -> None:
     scene.look(step_row(1), step_row(2), Row("eval", 2, {"eval/reward": 0.4}), trainer={"global_steps": 2})
     assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2]
     shown = scene.view.snapshots[-1]
@@ -83,7 +83,7 @@ def test_rows_are_recorded_as_they_come_and_shown(scene: Scene) -> None:
     assert (shown.step, shown.reward) == (2, 0.2)
 
 
-def test_what_came_to_nothing_is_said_at_the_end(scene: Scene) -> None:
+def test_the_summary_counts_abandoned_prompts_and_unscored_responses(scene: Scene) -> None:
     rewards = {"failed": {"raised": 1400}}
     scene.look(queue={"abandoned": {"reward": 6, "prompt": 1}}, rollouter_0=replica(rewards=rewards), last=True)
     said = scene.account.finish("finished", None)
@@ -91,7 +91,7 @@ def test_what_came_to_nothing_is_said_at_the_end(scene: Scene) -> None:
     assert f"{expected}{scene.folder / 'fully_async_training.log'}" in said
 
 
-def test_a_run_that_never_began_is_not_said_to_go_on(scene: Scene) -> None:
+def test_the_summary_offers_a_resume_only_if_there_is_something_to_resume(scene: Scene) -> None:
     scene.account._started = None
     assert not any("resume=" in line for line in scene.account.finish("failed", OSError("no such model")))
     assert any("resume=" in line for line in scene.account.finish("stopped", None)), "somebody meant it to"
@@ -99,7 +99,7 @@ def test_a_run_that_never_began_is_not_said_to_go_on(scene: Scene) -> None:
     assert any("resume=" in line for line in scene.account.finish("failed", OSError("it died while it was started")))
 
 
-def test_steps_that_another_trainer_takes_again_are_not_told_twice(scene: Scene) -> None:
+def test_replayed_steps_are_recorded_once(scene: Scene) -> None:
     scene.look(step_row(1), step_row(2), step_row(3), trainer={"global_steps": 3})
     scene.look(step_row(2), step_row(3), step_row(4), trainer={"global_steps": 4})
     scene.look(step_row(5), trainer={"global_steps": 5})
@@ -108,14 +108,14 @@ def test_steps_that_another_trainer_takes_again_are_not_told_twice(scene: Scene)
     assert scene.account.step == 5
 
 
-def test_what_is_measured_of_the_last_step_is_told_after_it(scene: Scene) -> None:
+def test_an_evaluation_may_arrive_after_later_steps(scene: Scene) -> None:
     """An evaluation takes longer than steps."""
     scene.look(step_row(1), step_row(2), Row("eval", 1, {"eval/reward": 0.4}))
     assert [row["step"] for row in read_metrics(scene.folder, "eval")] == [1]
     assert scene.account.step == 2
 
 
-def test_a_note_is_recorded_with_its_values_and_shown_to_nobody(scene: Scene) -> None:
+def test_a_note_is_recorded_and_not_shown(scene: Scene) -> None:
     scene.look(step_row(1))
     scene.account.note("trainer is process 77", role="trainer", process=77, node="here")
     (row,) = [row for row in read_metrics(scene.folder, "event") if "role" in row]
@@ -123,14 +123,14 @@ def test_a_note_is_recorded_with_its_values_and_shown_to_nobody(scene: Scene) ->
     assert "trainer is process 77" not in scene.view.said
 
 
-def test_time_in_which_the_run_is_paused_does_not_count(scene: Scene) -> None:
+def test_paused_time_is_no_stall(scene: Scene) -> None:
     scene.look(queue={"step": 1})
     scene.now += 500
     scene.look(queue={"step": 1, "paused": "0 MB free on /data"})
     assert scene.account.progress.stalled_s(scene.now) == 0
 
 
-def test_of_a_run_that_is_paused_the_reason_is_told_and_no_time_to_its_end(scene: Scene) -> None:
+def test_a_paused_run_shows_the_reason_and_no_remaining_time(scene: Scene) -> None:
     scene.look(step_row(1), rollouter_0=replica(), trainer={"spans": {"elapsed": 1.0, "wait_batch": 0.1}})
     scene.now += 5.0
     scene.look(step_row(2), queue={"paused": "no space left on /runs"})
@@ -144,7 +144,7 @@ def test_of_a_run_that_is_paused_the_reason_is_told_and_no_time_to_its_end(scene
     assert "paused" not in scene.view.snapshots[-1].verdict and scene.view.snapshots[-1].eta_s
 
 
-def test_a_judge_that_does_not_answer_is_named_once_and_nothing_is_promised_of_a_higher_limit(scene: Scene) -> None:
+def test_an_unreachable_judge_is_named_once_and_gives_no_advice_on_limits(scene: Scene) -> None:
     def with_judge(*breakers: str) -> dict[str, Any]:
         endpoints = [{"url": f"http://{at}/v1", "breaker": one} for at, one in enumerate(breakers)]
         return replica(rewards={"judge": {"endpoints": endpoints}})
@@ -170,7 +170,7 @@ def test_statistics_are_due_by_the_clock_and_at_the_last_look(scene: Scene) -> N
     assert [row["queue"]["queue_size"] for row in read_metrics(scene.folder, "statistics")] == [4, 6]
 
 
-def test_replicas_are_added_up_and_the_oldest_version_is_told(scene: Scene) -> None:
+def test_statistics_of_replicas_are_summed_and_the_oldest_version_is_kept(scene: Scene) -> None:
     scene.look(
         rollouter_0=replica(total_generated_samples=5, version=3, engine_busy_s=1.5),
         rollouter_1=replica(total_generated_samples=7, version=2, engine_busy_s=0.5),
@@ -179,7 +179,7 @@ def test_replicas_are_added_up_and_the_oldest_version_is_told(scene: Scene) -> N
     assert (found["total_generated_samples"], found["version"], found["engine_busy_s"]) == (12, 2, 2.0)
 
 
-def test_a_judge_is_up_where_one_replica_reaches_it() -> None:
+def test_a_judge_is_up_if_one_replica_reaches_it() -> None:
     """Its endpoints are those of all replicas together."""
     down = {"url": "http://a", "model": "m", "breaker": "open", "halted": "", "faults": {"broken": 3}, "sent": 5}
     up = {**down, "breaker": "closed", "faults": {"broken": 1, "timeout": 2}, "latency_p50_s": 0.5}
@@ -192,7 +192,7 @@ def test_a_judge_is_up_where_one_replica_reaches_it() -> None:
     assert sum_replicas([begun, of[0]]) == sum_replicas([of[0], begun]) == of[0], "one that has asked nobody yet"
 
 
-def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: Scene) -> None:
+def test_nested_counters_include_replaced_replicas(scene: Scene) -> None:
     def scoring(scored: int, **failed: int) -> dict[str, Any]:
         return {"scored": scored, "failed": failed, "in_flight": 2, "mean_latency_s": scored / 10}
 
@@ -207,7 +207,7 @@ def test_nested_numbers_are_those_of_all_replicas_and_of_those_that_died(scene: 
     assert scene.account.statistics["rollouter"]["rewards"] == expected
 
 
-def test_calls_to_a_judge_that_failed_stay_counted_when_a_replica_is_replaced(scene: Scene) -> None:
+def test_failed_judge_calls_of_a_replaced_replica_stay_counted(scene: Scene) -> None:
     def with_faults(elapsed: float, **faults: int) -> dict[str, Any]:
         found = JudgeStats(endpoints=[EndpointStats(url="http://a", model="m", faults=faults)])
         judge = {**found.to_dict(), **{name: getattr(found, name) for name in JUDGE_TOTALS}}
@@ -218,7 +218,7 @@ def test_calls_to_a_judge_that_failed_stay_counted_when_a_replica_is_replaced(sc
     assert scene.account.statistics["rollouter"]["rewards"]["judge"]["faults"] == {"broken": 13, "timeout": 2}
 
 
-def test_what_a_replica_did_before_it_died_stays_counted(scene: Scene) -> None:
+def test_the_work_of_a_replaced_replica_stays_counted(scene: Scene) -> None:
     scene.look(rollouter_0=replica(elapsed=50, total_generated_samples=90, running=8), rollouter_1=replica(elapsed=50))
     scene.look(rollouter_1=replica(elapsed=51, total_generated_samples=1))  # it does not answer
     scene.look(rollouter_0={}, rollouter_1=replica(elapsed=51, total_generated_samples=1))  # it is being started
@@ -234,32 +234,32 @@ def test_what_a_replica_did_before_it_died_stays_counted(scene: Scene) -> None:
     assert scene.account.statistics["rollouter"]["total_generated_samples"] == 95
 
 
-def test_stale_samples_are_told_with_the_rollouters_by_whoever_found_them(scene: Scene) -> None:
+def test_stale_samples_are_reported_with_the_rollouters(scene: Scene) -> None:
     scene.look(trainer={"dropped_stale_samples": 6}, rollouter_0=replica())
     assert scene.account.statistics["rollouter"]["dropped_stale_samples"] == 6
 
 
-def test_a_look_at_which_nobody_answers_is_no_error(scene: Scene) -> None:
+def test_a_look_without_any_answer_is_no_error(scene: Scene) -> None:
     scene.look()
     assert scene.view.snapshots[-1].step == 0
     assert scene.account.hopeless == ""
 
 
-def test_shares_are_of_the_last_interval_and_of_the_whole_run(scene: Scene) -> None:
+def test_shares_are_known_for_the_last_interval_and_the_whole_run(scene: Scene) -> None:
     scene.look(rollouter_0=replica(elapsed=10, generate=1.0))
     scene.look(rollouter_0=replica(elapsed=20, generate=0.5))
     assert scene.view.snapshots[-1].waits["rollouter-0"]["generate"] == pytest.approx(0.0)
     assert scene.account.waits["rollouter-0"]["generate"] == pytest.approx(0.5)
 
 
-def test_tokens_a_second_are_those_of_all_replicas_since_the_last_look(scene: Scene) -> None:
+def test_tokens_per_second_are_summed_over_replicas_since_the_last_look(scene: Scene) -> None:
     scene.look(rollouter_0=replica(generated_tokens=100), rollouter_1=replica(generated_tokens=50))
     scene.now += 2
     scene.look(rollouter_0=replica(generated_tokens=300), rollouter_1=replica(generated_tokens=150))
     assert scene.view.snapshots[-1].tokens_per_s == 150.0
 
 
-def test_the_time_to_the_end_follows_from_the_latest_steps(scene: Scene) -> None:
+def test_the_remaining_time_follows_from_the_latest_steps(scene: Scene) -> None:
     scene.look(step_row(1))
     assert scene.view.snapshots[-1].eta_s is None
     scene.now += 6
@@ -291,44 +291,11 @@ def test_every_kind_of_work_counts_as_progress(
     assert scene.account.progress.stalled_s(scene.now) == 0, mark
 
 
-def test_prompts_that_are_given_up_one_after_the_other_are_hopeless_and_the_reasons_are_told(scene: Scene) -> None:
-    limit = HOPELESS_BATCHES * P
+def test_the_queues_abandoned_prompts_decide_whether_a_run_is_hopeless(scene: Scene) -> None:
     scene.look(queue={"step": 0, "abandoned": {}})
-    scene.look(queue={"step": 0, "abandoned": {"reward": limit - 1}})
     assert scene.account.hopeless == ""
-    scene.look(queue={"step": 0, "abandoned": {"reward": limit - 1, "prompt": 1}})
-    assert f"{limit} prompts were abandoned since step 0" in scene.account.hopeless
-    assert f"reward {limit - 1}, prompt 1" in scene.account.hopeless
-
-
-def test_a_step_shows_that_there_is_hope(scene: Scene) -> None:
-    for step in range(6):
-        scene.look(queue={"step": step, "abandoned": {"reward": HOPELESS_BATCHES * P * step}})
-        assert scene.account.hopeless == ""
-
-
-def test_groups_that_a_filter_turned_down_are_no_failures(scene: Scene) -> None:
-    scene.look(queue={"step": 0, "abandoned": {}})
-    scene.look(queue={"step": 0, "abandoned": {"zero_variance": SAME_BATCHES * P - 1, "reward": 3}})
-    assert scene.account.hopeless == ""
-
-
-def test_a_task_on_which_every_group_scores_the_same_is_hopeless_and_the_remedy_is_told(scene: Scene) -> None:
-    limit = SAME_BATCHES * P
-    scene.look(queue={"step": 3, "abandoned": {"zero_variance": 1000}})
-    scene.look(queue={"step": 3, "abandoned": {"zero_variance": 1000 + limit}})
-    assert "every group scores the same" in scene.account.hopeless
-    assert f"{limit} were dropped since step 3" in scene.account.hopeless
-    assert "algorithm.zero_variance=keep" in scene.account.hopeless
-    scene.look()  # nobody answers
-    assert scene.account.hopeless != ""
-    scene.look(queue={"step": 4, "abandoned": {"zero_variance": 1000 + limit}})
-    assert scene.account.hopeless == ""
-
-
-def test_what_a_resumed_run_gave_up_before_is_not_held_against_it(scene: Scene) -> None:
-    scene.look(queue={"step": 7, "abandoned": {"reward": 900}})
-    assert scene.account.hopeless == ""
+    scene.look(queue={"step": 0, "abandoned": {"reward": HOPELESS_BATCHES * P}})
+    assert f"{HOPELESS_BATCHES * P} prompts were abandoned since step 0" in scene.account.hopeless
 
 
 End = Callable[..., str]
@@ -344,7 +311,7 @@ def end(scene: Scene) -> End:
     return finish
 
 
-def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
+def test_the_summary_says_how_a_run_went(scene: Scene, end: End) -> None:
     scene.now += 30
     scene.look(
         Row("eval", 0, {"eval/reward": 0.125}),
@@ -361,7 +328,7 @@ def test_the_end_of_a_run_says_how_it_went(scene: Scene, end: End) -> None:
     assert "resume=" not in said
 
 
-def test_what_the_last_line_says_of_waiting_is_what_its_verdict_is_made_of(scene: Scene, end: End) -> None:
+def test_the_summary_measures_waiting_as_the_verdict_does(scene: Scene, end: End) -> None:
     """Engines that do not compute while responses are scored wait for nobody who could be faster; they are idle."""
     scene.look(
         trainer={"spans": {"elapsed": 30.0, "wait_batch": 1.0, "train": 29.0}},
@@ -377,7 +344,7 @@ def resumed(elapsed: float, step: int, **shares: float) -> dict[str, Any]:
     return {"global_steps": step, "recorded_until": 28, "spans": spans}
 
 
-def test_steps_that_were_trained_again_after_a_resume_are_not_in_the_closing_verdict(scene: Scene, end: End) -> None:
+def test_replayed_steps_are_not_part_of_the_final_verdict(scene: Scene, end: End) -> None:
     scene.look(trainer=resumed(90.0, 27, train=1.0), rollouter_0=replica(elapsed=90.0, generate=0.05))
     scene.look(trainer=resumed(94.0, 29, train=1.0), rollouter_0=replica(elapsed=94.0, generate=0.05))
     trainer, rollouter = (
@@ -391,12 +358,12 @@ def test_steps_that_were_trained_again_after_a_resume_are_not_in_the_closing_ver
     assert (told["trainer"]["elapsed"], told["rollouter"]["elapsed"]) == (94.0, 94.0), "for the page of a run that dies"
 
 
-def test_of_a_run_that_only_trained_again_nothing_is_told(scene: Scene, end: End) -> None:
+def test_a_run_that_only_replayed_steps_has_no_verdict(scene: Scene, end: End) -> None:
     scene.look(trainer=resumed(90.0, 27, train=1.0), rollouter_0=replica(elapsed=90.0, generate=0.05), last=True)
     assert "Training waited" not in end("stopped")
 
 
-def test_when_no_response_gets_a_score_the_end_says_why_and_gives_no_advice(scene: Scene, end: End) -> None:
+def test_a_summary_without_any_scores_says_why_and_gives_no_advice(scene: Scene, end: End) -> None:
     counts = RewardCounts("my_reward.py")
     for text in ("no key 'answer' in the row" + "!" * 500, "another"):
         counts.settled(failed("KeyError", text, "Traceback (most recent call last):\n  ..."), "failed", 0.1)
@@ -414,9 +381,7 @@ def test_when_no_response_gets_a_score_the_end_says_why_and_gives_no_advice(scen
     assert "nan" not in said and scene.view.snapshots[-1].eval_curve == [(0, 0.5)]
 
 
-def test_the_closing_verdict_is_of_the_whole_run_and_the_same_in_the_record_and_at_the_end(
-    scene: Scene, end: End
-) -> None:
+def test_the_final_verdict_covers_the_whole_run_and_is_recorded(scene: Scene, end: End) -> None:
     waited, trained = {"elapsed": 900.0, "wait_batch": 700.0}, {"elapsed": 1000.0, "wait_batch": 701.0, "train": 99.0}
     scene.look(trainer={"spans": waited}, rollouter_0=replica(elapsed=900.0, generate=1.0))
     scene.now += 100
@@ -431,27 +396,27 @@ def test_the_closing_verdict_is_of_the_whole_run_and_the_same_in_the_record_and_
     assert f"; {closing['verdict']}\n" in end("finished")
 
 
-def test_a_run_that_was_stopped_says_what_is_saved_and_how_to_go_on(scene: Scene, end: End) -> None:
+def test_the_summary_of_a_stopped_run_names_the_checkpoint_and_the_resume_command(scene: Scene, end: End) -> None:
     scene.look(step_row(3), trainer={"saved_step": 3})
     said = end("stopped")
     assert "Stopped at step 3 of 10" in said
     assert f"The checkpoint of step 3 is there; continue with: freewheel train resume={scene.folder}" in said
 
 
-def test_a_run_that_failed_says_why_and_what_is_there(scene: Scene, end: End) -> None:
+def test_the_summary_of_a_failed_run_says_why(scene: Scene, end: End) -> None:
     said = end("failed", RuntimeError("the GPU fell off"))
     assert "RuntimeError: the GPU fell off" in said
     assert f"No checkpoint yet; continue with: freewheel train resume={scene.folder}" in said
 
 
-def test_where_nobody_answers_any_more_what_was_known_last_is_shown(scene: Scene) -> None:
+def test_the_last_known_values_are_shown_when_nobody_answers(scene: Scene) -> None:
     scene.look(step_row(3), queue={"version": 3, "queue_size": 5}, sync={"published_version": 2})
     scene.look()
     shown = scene.account.snapshot(scene.now)
     assert (shown.version, shown.published_version, shown.queue["queue_size"]) == (3, 2, 5)
 
 
-def test_the_pulse_of_a_run_is_recorded_once_a_second_at_most(scene: Scene) -> None:
+def test_a_pulse_is_recorded_at_most_once_a_second(scene: Scene) -> None:
     for _ in range(30):
         scene.look(queue={"queue_size": 3, "in_progress": 2, "version": 5}, sync={"published_version": 4})
         scene.now += 0.1
@@ -461,14 +426,14 @@ def test_the_pulse_of_a_run_is_recorded_once_a_second_at_most(scene: Scene) -> N
     assert all(row["published_version"] == 4 for row in pulses)
 
 
-def test_a_sync_is_recorded_as_it_was_told(scene: Scene) -> None:
+def test_syncs_are_recorded(scene: Scene) -> None:
     told = {"version": 3, "took_s": 0.5, "bytes": 7, "engines": {"rollouter-0": {"took_s": 0.4}}, "failed": False}
     scene.account.record_syncs([told])
     (row,) = read_metrics(scene.folder, "sync")
     assert row.items() >= told.items()
 
 
-def test_a_judge_whose_clock_ticks_is_no_progress(scene: Scene) -> None:
+def test_a_change_of_a_judges_clock_is_no_progress(scene: Scene) -> None:
     """Its numbers change at every look, also where nothing moves."""
     for lag in range(3):
         judge = {"loop_lag_s": float(lag), "scored": 0}
@@ -477,7 +442,7 @@ def test_a_judge_whose_clock_ticks_is_no_progress(scene: Scene) -> None:
     assert scene.account.progress.stalled(scene.now, patience_s=15.0) is not None
 
 
-def test_what_a_judge_spent_stays_spent_when_its_replica_dies(scene: Scene) -> None:
+def test_a_judges_cost_stays_counted_when_its_replica_is_replaced(scene: Scene) -> None:
     judge = {"cost": 2.0, "sent": 10, "in_flight": 4, "limit": 8, "endpoints": [{"url": "u"}]}
     scene.look(rollouter_0=replica(elapsed=50.0, rewards={"judge": judge}))
     judge = {"cost": 0.5, "sent": 1, "in_flight": 1, "limit": 2, "endpoints": [{"url": "u"}]}

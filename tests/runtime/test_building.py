@@ -1,10 +1,11 @@
-"""What a configuration names is found, or refused by its key before anything is trained."""
+"""Components are built from a configuration: classes, models, evaluation, and the queue with its journal."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import sqlite3
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -18,11 +19,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from freewheel.data.group import Ticket
 from freewheel.data.tasks.word_problems import TASK, model_path
 from freewheel.errors import ConfigError
+from freewheel.observe.run_folder import JOURNAL
+from freewheel.queue.journal import (
+    CheckpointMark,
+    Committed,
+    Event,
+    Journal,
+    JournalDamaged,
+    JournalFormat,
+    Stored,
+    Took,
+)
+from freewheel.queue.ledger import Frontier
 from freewheel.rollout.evaluating import EvalResult
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
+    OpenedQueue,
     RolloutSide,
     TrainSide,
     count_parameters,
@@ -33,6 +48,7 @@ from freewheel.runtime.building import (
     load_model_config,
     load_tokenizer,
     model_folder,
+    open_queue,
     pad_token_id,
     stop_token_ids,
 )
@@ -52,7 +68,7 @@ def user_modules() -> Iterator[None]:
     sys.path.remove(str(Path(__file__).parent))
 
 
-def test_parameters_are_counted_without_the_weights(tmp_path: Path) -> None:
+def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_path() / "config.json").read_text())
     config = TrainConfig()
     shape, _ = load_model_config(str(tmp_path), config)
@@ -93,7 +109,7 @@ def test_a_monitor_must_be_a_function_of_both_statistics(spec: str, remedy: str)
         find_monitor(small_config(observe={"custom_monitor": spec}))
 
 
-def test_the_ends_of_a_response_are_the_tokenizers_the_models_and_the_tasks() -> None:
+def test_stop_tokens_come_from_tokenizer_model_and_task() -> None:
     tokenizer = load_tokenizer(small_config())
     task: Any = SimpleNamespace(name="mine", stop=(";",))
     semicolon = tokenizer(";", add_special_tokens=False)["input_ids"]
@@ -104,19 +120,19 @@ def test_the_ends_of_a_response_are_the_tokenizers_the_models_and_the_tasks() ->
         stop_token_ids(tokenizer, None, SimpleNamespace(name="mine", stop=("1+",)))  # type: ignore[arg-type]
 
 
-def test_a_tokenizer_without_padding_pads_with_its_end() -> None:
+def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token() -> None:
     assert pad_token_id(SimpleNamespace(pad_token_id=None, eos_token_id=3)) == 3
     assert pad_token_id(SimpleNamespace(pad_token_id=0, eos_token_id=3)) == 0
     assert pad_token_id(SimpleNamespace(pad_token_id=None, eos_token_id=None)) == 0
 
 
-def test_embedded_is_the_model_that_comes_along() -> None:
+def test_embedded_is_the_packaged_model() -> None:
     assert model_folder(small_config()) == str(model_path())
     assert model_folder(small_config(model={"path": "org/name"})) == "org/name"
     assert model_folder(small_config(model={"path": "~/model"})) == str(Path.home() / "model")
 
 
-def test_a_model_that_cannot_be_loaded_is_said_by_its_key(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_loaded_is_reported_by_its_key(tmp_path: Path) -> None:
     """In one sentence, whatever transformers makes of it."""
     config = small_config(model={"path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"model\.path = .*: it cannot be loaded \(.*\): give a HF folder"):
@@ -128,11 +144,11 @@ def test_a_model_that_cannot_be_loaded_is_said_by_its_key(tmp_path: Path) -> Non
         load_causal_lm(str(tmp_path), config, "auto")
 
 
-def test_where_nobody_had_held_out_prompts_there_is_nothing_to_tell() -> None:
+def test_there_are_no_evaluation_metrics_without_held_out_prompts() -> None:
     assert evaluation_metrics([None, None]) is None
 
 
-def test_an_evaluation_reports_the_parts_of_its_reward_under_their_own_names() -> None:
+def test_an_evaluation_reports_the_parts_of_its_reward_by_name() -> None:
     def share(scores: list[float], prompts: list[float]) -> EvalResult:
         values = np.array([scores]).T
         parts = {"correct": values, "prompts": np.array([prompts]).T}
@@ -175,7 +191,7 @@ async def test_trainer_and_engine_hold_the_same_bytes(tmp_path: Path, dtype: str
         assert await side.engine.update_weights(1, weights, verify=True) == weights.checksum
 
 
-async def test_a_full_pool_of_threads_holds_up_neither_a_version_nor_the_end(tmp_path: Path) -> None:
+async def test_a_full_thread_pool_delays_neither_a_version_nor_the_end(tmp_path: Path) -> None:
     config = small_config()
     weights = pack(train_side(config, tmp_path).backend.weights())
     loop, gate = asyncio.get_running_loop(), threading.Event()
@@ -193,7 +209,7 @@ async def test_a_full_pool_of_threads_holds_up_neither_a_version_nor_the_end(tmp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all", "lora"])
-def test_an_export_has_the_type_of_the_models_files(tmp_path: Path, dtype: torch.dtype, lora: Any) -> None:
+def test_an_export_has_the_dtype_of_the_models_files(tmp_path: Path, dtype: torch.dtype, lora: Any) -> None:
     given = tmp_path / "given"
     AutoModelForCausalLM.from_pretrained(model_path(), dtype=dtype).save_pretrained(given)
     AutoTokenizer.from_pretrained(model_path()).save_pretrained(given)
@@ -205,9 +221,124 @@ def test_an_export_has_the_type_of_the_models_files(tmp_path: Path, dtype: torch
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all", "lora"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trainers_weights_take_what_the_plan_says(tmp_path: Path, dtype: str, lora: Any) -> None:
+def test_the_trainers_memory_is_what_the_plan_says(tmp_path: Path, dtype: str, lora: Any) -> None:
     config = small_config(model={"dtype": dtype, "lora": lora})
     side = train_side(config, tmp_path)
     held = sum(one.numel() * one.element_size() for one in side.backend.policy.model.parameters())
     # Adapters are estimated by the attention's matrices, and are a large part of so small a model.
     assert held == pytest.approx(side.plan.memory_trainer["weights"], rel=0.1)
+
+
+P = 4
+BEGINNING = CheckpointMark()
+STEP_1 = CheckpointMark(1, 1, Frontier(low=P, trained=P))
+
+
+async def opened(folder: Path, checkpoint: CheckpointMark | None, **given: Any) -> OpenedQueue:
+    in_flight = given.pop("in_flight", None)
+    return await open_queue(small_config(**given), folder, total_prompts=64, checkpoint=checkpoint, in_flight=in_flight)
+
+
+def write_one_step(folder: Path) -> Path:
+    """Prompts 0 to 3 are trained on, 4 and 5 are queued."""
+    tickets = tuple(Ticket(ordinal, ordinal, 0) for ordinal in range(P + 2))
+    path = folder / JOURNAL
+    journal = Journal(path)
+    stored: list[Event] = [Stored(ticket, 0, b"a group", 0.0) for ticket in tickets]
+    journal.append([*stored, Took(1, tickets[:P], 0), Committed(1, 1, 0.0)])
+    journal.close()
+    return path
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"no journal at all" * 100)
+
+
+def damage_inside(path: Path) -> None:
+    """It opens; reading it to its end shows it."""
+    with sqlite3.connect(path) as db:
+        db.execute("UPDATE meta SET body = x'c0' WHERE name = 'base'")
+    db.close()
+
+
+DAMAGE = pytest.mark.parametrize("damage", [overwrite, damage_inside])
+
+
+async def test_a_new_run_starts_a_private_journal(tmp_path: Path) -> None:
+    found = await opened(tmp_path, BEGINNING)
+    assert (found.queue.step, found.notes) == (0, [])
+    assert (await found.queue.admit("rollouter-0", want=2, load=0, wait_s=1.0)).tickets[0].ordinal == 0
+    await found.close()
+    assert (tmp_path / JOURNAL).stat().st_mode & 0o077 == 0  # prompts and responses are nobody else's
+
+
+async def test_a_resumed_run_continues_with_the_journals_groups(tmp_path: Path) -> None:
+    write_one_step(tmp_path)
+    found = await opened(tmp_path, BEGINNING)
+    assert (found.queue.step, (await found.queue.stats())["queue_size"]) == (1, 2)
+    assert any("trained again with the same groups" in note for note in found.notes)
+    await found.close()
+
+
+async def test_a_restarted_queue_knows_the_tickets_of_live_rollouters(tmp_path: Path) -> None:
+    write_one_step(tmp_path)
+    mine = Ticket(6, 6, 0)
+    found = await opened(tmp_path, None, in_flight={"rollouter-0": [mine]})
+    stats = await found.queue.stats()
+    assert (found.queue.step, stats["queue_size"]) == (1, 2)
+    await found.queue.confirm_published(1)
+    (next_one, *_) = (await found.queue.admit("rollouter-1", want=1, load=0, wait_s=1.0)).tickets
+    assert next_one.ordinal == 7
+    assert await found.queue.release_replica("rollouter-0") == 1
+    await found.close()
+
+
+@DAMAGE
+async def test_a_damaged_journal_is_set_aside_and_the_run_continues_from_the_checkpoint(
+    tmp_path: Path, damage: Any
+) -> None:
+    path = write_one_step(tmp_path)
+    damage(path)
+    bytes_ = path.read_bytes()
+    found = await opened(tmp_path, STEP_1)
+    assert (tmp_path / f"{JOURNAL}.damaged-1").read_bytes() == bytes_
+    assert f"kept as {JOURNAL}.damaged-1" in found.notes[0]
+    assert "from the checkpoint of step 1" in found.notes[0]
+    assert (found.queue.step, (await found.queue.stats())["queue_size"]) == (1, 0)
+    (next_one, *_) = (await found.queue.admit("rollouter-0", want=1, load=0, wait_s=1.0)).tickets
+    assert next_one.ordinal == P
+    await found.close()
+
+
+@DAMAGE
+async def test_a_queue_does_not_restart_with_a_damaged_journal(tmp_path: Path, damage: Any) -> None:
+    """A live trainer builds on what was in it. It stays where it is: a resume sets it aside."""
+    path = write_one_step(tmp_path)
+    damage(path)
+    with pytest.raises(JournalDamaged):
+        await opened(tmp_path, None)
+    assert path.exists() and not list(tmp_path.glob("*.damaged-*"))
+    found = await opened(tmp_path, STEP_1)  # and nobody has it locked
+    await found.close()
+
+
+@pytest.mark.parametrize("checkpoint", [None, STEP_1])
+async def test_a_journal_of_a_later_version_is_refused_and_left_alone(
+    tmp_path: Path, checkpoint: CheckpointMark | None
+) -> None:
+    path = write_one_step(tmp_path)
+    journal = Journal(path)
+    journal._set("format", 1_000)
+    journal.close()
+    with pytest.raises(JournalFormat, match="resume with the freewheel that wrote it"):
+        await opened(tmp_path, checkpoint)
+    assert path.exists() and not list(tmp_path.glob("*.damaged-*"))
+
+
+async def test_without_a_journal_a_queue_starts_from_the_checkpoint(tmp_path: Path) -> None:
+    found = await opened(tmp_path, STEP_1, journal={"enabled": False})
+    assert (found.queue.step, found.journal) == (1, None)
+    (next_one, *_) = (await found.queue.admit("rollouter-0", want=1, load=0, wait_s=1.0)).tickets
+    assert next_one.ordinal == P
+    await found.close()
+    assert not list(tmp_path.iterdir())

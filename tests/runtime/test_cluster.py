@@ -1,17 +1,23 @@
-"""A run on two nodes of a Ray cluster, both on this machine: each pool is where it was reserved, and a cluster that
-lacks what was asked for says so."""
+"""A run on a Ray cluster of two nodes, and the quick check of a cluster's address."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from freewheel.runtime.cluster import check_cluster
+from freewheel.errors import ConfigError
+from freewheel.runtime import cluster
+from freewheel.runtime.cluster import check_cluster, find_head
+from freewheel.utils.processes import within
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,7 +63,7 @@ def nodes(run_dir: Path) -> dict[str, str]:
     return {row["role"]: row["node"] for row in rows if "role" in row}
 
 
-def test_training_and_generation_have_nodes_of_their_own(address: str, tmp_path: Path) -> None:
+def test_training_and_generation_run_on_their_reserved_nodes(address: str, tmp_path: Path) -> None:
     pools = ["trainer.nnodes=2", "trainer.world_size=2", "rollout.nnodes=2", "rollout.replicas=2"]
     done = train(f"ray.address={address}", f"run_dir={tmp_path}", *pools)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -67,13 +73,124 @@ def test_training_and_generation_have_nodes_of_their_own(address: str, tmp_path:
     assert (tmp_path / "final" / "model.safetensors").is_file()
 
 
-def test_a_cluster_is_known_by_how_it_answers(address: str) -> None:
+def test_a_running_cluster_passes_the_check(address: str) -> None:
     check_cluster(address, {})
 
 
-def test_a_cluster_that_is_too_small_says_what_it_has(address: str, tmp_path: Path):
+def test_a_cluster_that_is_too_small_reports_its_resources(address: str, tmp_path: Path):
     pools = ["rollout.nnodes=3", "rollout.replicas=3", "ray.room_s=1"]
     done = train(f"ray.address={address}", f"run_dir={tmp_path}", *pools)
     assert done.returncode == 1
     said = " ".join((done.stdout + done.stderr).split())
     assert "rollout.nnodes = 3" in said and "2 CPUs" in said
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """An address that is taken, and where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture
+def answers() -> Iterator[Callable[[bytes], str]]:
+    """A server that says this to whoever connects, and listens from then on."""
+    with contextlib.ExitStack() as stack:
+
+        def serve(first: bytes) -> str:
+            server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+            def run() -> None:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken, _ = server.accept()
+                        stack.enter_context(taken)
+                        taken.sendall(first)
+
+            threading.Thread(target=run, daemon=True).start()
+            stack.callback(server.shutdown, socket.SHUT_RDWR)
+            return f"127.0.0.1:{server.getsockname()[1]}"
+
+        yield serve
+
+
+@pytest.fixture
+def live(answers: Callable[[bytes], str]) -> str:
+    """As a server of gRPC begins."""
+    return answers(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 5, 0, 0, 64, 0]))
+
+
+@pytest.fixture
+def no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else runs on the machine of these tests."""
+    monkeypatch.setattr(cluster, "_has_head", lambda: False)
+
+
+def refused(address: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_cluster(address, environ or {})
+    assert caught.value.key == "ray.address"
+    return str(caught.value)
+
+
+def test_a_dead_address_is_refused_in_seconds(dead: str) -> None:
+    began = time.monotonic()
+    text = refused(dead)
+    assert time.monotonic() - began < 2.0
+    assert f"ray.address = '{dead}': nobody takes a connection there (" in text and "ray start --head" in text
+    assert "nobody takes a connection there" in refused(f"ray://{dead}")
+
+
+def test_a_run_checks_the_address_before_ray_does(dead: str) -> None:
+    with pytest.raises(ConfigError, match="nobody takes a connection"), cluster.cluster(address=dead, cpus=1):
+        pass
+
+
+def test_a_reachable_address_is_left_to_ray(live: str) -> None:
+    check_cluster(live, {})
+    check_cluster(f"ray://{live}", {})
+    check_cluster(None, {})
+    check_cluster("local", {})
+
+
+def test_a_server_that_is_not_ray_is_refused(answers: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_CONNECT_S", 0.3)
+    assert "the server there is not a Ray cluster: give the address" in refused(answers(b"HTTP/1.1 400 Bad Request"))
+    silent = answers(b"")
+    assert "does not speak Ray's protocol (timed out)" in refused(silent)
+    check_cluster(silent, {"RAY_USE_TLS": "1"})
+
+
+def test_auto_means_the_address_that_ray_would_use(tmp_path: Path, dead: str, live: str, no_head: None) -> None:
+    environ = {"RAY_TMPDIR": str(tmp_path)}
+    assert find_head("auto", environ) is None
+    assert "no Ray cluster is known on this machine" in refused("auto", environ)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text(f"{dead}\n")
+    assert find_head("auto", environ) == dead
+    assert f"ray.address = 'auto ({dead})'" in refused("auto", environ), "what an old cluster left"
+    check_cluster("auto", {**environ, "RAY_ADDRESS": live})
+
+
+def test_an_unrecorded_head_is_left_for_ray_to_find(tmp_path: Path, dead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_has_head", lambda: True)
+    check_cluster("auto", {"RAY_TMPDIR": str(tmp_path)})
+    assert "nobody takes" in refused("auto", {"RAY_TMPDIR": str(tmp_path), "RAY_ADDRESS": dead}), "what was named"
+
+
+@pytest.mark.parametrize("address", ["host", "host:", ":6379", "host:port"])
+def test_an_invalid_address_is_refused(address: str) -> None:
+    assert "give 'auto' or host:port" in refused(address)
+
+
+def test_an_unknown_host_is_refused() -> None:
+    assert "nobody takes a connection there (" in refused("no-such-host.invalid:6379")
+
+
+def test_what_hangs_is_given_up_and_what_fails_is_raised() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, lambda: time.sleep(5))
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0)
+    assert within(5, lambda: 3) == 3

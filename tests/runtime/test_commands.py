@@ -82,7 +82,7 @@ def refused(*arguments: object) -> str:
 # -- train ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_starts_with_the_config_the_plan_and_a_folder_of_its_own(runs: type[Runs], elsewhere: Path):
+def test_train_starts_a_run_with_config_plan_and_new_folder(runs: type[Runs], elsewhere: Path):
     done = freewheel("train", "trainer.total_steps=3", "rollout.n=4")
     assert done.exit_code == 0, done.output
     config, plan = runs.given["config"], runs.given["plan"]
@@ -91,12 +91,12 @@ def test_a_run_starts_with_the_config_the_plan_and_a_folder_of_its_own(runs: typ
     assert Path(config.run_dir).parent == Path("runs")
 
 
-def test_the_exit_code_is_the_runs(runs: type[Runs]):
+def test_train_exits_with_the_runs_exit_code(runs: type[Runs]):
     runs.exit_code = 130
     assert freewheel("train").exit_code == 130
 
 
-def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: type[Runs], elsewhere: Path):
+def test_an_invalid_setting_is_one_line_and_starts_nothing(runs: type[Runs], elsewhere: Path):
     assert "trainer.total_step = 3: unknown key; did you mean trainer.total_steps?" in refused(
         "train", "trainer.total_step=3"
     )
@@ -105,7 +105,7 @@ def test_a_setting_that_cannot_work_is_one_line_and_nothing_is_started(runs: typ
     assert not runs.given and not list(elsewhere.iterdir())
 
 
-def test_data_that_is_not_there_is_told_by_a_dry_run():
+def test_a_dry_run_reports_missing_data():
     text = refused("train", "--dry-run", "data.task=nobodys.module:task", "model.path=x")
     assert "data.task = 'nobodys.module:task'" in text and "nobodys" in text
 
@@ -167,7 +167,7 @@ def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("data.task=broken_{}:task", "failed: ZeroDivisionError"),
     ],
 )
-def test_code_that_cannot_be_used_is_refused_by_its_key_before_anything_starts(
+def test_unusable_user_code_is_refused_before_anything_starts(
     code: str, runs: type[Runs], elsewhere: Path, setting: str, said: str, more: list[str]
 ):
     setting = setting.format(code)
@@ -177,7 +177,7 @@ def test_code_that_cannot_be_used_is_refused_by_its_key_before_anything_starts(
     assert not runs.given and not (elsewhere / "runs").exists()
 
 
-def test_code_that_can_be_used_is_no_obstacle_and_a_class_is_not_made_for_it(code: str, runs: type[Runs]):
+def test_usable_user_code_passes_without_being_instantiated(code: str, runs: type[Runs]):
     settings = [
         f"reward.function={code}:Model",
         f"rollout.rollouter_class={code}:MyRollouter",
@@ -222,7 +222,7 @@ def files(elsewhere: Path) -> None:
         ("folder", "is a folder without data"),
     ],
 )
-def test_rows_that_cannot_be_used_are_refused_by_their_key_before_anything_starts(
+def test_unusable_rows_are_refused_before_anything_starts(
     files: None, runs: type[Runs], elsewhere: Path, key: str, file: str, said: str, more: list[str]
 ):
     settings = {"data.task": "rows", "model.path": "org/model", "data.train": "good.jsonl", key: file}
@@ -231,19 +231,19 @@ def test_rows_that_cannot_be_used_are_refused_by_their_key_before_anything_start
     assert not runs.given and not (elsewhere / "runs").exists()
 
 
-def test_a_split_that_is_not_there_is_refused_by_its_key(runs: type[Runs]):
+def test_a_missing_split_is_refused_by_its_key(runs: type[Runs]):
     assert "data.train_split = 'dev': word_problems has train and test" in refused("train", "data.train_split=dev")
     assert "data.eval_split = 'dev'" in refused("train", "data.eval_split=dev", "--dry-run")
     assert not runs.given
 
 
-def test_rows_without_ground_truth_will_do_for_a_function_of_ones_own(files: None, code: str, runs: type[Runs]):
+def test_rows_without_ground_truth_are_accepted_with_a_reward_function(files: None, code: str, runs: type[Runs]):
     settings = ("data.task=rows", "model.path=org/model", "data.train=no_truth.jsonl", f"reward.function={code}:score")
     assert freewheel("train", *settings).exit_code == 0
     assert runs.given["plan"].rows == 2
 
 
-def test_what_may_be_on_the_hub_is_left_to_the_run(runs: type[Runs]):
+def test_names_on_the_hub_are_left_to_the_run(runs: type[Runs]):
     settings = ("data.task=rows", "model.path=org/model", "data.train=org/rows", "data.eval=org/rows")
     assert freewheel("train", *settings).exit_code == 0
     assert runs.given["plan"].rows is None
@@ -261,7 +261,7 @@ def test_what_may_be_on_the_hub_is_left_to_the_run(runs: type[Runs]):
         ("model.tokenizer=/nonexist", "there is no such folder"),
     ],
 )
-def test_a_model_that_is_not_there_is_refused_before_anything_starts(
+def test_a_missing_model_is_refused_before_anything_starts(
     files: None, runs: type[Runs], elsewhere: Path, setting: str, said: str, more: list[str]
 ):
     text = refused("train", setting, *more)
@@ -278,7 +278,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(runs: type[Runs], elsewher
     assert not runs.given and not list(elsewhere.iterdir())
 
 
-def test_a_dry_run_names_what_stands_against_it_and_a_run_refuses(runs: type[Runs]):
+def test_a_dry_run_lists_problems_that_a_run_refuses(runs: type[Runs]):
     here = ["--config-name", "cluster", "ray.address=null"]
     done = freewheel("train", "--dry-run", *here)
     assert done.exit_code == 0 and "trainer.nnodes = 2: several machines need a Ray cluster" in done.stdout
@@ -286,7 +286,7 @@ def test_a_dry_run_names_what_stands_against_it_and_a_run_refuses(runs: type[Run
     assert not runs.given
 
 
-def test_a_dry_run_without_a_plan_tells_everything_that_is_refused(runs: type[Runs], elsewhere: Path):
+def test_a_dry_run_without_a_plan_lists_every_error(runs: type[Runs], elsewhere: Path):
     wrong = ("rollout.n=0", "seed=-1", "model.path=/no/where")
     done = freewheel("train", "--dry-run", *wrong)
     assert done.exit_code == 2 and not done.stdout, done.output
@@ -303,7 +303,7 @@ def test_a_cluster_is_planned_from_anywhere():
     assert done.exit_code == 0 and "FullyAsyncTrainer × 8" in done.stdout and "FSDP2" in done.stdout
 
 
-def test_a_file_of_ones_own_is_taken(runs: type[Runs], elsewhere: Path):
+def test_a_users_configuration_file_is_used(runs: type[Runs], elsewhere: Path):
     (elsewhere / "mine").mkdir()
     (elsewhere / "mine" / "first.yaml").write_text("seed: 5\n")
     assert freewheel("train", "--config-path", "mine", "--config-name", "first", "rollout.n=2").exit_code == 0
@@ -319,7 +319,7 @@ def test_modules_of_the_working_directory_are_found(runs: type[Runs], elsewhere:
 
 
 @pytest.mark.parametrize("missing", ["torch", "ray", "hydra"])
-def test_without_what_training_needs_it_says_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch):
+def test_missing_packages_are_named_with_the_command_to_install_them(missing: str, monkeypatch: pytest.MonkeyPatch):
     found = commands.find_spec
     monkeypatch.setattr(commands, "find_spec", lambda name: None if name == missing else found(name))
     text = refused("train")
@@ -358,7 +358,7 @@ def run_dir(elsewhere: Path) -> Path:
     return Path("runs/one")
 
 
-def test_a_run_goes_on_in_its_folder_with_its_own_settings(runs: type[Runs], run_dir: Path):
+def test_a_resumed_run_keeps_its_folder_and_settings(runs: type[Runs], run_dir: Path):
     assert freewheel("train", f"resume={run_dir}", "trainer.total_steps=80").exit_code == 0
     config = runs.given["config"]
     assert runs.given["resume"] is True
@@ -366,7 +366,7 @@ def test_a_run_goes_on_in_its_folder_with_its_own_settings(runs: type[Runs], run
     assert runs.given["changed"] == ["trainer.total_steps: 40 → 80"]
 
 
-def test_the_run_that_goes_on_is_named_among_the_overrides_once():
+def test_resume_is_given_once_among_the_overrides():
     assert split_resume(["mode=sync", "resume=runs/a", "seed=1"]) == ("runs/a", ["mode=sync", "seed=1"])
     assert split_resume(["+resume='runs/a b'"]) == ("runs/a b", [])
     assert split_resume(["trainer.resume=x"]) == (None, ["trainer.resume=x"])
@@ -389,20 +389,20 @@ def test_the_run_that_goes_on_is_named_among_the_overrides_once():
         ("observe.tensorboard=true", "observe.tensorboard: false → true"),
     ],
 )
-def test_what_changes_is_said_with_what_it_means_for_what_is_there(run_dir: Path, override: str, said: str):
+def test_changed_settings_of_a_resumed_run_are_reported_with_their_consequence(run_dir: Path, override: str, said: str):
     (line,) = resume(str(run_dir), [override]).changed
     assert line.startswith(said)
     assert resume(str(run_dir), []).changed == []
 
 
-def test_a_run_in_progress_is_left_alone(run_dir: Path):
+def test_a_running_run_cannot_be_resumed(run_dir: Path):
     before = (run_dir / "config.yaml").read_text()
     with RunLock(run_dir):
         assert "is in use by process" in refused("train", f"resume={run_dir}", "trainer.total_steps=80")
     assert (run_dir / "config.yaml").read_text() == before
 
 
-def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
+def test_a_moved_folder_is_resumed_where_it_is(run_dir: Path):
     moved = run_dir.rename("elsewhere")
     assert resume(str(moved), []).config.run_dir == "elsewhere"
 
@@ -422,7 +422,7 @@ def test_a_folder_that_was_moved_is_resumed_where_it_is(run_dir: Path):
         ("journal.enabled=false", "journal.enabled"),
     ],
 )
-def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key: str):
+def test_a_resume_refuses_changes_that_contradict_its_history(run_dir: Path, override: str, key: str):
     with pytest.raises(ConfigError, match="a resumed run keeps") as caught:
         resume(str(run_dir), [override])
     assert caught.value.key == key
@@ -435,13 +435,13 @@ def test_a_resumed_run_keeps_what_it_promised(run_dir: Path, override: str, key:
     "override",
     ["rollout.temperature=0.7", "rollout.replicas=2", "rollout.n_gpus_per_node=0", "optimizer.lr=1e-5", "mode=sync"],
 )
-def test_what_a_run_has_not_promised_may_change_and_is_told(run_dir: Path, override: str):
+def test_a_resume_accepts_and_reports_other_changes(run_dir: Path, override: str):
     key, _, value = override.partition("=")
     (told,) = resume(str(run_dir), [override]).changed
     assert told.startswith(f"{key}: ") and f"→ {value}" in told.replace("1e-05", "1e-5")
 
 
-def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):
+def test_a_finished_run_resumes_only_with_more_steps(run_dir: Path):
     saved = run_dir / "checkpoints" / "step_000040"
     saved.mkdir(parents=True)
     write_state(saved, STATE, {})
@@ -454,7 +454,7 @@ def test_a_run_that_is_done_goes_on_with_more_steps_only(run_dir: Path):
     assert resume(str(run_dir), ["trainer.total_steps=41"]).changed
 
 
-def test_a_run_whose_checkpoints_are_damaged_goes_on_where_its_journal_has_every_step(run_dir: Path):
+def test_damaged_checkpoints_are_no_obstacle_if_the_journal_has_every_step(run_dir: Path):
     resume(str(run_dir), [])  # before its first checkpoint
     (run_dir / "checkpoints" / "step_000020").mkdir(parents=True)
     for dry in ([], ["--dry-run"]):
@@ -464,7 +464,7 @@ def test_a_run_whose_checkpoints_are_damaged_goes_on_where_its_journal_has_every
     resume(str(run_dir), [])
 
 
-def test_a_checkpoint_that_stepped_aside_is_one_of_the_runs(run_dir: Path):
+def test_a_replaced_checkpoint_counts_as_a_checkpoint(run_dir: Path):
     """A kill while one was replaced left it."""
     aside = run_dir / "checkpoints" / "step_000020.replaced"
     aside.mkdir(parents=True)
@@ -477,13 +477,13 @@ def test_a_checkpoint_that_stepped_aside_is_one_of_the_runs(run_dir: Path):
         resume(str(run_dir), ["trainer.total_steps=3"])
 
 
-def test_a_folder_that_holds_no_run_is_not_resumed(run_dir: Path):
+def test_a_folder_without_a_run_is_not_resumed(run_dir: Path):
     assert "resume = 'nowhere': there is no such folder" in refused("train", "resume=nowhere")
     assert "there is no config.yaml in it" in refused("train", "resume=runs")
     assert "--config-name = 'sync'" in refused("train", f"resume={run_dir}", "--config-name", "sync")
 
 
-def test_a_new_run_never_goes_into_the_folder_of_another(run_dir: Path, elsewhere: Path):
+def test_a_new_run_does_not_use_another_runs_folder(run_dir: Path, elsewhere: Path):
     text = refused("train", "run_dir=runs/one")
     assert "run_dir = 'runs/one'" in text and "resume=runs/one" in text
     (elsewhere / "file").write_text("")
@@ -493,7 +493,7 @@ def test_a_new_run_never_goes_into_the_folder_of_another(run_dir: Path, elsewher
     assert new_run(TrainConfig(), now_s=0).run_dir not in (None, first.run_dir), "two in the same second"
 
 
-def test_a_config_that_was_written_is_whole(run_dir: Path):
+def test_a_configuration_is_written_whole(run_dir: Path):
     assert [path.name for path in run_dir.iterdir()] == ["config.yaml"]
     assert (run_dir.stat().st_mode & 0o777, (run_dir / "config.yaml").stat().st_mode & 0o777) == (0o700, 0o600)
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["async_training"]["staleness_threshold"] == 3
@@ -508,7 +508,7 @@ def model_in(folder: Path) -> Path:
     return folder
 
 
-def test_of_a_run_its_end_is_measured_or_its_last_checkpoint(run_dir: Path):
+def test_eval_uses_a_runs_final_weights_or_its_last_checkpoint(run_dir: Path):
     with pytest.raises(ConfigError, match="no weights yet"):
         find_target(str(run_dir))
     model_in(run_dir / "best")
@@ -522,7 +522,7 @@ def test_of_a_run_its_end_is_measured_or_its_last_checkpoint(run_dir: Path):
     assert named.path == str(older) and named.run is not None, "a checkpoint knows the run that it is from"
 
 
-def test_what_is_no_model_is_refused(elsewhere: Path):
+def test_eval_refuses_a_folder_without_a_model(elsewhere: Path):
     assert "RUN_OR_MODEL = 'nowhere': there is no such folder" in refused("eval", "nowhere")
     (elsewhere / "empty").mkdir()
     assert "neither config.json" in refused("eval", "empty")
@@ -546,11 +546,11 @@ def test_what_is_no_model_is_refused(elsewhere: Path):
         (["--engine", "vllm"], "--engine = 'vllm': vLLM is not installed"),
     ],
 )
-def test_a_flag_that_cannot_work_is_refused_by_its_name(flags: list[str], said: str):
+def test_an_invalid_flag_is_refused_by_its_name(flags: list[str], said: str):
     assert said in refused("eval", "embedded", *flags)
 
 
-def test_prompts_that_are_too_long_for_a_model_are_a_plain_error(elsewhere: Path):
+def test_prompts_too_long_for_a_model_are_a_plain_error(elsewhere: Path):
     words = " ".join(["6 + 9 ="] * 400)
     row = {"prompt": words, "data_source": "openai/gsm8k", "answer": "2"}
     (elsewhere / "long.jsonl").write_text(json.dumps(row) + "\n")
@@ -564,7 +564,7 @@ def test_prompts_that_are_too_long_for_a_model_are_a_plain_error(elsewhere: Path
     assert done.exit_code == 2 and "--data = 'long.jsonl': none of 1 prompts is left" in done.stderr
 
 
-def test_an_evaluation_of_fewer_prompts_than_were_asked_for_says_so(caplog: pytest.LogCaptureFixture):
+def test_an_evaluation_with_fewer_prompts_than_requested_warns(caplog: pytest.LogCaptureFixture):
     assert freewheel("eval", "embedded", "--prompts", "2").exit_code == 0
     assert "all that there are" not in caplog.text
     done = freewheel("eval", "embedded", "--prompts", "1000000", "--json")
@@ -572,7 +572,7 @@ def test_an_evaluation_of_fewer_prompts_than_were_asked_for_says_so(caplog: pyte
     assert f"{count} prompts: all that there are (1000000 were asked for)" in caplog.text
 
 
-def test_another_engine_than_the_runs_own_begins_with_its_defaults(run_dir: Path):
+def test_another_engine_starts_with_its_own_defaults(run_dir: Path):
     rollout = {"engine": "vllm", "vllm": {"enforce_eager": True}, "gpu_memory_share": 0.5, "n": 4}
     (run_dir / "config.yaml").write_text(to_yaml(msgspec.convert({"rollout": rollout}, TrainConfig)))
     model_in(run_dir / "final")
@@ -583,7 +583,7 @@ def test_another_engine_than_the_runs_own_begins_with_its_defaults(run_dir: Path
     assert eval_config(find_target("embedded"), engine="vllm").rollout.engine == "vllm"
 
 
-def test_an_evaluation_has_a_gpu_to_itself_however_many_engines_the_run_had(run_dir: Path):
+def test_an_evaluation_uses_one_engine_alone_on_its_gpu(run_dir: Path):
     run = to_config({"rollout": {"engine": "vllm", "replicas": 4}})
     gpu = placement.Machine(cpus=2, memory_bytes=8 << 30, gpus=(placement.Gpu(name="one", memory_bytes=16 << 30),))
     assert resolve(run, gpu).engines_on_a_gpu == 4
@@ -592,7 +592,7 @@ def test_an_evaluation_has_a_gpu_to_itself_however_many_engines_the_run_had(run_
     assert resolve(eval_config(find_target(str(run_dir))), gpu).engines_on_a_gpu == 1
 
 
-def test_weights_that_are_cut_short_are_named_with_their_file(elsewhere: Path, runs: type[Runs]):
+def test_truncated_weights_are_named_with_their_file(elsewhere: Path, runs: type[Runs]):
     shutil.copytree(model_path(), elsewhere / "model")
     with (elsewhere / "model" / "model.safetensors").open("r+b") as file:
         file.truncate(20_000)
@@ -603,7 +603,7 @@ def test_weights_that_are_cut_short_are_named_with_their_file(elsewhere: Path, r
     assert not runs.given
 
 
-def test_a_run_is_measured_on_its_own_task_unless_told_otherwise(run_dir: Path, elsewhere: Path):
+def test_a_run_is_evaluated_on_its_own_task_by_default(run_dir: Path, elsewhere: Path):
     config = msgspec.convert(
         {"model": {"path": "x", "lora": {}}, "data": {"task": "gsm8k", "train": "a.jsonl", "eval": "b.jsonl"}},
         TrainConfig,
@@ -617,7 +617,7 @@ def test_a_run_is_measured_on_its_own_task_unless_told_otherwise(run_dir: Path, 
     assert (other.data.task, other.data.eval) == ("rows", "c.jsonl")
 
 
-def test_the_embedded_model_has_much_to_learn(tmp_path: Path):
+def test_the_untrained_embedded_model_scores_low(tmp_path: Path):
     done = freewheel("eval", "embedded", "--prompts", "32", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

@@ -1,20 +1,39 @@
-"""The schema: the defaults that users were promised, and every setting that cannot work refused by name."""
+"""Configurations are read, merged, checked and written; every error names its key."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import textwrap
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 import pytest
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.reward_stage import GroupPolicy
 from freewheel.runtime import config as schema
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.config_files import all_keys, section_of, to_config
+from freewheel.runtime.config_files import (
+    PACKAGED,
+    all_keys,
+    compose,
+    configs,
+    find_differences,
+    load,
+    mapping_keys,
+    section_of,
+    to_config,
+    to_yaml,
+)
 
 PROMISED = {
     "staleness_threshold": 3,
@@ -49,7 +68,7 @@ def refused(settings: dict[str, Any]) -> ConfigError:
 
 
 @pytest.mark.parametrize("key", PROMISED)
-def test_keys_that_users_know_have_the_defaults_they_know(key: str):
+def test_documented_keys_have_their_documented_defaults(key: str):
     value = getattr(TrainConfig().async_training, key)
     assert value == PROMISED[key] and type(value) is type(PROMISED[key])
 
@@ -58,7 +77,7 @@ OURS = [one for one in vars(schema).values() if section_of(one) and one.__module
 
 
 @pytest.mark.parametrize("struct", OURS, ids=lambda one: one.__name__)
-def test_every_key_says_what_it_means(struct: type):
+def test_every_key_has_a_docstring(struct: type):
     body = ast.parse(textwrap.dedent(inspect.getsource(struct))).body[0].body  # type: ignore[attr-defined]
     for field, below in zip(body, [*body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and section_of(get_type_hints(struct)[field.target.id]) is None:
@@ -82,7 +101,7 @@ def kinds(struct: Any = TrainConfig, path: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", list(all_keys()))
-def test_a_wrong_type_is_refused_with_the_full_key_and_what_would_be_right(key: str):
+def test_a_value_of_a_wrong_type_is_refused_with_key_and_remedy(key: str):
     error = refused({key: wrong_for(kinds()[key])})
     assert error.key == key
     assert ": give " in str(error) or ": choose " in str(error)
@@ -103,7 +122,7 @@ def test_a_wrong_type_is_refused_with_the_full_key_and_what_would_be_right(key: 
         ({"model.path": "???"}, "the file marks this value as one that you must give"),
     ],
 )
-def test_what_is_refused_is_refused_with_what_was_probably_meant(settings: dict[str, Any], says: str):
+def test_an_unknown_key_is_refused_with_a_suggestion(settings: dict[str, Any], says: str):
     assert says in str(refused(settings))
 
 
@@ -199,7 +218,7 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "settings"), PAIRS, ids=[" ".join(settings) for _, settings in PAIRS])
-def test_two_keys_that_do_not_agree_are_refused(key: str, settings: dict[str, Any]):
+def test_two_contradicting_keys_are_refused(key: str, settings: dict[str, Any]):
     assert refused(settings).key == key
 
 
@@ -223,7 +242,7 @@ def test_two_keys_that_do_not_agree_are_refused(key: str, settings: dict[str, An
     ],
     ids=lambda settings: " ".join(settings),
 )
-def test_what_is_just_possible_is_taken(settings: dict[str, Any]):
+def test_limiting_values_are_accepted(settings: dict[str, Any]):
     taken = to_config(nested(settings)).to_dict()
     for path, value in settings.items():
         found: Any = taken
@@ -232,7 +251,7 @@ def test_what_is_just_possible_is_taken(settings: dict[str, Any]):
         assert found == value
 
 
-def test_the_bound_of_every_config_that_is_taken_is_within_what_is_allowed():
+def test_the_lag_of_every_accepted_configuration_is_within_its_bound():
     for mode in ("sync", "one_step_off", "fully_async"):
         for threshold in range(4):
             for allowed in range(6):
@@ -249,7 +268,7 @@ def test_the_bound_of_every_config_that_is_taken_is_within_what_is_allowed():
                     assert config.bounds.max_lag <= config.bounds.max_lag_allowed
 
 
-def test_a_judge_is_checked_by_its_own_schema_and_named_in_full():
+def test_judge_settings_are_checked_by_their_own_schema():
     assert refused({"reward.judge.outer_ratio": 0.1}).key == "reward.judge.outer_ratio"
     assert refused({"reward.judge.nope": 1}).key == "reward.judge.nope"
     judged = to_config(nested({"reward.judge.api_endpoint": "http://127.0.0.1:1/v1", "reward.judge.judge.reasks": 2}))
@@ -257,13 +276,13 @@ def test_a_judge_is_checked_by_its_own_schema_and_named_in_full():
 
 
 @pytest.mark.parametrize("where", ["api_key", "judge.endpoint"])
-def test_a_key_is_refused_wherever_it_stands_and_not_shown(where: str):
+def test_an_api_key_is_refused_anywhere_and_not_shown(where: str):
     inner: Any = "sk-secret" if where == "api_key" else [{"url": "http://a/v1", "api_key": "sk-secret"}]
     error = refused({f"reward.judge.{where}": inner})
     assert "sk-secret" not in str(error) and "OPENAI_API_KEY" in str(error)
 
 
-def test_what_yaml_makes_of_bare_words_is_understood():
+def test_yamls_reading_of_bare_words_is_understood():
     assert to_config({"data": {"chat_template": True}}).data.chat_template == "on"
     assert to_config({"data": {"chat_template": False}}).data.chat_template == "off"
     on_failure = to_config({"reward": {"on_failure": {"fallback": -1.0}}}).reward.on_failure
@@ -272,13 +291,336 @@ def test_what_yaml_makes_of_bare_words_is_understood():
     assert to_config({"model": {"lora": None}}).model.lora is None
 
 
-def test_the_learning_rate_goes_by_the_model():
+def test_the_default_learning_rate_depends_on_the_model():
     assert TrainConfig().lr == 3e-4
     assert to_config({"model": {"path": "Qwen/Qwen2.5-0.5B"}}).lr == 1e-6
     assert to_config({"optimizer": {"lr": 1e-2}}).lr == 1e-2
 
 
-def test_a_config_survives_the_way_through_plain_values():
+def test_a_configuration_survives_conversion_to_plain_values():
     config = to_config({"model": {"lora": {"rank": 4}}, "observe": {"alerts": {"queue_size": {"above": 900}}}})
     assert to_config(config.to_dict()) == config
     assert msgspec.json.decode(msgspec.json.encode(config.to_dict()))["model"]["lora"]["rank"] == 4
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.yaml").write_text("trainer:\n  total_steps: 7\n  groups_per_step: 4\noptimizer:\n  lr: 1e-5\n")
+    return tmp_path
+
+
+def refused_overrides(*overrides: str, **where: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        compose(overrides, **where)
+    return caught.value
+
+
+def changes(*overrides: str, **where: Any) -> dict[str, Any]:
+    return {key: new for key, (_, new) in find_differences(TrainConfig(), compose(overrides, **where)).items()}
+
+
+def test_the_default_configuration_is_the_schemas():
+    assert compose() == TrainConfig()
+
+
+def test_overrides_win_over_files_and_files_over_the_schema(folder: Path):
+    found = changes("trainer.total_steps=9", "rollout.n=4", config_path=folder, config_name="mine")
+    assert found == {
+        "trainer.total_steps": 9,
+        "trainer.groups_per_step": 4,
+        "optimizer.lr": 1e-5,
+        "rollout.n": 4,
+    }
+
+
+def test_the_last_of_two_overrides_wins():
+    assert changes("seed=1", "seed=2") == {"seed": 2}
+
+
+def test_paths_are_relative_to_the_working_directory_and_names_may_have_a_suffix(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(folder.parent)
+    assert compose(config_path=folder.name, config_name="mine.yaml").trainer.total_steps == 7
+
+
+def test_a_file_may_extend_a_packaged_one_and_interpolate(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("STEPS", "12")
+    text = "defaults: [sync, _self_]\ntrainer: {total_steps: '${oc.decode:${oc.env:STEPS}}'}\nseed: ${rollout.n}\n"
+    (folder / "built.yaml").write_text(text)
+    found = changes("rollout.n=6", config_path=folder, config_name="built")
+    assert found == {"mode": "sync", "trainer.total_steps": 12, "seed": 6, "rollout.n": 6}
+
+
+def test_a_users_folder_is_a_config_group(folder: Path):
+    (folder / "size").mkdir()
+    (folder / "size" / "small.yaml").write_text("# @package _global_\ntrainer: {groups_per_step: 2}\n")
+    assert compose(["+size=small"], config_path=folder, config_name="mine").trainer.groups_per_step == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optimizer.betas=[0.8,0.9]", {"optimizer.betas": (0.8, 0.9)}),
+        ("trainer.save_every_steps=null", {"trainer.save_every_steps": None}),
+        ("optimizer.lr=1e-5", {"optimizer.lr": 1e-5}),
+        ('data.system_prompt="a, b = [c]"', {"data.system_prompt": "a, b = [c]"}),
+        ("reward.on_failure=fallback: -1.0", {"reward.on_failure": "fallback: -1.0"}),
+        ("trainer={total_steps: 3, groups_per_step: 2}", {"trainer.total_steps": 3, "trainer.groups_per_step": 2}),
+        ("+seed=4", {"seed": 4}),
+        ("++seed=4", {"seed": 4}),
+        ("~trainer.total_steps", {}),
+        ("data.chat_template=on", {"data.chat_template": "on"}),
+        ("reward.judge.penalty_scale=0.5", {"reward.judge": {"penalty_scale": 0.5}}),
+    ],
+)
+def test_overrides_follow_hydras_grammar(override: str, expected: dict[str, Any]):
+    assert changes(override) == expected
+
+
+def test_a_tilde_restores_the_default(folder: Path):
+    found = changes("~optimizer.lr", "~trainer.groups_per_step", config_path=folder, config_name="mine")
+    assert found == {"trainer.total_steps": 7}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["rollout.vllm={seed: 3}"], {"seed": 3}),
+        (["rollout.vllm.seed=3"], {"enforce_eager": True, "seed": 3}),
+        (["~rollout.vllm", "rollout.vllm={seed: 3}"], {"seed": 3}),
+        (["~rollout.vllm", "rollout.vllm.seed=3"], {"seed": 3}),
+        (["~rollout.vllm"], {}),
+        (["rollout.vllm={}"], {}),
+    ],
+)
+def test_a_whole_mapping_replaces_the_earlier_one(tmp_path: Path, overrides: list[str], expected: dict[str, Any]):
+    before = to_config({"rollout": {"engine": "vllm", "vllm": {"enforce_eager": True}}})
+    assert compose(overrides, base=before).rollout.vllm == expected, "a run that is resumed"
+    (tmp_path / "mine.yaml").write_text("rollout: {engine: vllm, vllm: {enforce_eager: true}}\n")
+    assert compose(overrides, config_path=tmp_path, config_name="mine").rollout.vllm == expected
+
+
+def test_free_mappings_are_known():
+    assert mapping_keys() == {"rollout.vllm", "reward.judge", "observe.alerts"}
+    judge = compose(["reward.judge={penalty_scale: 0.5}", "observe.alerts={queue_size: {above: 5}}"])
+    assert judge.reward.judge == {"penalty_scale": 0.5} and set(judge.observe.alerts) == {"queue_size"}
+
+
+def test_a_key_in_an_optional_section_turns_it_on():
+    assert compose(["model.lora.rank=4"]).model.lora is not None
+    assert compose(["observe.alerts.queue_size.above=900"]).observe.alerts["queue_size"].above == 900
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("trainer.total_step=3", "trainer.total_step = 3: unknown key; did you mean trainer.total_steps?"),
+        ("trainer.total_steps=many", "trainer.total_steps = 'many': give a whole number"),
+        ("trainer.total_steps=2.5", "trainer.total_steps = 2.5: give a whole number"),
+        ("trainer.total_steps=0", "trainer.total_steps = 0: give a whole number of at least 1"),
+        ("mode=synk", "mode = 'synk': give sync, one_step_off or fully_async"),
+        ("optimizer.betas=[0.9]", "optimizer.betas = [0.9]: give a list of 2"),
+        ("trainer.total_steps", "write key=value"),
+        ("trainer.total_steps=[1", "write key=value"),
+        ("=3", "write key=value"),
+        ("seed=1,2", "seed = '1,2': a run takes one value"),
+        ("~nothing", "'~nothing'"),
+        ("data.system_prompt=${nothing.here}", "data.system_prompt = \"Interpolation key 'nothing.here' not found\""),
+        ("data.system_prompt=${oc.env:NOT_SET_ANYWHERE}", "data.system_prompt = "),
+        ("hydra.run.dir=elsewhere", "hydra.run.dir = 'elsewhere': Hydra merges settings here and does nothing else"),
+        ("+nothing@model=x", "'nothing'"),
+    ],
+)
+def test_an_invalid_override_is_refused_with_a_remedy(override: str, says: str):
+    assert says in str(refused_overrides(override))
+
+
+def test_a_key_on_the_command_line_is_never_shown():
+    for override in ("reward.judge.api_key=sk-secret", "reward.judge.api_key=[sk-secret", "api_key=sk-secret"):
+        assert "sk-secret" not in str(refused_overrides(override))
+
+
+def test_a_missing_file_or_folder_is_reported_with_the_existing_ones(folder: Path):
+    assert "freewheel comes with cluster, default, gsm8k, sync" in str(refused_overrides(config_name="clusters"))
+    assert f"{folder} comes with mine" in str(refused_overrides(config_path=folder, config_name="yours"))
+    assert refused_overrides(config_path=folder / "nowhere").key == "--config-path"
+    assert "give its folder" in str(refused_overrides(config_path=folder / "mine.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "says"),
+    [
+        ("trainer:\n  total_steps: 3\n   keep_last: 2\n", 3, "not YAML"),
+        ("seed: 1\nmode: sync\nseed: 2\n", 3, "seed is given twice"),
+        ("a: [1, 2\n", 2, "not YAML"),
+        ("\tseed: 1\n", 1, "not YAML"),
+    ],
+)
+def test_invalid_yaml_is_reported_with_its_line(folder: Path, text: str, line: int, says: str):
+    (folder / "bad.yaml").write_text(text)
+    error = refused_overrides(config_path=folder, config_name="bad")
+    assert f"bad.yaml:{line}'" in str(error) and says in str(error)
+
+
+def test_invalid_yaml_in_an_included_file_is_reported_with_its_line(folder: Path):
+    (folder / "first.yaml").write_text("defaults: [second, _self_]\n")
+    (folder / "second.yaml").write_text("seed: 1\n a: 2\n")
+    assert "second.yaml:2'" in str(refused_overrides(config_path=folder, config_name="first"))
+    (folder / "first.yaml").write_text("defaults: [third, _self_]\n")
+    assert "third" in str(refused_overrides(config_path=folder, config_name="first"))
+
+
+@pytest.mark.parametrize(("text", "says"), [("- 1\n", "must hold keys"), ("hydra: {run: {dir: x}}\n", "Hydra merges")])
+def test_a_file_that_is_no_mapping_is_refused(folder: Path, text: str, says: str):
+    (folder / "other.yaml").write_text(text)
+    assert says in str(refused_overrides(config_path=folder, config_name="other"))
+
+
+def test_an_empty_file_means_the_defaults(folder: Path):
+    (folder / "empty.yaml").write_text("# nothing yet\n")
+    assert compose(config_path=folder, config_name="empty") == TrainConfig()
+
+
+def test_composing_leaves_no_hydra_state_behind(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    handlers, stored = list(logging.getLogger().handlers), set(ConfigStore.instance().repo)
+    compose(["seed=1"], config_path=folder, config_name="mine")
+    refused_overrides("seed=x", config_path=folder, config_name="mine")
+    refused_overrides("data.system_prompt=${no}")
+    assert Path.cwd() == elsewhere and not list(elsewhere.iterdir())
+    assert logging.getLogger().handlers == handlers
+    assert not GlobalHydra.instance().is_initialized()
+    assert {name for name in ConfigStore.instance().repo if "freewheel" in name} == set() and stored
+
+
+def test_an_applications_own_hydra_state_is_restored(folder: Path):
+    with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
+        before = GlobalHydra.instance().hydra
+        compose(["seed=1"])
+        assert GlobalHydra.instance().hydra is before
+
+
+@pytest.mark.parametrize("name", configs())
+def test_packaged_files_are_valid_and_repeat_no_default(name: str):
+    values = yaml.safe_load((PACKAGED / f"{name}.yaml").read_text())
+    given = sum(len(section) if isinstance(section, dict) else 1 for section in values.values())
+    assert len(changes(config_name=name)) == given, "each key of it changes something"
+
+
+def test_the_packaged_cluster_configuration_has_the_known_values():
+    config = compose(config_name="cluster")
+    assert (config.trainer.n_gpus_per_node, config.trainer.nnodes, config.trainer.device) == (4, 2, "cuda")
+    assert (config.rollout.n_gpus_per_node, config.rollout.nnodes) == (2, 1)
+
+
+# -- a run's own file -------------------------------------------------------------------------------------------------
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(str.strip) | st.sampled_from(
+    [
+        "${mode}",
+        r"\${a}",
+        r"\\${b}",
+        "${",
+        "x${",
+        "a: b",
+        "- 1",
+        "null",
+        "1e-5",
+        "true",
+        "on",
+        "#",
+        "'",
+        '"',
+        " x ",
+        "!!x",
+    ]
+)
+
+
+def values_of(kind: Any) -> st.SearchStrategy[Any]:
+    options = [*(get_args(kind) if get_origin(kind) not in (Literal, dict, list, tuple) else ()), kind]
+    found: list[st.SearchStrategy[Any]] = []
+    for option in options:
+        if get_origin(option) is Literal:
+            found.append(st.sampled_from(get_args(option)))
+        elif option in SIMPLE:
+            found.append(SIMPLE[option])
+        elif get_origin(option) is tuple:
+            found.append(st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)).map(list))
+        elif get_origin(option) is list:
+            found.append(st.lists(TEXTS, min_size=1, max_size=3))
+    return st.one_of(found) if found else st.nothing()
+
+
+SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
+    bool: st.booleans(),
+    int: st.integers(1, 40),
+    float: st.floats(1e-12, 1),
+    str: TEXTS,
+    type(None): st.none(),
+}
+
+
+def changed(struct: Any = TrainConfig) -> st.SearchStrategy[dict[str, Any]]:
+    """Any keys of the schema with values of their types; most of them are possible together."""
+    parts: dict[str, st.SearchStrategy[Any]] = {}
+    for field in msgspec.structs.fields(struct):
+        inner = section_of(field.type)
+        strategy = changed(inner) if inner is not None else values_of(field.type)
+        if not strategy.is_empty:
+            parts[field.name] = strategy
+    return st.fixed_dictionaries({}, optional=parts)
+
+
+def possible(values: dict[str, Any]) -> TrainConfig:
+    """Key by key, leaving out what the rest does not go with."""
+    kept: dict[str, Any] = {}
+    for section, wanted in values.items():
+        for key, value in wanted.items() if isinstance(wanted, dict) else [(None, wanted)]:
+            attempt = msgspec.json.decode(msgspec.json.encode(kept))
+            if key is None:
+                attempt[section] = value
+            else:
+                attempt.setdefault(section, {})[key] = value
+            try:
+                to_config(attempt)
+            except ConfigError:
+                continue
+            kept = attempt
+    return to_config(kept)
+
+
+@settings(max_examples=60, deadline=None)
+@example({"model": {"path": "0\x85"}})
+@example({"data": {"system_prompt": " \u2028a\u2029\r\x85b\n"}})
+@given(changed())
+def test_a_written_configuration_reads_back_the_same(tmp_path_factory: Any, values: dict[str, Any]):
+    config = possible(values)
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    assert load(path) == config
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.lists(TEXTS, min_size=1, max_size=50))
+def test_text_of_a_resumed_run_is_not_interpolated_again(texts: list[str]):
+    config = to_config({"data": {"system_prompt": texts[0]}, "model": {"lora": {"target_modules": texts}}})
+    assert compose(["seed=3"], base=config) == to_config(config.to_dict() | {"seed": 3})
+
+
+def test_an_edited_configuration_is_checked_again(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("optimizer: {lr: 1e-5}\n")
+    assert load(path).optimizer.lr == 1e-5
+    path.write_text("optimizer: {lr: -1}\n")
+    with pytest.raises(ConfigError, match=r"optimizer\.lr = -1"):
+        load(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path / "nowhere.yaml")
+    path.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(path)

@@ -131,7 +131,7 @@ def test_the_table_says_the_same_in_words(run_dir: Path):
     assert "\x1b" not in done.stdout, "no colour where there is no terminal"
 
 
-def test_violations_are_told_and_are_the_exit_code(run_dir: Path):
+def test_violations_are_reported_and_set_the_exit_code(run_dir: Path):
     journal = Journal(run_dir / JOURNAL)
     journal.append([Abandoned(2, 0, "prompt", NOW_S)])
     journal.close()
@@ -142,7 +142,7 @@ def test_violations_are_told_and_are_the_exit_code(run_dir: Path):
     assert done.exit_code == 1 and "prompt 2 was abandoned and trained on" in done.stdout
 
 
-def test_a_group_that_was_trained_too_old_is_found_by_the_runs_own_settings(tmp_path: Path):
+def test_a_group_trained_beyond_the_runs_staleness_bound_is_found(tmp_path: Path):
     journal = write_run(tmp_path)
     group = stored(20, min_version=-9)
     journal.append([group, Took(3, (group.ticket,)), Committed(3, 3, NOW_S)])
@@ -151,7 +151,7 @@ def test_a_group_that_was_trained_too_old_is_found_by_the_runs_own_settings(tmp_
     assert found["stale_trained"] == 1 and "lagged 11 versions in step 3, and 5 are allowed" in found["violations"][0]
 
 
-def test_a_live_run_is_read_beside_its_writer_and_said_to_be_live(tmp_path: Path):
+def test_a_live_run_is_inspected_while_it_is_written(tmp_path: Path):
     journal = write_run(tmp_path / "run")
     with RunLock(tmp_path / "run"):
         found = told(tmp_path / "run")
@@ -162,16 +162,14 @@ def test_a_live_run_is_read_beside_its_writer_and_said_to_be_live(tmp_path: Path
     assert (found["states"]["queued"], again["states"]["queued"]) == (1, 2)
 
 
-def test_a_killed_run_left_its_name_in_the_lock_and_is_not_live(run_dir: Path):
+def test_a_killed_run_is_not_live_although_its_lock_file_remains(run_dir: Path):
     (run_dir / "run.lock").write_text("process 1 on elsewhere\n")
     assert told(run_dir)["live"] == ""
     with RunLock(run_dir):  # and nothing of the look at it is left
         pass
 
 
-def test_a_run_that_is_resumed_while_it_is_looked_at_is_looked_at_again_and_not_called_damaged(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_run_that_is_resumed_during_an_inspection_is_inspected_again(run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     def resumed(journal: Journal, **settings: Any) -> Audit:
         with contextlib.closing(Journal(run_dir / JOURNAL)) as writer:
             writer.append([stored(12)])
@@ -181,7 +179,7 @@ def test_a_run_that_is_resumed_while_it_is_looked_at_is_looked_at_again_and_not_
     assert "began to be written while it was read: look again" in refused(run_dir)
 
 
-def test_nothing_in_the_folder_is_changed(run_dir: Path):
+def test_an_inspection_changes_nothing_in_the_folder(run_dir: Path):
     leftover = run_dir / "checkpoints" / ".tmp-elsewhere-1-step_000009"
     leftover.mkdir()
 
@@ -195,9 +193,7 @@ def test_nothing_in_the_folder_is_changed(run_dir: Path):
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_a_run_without_a_journal_is_audited_by_its_checkpoints_and_one_that_should_be_there_is_missed(
-    run_dir: Path, kept: bool
-):
+def test_a_run_without_a_journal_is_audited_by_its_checkpoints(run_dir: Path, kept: bool):
     for file in run_dir.glob("journal*"):
         file.unlink()
     write_config(TrainConfig(run_dir=str(run_dir), journal=JournalConfig(enabled=kept)))
@@ -212,7 +208,7 @@ def test_a_run_without_a_journal_is_audited_by_its_checkpoints_and_one_that_shou
     assert "nothing is known of single groups" in refused(run_dir, "--group", 0)
 
 
-def test_a_run_that_is_starting_has_no_journal_yet_and_that_is_no_fault(tmp_path: Path):
+def test_a_starting_run_may_have_no_journal(tmp_path: Path):
     write_config(TrainConfig(run_dir=str(tmp_path)))
     with RunLock(tmp_path):
         found = told(tmp_path)
@@ -220,7 +216,7 @@ def test_a_run_that_is_starting_has_no_journal_yet_and_that_is_no_fault(tmp_path
     assert "is missing" in told(tmp_path)["violations"][0], "and when it has ended so, it is"
 
 
-def test_a_damaged_journal_is_a_violation_and_the_checkpoints_still_speak(run_dir: Path):
+def test_a_damaged_journal_is_a_violation_and_checkpoints_are_still_audited(run_dir: Path):
     for file in run_dir.glob("journal*"):
         file.unlink()
     (run_dir / JOURNAL).write_bytes(b"this is no database, and far from it" * 100)
@@ -230,7 +226,7 @@ def test_a_damaged_journal_is_a_violation_and_the_checkpoints_still_speak(run_di
     assert any("damaged-1" in note for note in found["notes"])
 
 
-def test_a_damaged_checkpoint_is_said_and_not_believed(run_dir: Path):
+def test_a_damaged_checkpoint_is_reported_and_not_used(run_dir: Path):
     store = CheckpointStore(run_dir, keep_last=3)
     for step in (2, 3):
         store.save(
@@ -247,7 +243,7 @@ def test_a_damaged_checkpoint_is_said_and_not_believed(run_dir: Path):
     assert found["checkpoints"][1]["damaged"] == "weights: cut off: 1 of 4 bytes"
 
 
-def test_a_checkpoint_that_stepped_aside_speaks_where_its_successor_cannot(run_dir: Path):
+def test_a_replaced_checkpoint_is_used_if_its_successor_is_damaged(run_dir: Path):
     first = run_dir / "checkpoints/step_000001"
     shutil.copytree(first, first.with_suffix(".replaced"))
     assert [Path(one["path"]).name for one in told(run_dir)["checkpoints"]] == ["step_000001"]
@@ -260,13 +256,13 @@ def test_a_checkpoint_that_stepped_aside_speaks_where_its_successor_cannot(run_d
     assert not found["violations"]
 
 
-def test_settings_that_cannot_be_read_cost_the_check_of_lags_only(run_dir: Path):
+def test_unreadable_settings_skip_only_the_check_of_lags(run_dir: Path):
     (run_dir / "config.yaml").write_text("nobody: knows\n")
     found = told(run_dir)
     assert not found["violations"] and any("lags are not checked" in note for note in found["notes"])
 
 
-def test_what_is_no_run_is_one_line(tmp_path: Path, run_dir: Path):
+def test_a_folder_without_a_run_is_a_one_line_error(tmp_path: Path, run_dir: Path):
     assert "there is no such folder" in refused(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert "it is not a run's folder" in refused(tmp_path / "empty")
@@ -292,7 +288,7 @@ assert not {{"torch", "ray", "transformers", "evil"}} & {{*sys.modules}}, sorted
 # -- one prompt -------------------------------------------------------------------------------------------------------
 
 
-def test_a_prompts_whole_life_is_shown(run_dir: Path):
+def test_the_whole_life_of_a_prompt_is_shown(run_dir: Path):
     life = told(run_dir, "--group", 3)
     assert (life["state"], life["step"], life["version"], life["sequence"]) == ("trained", 2, 2, 13)
     assert (life["created_s"], life["stored_s"], life["committed_s"]) == (NOW_S, NOW_S + 5, NOW_S + 120)
@@ -320,7 +316,7 @@ def test_a_prompts_whole_life_is_shown(run_dir: Path):
 
 
 @pytest.mark.parametrize(("ordinal", "state"), [(7, "queued"), (8, "failed"), (9, "abandoned"), (5, "open")])
-def test_the_state_of_a_prompt_is_that_of_the_audit(run_dir: Path, ordinal: int, state: str):
+def test_a_prompts_state_agrees_with_the_audit(run_dir: Path, ordinal: int, state: str):
     life = told(run_dir, "--group", ordinal)
     assert life["state"] == state and bool(life["responses"]) == (state == "queued")
     assert any("its responses were not kept" in note for note in life["notes"]) == (state in ("failed", "abandoned"))
@@ -328,7 +324,7 @@ def test_the_state_of_a_prompt_is_that_of_the_audit(run_dir: Path, ordinal: int,
     assert f"prompt {ordinal} of {run_dir}: {state}" in freewheel(run_dir, "--group", ordinal).stdout
 
 
-def test_of_a_compacted_group_step_version_and_time_are_left(tmp_path: Path):
+def test_a_compacted_group_keeps_step_version_and_time(tmp_path: Path):
     write_run(tmp_path, keep_groups=0).close()
     life = told(tmp_path, "--group", 0)
     assert (life["state"], life["step"], life["version"], life["committed_s"]) == ("trained", 1, 1, NOW_S + 60)

@@ -63,9 +63,7 @@ def test_a_mode_takes_every_prompt_in_order_and_changes_weights_between_batches(
         assert len({version for group in groups for version in group.versions.tolist()}) == 1
 
 
-async def test_fully_async_with_the_settings_of_a_mode_is_that_mode(
-    reference: Finished, mode: str, tmp_path: Path
-) -> None:
+async def test_fully_async_with_a_modes_settings_is_that_mode(reference: Finished, mode: str, tmp_path: Path) -> None:
     assert_same(await run_pipeline(as_fully_async(MODES[mode]), run_dir=tmp_path), reference)
 
 
@@ -78,7 +76,7 @@ async def test_fully_async_with_the_settings_of_a_mode_is_that_mode(
         pytest.param({"rollout": {"slots": 5}}, 2, slowly, id="two small replicas, slow rewards"),
     ],
 )
-async def test_timing_does_not_change_what_is_learnt(
+async def test_timing_does_not_change_the_result(
     reference: Finished, mode: str, tmp_path: Path, sections: dict[str, Any], replicas: int, reward: Any
 ) -> None:
     found = await run_pipeline(
@@ -87,9 +85,7 @@ async def test_timing_does_not_change_what_is_learnt(
     assert_same(found, reference)
 
 
-async def test_groups_that_teach_nothing_are_replaced_in_the_same_way_whatever_the_timing(
-    mode: str, tmp_path: Path
-) -> None:
+async def test_filtered_groups_are_replaced_the_same_way_whatever_the_timing(mode: str, tmp_path: Path) -> None:
     dropping = {
         "algorithm": {"zero_variance": "drop"},
         "optimizer": {"lr": 3e-4},  # fast learners agree with themselves soon, and then most groups are dropped
@@ -110,13 +106,13 @@ async def test_groups_that_teach_nothing_are_replaced_in_the_same_way_whatever_t
     assert_same(found, wanted)
 
 
-async def test_another_seed_is_another_run(reference: Finished, mode: str, tmp_path: Path) -> None:
+async def test_another_seed_gives_another_run(reference: Finished, mode: str, tmp_path: Path) -> None:
     other = await run_pipeline(small_config(mode=mode, seed=1), run_dir=tmp_path)
     assert not other.same_groups_as(reference)
     assert not other.same_weights_as(reference)
 
 
-async def test_the_modes_differ_in_the_versions_that_they_train_on(reference: Finished, tmp_path: Path) -> None:
+async def test_modes_differ_in_the_versions_that_they_train_on(reference: Finished, tmp_path: Path) -> None:
     threshold_2 = small_config(async_training={"staleness_threshold": 2, "selection_window": 1})
     assert not (await run_pipeline(threshold_2, run_dir=tmp_path)).same_weights_as(reference)
 
@@ -130,7 +126,7 @@ async def test_the_modes_differ_in_the_versions_that_they_train_on(reference: Fi
     ],
     ids=["a window", "versions of two steps", "no threshold, but a window"],
 )
-async def test_streaming_keeps_every_prompt_once_and_every_lag_within_its_bound(
+async def test_streaming_trains_every_prompt_once_within_the_staleness_bound(
     settings: dict[str, int], tmp_path: Path
 ) -> None:
     config = small_config(trainer={"total_steps": 10}, async_training=settings)

@@ -50,7 +50,7 @@ async def test_every_group_is_traced_from_its_ticket_to_its_step(tmp_path: Path)
     assert {"train", "wait_batch", "pack", "generate", "load_weights", "sync", "load"} <= spans
 
 
-async def test_only_some_groups_are_traced_where_that_is_asked_for(tmp_path: Path) -> None:
+async def test_trace_every_selects_groups(tmp_path: Path) -> None:
     await recorded(tmp_path / "some", {"trace_every": 4})
     assert {event["id"] % 4 for event in read_trace(tmp_path / "some") if event["ph"] == "b"} == {0}
     await recorded(tmp_path / "none", {"trace_every": 0, "samples_mb": 0.0})
@@ -58,7 +58,7 @@ async def test_only_some_groups_are_traced_where_that_is_asked_for(tmp_path: Pat
     assert not (tmp_path / "none" / "samples").exists()
 
 
-async def test_samples_say_what_was_generated_and_who_made_it(tmp_path: Path) -> None:
+async def test_samples_record_text_rewards_and_versions(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
     finished = await recorded(tmp_path)
@@ -97,7 +97,7 @@ async def test_a_row_of_a_step_counts_its_groups_by_lag(tmp_path: Path) -> None:
     assert not (tmp_path / "trace").exists() and not (tmp_path / "samples").exists()
 
 
-async def test_a_disk_that_takes_neither_trace_nor_samples_costs_a_run_nothing_else(tmp_path: Path) -> None:
+async def test_a_failed_trace_or_sample_file_does_not_disturb_the_run(tmp_path: Path) -> None:
     for name in ("trace", "samples"):
         (tmp_path / name).write_text("in their place")
     finished = await recorded(tmp_path)
@@ -105,7 +105,7 @@ async def test_a_disk_that_takes_neither_trace_nor_samples_costs_a_run_nothing_e
     assert (tmp_path / "trace").read_text() == "in their place"
 
 
-async def test_a_run_that_is_recorded_learns_the_same(tmp_path: Path) -> None:
+async def test_recording_does_not_change_the_result(tmp_path: Path) -> None:
     with_it = await recorded(tmp_path / "with", mode="sync")
     without = await recorded(tmp_path / "without", {"trace_mb": 0.0, "samples_mb": 0.0}, mode="sync")
     assert with_it.same_groups_as(without) and with_it.same_weights_as(without)

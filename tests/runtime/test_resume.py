@@ -1,16 +1,21 @@
-"""A run that was stopped, or killed between two checkpoints, goes on as if it had not been: no prompt is skipped, none
-is trained twice on the way from the start to the last weights, and in `sync` mode the weights are equal to the bit."""
+"""Stopped, killed and resumed runs, in one process: the same weights as an undisturbed run, and every prompt once."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from freewheel.queue.ledger import Frontier
+from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.checkpoint import CheckpointStore
 
+from .mortal import Record, journal_of, live
 from .pipeline import Finished, Pipeline, run_pipeline, small_config
 
 STEPS = 6
@@ -36,7 +41,7 @@ def trained(*runs: Finished) -> list[int]:
     return sorted(ordinal for run in runs for step in run.ordinals for ordinal in step)
 
 
-async def test_a_sync_run_that_was_stopped_and_resumed_has_the_weights_of_one_that_was_not(tmp_path: Path) -> None:
+async def test_a_stopped_and_resumed_sync_run_has_the_weights_of_an_undisturbed_one(tmp_path: Path) -> None:
     config = small_config(mode="sync", trainer={"total_steps": STEPS, "save_every_steps": EVERY})
     whole = await run_pipeline(config, run_dir=tmp_path / "whole")
     first = await run_pipeline(config, run_dir=tmp_path / "parts", during=stop_after(3))
@@ -51,7 +56,7 @@ async def test_a_sync_run_that_was_stopped_and_resumed_has_the_weights_of_one_th
 
 
 @pytest.mark.parametrize("drop", ["keep", "drop"])
-async def test_a_streaming_run_that_was_stopped_and_resumed_ends_every_prompt_once(tmp_path: Path, drop: str) -> None:
+async def test_a_stopped_and_resumed_streaming_run_ends_every_prompt_once(tmp_path: Path, drop: str) -> None:
     config = small_config(
         trainer={"total_steps": STEPS, "save_every_steps": EVERY},
         async_training={"staleness_threshold": 2},
@@ -71,7 +76,7 @@ async def test_a_streaming_run_that_was_stopped_and_resumed_ends_every_prompt_on
     assert max(second.lags) <= config.bounds.max_lag
 
 
-async def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint_on_one_path(tmp_path: Path) -> None:
+async def test_a_killed_run_continues_from_its_last_checkpoint_on_one_path(tmp_path: Path) -> None:
     """What was trained after the checkpoint is not in its weights: those prompts come again, and no other."""
     config = small_config(mode="sync", trainer={"total_steps": STEPS, "save_every_steps": EVERY})
     first = await run_pipeline(config, run_dir=tmp_path)
@@ -82,7 +87,7 @@ async def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint_on_one_pat
     assert second.same_weights_as(first)
 
 
-async def test_a_first_checkpoint_that_is_damaged_costs_time_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_damaged_first_checkpoint_costs_only_time(tmp_path: Path) -> None:
     """The journal has everything since the start for as long as there is only one."""
     config = small_config(mode="sync", trainer={"total_steps": 4, "save_every_steps": None}, journal={"keep_groups": 0})
     first = await run_pipeline(config, run_dir=tmp_path)
@@ -95,7 +100,7 @@ async def test_a_first_checkpoint_that_is_damaged_costs_time_and_nothing_else(tm
     assert again.same_weights_as(first)
 
 
-async def test_a_run_that_was_stopped_in_the_middle_of_a_version_goes_on_from_before_it_as_it_was(
+async def test_a_run_stopped_within_a_version_continues_from_before_it(
     tmp_path: Path,
 ) -> None:
     """The checkpoint of its end is damaged: the version that the end completed early is in the journal."""
@@ -116,7 +121,7 @@ async def test_a_run_that_was_stopped_in_the_middle_of_a_version_goes_on_from_be
     assert trained(again) == sorted(set(range(36)) - {one for step in first.ordinals[:begun] for one in step})
 
 
-async def test_a_resumed_run_has_the_engines_at_the_checkpoints_version(tmp_path: Path) -> None:
+async def test_engines_of_a_resumed_run_start_at_the_checkpoints_version(tmp_path: Path) -> None:
     config = small_config(mode="sync", trainer={"total_steps": 3, "save_every_steps": 2})
     await run_pipeline(config, run_dir=tmp_path)
     second = await run_pipeline(config, run_dir=tmp_path, resume=tmp_path / "checkpoints" / "step_000002")
@@ -125,7 +130,7 @@ async def test_a_resumed_run_has_the_engines_at_the_checkpoints_version(tmp_path
     assert second.sync["published_version"] == 3
 
 
-async def test_finite_prompts_are_used_up_once_over_both_parts(tmp_path: Path) -> None:
+async def test_finite_prompts_are_used_once_across_a_resume(tmp_path: Path) -> None:
     config = small_config(
         data={"limit": 11, "epochs": 2}, trainer={"total_steps": 50, "save_every_steps": None}, rollout={"slots": 8}
     )
@@ -134,3 +139,102 @@ async def test_finite_prompts_are_used_up_once_over_both_parts(tmp_path: Path) -
     assert trained(first, second) == list(range(22))
     assert [len(step) for step in second.ordinals][-1] == 2
     assert second.frontier == Frontier(low=22, trained=22)
+
+
+STEPS, GROUPS = 8, 4
+KILLS = 5
+OFTEN = 40
+"""Awaits between two deaths, at most: a fourth of those of a whole run."""
+
+
+def config_of(mode: str, **settings: Any) -> TrainConfig:
+    return small_config(
+        mode=mode,
+        trainer={"total_steps": STEPS, "groups_per_step": GROUPS, "save_every_steps": 3},
+        journal={"keep_groups": 0},
+        async_training={"sync_retry_delay": 0.01, **settings},
+    )
+
+
+def deaths(seed: int, count: int = KILLS) -> Iterator[int]:
+    draw = random.Random(seed)
+    return (draw.randint(2, OFTEN) for _ in range(count))
+
+
+def assert_each_prompt_once(found: Record, run_dir: Path) -> None:
+    steps = journal_of(run_dir)
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(STEPS * GROUPS))
+    for step, ordinals in steps.items():
+        assert found.trained[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
+
+
+def assert_same(found: Record, wanted: Record) -> None:
+    assert {step: times[-1] for step, times in found.trained.items()} == {
+        step: times[-1] for step, times in wanted.trained.items()
+    }
+    for name, tensor in wanted.weights.items():
+        assert torch.equal(found.weights[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return asyncio.run(live(config_of("sync"), tmp_path_factory.mktemp("undisturbed")))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_a_sync_run_killed_five_times_has_the_weights_of_an_undisturbed_one(
+    undisturbed: Record, tmp_path: Path, seed: int
+) -> None:
+    found = await live(config_of("sync"), tmp_path, kills=deaths(seed))
+    assert found.deaths == KILLS
+    assert_each_prompt_once(found, tmp_path)
+    assert_same(found, undisturbed)
+
+
+async def test_a_restarted_trainer_takes_the_same_steps(undisturbed: Record, tmp_path: Path) -> None:
+    found = await live(config_of("sync"), tmp_path, trainers=list(deaths(2)))
+    assert found.deaths == KILLS
+    assert_each_prompt_once(found, tmp_path)
+    assert_same(found, undisturbed)
+
+
+async def test_a_dead_queue_loses_no_queued_and_no_unfinished_group(undisturbed: Record, tmp_path: Path) -> None:
+    found = await live(config_of("sync"), tmp_path, queues=list(deaths(3, 4)), replicas=[2])
+    assert found.deaths == 4
+    assert_each_prompt_once(found, tmp_path)
+    assert_same(found, undisturbed)
+    assert all(len(times) == 1 for times in found.trained.values()), "the trainer lived, and trained each step once"
+
+
+async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path: Path) -> None:
+    """Which of a version's steps a prompt is in may change, as what was in flight is issued behind what is stored."""
+    config = config_of("sync", sync_every_steps=3)
+    found = await live(config, tmp_path, kills=deaths(8, 3), trainers=list(deaths(9, 2)), queues=list(deaths(10, 2)))
+    assert found.deaths >= 3
+    assert_each_prompt_once(found, tmp_path)
+    assert set(found.lags) == {0}
+    by_version = [
+        sorted(ordinal for step in steps for ordinal in found.trained[step][-1])
+        for steps in ([1, 2, 3], [4, 5, 6], [7, 8])
+    ]
+    assert by_version == [list(range(12)), list(range(12, 24)), list(range(24, 32))]
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+async def test_a_killed_streaming_run_continues_with_another_number_of_rollouters(tmp_path: Path, seed: int) -> None:
+    config = config_of("fully_async", staleness_threshold=1, max_staleness_allowed=2, sync_every_steps=2)
+    found = await live(config, tmp_path, kills=deaths(seed), replicas=[1, 3, 2])
+    assert found.deaths == KILLS
+    assert_each_prompt_once(found, tmp_path)
+    assert max(found.lags) <= config.async_training.max_staleness_allowed
+
+
+async def test_a_streaming_run_with_many_deaths_trains_every_prompt_once(
+    tmp_path: Path,
+) -> None:
+    config = config_of("fully_async", staleness_threshold=2, max_staleness_allowed=3)
+    found = await live(config, tmp_path, trainers=list(deaths(6, 3)), queues=list(deaths(7, 4)), replicas=[2])
+    assert found.deaths >= KILLS
+    assert_each_prompt_once(found, tmp_path)
+    assert max(found.lags) <= config.async_training.max_staleness_allowed

@@ -17,10 +17,10 @@ from freewheel.runtime.account import RunResult
 from freewheel.trainer.checkpoint import TRAINING, CheckpointStore
 
 from .mortal import journal_of
-from .test_main import RAY_GOES_S, TELLING, main_of, wait_until
-from .test_main import cluster as cluster
-from .test_main import looks_often as looks_often
-from .test_main import user_modules as user_modules
+from .test_whole_run import RAY_GOES_S, TELLING, main_of, wait_until
+from .test_whole_run import cluster as cluster
+from .test_whole_run import looks_often as looks_often
+from .test_whole_run import user_modules as user_modules
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -75,7 +75,7 @@ def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) ->
     assert modes == {"0o600", "0o700"}, "others may not look into it"
 
 
-def test_a_run_in_two_processes_survives_the_death_of_either_and_goes_on_in_one(
+def test_a_run_in_two_processes_survives_deaths_and_resumes_in_one(
     cluster: None, looks_often: None, tmp_path: Path
 ) -> None:
     """One test of one run: a start takes longer than everything else in it."""

@@ -1,0 +1,466 @@
+"""Whole runs under Ray, in small: they record what they promised, survive the death of a part, end as told, leave
+nothing behind, and go on where they were."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from freewheel.observe.lines import files_of
+from freewheel.observe.recorder import read_metrics
+from freewheel.observe.run_folder import JOURNAL, TRACE, saved_steps
+from freewheel.observe.samples import read_samples
+from freewheel.observe.snapshot import RunSnapshot
+from freewheel.queue.audit import audit
+from freewheel.queue.journal import Journal
+from freewheel.rollout.reward_stage import FatalRewardFailure
+from freewheel.runtime import main as main_module
+from freewheel.runtime.account import RunResult
+from freewheel.runtime.main import FullyAsyncMain
+from freewheel.trainer.checkpoint import CheckpointStore, RunLock
+
+from .mortal import journal_of
+from .pipeline import plan_of, small_config
+from .traces import Trace, check_lives
+
+pytestmark = pytest.mark.timeout(300)  # starts take ten times as long on a machine that is busy
+
+WAIT_S = 120.0
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TELLING = "user_code:TellingTrainer"
+RAY_GOES_S = 30.0
+"""Until the last of Ray's own processes has gone after its shutdown."""
+
+SPEC = {
+    "trainer": ["global_steps", "processed_samples", "current_param_version", "param_sync_count"],
+    "rollouter": ["total_generated_samples", "dropped_stale_samples", "generation_errors", "param_sync_requests"],
+    "queue": ["queue_size", "total_produced", "total_consumed", "dropped_samples"],
+    "sync": ["sync_failures", "last_sync_s", "mean_sync_s"],
+}
+FRESHNESS = ["avg_sample_age", "max_sample_age", "stale_samples_ratio"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def user_modules() -> Iterator[None]:
+    """`user_code` is importable here, as it is for a user who starts a run in its folder."""
+    sys.path.append(str(HERE))
+    yield
+    sys.path.remove(str(HERE))
+
+
+@pytest.fixture(scope="module")
+def cluster(user_modules: None) -> Iterator[None]:
+    """One Ray for the runs of this module: a start of it takes longer than they do."""
+    environment = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=128 << 20,
+        runtime_env={"env_vars": environment},
+    )
+    yield
+    ray.shutdown()
+
+
+class Watching:
+    """A view that keeps what it was shown."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[RunSnapshot] = []
+        self.said: list[str] = []
+        self.summary = ""
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        self.summary = summary
+
+
+def main_of(run_dir: Path, *, view: Any = None, resume: bool = False, **sections: Any) -> FullyAsyncMain:
+    config = small_config(run_dir=str(run_dir), **sections)
+    return FullyAsyncMain(config=config, plan=plan_of(config), view=view, resume=resume)
+
+
+def trained_ordinals(run_dir: Path) -> list[int]:
+    return [ordinal for row in read_metrics(run_dir, "step") for ordinal in row["ordinals"]]
+
+
+def wait_until(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+# -- a whole run ------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One run with all that a user may name, looked at from several sides."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.view = Watching()
+        self.monitored = folder / "monitored"
+        os.environ["FREEWHEEL_TEST_MONITORED"] = str(self.monitored)
+        before = actor_processes()
+        self.result: RunResult = main_of(
+            folder,
+            view=self.view,
+            trainer={"trainer_class": TELLING, "total_steps": 6, "save_every_steps": 2},
+            rollout={"rollouter_class": "user_code:MarkingRollouter", "replicas": 2},
+            reward={"function": "user_code:slow_score"},
+            eval={"prompts": 8, "every_steps": 3, "at_start": True},
+            observe={"custom_monitor": "user_code:monitor", "statistics_every_s": 0.5},
+        ).run()
+        del os.environ["FREEWHEEL_TEST_MONITORED"]
+        self.left = actor_processes() - before
+
+
+def actor_processes() -> set[int]:
+    """Workers of this process's Ray that are actors of ours."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            title = " ".join(process.cmdline())
+            if title.startswith("ray::") and "Actor" in title:
+                found.add(process.pid)
+    return found
+
+
+def check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run: Run) -> None:
+    assert run.result.error is None
+    assert (run.result.outcome, run.result.exit_code, run.result.steps) == ("finished", 0, 6)
+    assert [row["step"] for row in read_metrics(run.folder, "step")] == [1, 2, 3, 4, 5, 6]
+    assert sorted(trained_ordinals(run.folder)) == list(range(24))
+
+
+def check_that_the_metrics_have_every_name_that_was_promised(run: Run) -> None:
+    for row in read_metrics(run.folder, "step"):
+        assert {*SPEC["trainer"], *FRESHNESS} <= row.keys()
+        assert row["max_sample_age"] <= 5
+    assert [row["shared_gpu"] for row in read_metrics(run.folder, "event") if "shared_gpu" in row] == [False]
+    last = read_metrics(run.folder, "statistics")[-1]
+    for component, names in SPEC.items():
+        assert set(names) <= last[component].keys(), component
+    assert last["trainer"]["global_steps"] == 6
+    assert last["trainer"]["processed_samples"] == 24 * 4
+    assert last["queue"]["total_consumed"] == 24
+    assert last["rollouter"]["total_generated_samples"] == 24 * 4  # of both replicas
+    assert last["sync"]["sync_failures"] == 0
+
+
+def check_that_the_log_has_what_people_grep_for(run: Run) -> None:
+    text = (run.folder / "fully_async_training.log").read_text()
+    (*_, statistics) = [line for line in text.splitlines() if "Component Statistics |" in line]
+    assert all(f"{component}:" in statistics for component in SPEC)
+    assert "Parameter sync: version 6 on 2 of 2 engines" in text
+    assert " ERROR " not in text
+    assert {"[main]", "[trainer]", "[sync]"} <= {word for line in text.splitlines() for word in line.split()[3:4]}
+
+
+def check_that_held_out_prompts_are_measured_at_the_start_between_and_at_the_end(run: Run) -> None:
+    rows = read_metrics(run.folder, "eval")
+    assert {0, 6} <= {row["step"] for row in rows}
+    assert all(row["eval/prompts"] == 8 for row in rows)
+    assert any("Held-out reward" in line for line in run.result.summary)
+
+
+def check_that_the_export_and_every_checkpoint_open(run: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    store = CheckpointStore(run.folder, keep_last=2)
+    paths = sorted(store.folder.iterdir())
+    assert [path.name for path in paths] == ["step_000004", "step_000006"]
+    final = AutoModelForCausalLM.from_pretrained(run.folder / "final").state_dict()
+    AutoTokenizer.from_pretrained(run.folder / "final")
+    for path in paths:
+        assert store.load(path).step == int(path.name[-6:])
+    last = AutoModelForCausalLM.from_pretrained(paths[-1]).state_dict()
+    assert all(bool((last[name] == tensor).all()) for name, tensor in final.items())
+    assert (run.folder / "best" / "model.safetensors").is_file()
+
+
+def check_that_the_classes_and_the_monitor_that_were_named_are_used(run: Run) -> None:
+    told = [json.loads(line) for line in run.monitored.read_text().splitlines()]
+    assert told[-1] == [6, 2]  # all steps; one mark of each replica
+    assert read_metrics(run.folder, "statistics")[-1]["rollouter"]["marks"] == 2
+
+
+def check_that_the_view_is_kept_up_to_date_and_told_the_end(run: Run) -> None:
+    assert run.view.snapshots
+    last = run.view.snapshots[-1]
+    assert (last.step, last.total_steps, last.published_version) == (6, 6, 6)
+    assert last.waits.keys() >= {"trainer", "rollouter-0", "rollouter-1"}
+    assert "Finished at step 6 of 6" in run.view.summary
+    assert any(str(run.folder) in text for text in run.view.said)
+
+
+def check_that_the_trace_tells_the_life_of_every_group(run: Run) -> None:
+    trace = Trace.of(run.folder)
+    assert set(trace.components.values()) == {"main", "trainer", "sync", "rollouter-0", "rollouter-1"}
+    check_lives(trace, range(24), n=4)
+    told = {phase.ordinal: phase.args["step"] for phase in trace.phases if phase.name == "train"}
+    rows = read_metrics(run.folder, "step")
+    assert told == {ordinal: row["step"] for row in rows for ordinal in row["ordinals"]}
+    assert {"train", "wait_batch", "pack", "save"} == trace.spans("trainer")
+    assert {"sync", "load"} == trace.spans("sync")
+    assert {"generate", "load_weights"} <= trace.spans("rollouter-0") & trace.spans("rollouter-1")
+    assert {"groups", "tokens_per_s"} <= {event["name"] for event in trace.events if event["ph"] == "C"}
+
+
+def check_that_pulse_syncs_samples_and_records_are_there_for_programs(run: Run) -> None:
+    pulses = read_metrics(run.folder, "pulse")
+    assert pulses and pulses[-1]["waits"].keys() >= {"trainer", "rollouter-0", "rollouter-1"}
+    assert pulses[-1]["published_version"] <= pulses[-1]["version"] <= 6
+    syncs = read_metrics(run.folder, "sync")
+    versions = [row["version"] for row in syncs]
+    assert versions == sorted(set(versions)) and versions[-1] == 6, "a slow engine may skip a version, not repeat one"
+    for row in syncs:
+        assert (row["failed"], row["bytes"] > 0, row["engines"].keys()) == (False, True, {"rollouter-0", "rollouter-1"})
+        assert all(one["attempts"] == 1 and one["took_s"] <= row["took_s"] for one in row["engines"].values())
+    for row in read_metrics(run.folder, "step"):
+        assert sum(row["sample_age_counts"]) == 4
+    assert {sample["replica"] for sample in read_samples(run.folder)} == {"rollouter-0", "rollouter-1"}
+    records = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    assert {"main", "trainer", "sync"} <= {record["role"] for record in records}
+    assert {record["version"] for record in records if record["role"] == "sync" and "version" in record} == set(
+        range(1, 7)
+    )
+    assert [record["step"] for record in records if record["message"].startswith("Saved")] == [2, 4, 6]
+
+
+def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in run.left), RAY_GOES_S)
+    with RunLock(run.folder):
+        pass
+    assert not list(run.folder.rglob(".tmp-*"))
+
+
+def test_a_whole_run_trains_records_and_cleans_up(cluster: None, tmp_path: Path) -> None:
+    """One test of one run: split among workers, each would run it again."""
+    run = Run(tmp_path)
+    check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run)
+    check_that_the_metrics_have_every_name_that_was_promised(run)
+    check_that_the_log_has_what_people_grep_for(run)
+    check_that_held_out_prompts_are_measured_at_the_start_between_and_at_the_end(run)
+    check_that_the_export_and_every_checkpoint_open(run)
+    check_that_the_classes_and_the_monitor_that_were_named_are_used(run)
+    check_that_the_view_is_kept_up_to_date_and_told_the_end(run)
+    check_that_the_trace_tells_the_life_of_every_group(run)
+    check_that_pulse_syncs_samples_and_records_are_there_for_programs(run)
+    check_that_a_run_leaves_no_actor_and_no_lock_behind(run)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+STEPS = 32
+"""Of a run that is struck: enough for every stroke to come before its end."""
+PROMPTS = list(range(4 * STEPS))
+STROKES = (
+    ("queue", signal.SIGKILL),
+    ("trainer", signal.SIGKILL),
+    ("rollouter-0", signal.SIGKILL),
+    ("rollouter-0", signal.SIGSTOP),
+)
+
+
+@pytest.fixture
+def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is known of early steps before the last."""
+    monkeypatch.setattr(main_module, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
+
+
+class Struck:
+    """A run whose parts get signals, one after the other, some steps apart."""
+
+    def __init__(self, folder: Path, **sections: Any) -> None:
+        self.folder = folder
+        main = main_of(folder, reward={"function": "user_code:slow_score"}, **sections)
+        found: list[RunResult] = []
+        running = threading.Thread(target=lambda: found.append(main.run()))
+        running.start()
+        try:
+            self._strike(lambda: bool(found))
+        finally:
+            running.join(WAIT_S)
+        (self.result,) = found
+        self.events = [row["text"] for row in read_metrics(folder, "event")]
+        self.log = (folder / "fully_async_training.log").read_text()
+
+    def _strike(self, is_over: Callable[[], bool]) -> None:
+        step = 0
+        for name, number in STROKES:
+            step += 3
+            wait_until(lambda: len(read_metrics(self.folder, "step")) >= step or is_over())  # noqa: B023
+            assert not is_over(), "the run was over before it was struck"
+            before = self.processes(name)
+            os.kill(before[-1], number)
+            wait_until(lambda: len(self.processes(name)) > len(before) or is_over())  # noqa: B023
+            step = len(read_metrics(self.folder, "step"))
+
+    def processes(self, name: str) -> list[int]:
+        return [row["process"] for row in read_metrics(self.folder, "event") if row.get("role") == name]
+
+
+def test_dead_and_hanging_components_are_replaced_and_every_prompt_is_trained_once(
+    cluster: None, looks_often: None, tmp_path: Path
+) -> None:
+    """One test of one run: a start takes longer than everything else in it. There is one rollouter, and no sync is
+    tried twice: the run waits for its successor."""
+    run = Struck(
+        tmp_path,
+        trainer={"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1, "save_every_steps": 3},
+        async_training={"max_sync_retries": 0, "staleness_threshold": 1},
+        recovery={"silent_s": 6.0},
+    )
+    assert run.result.error is None
+    assert (run.result.outcome, run.result.steps) == ("finished", STEPS)
+    check_that_every_prompt_was_trained_once(tmp_path)
+    check_that_each_that_died_was_replaced_and_nobody_else(run)
+    told = [row["step"] for row in read_metrics(tmp_path, "step")]
+    assert told == sorted(set(told)), "none is told twice"
+    assert "The trainer restarts from " in run.log
+    assert CheckpointStore(tmp_path, keep_last=2).latest() == tmp_path / "checkpoints" / f"step_{STEPS:06d}"
+    check_that_the_trace_is_whole(run)
+
+
+def check_that_every_prompt_was_trained_once(folder: Path) -> None:
+    steps = journal_of(folder)
+    assert list(steps) == list(range(1, STEPS + 1))
+    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == PROMPTS
+    with contextlib.closing(Journal(folder / JOURNAL, readonly=True)) as journal:
+        found = audit(journal, max_lag=5)
+    assert (found.violations, found.lost, found.repeated, found.stale_trained) == ([], 0, 0, 0)
+
+
+def check_that_each_that_died_was_replaced_and_nobody_else(run: Struck) -> None:
+    struck = [name for name, _ in STROKES]
+    for name in struck:
+        died = struck.count(name)
+        assert len([text for text in run.events if f"{name} died and is restarted" in text]) == died, name
+        assert len(run.processes(name)) == died + 1, name
+    silent = [text for text in run.events if "rollouter-0 is killed: it was silent for 6 s" in text]
+    assert len(silent) == 1, "the one that was stopped, and not the one that was killed"
+    assert "rollouter-0 died; " in run.log
+    ended = [process for name in struck for process in run.processes(name)[:-1]]
+    wait_until(lambda: not any(map(psutil.pid_exists, ended)), RAY_GOES_S)
+
+
+def check_that_the_trace_is_whole(run: Struck) -> None:
+    """Whatever was being written when its writer died; what he had not written yet is not in it."""
+    trace = Trace.of(run.folder)
+    assert run.processes("rollouter-0")[-1] in {file.process for file in files_of(run.folder / TRACE, "rollouter-0")}
+    for name in ("generate", "train"):
+        told = {phase.ordinal for phase in trace.phases if phase.name == name}
+        assert set(PROMPTS[-4:]) <= told <= set(PROMPTS), name
+
+
+def test_a_failed_reward_ends_the_run_with_on_failure_raise(cluster: None, tmp_path: Path) -> None:
+    result = main_of(tmp_path, reward={"function": "user_code:broken_score", "on_failure": "raise"}).run()
+    assert isinstance(result.error, FatalRewardFailure)
+    assert "a bug in the reward function" in str(result.error)
+    assert (result.outcome, result.exit_code, result.steps) == ("failed", 1, 0)
+    assert not (tmp_path / "final").exists()
+
+
+# -- signals ----------------------------------------------------------------------------------------------------------
+
+
+class Program:
+    """`python fully_async_main.py …` in a process of its own, as from a terminal."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.output = folder / "output"
+        self.run_dir = folder / "run"
+        with self.output.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(ROOT / "fully_async_main.py"), "--plain", *arguments],
+                cwd=HERE,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.family: list[psutil.Process] = []
+
+    def steps(self) -> int:
+        return len(read_metrics(self.run_dir, "step"))
+
+    def wait_for_step(self, step: int) -> None:
+        wait_until(lambda: self.steps() >= step or self.process.poll() is not None)
+        assert self.process.poll() is None, self.output.read_text()
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> int:
+        code = self.process.wait(WAIT_S)
+        gone, alive = psutil.wait_procs(self.family, timeout=RAY_GOES_S)
+        assert len(gone) >= 4 or not self.family  # Ray's own, and the actors
+        assert alive == []
+        return code
+
+    def close(self) -> None:
+        for process in [*self.family, psutil.Process(self.process.pid)] if self.process.poll() is None else self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(WAIT_S)
+
+
+def test_ctrl_c_and_sigterm_save_and_the_run_resumes(cluster: None, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    settings = [
+        *("trainer.total_steps=100000", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
+        *(f"trainer.trainer_class={TELLING}", "reward.function=user_code:slow_score", "eval.prompts=0"),
+    ]
+    programs: list[Program] = []
+    try:
+        first = Program(tmp_path, f"run_dir={run_dir}", *settings)
+        programs.append(first)
+        first.wait_for_step(2)
+        os.killpg(first.process.pid, signal.SIGINT)  # a terminal sends it to all
+        assert first.end() == 130
+        said = first.output.read_text()
+        assert f"freewheel train resume={run_dir}" in said
+        assert "Stopped at step" in said
+        assert "Traceback" not in said
+        stopped_at = first.steps()
+
+        second = Program(tmp_path, f"resume={run_dir}")
+        programs.append(second)
+        second.wait_for_step(stopped_at + 2)
+        os.killpg(second.process.pid, signal.SIGTERM)  # as `timeout` and supervisors do
+        assert second.end() == 130
+        assert max(saved_steps(run_dir)) == second.steps(), "Ray was not among those who got it"
+        total = second.steps() + 3
+        assert stopped_at < total - 3
+    finally:
+        for program in programs:
+            program.close()
+    assert main_of(run_dir, resume=True, trainer={"trainer_class": TELLING, "total_steps": total}).run().exit_code == 0
+    assert [row["step"] for row in read_metrics(run_dir, "step")] == list(range(1, total + 1))
+    assert sorted(trained_ordinals(run_dir)) == list(range(4 * total))
+    assert (run_dir / "final" / "model.safetensors").is_file()
