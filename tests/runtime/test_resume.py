@@ -141,7 +141,7 @@ async def test_finite_prompts_are_used_once_across_a_resume(tmp_path: Path) -> N
     assert second.frontier == Frontier(low=22, trained=22)
 
 
-STEPS, GROUPS = 8, 4
+KILLED_STEPS, GROUPS = 8, 4
 KILLS = 5
 OFTEN = 40
 """Awaits between two deaths, at most: a fourth of those of a whole run."""
@@ -150,7 +150,7 @@ OFTEN = 40
 def config_of(mode: str, **settings: Any) -> TrainConfig:
     return small_config(
         mode=mode,
-        trainer={"total_steps": STEPS, "groups_per_step": GROUPS, "save_every_steps": 3},
+        trainer={"total_steps": KILLED_STEPS, "groups_per_step": GROUPS, "save_every_steps": 3},
         journal={"keep_groups": 0},
         async_training={"sync_retry_delay": 0.01, **settings},
     )
@@ -163,8 +163,8 @@ def deaths(seed: int, count: int = KILLS) -> Iterator[int]:
 
 def assert_each_prompt_once(found: Record, run_dir: Path) -> None:
     steps = journal_of(run_dir)
-    assert sorted(steps) == list(range(1, STEPS + 1))
-    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(STEPS * GROUPS))
+    assert sorted(steps) == list(range(1, KILLED_STEPS + 1))
+    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(KILLED_STEPS * GROUPS))
     for step, ordinals in steps.items():
         assert found.trained[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
 
