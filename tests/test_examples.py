@@ -144,13 +144,3 @@ def test_the_calculator_and_the_monitor_of_the_custom_trainer(
     with caplog.at_level(logging.INFO, "freewheel"):
         monitor({"processed_samples": 32}, {"total_generated_samples": 40})
     assert "40 responses generated, 32 trained on, 8 on their way" in caplog.text
-
-
-async def test_the_components_run_without_ray(importable: None, tmp_path: Path) -> None:
-    from without_ray import train
-
-    steps = {"trainer": {"total_steps": 3, "groups_per_step": 4}, "rollout": {"n": 4, "device": "cpu"}}
-    rows = await train({**steps, "data": {"limit": 64}, "eval": {"prompts": 0}, "run_dir": str(tmp_path)})
-    assert [row["global_steps"] for row in rows] == [1, 2, 3]
-    assert rows[-1]["processed_samples"] == 3 * 4 * 4
-    assert (tmp_path / "checkpoints/step_000003/model.safetensors").exists()

@@ -191,7 +191,7 @@ class Run:
     @property
     def status(self) -> Status:
         """`running`, `finished`, `stopped` (it can be resumed), or `failed` (known only in the process that ran it)."""
-        if self._live is not None and self._live.thread_alive:
+        if self._live is not None and self._live.is_running:
             return "running"
         if self._live is not None and self._live.result is not None:
             return self._live.result.outcome
@@ -379,7 +379,7 @@ class _LiveRun:
         self._lock = threading.Lock()
 
     @property
-    def thread_alive(self) -> bool:
+    def is_running(self) -> bool:
         return not self.ended.is_set()
 
     @property

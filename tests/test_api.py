@@ -1,0 +1,403 @@
+"""The Python API: every block of docs/api.md runs, and what `train` is given becomes the run that it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+import freewheel as fw
+from freewheel import api
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.inspect.run import find_run, inspect
+from freewheel.observe.run_folder import CONFIG, METRICS
+from freewheel.runtime import placement
+from freewheel.runtime.account import RunResult
+from freewheel.runtime.start import RunRequest, load_run, write_config
+from freewheel.utils.registry import find_object
+
+from .documents import DOCS, blocks
+
+ROOT = Path(__file__).parent.parent
+WAIT_S = 200.0
+ROWS = [{"prompt": f"Tom has {a} apples, buys 3 and finds 2. How many apples is that?", "answer": a} for a in range(9)]
+SMALL = {
+    "trainer": {"total_steps": 2, "groups_per_step": 4},
+    "rollout": {"n": 4, "max_new_tokens": 20, "device": "cpu"},
+    "trainer.device": "cpu",
+}
+
+
+def importable_reward(response: str, row: dict[str, Any]) -> float:
+    return float(len(response))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(placement, "_ask_smi", lambda: "")  # whatever GPUs the machine of these tests has
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One Ray for the runs of this module."""
+    import ray
+
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=128 << 20,
+        runtime_env={"env_vars": environment},
+    )
+    yield
+    ray.shutdown()
+
+
+class Drive:
+    """Stands in for `drive`: keeps what each run was asked for, and ends it as told."""
+
+    def __init__(self) -> None:
+        self.requests: list[RunRequest] = []
+        self.found: dict[str, Any] = {}
+        self.outcome: Any = "finished"
+        self.error: BaseException | None = None
+        self.refusal: BaseException | None = None
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+
+    def __call__(self, request: RunRequest, plan: Any, shown: Any, *, began: Callable[[Any], None]) -> RunResult:
+        self.requests.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        write_config(request.config)
+        for key in (request.config.reward.function, request.config.trainer.trainer_class):
+            if key is not None:
+                self.found[key] = find_object("key", key)
+        began(SimpleNamespace(request_stop=self.goes_on.set))
+        assert self.goes_on.wait(WAIT_S)
+        folder = Path(request.config.run_dir or "")
+        return RunResult(outcome=self.outcome, run_dir=folder, steps=0, error=self.error)
+
+    @property
+    def config(self) -> fw.TrainConfig:
+        return self.requests[-1].config
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
+    stand_in = Drive()
+    monkeypatch.setattr(api, "drive", stand_in)
+    return stand_in
+
+
+# -- the package ------------------------------------------------------------------------------------------------------
+
+
+def test_importing_freewheel_imports_nothing_heavy():
+    code = "import sys, freewheel; dir(freewheel); print([m for m in ('torch', 'ray', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_every_public_name_exists_and_has_its_place_on_the_reference_page():
+    page = (DOCS / "api.md").read_text()
+    for name in fw.__all__:
+        assert getattr(fw, name).__name__ == name
+        assert re.search(rf"\b{name}\b", page), name
+    assert len(fw.__all__) <= 16
+    with pytest.raises(AttributeError, match="no attribute 'tran'"):
+        _ = fw.tran
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(400)
+def test_the_blocks_of_the_reference_page_run_one_after_the_other(cluster: None, capsys: pytest.CaptureFixture[str]):
+    """They train, stop, resume, evaluate and judge in one process, with functions of `__main__`."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    page = [block for block in blocks("python") if block.page.name == "api.md"]
+    assert len(page) >= 7
+    for block in page:
+        exec(compile(block.code, block.where, "exec"), names)
+    report = inspect(find_run(str(names["run"].run_dir)))  # it was stopped and resumed
+    assert not report.violations and report.steps == names["run"].steps
+    assert "in_memory:score" in (names["run"].run_dir / CONFIG).read_text()
+    assert "step 2/2" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(400)
+def test_a_script_stopped_by_ctrl_c_saves_and_can_be_resumed_with_its_function_given_again(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        "import freewheel as fw\n"
+        f"rows = {ROWS!r}\n"
+        f"config = {SMALL!r} | {{'trainer.total_steps': 1000}}\n"
+        "run = fw.train(data=rows, reward=lambda response, row: len(response) % 3, config=config, run_dir='run')\n"
+        "print('END', run.status, run.steps, run.model_path.name)\n"
+        "run = fw.Run('run').resume({'trainer.total_steps': run.steps + 1}, reward=lambda response, row: 1.0)\n"
+        "print('END', run.status)\n"
+    )
+    script = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + WAIT_S
+        while not (tmp_path / "run" / METRICS).exists() or '"kind":"step"' not in (
+            (tmp_path / "run" / METRICS).read_text().replace(" ", "")
+        ):
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        script.send_signal(signal.SIGINT)
+        out, _ = script.communicate(timeout=WAIT_S)
+    finally:
+        script.kill()
+    first, second = (line.split() for line in out.splitlines() if line.startswith("END"))
+    assert first[1] == "stopped" and int(first[2]) >= 1 and first[3].startswith("step_")
+    assert second[1] == "finished"
+    assert not inspect(find_run(str(tmp_path / "run"))).violations
+
+
+@pytest.mark.timeout(300)
+async def test_evaluation_takes_a_model_object_inside_an_event_loop_and_sees_the_row_as_it_was_given():
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    seen: list[dict[str, Any]] = []
+
+    async def score(response: str, row: dict[str, Any]) -> dict[str, float]:
+        seen.append(row)
+        return {"score": 2.0 if row["answer"] == 0 else 1.0, "length": len(response)}
+
+    threads = torch.get_num_threads()
+    short = {"rollout.max_new_tokens": 8}
+    one = fw.evaluate(model, ROWS[:4], score, tokenizer=tokenizer, config=short)
+    assert (torch.get_num_threads() == threads and "OMP_NUM_THREADS" not in os.environ) or threads == 1
+    assert one.mean == 1.25 and one.scores == [[2.0], [1.0], [1.0], [1.0]] and one.failed == 0
+    assert one.stderr == pytest.approx(0.25)
+    assert one.parts["length"] == sum(len(text) for (text,) in one.responses) / 4
+    assert sorted(row["prompt"] for row in seen) == sorted(row["prompt"] for row in ROWS[:4])
+    assert fw.evaluate("embedded", ROWS[:4], score, config=short).responses == one.responses
+
+
+# -- what train is given ----------------------------------------------------------------------------------------------
+
+
+def test_rows_become_private_files_and_a_lambda_stays_in_memory(drive: Drive, elsewhere: Path):
+    reward = lambda response, row: 1.0  # noqa: E731
+    run = fw.train(data=iter(ROWS), eval_data=ROWS[:2], reward=reward, config=SMALL, run_dir="mine", show="off")
+    config, folder = drive.config, elsewhere / "mine"
+    assert (config.data.task, config.reward.function) == ("rows", "in_memory:lambda")
+    assert drive.found["in_memory:lambda"] is reward
+    assert [json.loads(line) for line in Path(config.data.train or "").read_text().splitlines()] == ROWS
+    assert Path(config.data.eval or "") == folder / "data/eval.jsonl"
+    for path in (folder, folder / "data"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((folder / "data/train.jsonl").stat().st_mode) == 0o600
+    assert "lambda response" not in "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+    assert run.status == "finished" and run.run_dir == folder
+    with pytest.raises(fw.ConfigError, match="in_memory"):
+        find_object("reward.function", "in_memory:lambda")  # the table is empty again after the run
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"trainer.total_steps": 7},
+        {"trainer": {"total_steps": 7}},
+        fw.TrainConfig(seed=0),
+        "seven.yaml",
+        Path("seven.yaml"),
+    ],
+    ids=["flat", "nested", "TrainConfig", "file", "path"],
+)
+def test_a_config_is_settings_a_file_or_an_object(drive: Drive, elsewhere: Path, config: Any):
+    (elsewhere / "seven.yaml").write_text(yaml.safe_dump({"trainer": {"total_steps": 7}}))
+    fw.train(config=config, show="off")
+    assert drive.config.trainer.total_steps == (40 if isinstance(config, fw.TrainConfig) else 7)
+    assert drive.config.data.task == "word_problems" and drive.config.model.path == "embedded"
+
+
+def test_objects_in_settings_are_named_where_a_fresh_process_can_import_them(drive: Drive, elsewhere: Path):
+    (elsewhere / "my_rewards.py").write_text("def score(response, row):\n    return 1.0\n")
+    sys.path.append(str(elsewhere))
+    import my_rewards
+
+    from freewheel.trainer.trainer import FullyAsyncTrainer
+
+    class Mine(FullyAsyncTrainer):
+        pass
+
+    try:
+        fw.train(reward=my_rewards.score, config={"trainer": {"trainer_class": Mine}}, show="off")
+    finally:
+        del sys.modules["my_rewards"]
+    assert drive.config.reward.function == "my_rewards:score"
+    assert drive.config.trainer.trainer_class == "in_memory:Mine" and drive.found["in_memory:Mine"] is Mine
+
+
+def test_two_objects_of_one_name_are_kept_apart():
+    objects: dict[str, Any] = {}
+    names = [api._name_object("reward", one, objects) for one in (lambda response: 1, lambda response: 2)]
+    assert names == ["in_memory:lambda", "in_memory:lambda_2"] and len(objects) == 2
+
+
+def test_a_function_of_a_module_that_no_other_process_can_import_travels_by_value():
+    module = ModuleType("not_on_any_path")
+    exec("FACTOR = 3\ndef score(response, row):\n    return FACTOR * len(response)\n", module.__dict__)
+    sys.modules["not_on_any_path"] = module
+    try:
+        objects: dict[str, Any] = {}
+        assert api._name_object("reward", module.score, objects) == "in_memory:score"
+        from ray import cloudpickle
+
+        data = cloudpickle.dumps(objects["score"])
+    finally:
+        del sys.modules["not_on_any_path"]
+    assert cloudpickle.loads(data)("ab", {}) == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"data": [{"text": "?"}], "reward": importable_reward}, "row 0: a row has no prompt"),
+        ({"data": ["what?"], "reward": importable_reward}, "data.train, row 0 = 'what?': give a mapping"),
+        ({"data": [{"prompt": "?", "image": object()}]}, "data.train, row 0 cannot be written as JSON"),
+        ({"data": {"train": ROWS}}, "Of several splits give one"),
+        ({"data": ROWS}, "no rule is for its data_source ''"),
+        ({"data": []}, "has no rows"),
+        ({"data": ROWS, "reward": lambda x: x}, "fit no convention"),
+        ({"reward": (lambda lock: lambda response, row: lock)(threading.Lock())}, "cannot be sent to the processes"),
+        ({"model": object(), "tokenizer": "x"}, "model.path = <object"),
+        ({"model": object()}, "tokenizer = None: a model object has no tokenizer"),
+        ({"config": {"trainer.total_step": 1}}, "did you mean trainer.total_steps?"),
+        ({"config": "no.yaml"}, "there is no such file: give one, settings, or cluster, default"),
+        ({"show": "loud"}, "choose auto, plain or off"),
+    ],
+)
+def test_a_start_that_is_refused_says_why_and_leaves_nothing_behind(
+    drive: Drive, elsewhere: Path, given: dict[str, Any], said: str
+):
+    with pytest.raises((fw.ConfigError, fw.DataError)) as refused:
+        fw.train(**given, run_dir="deep/run") if "config" not in given else fw.train(**given)
+    assert said in str(refused.value)
+    assert not drive.requests and not list(elsewhere.iterdir())
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_fails_raises_with_the_run_and_its_last_error(drive: Drive):
+    drive.outcome, drive.error = "failed", MemoryError("out of memory")
+    with pytest.raises(fw.RunFailed, match="after step 0: MemoryError: out of memory") as failed:
+        fw.train(run_dir="run", show="off")
+    assert failed.value.run.status == "failed" and failed.value.run.error is drive.error
+
+
+def test_a_refusal_in_the_background_is_raised_by_wait_and_takes_its_files_along(drive: Drive, elsewhere: Path):
+    drive.refusal = fw.ConfigError("ray.address", "x", "no cluster answers there")
+    run = fw.train(data=ROWS, reward=importable_reward, config=SMALL, run_dir="run", background=True)
+    with pytest.raises(fw.ConfigError, match="no cluster answers"):
+        run.wait(WAIT_S)
+    assert not (elsewhere / "run").exists()
+
+
+def test_one_run_at_a_time_and_stop_ends_it(drive: Drive):
+    drive.goes_on.clear()
+    drive.outcome = "stopped"
+    run = fw.train(run_dir="run", background=True)
+    assert run.status == "running" and run.wait(0.01) is run
+    with pytest.raises(fw.FreewheelError, match="already trains"):
+        fw.train(run_dir="other", show="off")
+    assert run.stop(WAIT_S).status == "stopped"
+    fw.train(run_dir="other", show="off")
+
+
+def test_a_resumed_run_remembers_its_function_and_another_process_must_give_it_again(drive: Drive, elsewhere: Path):
+    reward = lambda response, row: 1.0  # noqa: E731
+    run = fw.train(data=ROWS, reward=reward, config=SMALL, run_dir="run", show="off")
+    run.resume({"trainer.total_steps": 5}, show="off")
+    assert drive.requests[-1].resume and drive.config.trainer.total_steps == 5
+    assert drive.found["in_memory:lambda"] is reward
+    with pytest.raises(fw.ConfigError, match="given in Python and is in no file"):
+        fw.Run("run").resume(show="off")
+    fw.Run("run").resume(reward=importable_reward, show="off")
+    assert any("reward.function: in_memory:lambda → " in line for line in drive.requests[-1].changed)
+
+
+def test_the_files_of_a_run_move_with_its_folder(drive: Drive, elsewhere: Path):
+    fw.train(data=ROWS, reward=importable_reward, config=SMALL, run_dir="before", show="off")
+    moved = (elsewhere / "before").rename(elsewhere / "after")
+    assert load_run(moved).data.train == str(moved / "data/train.jsonl")
+    fw.Run(moved).resume(show="off")
+    assert drive.requests[-1].changed == []
+
+
+def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [
+        {"kind": "eval", "step": 0, "eval/reward": 0.5},
+        {"kind": "step", "step": 1, "loss": 2.0},
+        {"kind": "statistics", "step": 1, "queue": {}},
+        {"kind": "eval", "step": 1, "eval/reward": 0.75},
+    ]
+    (elsewhere / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = fw.Run(elsewhere)
+    assert run.metrics == [{"step": 0, "eval/reward": 0.5}, {"step": 1, "loss": 2.0, "eval/reward": 0.75}]
+    assert (run.steps, run.status, run.dashboard_url, run.error) == (1, "stopped", None, None)
+
+    class DataFrame(list[Any]):
+        def set_index(self, name: str) -> Any:
+            return name, list(self)
+
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=DataFrame))
+    assert run.to_pandas() == ("step", run.metrics)
+
+
+# -- examples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_the_quickstart_script_learns(tmp_path: Path):
+    command = [sys.executable, str(ROOT / "examples/quickstart.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"finished at step 20: mean score ([\d.]+) with .*final", done.stdout)
+    assert found and float(found[1]) > 0.5
+
+
+RUN_NOTEBOOK = """
+import sys, nbformat, nbclient
+book = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(book, timeout=200, kernel_name="python3").execute(cwd=".")
+nbformat.write(book, "executed.ipynb")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_quickstart_notebook_runs_and_its_saved_outputs_are_of_the_same_cells(tmp_path: Path):
+    book = ROOT / "examples/quickstart.ipynb"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_NOTEBOOK, str(book)], cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert done.returncode == 0, done.stderr
+    saved, executed = (json.loads(path.read_text())["cells"] for path in (book, tmp_path / "executed.ipynb"))
+    outputs = [[bool(cell.get("outputs")) for cell in cells] for cells in (saved, executed)]
+    assert outputs[0] == outputs[1]
+    assert (tmp_path / "quickstart-run/final/model.safetensors").exists()
