@@ -21,7 +21,7 @@ from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import Timeline, merge
 from freewheel.errors import ConfigError
 from freewheel.inspect import metrics as recorded_module
-from freewheel.inspect.metrics import Recorded, by_kind
+from freewheel.inspect.metrics import RecordedMetrics, by_kind
 from freewheel.runtime.config_files import load
 from freewheel.trainer.checkpoint import RunLock
 
@@ -47,8 +47,8 @@ from .made_run import (
 )
 
 
-def recorded(folder: Path) -> Recorded:
-    found = Recorded(folder)
+def recorded(folder: Path) -> RecordedMetrics:
+    found = RecordedMetrics(folder)
     found.look()
     return found
 

@@ -1,1 +1,1 @@
-"""What people look at: the terminal view of a run, and its web page. They read what is recorded, and change nothing."""
+"""The terminal view of a run and its web page. They read what is recorded and change nothing."""

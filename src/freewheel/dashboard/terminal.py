@@ -1,13 +1,12 @@
-"""Numbers as text: a sparkline for a cell, a chart for the end of a run. Pure; in plain ASCII on request.
-
-The terminal view of a run: a live panel on a terminal, one plain line now and then everywhere else.
+"""The terminal view of a run: a live panel on a terminal, plain lines everywhere else.
 
     FullyAsyncMain ── update(RunSnapshot) ──▶ LiveView (rich, redraws in place) or PlainView (lines without controls)
                    ├─ say(text)    above the panel, kept
                    └─ finish(snapshot, summary)
 
-Showing a run never ends it: a terminal that was closed, or a pipe whose reader left, makes the view silent.
-`with view() as shown:` restores the terminal however the run ends; so does the end of the interpreter.
+Showing a run never ends it: if the terminal closes or the reader of a pipe leaves, the view falls silent. `with view()
+as shown:` restores the terminal however the run ends. `sparkline` and `curve` draw numbers as text, in plain ASCII on
+request.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ __all__ = [
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_BLOCKS = "_.-=+*#@"
 WIDTH, HEIGHT = 60, 11
-"""Fits into 80 columns; an odd height has a row for the middle."""
+"""Fits into 80 columns. An odd height has a middle row."""
 LABEL = 6
-"""Columns of the numbers on the left, their space included."""
+"""Columns of the numbers on the left, with their space."""
 
 HUGE = 1e5
-"""From here on two decimals do not fit there."""
+"""From this value on two decimals do not fit."""
 LARGEST = sys.float_info.max
 
 Points = Sequence[tuple[int, float]]
 
 
 def sparkline(values: Iterable[float], *, width: int = 20, unicode: bool = True) -> str:
-    """The last `width` values, low to high. Values between 0 and 1, as accuracies are, are shown on that scale: 0.90 to
-    0.91 is no climb. NaN is a gap."""
+    """Draw the last `width` values, low to high. Values between 0 and 1, such as accuracies, use that scale, so that
+    0.90 to 0.91 is not a climb. NaN is a gap."""
     shown = list(values)[-width:]
     low, high = _range(shown)
     blocks = BLOCKS if unicode else ASCII_BLOCKS
@@ -73,7 +72,7 @@ def _block(value: float, low: float, high: float, blocks: str) -> str:
 
 
 def curve(points: Points, *, width: int = WIDTH, height: int = HEIGHT, unicode: bool = True) -> str:
-    """A chart of `(step, value)`: marks where something was measured, dots between them. Empty without points."""
+    """Draw `(step, value)` pairs: marks at measured points, dots between them. Empty without points."""
     known = sorted((step, value) for step, value in points if math.isfinite(value))
     if not known:
         return ""
@@ -108,19 +107,20 @@ def curve(points: Points, *, width: int = WIDTH, height: int = HEIGHT, unicode: 
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest of the scale, never the same."""
+    """Return the lowest and highest value of the scale, never equal."""
     finite = [value for value in values if math.isfinite(value)]
     if all(0 <= value <= 1 for value in finite):
         return 0.0, 1.0
     low, high = min(finite), max(finite)
     if high > low:
         return low, high
-    around = max(1.0, abs(low) / 2)  # beside a huge number one is nothing
+    around = max(1.0, abs(low) / 2)  # adding 1 to a huge number changes nothing
     return low - min(around, LARGEST + low), high + min(around, LARGEST - high)
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Where between them; halved first, for the difference of two huge numbers may be none."""
+    """Return the position between them. Values are halved first, because the difference of two huge numbers may
+    overflow."""
     return min(1.0, max(0.0, (value / 2 - low / 2) / (high / 2 - low / 2)))
 
 
@@ -129,33 +129,33 @@ def _label(value: float) -> str:
 
 
 LINE_EVERY_S = 10.0
-"""A plain line at least this often: a log of hours stays short, and nobody wonders whether the run is alive."""
+"""Longest time between two plain lines: a log of hours stays short, and shows that the run is alive."""
 LINES_A_RUN = 10
-"""And one each time another tenth of the steps is done."""
+"""A line each time another tenth of the steps is done."""
 DRAW_EVERY_S = 0.1
-"""Faster than this nobody reads, and each drawing takes a few milliseconds from the run."""
+"""Nobody reads faster, and each drawing takes a few milliseconds from the run."""
 EVENTS_SHOWN = 3
 NAME_COLUMNS = 10
 GAP_COLUMNS = 2
 BAR_COLUMNS, LEAST_BAR_COLUMNS = 30, 8
-"""Of the bar; where there is no room for the least, the numbers say it alone."""
+"""Width of the bar. Without room for the least, only numbers are shown."""
 LEAST_CURVE_COLUMNS = 10
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Escape sequences and control characters, newline and tab excepted: a message may come from a judge or a model."""
+"""Escape sequences and control characters, except newline and tab: a message may come from a judge or a model."""
 
 
 class View(Protocol):
     def update(self, snapshot: RunSnapshot) -> None:
-        """Shows the run as it is now. Cheap; may be called as often as one likes."""
+        """Show the run as it is now. Cheap; may be called often."""
 
     def say(self, text: str) -> None:
-        """Shows something that happened and stays."""
+        """Show something that happened, permanently."""
 
     def finish(self, snapshot: RunSnapshot, summary: str) -> None:
-        """The last picture, and how it went."""
+        """Show the last picture and the summary."""
 
     def close(self) -> None:
-        """Leaves the terminal as it was. May be called twice."""
+        """Restore the terminal. May be called twice."""
 
     def __enter__(self) -> Self: ...
 
@@ -165,7 +165,7 @@ class View(Protocol):
 
 
 def view(console: Console | None = None, plain: bool = False) -> LiveView | PlainView:
-    """The live view where `console` (stdout) is a terminal and `plain` is False, else the plain one."""
+    """Return the live view if `console` (stdout) is a terminal and `plain` is False, else the plain one."""
     console = console or Console()
     if plain or not console.is_terminal or console.is_dumb_terminal:
         return PlainView(console.file)
@@ -174,7 +174,7 @@ def view(console: Console | None = None, plain: bool = False) -> LiveView | Plai
 
 @contextmanager
 def says_warnings(shown: View, level: int = logging.WARNING) -> Iterator[None]:
-    """Warnings and errors of `freewheel` in this process are said in the view too, not only in the log file."""
+    """Show warnings and errors of `freewheel` in the view, not only in the log file."""
     handler = _Saying(shown, level)
     logger = logging.getLogger("freewheel")
     logger.addHandler(handler)
@@ -192,21 +192,21 @@ class _Saying(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage()
-        except (TypeError, ValueError):  # its arguments do not fit: the author's error, not the run's
+        except (TypeError, ValueError):  # its arguments do not fit the message: an error of the author, not of the run
             text = str(record.msg)
         self._view.say(f"{record.levelname} {text}")
 
 
 class _Showing:
-    """What both views share: they can be closed, and they fall silent rather than raise."""
+    """The shared part of both views: they can be closed, and fall silent instead of raising."""
 
     def __init__(self, file: IO[str]) -> None:
         self._unicode = _speaks_unicode(file)
-        if not self._unicode and isinstance(file, io.TextIOWrapper):  # the name of a run may be in any script
+        if not self._unicode and isinstance(file, io.TextIOWrapper):  # a run's name may use any script
             file.reconfigure(errors="replace")
         self.silent = False
         self.page = ""
-        """Where the run can be looked at in a browser; empty where it cannot."""
+        """The address of the run's page; empty if there is none."""
 
     def close(self) -> None:
         raise NotImplementedError
@@ -224,13 +224,13 @@ class _Showing:
             return
         try:
             show()
-        except (OSError, ValueError):  # the reader left, the terminal is gone, the file is closed
+        except (OSError, ValueError):  # the reader left, the terminal is gone, or the file is closed
             self.silent = True
 
 
 class PlainView(_Showing):
-    """Lines for files, pipes and CI: a line for the first snapshot, each evaluation, each tenth of the steps, and at
-    least one each `every_s` seconds."""
+    """Lines for files, pipes and CI: one for the first snapshot, each evaluation and each tenth of the steps, and at
+    least one every `every_s` seconds."""
 
     def __init__(
         self, file: IO[str], *, every_s: float = LINE_EVERY_S, clock: Callable[[], float] = time.monotonic
@@ -268,7 +268,7 @@ class PlainView(_Showing):
 
 
 class LiveView(_Showing):
-    """The panel, drawn in place."""
+    """The panel, redrawn in place."""
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(console.file)
@@ -296,14 +296,14 @@ class LiveView(_Showing):
         live, self._live = self._live, None
         if live is not None:
             atexit.unregister(self.close)
-            silent, self.silent = self.silent, False  # even a terminal that failed once is given its cursor back
+            silent, self.silent = self.silent, False  # restore the cursor even of a terminal that failed
             self._quietly(live.stop)
             self.silent = self.silent or silent
 
     def _draw(self, snapshot: RunSnapshot) -> None:
         picture = panel(snapshot, width=self._console.width, unicode=self._unicode, page=self.page)
         if self._live is None:
-            # Drawn when there is something new: a thread that redraws would go on after the run has died.
+            # Draw only when there is something new: a redrawing thread would continue after the run has died.
             self._live = Live(picture, console=self._console, auto_refresh=False)
             atexit.register(self.close)
             self._live.start(refresh=True)
@@ -313,8 +313,8 @@ class LiveView(_Showing):
 
 
 def panel(snapshot: RunSnapshot, *, width: int, unicode: bool = True, page: str = "") -> RenderableType:
-    """The picture: a bar, and a row for each thing one asks about. `page`: an address, which is left out where it does
-    not fit on a line; it was said before."""
+    """Return the panel: a progress bar and rows of facts. `page` is left out if it does not fit on a line; it was
+    printed before."""
     table = Table.grid(padding=(0, GAP_COLUMNS))
     table.add_column(style="bold", min_width=NAME_COLUMNS, no_wrap=True)
     table.add_column(overflow="fold")
@@ -332,7 +332,7 @@ def panel(snapshot: RunSnapshot, *, width: int, unicode: bool = True, page: str 
 
 
 def _bar(snapshot: RunSnapshot, width: int) -> RenderableType:
-    """As long as there is room for, beside the numbers."""
+    """Return a bar as wide as there is room next to the numbers."""
     words = Text(f"{snapshot.step}/{snapshot.total_steps}   {_times(snapshot)}")
     length = min(BAR_COLUMNS, width - len(words) - GAP_COLUMNS)
     if length < LEAST_BAR_COLUMNS:
@@ -343,7 +343,7 @@ def _bar(snapshot: RunSnapshot, width: int) -> RenderableType:
 
 
 def _ending(text: str, width: int, cut: str) -> str:
-    """Of what is too long for a line, the end, in which names of runs differ."""
+    """Return the end of a text that is too long for a line, because names of runs differ at the end."""
     return text if len(text) <= width else f"{cut}{text[1 - width :]}"
 
 
@@ -368,7 +368,7 @@ def _facts(snapshot: RunSnapshot, *, unicode: bool) -> Iterator[tuple[str, str]]
 
 
 def plain_line(snapshot: RunSnapshot) -> str:
-    """A snapshot in one line."""
+    """Return a snapshot in one line."""
     said = [f"step {snapshot.step}/{snapshot.total_steps}"]
     if snapshot.reward is not None:
         said.append(f"reward {snapshot.reward:.3f}")
@@ -424,7 +424,7 @@ def _times(snapshot: RunSnapshot) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`8 s`, `1 min 05 s`, `2 h 03 min`: as exact as one needs it."""
+    """Format as `8 s`, `1 min 05 s` or `2 h 03 min`."""
     if not math.isfinite(seconds):
         return "unknown"
     whole = max(0, round(seconds))
@@ -436,12 +436,12 @@ def duration(seconds: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Without what would move a cursor, ring a bell or colour what follows."""
+    """Remove everything that moves the cursor, rings a bell or changes colours."""
     return CONTROL.sub("", text)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Between words only: an address that is longer than a line stays whole, and can be copied."""
+    """Wrap between words only, so that a long address stays whole and can be copied."""
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) if len(line) > width else line
         for line in text.split("\n")
@@ -449,6 +449,6 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _speaks_unicode(file: IO[str]) -> bool:
-    """What has no encoding never becomes bytes, such as `StringIO`."""
+    """Return whether the file can show Unicode. A file without encoding, such as `StringIO`, can."""
     encoding: str | None = getattr(file, "encoding", None)
     return encoding is None or encoding.lower().replace("-", "").startswith("utf")

@@ -1,16 +1,11 @@
-"""`Columns`: rows of numbers that only grow, a column by its name. What is not known is NaN.
-
-The rows of `metrics.jsonl` as the page needs them: of each kind its numbers, and nothing else is decoded.
-
-A row that is no such thing (half a line, another's) is passed over. `recorded` keeps what comes out of this.
-
-`Recorded`: all of a run's `metrics.jsonl` that the page shows, kept up with the file.
+"""Reads `metrics.jsonl` of a run into columns of numbers, and keeps up with a growing file.
 
     metrics.jsonl ─ Tail ─ rows by kind ─▶ columns of steps, evaluations, pulses, statistics; lists of syncs and events
 
-Reading 100,000 steps takes about a second, and each further look what is new. `generation` moves when what was told
-before no longer holds: another file, or steps that were trained again after a resume; who follows begins anew then. Not
-for several threads at once.
+`Columns` holds rows that only grow, one column per name; unknown values are NaN. `RecordedMetrics` decodes of each kind
+of row only the numbers that are shown. Invalid rows are skipped. Reading 100,000 steps takes about a second; later
+looks read only what is new. `generation` increases when earlier results no longer hold: a new file, or steps that were
+trained again after a resume. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -33,13 +28,13 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 FIRST_ROWS = 1024
 SIGNIFICANT = 7
-"""Digits that are sent: more than a screen has pixels for."""
+"""Digits that are sent: more than a screen has pixels."""
 SHORTEST_S = 1e-3
-"""That a measurement counts for at least: a clock may stand still, or be set back."""
+"""The least duration of an interval: a clock may stand still or be set back."""
 
 
 class Columns:
-    """Appending costs a copy of what is appended, and now and then one of everything. A column lies in one piece."""
+    """Appending copies the new rows, and now and then everything. A column is contiguous."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -60,19 +55,19 @@ class Columns:
         self.rows = until
 
     def cut(self, rows: int) -> None:
-        """Keeps the first so many."""
+        """Keep the first `rows` rows."""
         self.rows = min(self.rows, rows)
 
     def __getitem__(self, name: str) -> Numbers:
         return self._data[self._at[name], : self.rows]
 
     def last(self, name: str) -> float | None:
-        """The last that is known."""
+        """Return the last known value."""
         known = np.flatnonzero(np.isfinite(self[name]))
         return float(self[name][known[-1]]) if known.size else None
 
     def since(self, row: int) -> dict[str, list[float | None]]:
-        """By column, what came from that row on; columns in which nothing is known are left out."""
+        """Return each column from that row on. Columns without a known value are left out."""
         found = {}
         for name in self.names:
             values = self[name][row:]
@@ -82,7 +77,7 @@ class Columns:
 
 
 def plain(values: Numbers) -> list[float | None]:
-    """As JSON has it: short, and None for what is not a number."""
+    """Return JSON values: short numbers, and None for NaN."""
     return [_short(value) for value in values.tolist()]
 
 
@@ -95,7 +90,7 @@ def _short(value: float) -> float | None:
 
 
 def rates(counter: Numbers, time_s: Numbers) -> Numbers:
-    """How fast a counter grew from one row to the next, a second; NaN in the first. One that fell was begun anew."""
+    """Return the growth of a counter per second, row by row; NaN in the first. A counter that fell was restarted."""
     grown = np.diff(counter, prepend=np.nan)
     grown = np.where(grown < 0, counter, grown)
     passed = np.diff(time_s, prepend=np.nan)
@@ -105,8 +100,8 @@ def rates(counter: Numbers, time_s: Numbers) -> Numbers:
 
 
 def mean_over_time(values: Numbers, time_s: Numbers) -> float | None:
-    """Of what was measured now and then since time 0: each value counts for the time since the row before it, and for
-    no longer than pulses of a run that goes on lie apart. None where nothing is known."""
+    """Return the time-weighted mean of values that were measured from time to time. A value counts for the time since
+    the row before it, but no longer than the interval between pulses of a running run. None if nothing is known."""
     known = np.isfinite(values)
     if not known.any():
         return None
@@ -115,7 +110,7 @@ def mean_over_time(values: Numbers, time_s: Numbers) -> float | None:
 
 
 def means(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean of each name over all; one that is missing counts as 0."""
+    """Return the mean of each name over all mappings; a missing name counts as 0."""
     names = dict.fromkeys(name for one in shares for name in one)
     return {name: sum(one.get(name, 0.0) for one in shares) / len(shares) for name in names}
 
@@ -140,13 +135,13 @@ STEP_METRICS = (
     "actor/ess",
     "actor/lr",
 )
-"""Of a step, what is on the page from the start. Any other is read when somebody asks for it."""
+"""Step metrics that the page shows at once. Others are read on request."""
 EVAL_METRICS = ("eval/reward", "eval/reward_se", "eval/response_length_mean", "eval/truncation_ratio")
 AGES = "sample_age_counts"
 
 
 def decoder_of(metrics: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
-    """Of rows as `(step, time, metric, metric, …)`: everything else in a row is skipped over, not built."""
+    """Return a decoder of rows as `(step, time, metric, metric, …)`. Other fields are skipped without being built."""
     fields: list[Any] = [("step", int), ("time", float)]
     for at, name in enumerate(metrics):
         fields.append((f"metric_{at}", float | None, msgspec.field(name=name, default=NAN)))
@@ -154,14 +149,14 @@ def decoder_of(metrics: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
 
 
 class Ages(msgspec.Struct, gc=False):
-    """Of a step: groups by their lag."""
+    """Number of groups by lag, of one step."""
 
     step: int
     counts: list[int] | None = msgspec.field(name=AGES, default=None)
 
 
 class Pulse(msgspec.Struct, gc=False):
-    """What the run was at, about once a second."""
+    """The state of the run, about once a second."""
 
     time: float
     step: int = 0
@@ -174,7 +169,7 @@ class Pulse(msgspec.Struct, gc=False):
     waits: dict[str, dict[str, float]] = {}
     verdict: str = ""
     last: bool = False
-    """The run was over, and the verdict is of all of it."""
+    """The run was over, and the verdict covers the whole run."""
 
 
 class EngineSync(msgspec.Struct):
@@ -212,7 +207,7 @@ class Warned(msgspec.Struct, gc=False):
 
 
 class JudgeHistory(msgspec.Struct, gc=False):
-    """Of a judge, what has a curve."""
+    """The numbers of a judge that have a curve."""
 
     scored: int = 0
     failed: dict[str, int] = {}
@@ -221,7 +216,7 @@ class JudgeHistory(msgspec.Struct, gc=False):
     sent: int = 0
     throttled: int = 0
     faults: dict[str, int] | None = None
-    """Failed calls by kind; None in runs of before, which have them by endpoint alone."""
+    """Failed calls by kind. None in older runs, which have them only per endpoint."""
     in_flight: int = 0
     limit: int = 0
     cache_hits: int = 0
@@ -250,7 +245,7 @@ class QueueHistory(msgspec.Struct, gc=False):
 
 
 class StatisticsHistory(msgspec.Struct, gc=False):
-    """Of `Statistics`, what has a curve: of all but the last row nothing else is decoded."""
+    """The numbers of `Statistics` that have a curve. Only the last row is decoded completely."""
 
     time: float
     step: int = 0
@@ -259,7 +254,7 @@ class StatisticsHistory(msgspec.Struct, gc=False):
 
 
 class JudgeNumbers(JudgeHistory):
-    """As `Judging.stats` has it: of all endpoints together, and of each."""
+    """All endpoints together, and each endpoint, as `Judging.stats` reports them."""
 
     submitted: int = 0
     skipped: int = 0
@@ -270,7 +265,7 @@ class JudgeNumbers(JudgeHistory):
 
 
 class Rewards(RewardsHistory):
-    """As `RewardStage.stats` has it."""
+    """As `RewardStage.stats` reports them."""
 
     skipped: int = 0
     retried_groups: int = 0
@@ -310,11 +305,11 @@ class SyncNumbers(msgspec.Struct):
 
 class RunNumbers(msgspec.Struct):
     replayed: dict[str, dict[str, float]] = {}
-    """Spans by component, until steps of the journal were trained again after a resume."""
+    """Spans by component up to the end of the steps that were trained again after a resume."""
 
 
 class Statistics(StatisticsHistory):
-    """What the components said of themselves, every `observe.statistics_every_s`."""
+    """What the components reported about themselves, every `observe.statistics_every_s`."""
 
     trainer: TrainerNumbers = msgspec.field(default_factory=TrainerNumbers)
     rollouter: RollouterNumbers = msgspec.field(default_factory=RollouterNumbers)
@@ -331,11 +326,11 @@ KINDS = ("step", "eval", "pulse", "statistics", "sync", "event")
 _KINDS = msgspec.json.Decoder(_Kind)
 _PREFIX = len(b'{"kind": "step"')
 _BEGINNINGS = {f'{{"kind": "{kind}"'.encode()[:_PREFIX]: kind for kind in KINDS}
-"""How the recorder begins a row: its kind is then known without decoding it."""
+"""The start of a row as the recorder writes it: shows the kind without decoding."""
 
 
 def by_kind(lines: Iterable[bytes]) -> dict[str, list[bytes]]:
-    """Lines by the kind of row that they are, in their order; those that are none under the empty text."""
+    """Return lines by their kind of row, in order; other lines under the empty text."""
     found: dict[str, list[bytes]] = {kind: [] for kind in ("", *KINDS)}
     known = _BEGINNINGS.get
     for line in lines:
@@ -344,7 +339,7 @@ def by_kind(lines: Iterable[bytes]) -> dict[str, list[bytes]]:
 
 
 def _decoded_kind(line: bytes) -> str:
-    """Of a row that begins otherwise, or of what is no row."""
+    """Return the kind of a row that starts differently; empty if it is not a row."""
     found = decoded(_KINDS, line)
     return found.kind if found is not None and found.kind in KINDS else ""
 
@@ -361,19 +356,19 @@ STATISTICS_COLUMNS = (
 )
 
 RECENT_STEPS = 100
-"""What the histogram of ages is made of: enough groups for its shape, and still of now."""
+"""Steps in the histogram of ages: enough groups for its shape, and recent."""
 RECENT_PULSES = 30
-"""Seconds, about, over which shares of waiting are averaged: one second is a throw of dice."""
+"""Seconds, about, over which wait shares are averaged: one second is too noisy."""
 MOST_SYNCS = 500
 MOST_EVENTS = 300
 LATEST_STATISTICS = 8
-"""As many as a verdict looks back on, where they come every ten seconds."""
+"""Rows that a verdict looks back on, at one row every ten seconds."""
 MOST_OF = {"sync": MOST_SYNCS, "event": MOST_EVENTS}
-"""Kinds of which only the last are kept, and so only the last are decoded."""
+"""Kinds of which only the last rows are kept and decoded."""
 
 
-class Recorded:
-    """What is known of a run by its metrics. Call `look` before reading."""
+class RecordedMetrics:
+    """The metrics of a run. Call `look` before reading."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS
@@ -397,9 +392,9 @@ class Recorded:
         self.last_time: float | None = None
         self.bad_lines = 0
         self._examples: dict[str, list[bytes]] = {}
-        """Of steps and evaluations, a first and a last line: which metrics there are."""
+        """A first and a last line of steps and evaluations: they show which metrics exist."""
         self._asked_for: dict[tuple[str, str], tuple[Tail, msgspec.json.Decoder[Any], Columns]] = {}
-        """Metrics that are not among the columns, by kind and name, and how far they were read."""
+        """Requested metrics that are not columns, by kind and name, with the position reached."""
 
     @property
     def exists(self) -> bool:
@@ -462,7 +457,7 @@ class Recorded:
         self._examples["eval"] = _ends(self._examples.get("eval", ()), lines)
 
     def _numbers(self, rows: list[Any]) -> Numbers:
-        """Steps, times since the start, and metrics."""
+        """Return steps, times since the start, and metrics."""
         assert self.first_time is not None
         numbers = np.array([msgspec.structs.astuple(row) for row in rows], np.float64)
         numbers[:, 1] -= self.first_time
@@ -507,14 +502,14 @@ class Recorded:
     # -- any metric ---------------------------------------------------------------------------------------------------
 
     def metric_names(self, kind: str = "step") -> list[str]:
-        """Those that are numbers, by the first and the last row of the kind."""
+        """Return the names of numbers in the first and last row of that kind."""
         names: dict[str, None] = {}
         for row in _all(_WHOLE, self._examples.get(kind, ())):
             names |= {name: None for name, value in row.items() if type(value) in (int, float)}
         return sorted(name for name in names if name not in ("step", "time"))
 
     def read_metric(self, name: str, kind: str = "step") -> Columns:
-        """A metric that is not among the columns: from the whole file at first, then from what came to it."""
+        """Return a metric that is not a column: from the whole file at first, then from what was added."""
         if (kind, name) not in self._asked_for:
             self._asked_for[kind, name] = Tail(self.path), decoder_of((name,)), Columns(("step", "elapsed_s", name))
         tail, decoder, found = self._asked_for[kind, name]
@@ -526,8 +521,8 @@ class Recorded:
 
 
 def extend_in_order(columns: Columns, rows: Numbers) -> int:
-    """Appends rows in the order of steps: a step that comes again takes the place of it and of all after it. How often
-    that was."""
+    """Append rows in the order of steps. A step that comes again replaces itself and everything after it. Returns how
+    often that happened."""
     steps = np.concatenate([columns["step"][-1:], rows[:, 0]])
     again = np.flatnonzero(np.diff(steps) <= 0) + 1 - (len(steps) - len(rows))
     start = 0
@@ -540,17 +535,17 @@ def extend_in_order(columns: Columns, rows: Numbers) -> int:
 
 
 def _all(decoder: msgspec.json.Decoder[Any], lines: Sequence[bytes]) -> list[Any]:
-    """Those that can be read."""
+    """Return the lines that can be decoded."""
     return [row for line in lines if (row := decoded(decoder, line)) is not None]
 
 
 def _ends(known: Sequence[bytes], lines: list[bytes]) -> list[bytes]:
-    """The first line that there was, and the first and the last of these."""
+    """Return the first known line, and the first and last of the new ones."""
     return [*known[:1], lines[0], lines[-1]]
 
 
 def _judge_numbers(judge: JudgeHistory | None) -> tuple[float, ...]:
-    """As the last of `STATISTICS_COLUMNS` name them; NaN where there is no judge."""
+    """Return the values for the last of `STATISTICS_COLUMNS`; NaN if there is no judge."""
     if judge is None:
         return (np.nan,) * 11
     return (

@@ -1,8 +1,8 @@
-"""One prompt's life in a run: its attempts, its group with what each response got, and how it ended.
+"""Describes the life of one prompt: its attempts, its group with each response, and how it ended.
 
     journal: step ─ abandoned ─ failures ─ group ─▶ GroupLife, decoded with the run's own tokenizer
 
-For `freewheel inspect RUN --group N`; reads like `freewheel.inspect.run`, and needs neither torch nor ray.
+Used by `freewheel inspect RUN --group N` and the dashboard. Needs neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from freewheel.queue.audit import audit
 from freewheel.queue.journal import Failed, Step, Stored
 
 TOKENIZER = "tokenizer.json"
-"""Of fast tokenizers: tables, and no code."""
+"""The file of a fast tokenizer: tables, no code."""
 
 
 class ResponseLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,38 +34,38 @@ class ResponseLife(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
     finish: str
     value: float | None
-    """What was trained on; None where scoring failed."""
+    """The reward that is trained on; None if scoring failed."""
     raw: float | None
     status: str
     reason: str
     parts: dict[str, float]
     versions: list[tuple[int, int]]
-    """Weight version and how many tokens in a row it made; -1 for tokens that no engine made."""
+    """Weight version, and how many consecutive tokens it made; -1 for tokens that no engine made."""
 
 
 class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """One that failed."""
+    """A failed attempt."""
 
     attempt: int
     reason: str
     kind: str | None
-    """Which budget it cost; None for none."""
+    """The budget that it cost; None for none."""
     detail: str
     wall_s: float
 
 
 class GroupLife(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of one prompt. Times are seconds of the wall clock; None where they are not recorded."""
+    """What is known about one prompt. Times are wall-clock seconds; None if they are not recorded."""
 
     run: str
     group: int
     state: str
     step: int | None
     version: int | None
-    """After that step."""
+    """The weight version after that step."""
     committed_s: float | None
     abandoned: str
-    """Why, where it was."""
+    """Why it was abandoned; empty if it was not."""
     ended_s: float | None
     failed: list[Attempt]
     sequence: int | None
@@ -79,7 +79,7 @@ class GroupLife(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def follow(run: Run, ordinal: int) -> GroupLife:
-    """One prompt's life. `ConfigError` where nothing is known of it."""
+    """Return one prompt's life. Raises `ConfigError` if nothing is known about it."""
     with open_journal(run) as journal:
         if journal is None:
             raise ConfigError("--group", ordinal, f"{run.folder} has no {JOURNAL}: nothing is known of single groups")
@@ -185,13 +185,13 @@ def _finite(value: float) -> float | None:
 
 
 def _texts(run: Run) -> tuple[Callable[[Array], str] | None, str]:
-    """From tokens to text by a file of the run's tokenizer, or why not. No code of a model's is run."""
+    """Return a decoder from the run's tokenizer file, or why there is none. No code of a model is executed."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         return None, "token ids are shown: the text needs the package tokenizers (pip install 'freewheel[train]')"
     for file in _tokenizer_files(run):
-        with suppress(Exception):  # it raises bare ones
+        with suppress(Exception):  # the library raises bare exceptions
             return partial(_text, Tokenizer.from_file(str(file))), ""
     return None, f"token ids are shown: no {TOKENIZER} was found in the run or on this machine"
 
@@ -201,7 +201,7 @@ def _text(tokenizer: Any, tokens: Array) -> str:
 
 
 def _tokenizer_files(run: Run) -> Iterator[Path]:
-    """The run's own first: it was trained with them."""
+    """Yield the run's own tokenizer first: it was trained with it."""
     saved = reversed(saved_steps(run.folder).values())
     folders = [*itertools.chain.from_iterable(saved), run.folder / FINAL, run.folder / BEST]
     if run.config is not None and run.config.model.tokenizer is not None:

@@ -1,11 +1,11 @@
-"""`freewheel inspect` without its flags: what a run directory says about itself, read and never written.
+"""Reads a run directory and audits it, without writing: the logic behind `freewheel inspect`.
 
-    RUN/checkpoints/*/state.json ─┐ (first: a step is in the journal before it is in a checkpoint)
+    RUN/checkpoints/*/state.json ─┐ (read first: a step is in the journal before it is in a checkpoint)
     RUN/journal.sqlite ───────────┼─▶ audit ─▶ Report
     RUN/config.yaml, run.lock ────┘
 
-`freewheel.inspect.prompt` looks at one prompt. Works beside a live run, on one that is dead, and on one that was
-handed over: nothing that it names is imported and nothing is unpickled. Needs neither torch nor ray.
+Works on a live run, on a dead one, and on one from somebody else: nothing that it names is imported, and nothing is
+unpickled. Needs neither torch nor ray.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from freewheel.trainer.checkpoint import STATE, CheckpointDamaged, read_state, v
 
 ASIDE = f"{JOURNAL}.damaged-*"
 HOLDER_BYTES = 1024
-"""Of a lock file: the process that holds it, in words."""
+"""Most bytes of a lock file, which names the process that holds it."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint as its folder tells it. Its tensors are not read through."""
+    """A checkpoint as its folder describes it. Its tensors are not read."""
 
     path: str
     step: int
     version: int | None
     """None: it cannot be read."""
     damaged: str = ""
-    """What is wrong with it."""
+    """Why it is damaged."""
 
 
 class JournalFacts(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     groups: int
-    """Scored and waiting to be trained on."""
+    """Scored groups that wait for training."""
     first_step: int | None
     last_step: int | None
     base: int
@@ -60,7 +60,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     live: str
-    """Who writes to it now; empty where nobody does."""
+    """The process that writes to it now; empty if there is none."""
     steps: int
     version: int
     states: dict[str, int]
@@ -89,7 +89,7 @@ class Run:
 
 
 def find_run(name: str) -> Run:
-    """Raises `ConfigError` where there is no run."""
+    """Open a run directory. Raises `ConfigError` if there is no run."""
     folder, notes = Path(name).expanduser(), []
     if not folder.is_dir():
         raise ConfigError("RUN", name, "there is no such folder: give the one that the run said at its start")
@@ -105,7 +105,7 @@ def find_run(name: str) -> Run:
 
 
 def inspect(run: Run) -> Report:
-    """The whole run, audited."""
+    """Audit the whole run."""
     holder, notes, violations = live_holder(run.folder), [*run.notes], []
     if holder:
         notes.append(f"the run is live ({holder}): prompts in flight are open or taken, and that is as it should be")
@@ -147,7 +147,7 @@ def inspect(run: Run) -> Report:
 
 
 def _without_journal(run: Run, *, begun: bool, notes: list[str], violations: list[str]) -> None:
-    """`begun`: the run is past its start, in which a journal is made."""
+    """`begun`: the run is past its start, which creates the journal."""
     known = "only what checkpoints say is known"
     if run.config is None:
         notes.append(f"there is no {JOURNAL}: {known}")
@@ -164,7 +164,7 @@ def _without_journal(run: Run, *, begun: bool, notes: list[str], violations: lis
 
 @contextmanager
 def open_journal(run: Run) -> Iterator[Journal | None]:
-    """None: there is none. `ConfigError`: it is there, and this program cannot look into it."""
+    """Yield the journal, or None if there is none. Raises `ConfigError` if this program cannot read it."""
     if not run.journal_path.exists():
         yield None
         return
@@ -178,7 +178,7 @@ def open_journal(run: Run) -> Iterator[Journal | None]:
         raise ConfigError("RUN", str(run.folder), f"{JOURNAL} cannot be opened ({error}): may you read it?") from error
     try:
         yield journal
-    except JournalBusy as error:  # a run began to write it
+    except JournalBusy as error:  # another process started to write it
         raise ConfigError("RUN", str(run.folder), str(error)) from error
     finally:
         journal.close()
@@ -197,10 +197,11 @@ def _facts(run: Run, found: Audit) -> JournalFacts:
 
 
 def live_holder(folder: Path) -> str:
-    """Who holds the run's lock, in words; empty where nobody does.
+    """Return who holds the run's lock; empty if nobody does.
 
-    The lock is tried only where its file names somebody: a process that was killed leaves its name behind. It is then
-    held for the moment of a system call."""
+    The lock is tested only if its file names a process, because a killed process leaves its name. Testing holds the
+    lock for the duration of a system call.
+    """
     try:
         file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -218,15 +219,15 @@ def live_holder(folder: Path) -> str:
 
 
 def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
-    """All of them for the report, in the order of steps, and those that look whole as marks. One that stepped aside for
-    a whole one is nobody's any more."""
+    """Return all checkpoints for the report, in the order of steps, and marks of those that look whole. A checkpoint
+    that was replaced by a whole one is left out."""
     saved, marks = [], []
     for step, paths in saved_steps(folder).items():
         for path in paths:
             try:
                 mark = msgspec.convert(read_state(path, STATE), CheckpointMark)
             except (CheckpointDamaged, msgspec.ValidationError) as error:
-                if path.exists():  # else pruned meanwhile
+                if path.exists():  # else it was pruned meanwhile
                     saved.append(Saved(path=str(path), step=step, version=None, damaged=str(error)))
                 continue
             damaged = visible_damage(path, STATE)
@@ -238,5 +239,5 @@ def read_checkpoints(folder: Path) -> tuple[list[Saved], list[CheckpointMark]]:
 
 
 def shown(text: str) -> str:
-    """What a model, a judge or a file said, without control characters: they could rewrite a terminal."""
+    """Return text of a model, a judge or a file without control characters, which could rewrite a terminal."""
     return "".join(one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text)

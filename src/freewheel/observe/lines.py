@@ -1,23 +1,25 @@
-"""`Lines`: JSON lines that a process writes down beside its work: events of a trace, samples.
+"""Append-only JSON-lines files, and readers that follow them.
 
-    add(item) ─▶ waits in memory ─ a second, or many ─▶ [thread] text ─▶ appended, whole lines ─▶ set aside when full
-      │ never waits, never raises                                          └─ a full disk: counted, tried again
+`Lines` writes items (trace events, samples) in a background thread:
 
-    NAME-PID.jsonl     what is written now
-    NAME-PID.1.jsonl   what it was before it was full
-    NAME-PID.0.jsonl   the beginning of the run, where that is kept: never removed
+    add(item) ─▶ queue in memory ─ one second, or many items ─▶ [thread] text ─▶ append whole lines ─▶ rotate when full
+      │ never waits, never raises                                          └─ full disk: count, try again
 
-A process has files of its own, so that none waits for another, and one that is killed leaves what it wrote: all but its
-last second. The files of one name, those of processes before it included, take `most_bytes` at most.
+    NAME-PID.jsonl     the current file
+    NAME-PID.1.jsonl   the previous file, when it was full
+    NAME-PID.0.jsonl   the start of the run, if it is kept; never removed
 
-`Tail`: the whole lines that were appended to a file since the last look; `Folder`: the same for all of a folder;
-`decoded`: what a line says.
+Each process has its own files, so no process waits for another. A killed process loses at most its last second. All
+files of one name, including those of earlier processes, take at most `most_bytes`.
 
-    look ─▶ blocks of whole lines, each with its place in the file; half a line waits for its other half
-         ├─ shorter than before, or another file of that name ─▶ `generation` moves, and it is read from its start
-         └─ gone ─▶ nothing, until it is there again
+`Tail` returns the whole lines that were appended to a file since the last look. `Folder` does the same for a folder.
+`decoded` decodes one line.
 
-Files belong to a run that goes on, or to somebody else who handed them over: links, pipes and devices are not opened.
+    look ─▶ blocks of whole lines, each with its position in the file; an incomplete line waits for its rest
+         ├─ shorter than before, or a new file of that name ─▶ `generation` increases, and it is read from its start
+         └─ missing ─▶ nothing, until it exists again
+
+The files belong to a live run, or came from somebody else, so links, pipes and devices are not opened.
 """
 
 from __future__ import annotations
@@ -42,18 +44,18 @@ from freewheel.utils.files import WholeLines, private_folder
 T = TypeVar("T")
 
 FLUSH_EVERY_S = 1.0
-"""Who looks at a run looks about once a second, and a kill costs what was not written."""
+"""A viewer looks about once a second, and a kill loses what was not written."""
 FLUSH_ITEMS = 512
-"""Some 64 KB of trace: more at a time makes the writing no cheaper."""
+"""About 64 KB of trace. Larger batches do not make writing cheaper."""
 MOST_WAITING = 20_000
-"""Items in memory while a disk hangs: some MB, and many seconds of any trace."""
+"""Items in memory while a disk hangs: a few MB, and many seconds of any trace."""
 HEAD_SHARE = 0.25
-"""Of the bytes, what the beginning of a run may keep."""
+"""Share of the bytes that the start of a run may keep."""
 SUFFIX = ".jsonl"
 
 
 class Lines:
-    """What was added is in a file a second later, or is counted in `lost`. Nobody who adds waits for a disk."""
+    """An added item is in a file one second later, or is counted in `lost`. Adding never waits for a disk."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class Lines:
         keeps_head: bool = False,
         render: Callable[[Any], bytes] | None = None,
     ) -> None:
-        """`render` makes whole lines of an item, in the writing thread. Without it an item is one JSON value. Nothing
+        """`render` turns an item into whole lines, in the writing thread. Without it an item is one JSON value. No file
         is created before the first line is written."""
         head_bytes = int(most_bytes * HEAD_SHARE) if keeps_head else 0
         self._folder = Path(folder)
@@ -73,7 +75,8 @@ class Lines:
         self._file = WholeLines(self._folder / f"{self._stem}{SUFFIX}")
         self._head_bytes = head_bytes
         self._part_bytes = (most_bytes - head_bytes) // 2
-        """Of the current file, and of all that it has set aside: the newest part is between one and two of them."""
+        """Limit of the current file, and of all its rotated files together. So between one and two times this much is
+        kept."""
         self._render = render or as_line
         self._waiting: deque[Any] = deque()
         self._dropped = 0
@@ -81,13 +84,14 @@ class Lines:
         self._in_head = False
         self._closed = False
         self._awake = False
-        """The thread knows that something waits: asked at every line, and cheaper than an event."""
+        """True while the thread knows about waiting items. It is checked for every line and is cheaper than an event.
+        """
         self._some = threading.Event()
         self._many = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._lock = threading.Lock()
-        """Who holds it writes."""
+        """The holder writes."""
         _OPEN.add(self)
 
     @property
@@ -109,13 +113,13 @@ class Lines:
             self._many.set()
 
     def flush(self) -> None:
-        """What was added so far is written when it returns, as far as it can be."""
+        """Write what was added so far, as far as possible."""
         with self._lock:
             while self._waiting:
                 self._write_some()
 
     def close(self) -> None:
-        """Writes the rest. May be called twice; what is added later is lost."""
+        """Write the rest. May be called twice; later items are lost."""
         self._closed = True
         self._some.set()
         self._many.set()
@@ -140,11 +144,13 @@ class Lines:
             self._many.wait(FLUSH_EVERY_S)
             self._many.clear()
             self._some.clear()
-            self._awake = False  # before what waits is looked at: what comes now wakes it again
+            self._awake = (
+                False  # Clear it before looking at the queue: an item that arrives now wakes the thread again.
+            )
             self.flush()
 
     def _forget(self) -> None:
-        """In a process that was forked off: neither the thread nor what waits is this one's."""
+        """Drop thread and queue in a forked process: they belong to the parent."""
         self._closed = True
         self._waiting.clear()
         self._lock = threading.Lock()
@@ -153,7 +159,7 @@ class Lines:
     # -- the files ----------------------------------------------------------------------------------------------------
 
     def _write_some(self) -> None:
-        """As much of what waits as goes into one file in one piece."""
+        """Write as many waiting items as fit into one file."""
         try:
             self._begin()
         except OSError as error:
@@ -165,7 +171,7 @@ class Lines:
         while self._waiting and len(parts) < FLUSH_ITEMS:
             data = self._rendered(self._waiting[0])
             if parts and self._file.size + size + len(data) > self._limit:
-                break  # the next file's
+                break  # the next file takes it
             self._waiting.popleft()
             if len(data) > self._limit:  # no file has room for it
                 self._dropped += 1
@@ -214,7 +220,8 @@ class Lines:
             path.unlink(missing_ok=True)
 
     def _begins_run(self) -> bool:
-        """Whether what comes is a run's beginning, and kept. Where one before this died in it, that is its file."""
+        """Return whether the next lines are the start of a run, which is kept. If an earlier process died while writing
+        the start, its file is the start."""
         if not self._head_bytes or any(one.is_head for one in files_of(self._folder, self._name)):
             return False
         before = self._kept()
@@ -225,7 +232,7 @@ class Lines:
         return False
 
     def _kept(self) -> list[LineFile]:
-        """All but the current file and the run's beginning."""
+        """Return all files except the current one and the start of the run."""
         found = files_of(self._folder, self._name)
         return [one for one in found if not one.is_head and one.path != self._file.path]
 
@@ -249,7 +256,7 @@ class LineFile:
     name: str
     process: int
     part: int | None
-    """None: the one that is written, or was last."""
+    """None: the current file, or the last current one."""
     size: int
     written_s: float
 
@@ -262,7 +269,7 @@ _FILE = re.compile(rf"(?P<name>.+)-(?P<process>\d+)(?:\.(?P<part>[01]))?{re.esca
 
 
 def files_of(folder: Path, name: str | None = None) -> list[LineFile]:
-    """The files of one name or of all, the oldest first. What is no such file is passed over."""
+    """Return the files of one name, or of all names, oldest first. Other files are ignored."""
     found = []
     for entry in _entries(folder):
         match = _FILE.fullmatch(entry.name)
@@ -270,7 +277,7 @@ def files_of(folder: Path, name: str | None = None) -> list[LineFile]:
             continue
         try:
             facts = entry.stat(follow_symlinks=False)
-        except FileNotFoundError:  # set aside or removed meanwhile
+        except FileNotFoundError:  # rotated or removed meanwhile
             continue
         part = None if match["part"] is None else int(match["part"])
         found.append(
@@ -288,7 +295,7 @@ def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def superfluous(files: Iterable[LineFile], *, most_bytes: int) -> list[Path]:
-    """Of files with the oldest first, those to remove so that the others take `most_bytes` at most. Pure."""
+    """Return the files to remove, oldest first, so that the others take at most `most_bytes`. Pure."""
     found = list(files)
     over = sum(one.size for one in found) - most_bytes
     gone = []
@@ -301,16 +308,17 @@ def superfluous(files: Iterable[LineFile], *, most_bytes: int) -> list[Path]:
 
 
 def as_line(value: Any) -> bytes:
-    """One JSON value a line; NaN and infinities are null. What JSON does not have is written as its text."""
+    """Return one JSON value as a line. NaN and infinities become null. Values that JSON does not have become their
+    text."""
     try:
         return msgspec.json.encode(value) + b"\n"
-    except (TypeError, ValueError, msgspec.MsgspecError):  # no plain value, or half of a character
+    except (TypeError, ValueError, msgspec.MsgspecError):  # not a plain value, or a lone surrogate
         finite, _ = without_nonfinite(plain(value))
         return json.dumps(finite, ensure_ascii=False).encode(errors="replace") + b"\n"
 
 
 def decoded(decoder: msgspec.json.Decoder[T], line: bytes) -> T | None:
-    """None where it is no such thing: half a line, no text, or nested too deeply to be read."""
+    """Decode a line. None for an incomplete line, invalid text, or nesting that is too deep."""
     try:
         return decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -321,8 +329,8 @@ _ANY: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 
 
 def read_lines(path: Path, *, refused: Callable[[], object] = lambda: None) -> Iterator[Any]:
-    """The values in a file, while it is written or after. A line that is not whole is passed over, and so is the rest
-    of a file that goes away. `refused`: told of each line that is no value, but not of one that may become whole."""
+    """Yield the values of a file, during or after writing. Incomplete lines are skipped, and so is the rest of a file
+    that disappears. `refused` is called for each invalid line, except for a last line that may become complete."""
     try:
         with path.open("rb") as file:
             for line in file:
@@ -335,25 +343,25 @@ def read_lines(path: Path, *, refused: Callable[[], object] = lambda: None) -> I
 
 
 BLOCK_BYTES = 8 << 20
-"""Read at a time: large enough that a block's own cost is nothing, small beside what is kept of it."""
+"""Bytes per read: large enough to hide the cost of a read, small compared with what is kept."""
 LONGEST_LINE_BYTES = 64 << 20
-"""A longer line is none of ours, and is passed over."""
+"""Longer lines are not ours and are skipped."""
 
 HEAD_BYTES = 64
-"""By which a file is known again: the first line of each of ours has its time in it."""
+"""Identifies a file: the first line of each of our files contains its time."""
 
 Identity = tuple[int, int]
 
 
 class Block(NamedTuple):
-    """Whole lines, and where they begin in the file."""
+    """Whole lines, and their position in the file."""
 
     offset: int
     lines: list[bytes]
 
 
 def open_regular(path: Path) -> int | None:
-    """A descriptor for reading; None where there is no ordinary file. Never waits, as a pipe without a writer would."""
+    """Return a descriptor for reading, or None if there is no regular file. Never blocks, unlike opening a pipe."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -365,19 +373,19 @@ def open_regular(path: Path) -> int | None:
 
 
 class Tail:
-    """One file."""
+    """Follows one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.generation = 0
-        """Moves when what was read before no longer holds."""
+        """Increases when earlier results no longer hold."""
         self.exists = False
         self._identity: Identity | None = None
         self._head = b""
         self._offset = 0
 
     def look(self) -> Iterator[Block]:
-        """What is new. `generation` is right before the first block comes."""
+        """Yield new blocks. `generation` is up to date before the first block."""
         fd = open_regular(self.path)
         if fd is None:
             self.exists = False
@@ -394,8 +402,8 @@ class Tail:
         return self._blocks(fd)
 
     def _is_same(self, fd: int, about: os.stat_result) -> bool:
-        """Whether it is the file that was read before, and longer if at all. A number of a file alone does not say so:
-        one that is removed may be given to the next."""
+        """Return whether this is the file that was read before, unchanged or longer. The inode alone does not tell,
+        because the number of a removed file may be reused."""
         if not self.exists or (about.st_dev, about.st_ino) != self._identity or about.st_size < self._offset:
             return False
         return about.st_size == self._offset or os.pread(fd, len(self._head), 0) == self._head
@@ -409,7 +417,7 @@ class Tail:
                     start, self._offset, wanted = self._offset, self._offset + whole, BLOCK_BYTES
                     yield Block(start, data[: whole - 1].split(b"\n"))
                 elif len(data) < wanted:
-                    return  # half a line, so far
+                    return  # an incomplete line, so far
                 elif wanted < LONGEST_LINE_BYTES:
                     wanted *= 2
                 else:
@@ -419,8 +427,8 @@ class Tail:
 
 
 class Folder:
-    """All files of a folder whose names end as given, each known by what it is rather than by its name: one that is
-    rotated to another name is not read twice."""
+    """Follows all files of a folder with a given ending. A file is identified by its inode, not its name, so a rotated
+    file is not read twice."""
 
     def __init__(self, path: Path, suffix: str = ".jsonl") -> None:
         self.path = path
@@ -429,7 +437,7 @@ class Folder:
         self._tails: dict[Identity, Tail] = {}
 
     def look(self) -> tuple[list[tuple[Identity, Tail]], list[Identity]]:
-        """The files that are there, in the order of their names, and those that are no longer."""
+        """Return the existing files in the order of their names, and the files that disappeared."""
         found: dict[Identity, Tail] = {}
         try:
             with os.scandir(self.path) as entries:
@@ -440,7 +448,7 @@ class Folder:
         for name in names:
             try:
                 about = Path(name).lstat()
-            except OSError:  # rotated away in this moment
+            except OSError:  # rotated at this moment
                 continue
             identity = (about.st_dev, about.st_ino)
             found[identity] = self._tails.get(identity) or Tail(Path(name))

@@ -1,12 +1,11 @@
-"""The log of a run, one file for all of its processes, twice: for people and for programs.
+"""The log of a run: one file for all processes, as text and as JSON.
 
     fully_async_training.log   2026-11-15 22:30:01,123 INFO [trainer] Step 12: reward 0.534
     log.jsonl                  {"time":1795300201.123,"level":"INFO","run":"r","role":"trainer","message":"Step 12: …"}
 
-Every process calls `attach_log` with its component's name. A record is one write to a file opened for appending, which
-the system does not mix with another process's; tracebacks and other long messages stay in one piece. Whoever logs to
-`freewheel` or below it (`logging.getLogger("freewheel.queue")`) writes here. What a record is about is given as the
-standard library has it, `extra={"ordinal": 7}`, and is in `log.jsonl` by these names: `ABOUT`.
+Every process calls `attach_log` with its component's name. A record is a single write to a file opened for appending,
+so records of two processes never mix, and tracebacks stay in one piece. Loggers named `freewheel` or below write here.
+The subject of a record is passed as `extra={"ordinal": 7}`; `ABOUT` lists the names that go to `log.jsonl`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from freewheel.utils.files import open_private
 
 LOGGER = "freewheel"
 STATISTICS = "Component Statistics"
-"""What users grep for; each line of statistics starts with it."""
+"""Each line of statistics starts with this text, which users grep for."""
 ABOUT = ("ordinal", "version", "step")
-"""What a record may be about: a prompt, a weight version, a training step."""
+"""What a record may refer to: a prompt, a weight version, a training step."""
 
 
 def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str = logging.INFO) -> Path:
-    """Sends this process's log to the run's files, and gives the path of the text. Called again it changes component,
-    level or files; a process writes to one run's log at a time."""
+    """Send this process's log to the run's files, and return the path of the text file. Calling it again changes
+    component, level or files; a process writes to one run's log at a time."""
     folder = Path(run_dir).absolute()
     logger = logging.getLogger(LOGGER)
     handlers = _attached()
     if not handlers or handlers[0].path.parent != folder:
-        # First, so that a run directory that cannot be written leaves the old ones attached.
+        # Open first: if the run directory cannot be written, the old files stay attached.
         opened = _opened(folder, component)
         detach_log()
         handlers = opened
@@ -50,7 +49,7 @@ def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str
 
 
 def detach_log() -> None:
-    """Ends what `attach_log` began. Without effect where nothing is attached."""
+    """Undo `attach_log`. Does nothing if no log is attached."""
     for handler in _attached():
         logging.getLogger(LOGGER).removeHandler(handler)
         handler.close()
@@ -70,8 +69,8 @@ def _attached() -> list[LogFile]:
 
 
 class LogFile(logging.Handler):
-    """One write a record. A disk that is full loses lines and never raises; the first line after says how many. Who
-    closes it while it is attached (a library's `logging.config.dictConfig` closes all handlers) does not end it."""
+    """Writes one record per call. A full disk loses lines and never raises; the next line says how many. It survives
+    being closed while attached, because `logging.config.dictConfig` of a library closes all handlers."""
 
     def __init__(self, path: Path, component: str) -> None:
         super().__init__()
@@ -94,7 +93,7 @@ class LogFile(logging.Handler):
         self._append((before + text + "\n").encode(errors="backslashreplace"))
 
     def _said(self, level: str, message: str) -> str:
-        """A line of this handler's own."""
+        """Return a line of the handler itself."""
         raise NotImplementedError
 
     def _append(self, data: bytes) -> None:
@@ -121,7 +120,7 @@ class LogFile(logging.Handler):
 
 
 class AppendHandler(LogFile):
-    """For people."""
+    """Writes text."""
 
     def speak_for(self, component: str) -> None:
         super().speak_for(component)
@@ -133,7 +132,7 @@ class AppendHandler(LogFile):
 
 
 class JsonHandler(LogFile):
-    """For programs: an object a line."""
+    """Writes one JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         about = {name: plain(getattr(record, name)) for name in ABOUT if hasattr(record, name)}
@@ -145,14 +144,14 @@ class JsonHandler(LogFile):
     def _line(self, wall_s: float, level: str, message: str, about: Mapping[str, Any]) -> str:
         line = {"time": round(wall_s, 3), "level": level, "run": self.path.parent.name, "role": self.component}
         text = json.dumps({**line, "message": message, **about}, ensure_ascii=False)
-        return text.encode(errors="replace").decode()  # half a character is none in JSON
+        return text.encode(errors="replace").decode()  # JSON has no lone surrogates
 
 
 def component_statistics(stats: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The counters of all components as log lines, each of which starts with `Component Statistics`.
+    """Return the counters of all components as log lines, each starting with `Component Statistics`.
 
-    The first has the metrics of trainer, rollouter, queue and sync, whichever of them gave any; the others have what
-    else the components said, a line for each.
+    The first line has the metrics of trainer, rollouter, queue and sync, as far as they are known. The other lines have
+    the remaining counters, one line per component.
     """
     known = {name: [metric.name for metric in METRICS if metric.component == name] for name in COMPONENTS}
     whole = [f"{name}: {_said(stats.get(name), known[name]) or 'no answer'}" for name in COMPONENTS]

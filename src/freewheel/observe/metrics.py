@@ -1,18 +1,14 @@
-"""The metrics by name: what each is, in which unit, and which component counts it.
+"""Names of metrics, values that can be recorded, sample ages, and alerts. Pure.
 
-`docs/metrics.md` has this table, and a test compares them; the Prometheus sink takes its help texts from here. Metrics
-of users' hooks are recorded like these and need no entry.
+`METRICS` lists every metric with unit and component. `docs/metrics.md` shows this table, a test compares them, and the
+Prometheus sink takes its help texts from it. Metrics of users' hooks need no entry.
 
-What may be recorded: anything that a component or a user's hook hands over, made plain.
+`plain` turns what a component or hook returns into plain values. Numbers of numpy and torch are recognised by their
+methods (`item`, `tolist`), so neither is imported.
 
-Recorder, alerts and sinks all see the same plain values. Numbers of numpy and torch are taken by what they can do
-(`item`, `tolist`), so that neither needs to be imported.
+`freshness` computes the ages of a step's samples, for the trainer.
 
-How old the samples are that a step trains on, in weight versions and in seconds. Called by the trainer.
-
-Metrics that are worth a warning: thresholds by name, said once when crossed and once when back. Pure.
-
-The recorder hands each row to `Alerts.check` and logs what comes back.
+`Alerts` compares rows with thresholds and reports each crossing once; the recorder logs the result.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ def _of(component: str, *rows: tuple[str, str, str]) -> tuple[Metric, ...]:
 
 
 COMPONENTS = ("trainer", "rollouter", "queue", "sync")
-"""What `Component Statistics` covers, in this order."""
+"""The components in `Component Statistics`, in this order."""
 
 METRICS = (
     *_of(
@@ -155,7 +151,7 @@ METRICS = (
 
 
 def describe() -> dict[str, Metric]:
-    """Every metric with a fixed meaning, by name."""
+    """Return every metric with a fixed meaning, by name."""
     return {metric.name: metric for metric in METRICS}
 
 
@@ -164,8 +160,8 @@ DEEPEST = 8
 
 
 def plain(value: Any, *, levels: int = DEEPEST) -> Any:
-    """`value` out of dictionaries with text keys, lists, numbers, text, booleans and None. Never raises: what is
-    nothing of the sort is written as its text."""
+    """Return `value` as dictionaries with text keys, lists, numbers, text, booleans and None. Never raises: other
+    objects become their text."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -178,7 +174,7 @@ def plain(value: Any, *, levels: int = DEEPEST) -> Any:
         return {str(name): plain(inner, levels=levels - 1) for name, inner in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(inner, levels=levels - 1) for inner in value]
-    for method in ("item", "tolist"):  # an array or tensor of one number, then of several
+    for method in ("item", "tolist"):  # an array or tensor with one number, then with several
         try:
             return plain(getattr(value, method)(), levels=levels - 1)
         except (AttributeError, TypeError, ValueError, RuntimeError):
@@ -194,7 +190,7 @@ def _text(value: Any) -> str:
 
 
 def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """All numbers in plain values by their path (`queue/queue_size`). Booleans, text and lists are none."""
+    """Yield all numbers in plain values with their path (`queue/queue_size`). Booleans, text and lists are skipped."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from numbers(value, f"{prefix}{name}/")
@@ -203,7 +199,7 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def as_float(value: int | float) -> float:
-    """Python's whole numbers have no bound, and floats do."""
+    """Convert to a float. Python integers are unbounded, floats are not."""
     try:
         return float(value)
     except OverflowError:
@@ -211,7 +207,7 @@ def as_float(value: int | float) -> float:
 
 
 def without_nonfinite(value: Any, path: str = "") -> tuple[Any, list[str]]:
-    """Plain `value` with NaN and infinities as None, which JSON has, and the paths at which they were."""
+    """Replace NaN and infinities by None, which JSON has, and return their paths."""
     if isinstance(value, float) and not math.isfinite(value):
         return None, [path]
     if isinstance(value, dict):
@@ -227,11 +223,11 @@ Numbers = Sequence[float] | npt.NDArray[np.number]
 
 
 def freshness(lags: Numbers, ages_s: Numbers, *, staleness_threshold: int) -> dict[str, float]:
-    """`lags`: for each sample, the trainer's version less the oldest version among its tokens. `ages_s`: for each, the
-    seconds since it was generated. `stale_samples_ratio` is the share with a lag over the threshold; at the threshold
-    a sample is as old as the user allowed, not stale.
+    """Return the age metrics of a step's samples.
 
-    A batch without samples has no age: nothing is said of it.
+    `lags`: for each sample, the trainer's version minus the oldest version among its tokens. `ages_s`: for each sample,
+    the seconds since it was generated. `stale_samples_ratio` is the share with a lag above the threshold. A batch
+    without samples has no age metrics.
     """
     lag, age = np.asarray(lags, dtype=np.float64), np.asarray(ages_s, dtype=np.float64)
     if lag.shape != age.shape:
@@ -248,7 +244,7 @@ def freshness(lags: Numbers, ages_s: Numbers, *, staleness_threshold: int) -> di
 
 
 def age_counts(lags: Sequence[int]) -> list[int]:
-    """How many of the groups have a lag of 0, of 1, and so on: `lags` has one for each."""
+    """Count the groups with a lag of 0, 1, and so on. `lags` has one entry per group."""
     return [int(count) for count in np.bincount(np.maximum(np.asarray(lags, dtype=np.int64), 0))]
 
 
@@ -256,7 +252,7 @@ KEY = "observe.alerts"
 
 
 class Threshold(Protocol):
-    """A number over `above` or under `below` is out of bounds; None has no bound there."""
+    """Bounds of a metric. None means no bound."""
 
     @property
     def above(self) -> float | None: ...
@@ -267,7 +263,7 @@ class Threshold(Protocol):
 
 @dataclass(frozen=True)
 class Limits:
-    """A `Threshold`, for those who have none of their own."""
+    """A `Threshold` as a plain class."""
 
     above: float | None = None
     below: float | None = None
@@ -280,15 +276,15 @@ class Notice:
     level: int
     """`logging.WARNING` when a threshold is crossed, `logging.INFO` when the metric is back."""
     name: str
-    """The metric, with its component where it has one."""
+    """The metric, with its component if it has one."""
     text: str
 
 
 class Alerts:
-    """Says a thing once: a metric that stays out of bounds is silent until it is back, or out on the other side.
+    """Reports each crossing once: a metric out of bounds is silent until it is back, or out on the other side.
 
-    A threshold for `queue_size` watches every metric of this name (`queue/queue_size` among them), each with a state
-    of its own; one for `queue/queue_size` watches that one only.
+    A threshold for `queue_size` watches every metric of this name (such as `queue/queue_size`), each with its own
+    state. A threshold for `queue/queue_size` watches only that metric.
     """
 
     def __init__(self, thresholds: Mapping[str, Threshold]) -> None:
@@ -298,7 +294,7 @@ class Alerts:
         self._active: dict[tuple[str, str], str] = {}
 
     def check(self, values: Mapping[str, Any]) -> list[Notice]:
-        """What is to be said about a row of plain values. A metric that is not in it stays as it was."""
+        """Return the notices for a row of plain values. A metric that is missing in the row keeps its state."""
         found = []
         for path, value in numbers(values):
             for name in dict.fromkeys((path, path.rpartition("/")[2])):
@@ -323,12 +319,12 @@ class Alerts:
 
     @property
     def active(self) -> list[str]:
-        """What was said last of each metric that is out of bounds now."""
+        """Return the last message of each metric that is out of bounds now."""
         return list(self._active.values())
 
     @property
     def unseen(self) -> list[str]:
-        """Names of thresholds that no metric has had so far: misspelt, most likely."""
+        """Return the thresholds that no metric matched so far. They are probably misspelt."""
         return sorted(self._unseen)
 
 

@@ -1,20 +1,16 @@
-"""Where metrics go beside `metrics.jsonl`: TensorBoard, Weights & Biases, Prometheus. Each is optional.
+"""Records metrics: `metrics.jsonl`, alerts, and optional sinks (TensorBoard, Weights & Biases, Prometheus).
+
+    record(kind, step, values) ─▶ plain values ─┬─▶ metrics.jsonl   one JSON object per line, written at once
+                                                ├─▶ alerts ─▶ log
+                                                └─▶ each sink       a sink that raises is switched off
 
     Recorder ── write ──▶ Prometheus            (a dictionary; scraped from its own thread)
              └─ write ──▶ Background ─ thread ─▶ TensorBoard, Weights & Biases
-                           never waits: a sink that hangs loses rows, one that raises is switched off by the recorder
+                           never waits: a hanging sink loses rows
 
-Metrics keep their names; those of evaluations have `eval/` before them. Events are not numbers: they stay in
-`metrics.jsonl` and the log.
-
-`Recorder`: the one writer of `metrics.jsonl`, and the one place from which sinks and alerts hear of a number.
-
-    record(kind, step, values) ─▶ plain values ─┬─▶ metrics.jsonl   one JSON object a line, handed to the system at once
-                                                ├─▶ alerts ─▶ log
-                                                └─▶ each sink       one that raises is switched off
-
-Called by FullyAsyncMain only. Nothing here raises into training once the run has started: a full disk costs rows, which
-are counted, and when there is room again recording goes on.
+`FullyAsyncMain` is the only caller. Nothing here raises into training once the run has started. A full disk costs rows,
+which are counted; recording continues when there is room. Metrics keep their names in sinks; evaluation metrics get the
+prefix `eval/`. Events are not numbers and go only to `metrics.jsonl` and the log.
 """
 
 from __future__ import annotations
@@ -42,20 +38,21 @@ from freewheel.utils.files import WholeLines, open_private, private_folder
 log = logging.getLogger("freewheel.observe")
 
 WAITING_ROWS = 1000
-"""Rows that a slow sink may be behind. A step has one or two: minutes of a hanging disk or service."""
+"""Rows that a slow sink may lag behind. A step has one or two rows, so this covers minutes of a hanging disk or
+service."""
 CLOSE_WAIT_S = 15.0
-"""How long the end of a run waits for a sink's last rows: an upload takes seconds, a service that is down hours."""
+"""How long the end of a run waits for a sink's last rows: an upload takes seconds, an outage hours."""
 FLUSH_EVERY_S = 5.0
-"""TensorBoard looks at its files every few seconds, and a flush waits for the disk."""
+"""TensorBoard reads its files every few seconds, and a flush waits for the disk."""
 WANDB_ID_CHARS = 8
-"""As wandb's own."""
+"""As in wandb."""
 PREFIX = "freewheel_"
 LOCAL = "127.0.0.1"
-"""Metrics are no secret, and no business of the network's either."""
+"""Metrics are not secret, but other machines have no use for them."""
 
 
 class SinkError(ValueError):
-    """A sink that cannot be had. `key`, `value` and `remedy` are what the user needs to know."""
+    """A sink cannot be opened. `key`, `value` and `remedy` tell the user why."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         super().__init__(f"{key} = {value!r}: {remedy}")
@@ -64,7 +61,7 @@ class SinkError(ValueError):
 
 class Sink(Protocol):
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
-        """Takes a row of plain values. What it raises switches it off."""
+        """Take a row of plain values. An exception switches the sink off."""
 
     def close(self) -> None: ...
 
@@ -77,7 +74,7 @@ def open_sinks(
     prometheus_port: int | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> list[Sink]:
-    """The sinks that the settings of `observe` ask for. `SinkError` names the setting that cannot be met."""
+    """Open the sinks named in the settings of `observe`. `SinkError` names the setting that cannot work."""
     run_dir = Path(run_dir)
     sinks: list[Sink] = []
     if tensorboard:
@@ -108,14 +105,13 @@ def need(module: str, *, key: str, value: object, package: str | None = None) ->
 
 
 def named(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a row by the names that sinks show them under."""
+    """Yield the numbers of a row under the names that sinks show."""
     for name, number in numbers(values) if kind != "event" else ():
         yield (name if kind != "eval" or name.startswith("eval/") else f"eval/{name}"), number
 
 
 class Background:
-    """A sink of its own thread: `write` returns at once, whatever a disk or a service does. What the sink raised is
-    raised by the next `write`, or by `close`."""
+    """Runs a sink in a thread, so that `write` never waits. The next `write` or `close` raises what the sink raised."""
 
     def __init__(self, name: str, start: Callable[[], Sink], *, close_wait_s: float = CLOSE_WAIT_S) -> None:
         self.name = name
@@ -160,8 +156,8 @@ class Background:
 
 
 class TensorBoardSink:
-    """Event files under `tensorboard/` in the run directory: `tensorboard --logdir runs` shows all runs beside each
-    other. Written record by record, since tensorboardX's own `SummaryWriter` loses errors in a thread of its."""
+    """Writes event files to `tensorboard/` in the run directory; `tensorboard --logdir runs` shows all runs together.
+    It writes record by record, because tensorboardX's `SummaryWriter` loses errors in its thread."""
 
     def __init__(self, *, run_dir: Path) -> None:
         writer = need("tensorboardX.record_writer", key="observe.tensorboard", value=True, package="tensorboardX")
@@ -189,10 +185,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of Weights & Biases. A resumed training continues it: its id is kept in the run directory.
+    """A run of Weights & Biases. A resumed training continues it: its id is stored in the run directory.
 
-    `WANDB_MODE` decides as usual; where it is unset and there is no login or no network, the run is written to disk
-    (`wandb sync` uploads it) rather than asking for a key in the middle of the terminal view.
+    `WANDB_MODE` works as usual. If it is unset and there is no login or network, the run is written to disk for `wandb
+    sync`, so that nothing asks for a key in the middle of the terminal view.
     """
 
     def __init__(self, *, run_dir: Path, project: str, config: Mapping[str, Any]) -> None:
@@ -213,7 +209,7 @@ class WandbSink:
             mode=mode,
             settings=wandb.Settings(silent=True, console="off"),
         )
-        # Evaluations arrive after later steps did, and wandb drops what is older than its own step.
+        # Evaluations arrive after later steps, and wandb drops rows older than its own step.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -227,7 +223,7 @@ class WandbSink:
 
 
 def _no_login(wandb: Any) -> str:
-    """Why nothing can be sent now; empty where it can."""
+    """Return why nothing can be sent now; empty if it can."""
     try:
         return "" if wandb.login(prompt=False) else "nobody is logged in"
     except wandb.Error as error:
@@ -235,7 +231,7 @@ def _no_login(wandb: Any) -> str:
 
 
 def _kept_id(path: Path) -> str:
-    """The id in the file; a new one where there is none, or one that was not written here: wandb names folders so."""
+    """Return the id in the file, or a new one if there is none or it is invalid: wandb names folders by it."""
     with os.fdopen(open_private(path, os.O_RDWR), "r+", encoding="utf-8", errors="replace") as file:
         kept = file.read(WANDB_ID_CHARS + 1).strip()
         if not re.fullmatch(r"[0-9a-f]+", kept):
@@ -247,7 +243,7 @@ def _kept_id(path: Path) -> str:
 
 
 class PrometheusSink:
-    """The last value of each metric at `http://127.0.0.1:PORT/metrics`, as `freewheel_queue_queue_size` and so on."""
+    """Serves the last value of each metric at `http://127.0.0.1:PORT/metrics`, as in `freewheel_queue_queue_size`."""
 
     name = "Prometheus"
 
@@ -271,10 +267,10 @@ class PrometheusSink:
         found = {sanitised(name): (self._help.get(name.rpartition("/")[2], name), n) for name, n in named(kind, values)}
         if kind == "step":
             found[f"{PREFIX}step"] = ("last training step recorded", float(step))
-        self._values = {**self._values, **found}  # as a whole: a scrape reads it meanwhile
+        self._values = {**self._values, **found}  # replaced as a whole: a scrape may read it meanwhile
 
     def collect(self) -> Iterable[Any]:
-        """What prometheus_client asks for at each scrape."""
+        """Yield what prometheus_client collects at each scrape."""
         for name, (text, value) in self._values.items():
             yield self._family(name, text, value=value)
 
@@ -285,21 +281,21 @@ class PrometheusSink:
 
 
 def sanitised(name: str) -> str:
-    """`actor/grad-norm` → `freewheel_actor_grad_norm`."""
+    """Return `freewheel_actor_grad_norm` for `actor/grad-norm`."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 Kind = Literal["step", "eval", "statistics", "event", "pulse", "sync"]
 RESERVED = ("kind", "step", "time", "nonfinite")
-"""Names that every row has for itself; a value of such a name gets an underscore behind it."""
+"""Fields of every row. A value with one of these names gets a trailing underscore."""
 WATCHED = ("step", "eval", "statistics")
-"""Kinds that alerts look at. What a pulse says of a moment, statistics say in full."""
+"""Kinds that alerts look at. Statistics contain everything that a pulse does."""
 FILE_ONLY = ("pulse", "sync")
-"""Kinds for those who show a run: sinks have the same numbers under the names that they are documented by."""
+"""Kinds for viewers only: sinks have the same numbers under their documented names."""
 
 
 class Recorder:
-    """What `record` was given is in the file when it returns, or is counted in `lost_rows`."""
+    """A recorded row is in the file when `record` returns, or is counted in `lost_rows`."""
 
     def __init__(
         self,
@@ -334,11 +330,11 @@ class Recorder:
 
     @property
     def alerts(self) -> list[str]:
-        """What is out of bounds now, in words."""
+        """Describe what is out of bounds now."""
         return self._alerts.active
 
     def close(self) -> None:
-        """Closes the file and all sinks. May be called twice."""
+        """Close the file and all sinks. May be called twice."""
         with self._lock:
             sinks, self._sinks = self._sinks, []
             for sink in sinks:
@@ -380,7 +376,7 @@ class Recorder:
 
 
 def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
-    """The rows of a run, all or of one kind, while it runs or after. A line that is no row is passed over."""
+    """Yield the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
     return list(_rows(Path(run_dir) / METRICS, kind))
 
 

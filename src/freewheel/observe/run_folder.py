@@ -1,10 +1,10 @@
-"""What lies in a run's folder, by name: one place for those who write it and for those who read it.
+"""Names of the files in a run's folder, for its writers and readers.
 
-    RUN/  config.yaml  run.lock                                                   what it was given, and that it lives
-          metrics.jsonl  log.jsonl  fully_async_training.log  trace/  samples/    what it says of itself
-          journal.sqlite  checkpoints/step_000040/  best/  final/                 what it goes on from, and its weights
+    RUN/  config.yaml  run.lock                                                   its settings, and whether it is live
+          metrics.jsonl  log.jsonl  fully_async_training.log  trace/  samples/    what it reports
+          journal.sqlite  checkpoints/step_000040/  best/  final/                 what it resumes from, and its weights
 
-Nothing heavy is imported: a page that is opened waits for no torch.
+Imports nothing heavy, so that the dashboard starts without torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ SAMPLES = "samples"
 JOURNAL = "journal.sqlite"
 CHECKPOINTS = "checkpoints"
 STEP = "step_"
-"""How a checkpoint's name begins; its step follows."""
+"""A checkpoint's name starts with this, followed by its step."""
 BEST = "best"
 FINAL = "final"
 REPLACED = ".replaced"
-"""How the name of a folder of weights ends while its successor is put in its place."""
+"""Suffix of a folder of weights while its successor takes its place."""
 
 _STEP = re.compile(rf"{STEP}(\d+)({re.escape(REPLACED)})?")
 
 
 def saved_steps(run_dir: Path) -> dict[int, list[Path]]:
-    """The checkpoints by their steps, whole or not, the oldest step first. A kill while one is replaced leaves two of a
-    step, or the `.replaced` one alone, which comes after its successor."""
+    """Return the checkpoints by step, oldest step first, whole or not. If a process is killed while it replaces one, a
+    step has two of them, or only the `.replaced` one, which comes after its successor."""
     found: dict[int, list[Path]] = {}
     for path in sorted((run_dir / CHECKPOINTS).glob(f"{STEP}*")):
         if named := _STEP.fullmatch(path.name):

@@ -1,9 +1,9 @@
-"""Samples of a run: a prompt with its responses now and then, as text, with what each was worth and who made it.
+"""Keeps samples of a run as text: some prompts with their responses, rewards and weight versions.
 
-    a scored group ─▶ due? (so many a second) ─▶ text, by versions ─▶ Lines ─▶ RUN/samples/NAME-PID.jsonl
+    a scored group ─▶ due? (at most so many per second) ─▶ text, by version ─▶ Lines ─▶ RUN/samples/NAME-PID.jsonl
 
-A rollouter's process calls `attach_samples`; where it has not, no group is ever due. The beginning of a run is kept
-beside the newest. The dashboard shows them; `docs/dashboard.md` has the format.
+A rollouter's process calls `attach_samples`; otherwise no group is ever due. The start of a run is kept next to the
+newest samples. The dashboard shows them, and `docs/dashboard.md` has the format.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from freewheel.observe.run_folder import SAMPLES
 log = logging.getLogger("freewheel.observe")
 
 HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer says for a character of which it has not seen all tokens."""
+"""A tokenizer returns this for a character whose tokens are incomplete."""
 
 
 class Samples:
-    """At most `per_s` groups a second, whatever a run makes. Never raises and never waits."""
+    """Keeps at most `per_s` groups per second. Never raises and never waits."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Samples:
         self._said = False
 
     def offer(self, sample: Callable[[], Mapping[str, Any]]) -> None:
-        """`sample` is made only if it is due. What it raises is said once: it is no reason to lose a group."""
+        """`sample` is built only if it is due. An exception in it is logged once; it must not cost a group."""
         now = self._clock()
         if now < self._next_s:
             return
@@ -58,9 +58,9 @@ class Samples:
 
 
 def segments(decode: Callable[[Any], str], tokens: Any, versions: Any) -> list[tuple[int, str]]:
-    """A response's text, cut where the version changes: (version, text), which joined give `decode(tokens)`.
+    """Split a response's text where the version changes: (version, text) pairs that join to `decode(tokens)`.
 
-    A piece is what its tokens add to the text before them: tokenizers put spaces between words, and characters out of
+    A piece is what its tokens add to the text before them, because tokenizers insert spaces and spread characters over
     several tokens. Such a character belongs to the version that completed it.
     """
     runs = [(int(version), len(list(same))) for version, same in itertools.groupby(versions)]
@@ -78,7 +78,7 @@ def segments(decode: Callable[[Any], str], tokens: Any, versions: Any) -> list[t
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters they begin with alike."""
+    """Return the length of the common prefix."""
     if one.startswith(other):
         return len(other)
     differs = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
@@ -86,7 +86,7 @@ def _common(one: str, other: str) -> int:
 
 
 def read_samples(run_dir: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The samples of a run, a file after the other, while it runs or after."""
+    """Yield the samples of a run, file by file, during or after it."""
     for file in files_of(Path(run_dir) / SAMPLES):
         for sample in read_lines(file.path):
             if isinstance(sample, dict):
@@ -99,7 +99,7 @@ _samples: Samples | None = None
 
 
 def attach_samples(run_dir: str | os.PathLike[str], component: str, *, per_s: float, most_bytes: int) -> None:
-    """Keeps samples of this process from now on. `per_s` or `most_bytes` of 0: none."""
+    """Keep samples of this process from now on. `per_s` or `most_bytes` of 0: none."""
     global _samples
     detach_samples()
     if per_s > 0 and most_bytes > 0:
@@ -107,7 +107,7 @@ def attach_samples(run_dir: str | os.PathLike[str], component: str, *, per_s: fl
 
 
 def detach_samples() -> None:
-    """Writes the rest, and ends what `attach_samples` began. Without effect where nothing is attached."""
+    """Write the rest and undo `attach_samples`. Does nothing if it was not called."""
     global _samples
     ended, _samples = _samples, None
     if ended is not None:

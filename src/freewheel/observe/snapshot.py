@@ -1,12 +1,9 @@
-"""What a run looks like at a moment, for those who show it.
+"""The state of a run at a moment, for the terminal view and for `pulse` rows of `metrics.jsonl`.
 
-FullyAsyncMain fills a `RunSnapshot` about once a second from the components' statistics; `dashboard.terminal` shows it.
+    FullyAsyncMain, about once a second ─▶ RunSnapshot ─┬─▶ dashboard.terminal
+                                                        └─▶ Pulse.beat ─▶ a row, or None if it is too soon
 
-A run's pulse: what it does at this moment, as a row of `metrics.jsonl` for those who show it from outside.
-
-    RunSnapshot, at every look ─▶ Pulse.beat ─▶ a row, or None: too soon after the last one
-
-Pure: the clock is the caller's. `RunAccount` records what comes back.
+Pure: the caller provides the clock. `RunAccount` records the rows.
 """
 
 from __future__ import annotations
@@ -17,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Waits = Mapping[str, Mapping[str, float]]
-"""Component → span → its share of the last interval."""
+"""Component → span → share of the last interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSnapshot:
-    """One moment of a run. What is not known yet is None or empty."""
+    """One moment of a run. Unknown values are None or empty."""
 
     mode: str
     step: int
@@ -34,16 +31,16 @@ class RunSnapshot:
     eval_curve: list[tuple[int, float]] = field(default_factory=list)
     """(step, held-out accuracy)."""
     version: int = 0
-    """The trainer's."""
+    """The trainer's version."""
     published_version: int = 0
-    """The newest that all engines in use hold."""
+    """The newest version that all engines in use hold."""
     queue: Mapping[str, float] = field(default_factory=dict)
-    """As the queue's statistics have it."""
+    """The queue's statistics."""
     freshness: Mapping[str, float] = field(default_factory=dict)
-    """As `freshness` gave it for the last step."""
+    """The result of `freshness` for the last step."""
     waits: Waits = field(default_factory=dict)
     verdict: str = ""
-    """What holds the run up, in words (`freewheel.runtime.bottleneck`); empty before that was measured."""
+    """The bottleneck in words (`freewheel.runtime.bottleneck`); empty until it has been measured."""
     tokens_per_s: float | None = None
     samples_per_s: float | None = None
     elapsed_s: float = 0.0
@@ -51,28 +48,28 @@ class RunSnapshot:
     alerts: list[str] = field(default_factory=list)
     """Metrics that are out of bounds now."""
     events: list[str] = field(default_factory=list)
-    """What happened, newest last."""
+    """Recent events, newest last."""
     run_dir: str = ""
 
 
 PULSE_MIN_S = 0.95
-"""Between two beats of a young run: each look has one, also where it comes a little early."""
+"""Seconds between two pulses of a young run. Slightly less than a second, so that every look has a pulse."""
 PULSE_MAX_S = 9.5
-"""Between two beats of an old one: of a week there are 60,000 rows, and not ten times as many."""
+"""Seconds between two pulses of an old run: 60,000 rows per week."""
 OLD_AFTER = 3600
-"""Beats come once in this part of a run's age, between the two: as fine as a chart of it can show."""
+"""The interval between pulses is the run's age divided by this, within the two bounds: as fine as a chart can show."""
 DIGITS = 4
-"""Of a share of time."""
+"""Decimal digits of a share of time."""
 
 
 class Pulse:
-    """Says a run's state as often as its age calls for."""
+    """Emits a run's state at intervals that grow with its age."""
 
     def __init__(self) -> None:
         self._last_s = -math.inf
 
     def beat(self, now: float, snapshot: RunSnapshot, *, last: bool = False) -> dict[str, Any] | None:
-        """`last`: however soon after the one before, for it says how the run ended, and says that it does."""
+        """`last`: emit the row however soon it comes, and mark it, because it says how the run ended."""
         pause_s = min(PULSE_MAX_S, max(PULSE_MIN_S, snapshot.elapsed_s / OLD_AFTER))
         if not last and now - self._last_s < pause_s:
             return None

@@ -1,9 +1,9 @@
-"""How long a component spends on what: the seconds behind "what does it wait for".
+"""Measures what a component spends its time on.
 
 The trainer (`train`, `wait_batch`, `pack`, `save`) and the rollouter (`generate`, `wait_room`, …) open a span around
-each of these; FullyAsyncMain takes a snapshot now and then, and `shares` of two of them is what the last interval was
-spent on. Snapshots are plain dictionaries, so that they travel between processes. Each span that closes is told to
-`on_close`, which is where a trace comes from.
+each activity. FullyAsyncMain takes snapshots, and `shares` of two snapshots is what the interval was spent on.
+Snapshots are plain dictionaries, so they travel between processes. `on_close` is called for each span that closes; it
+feeds the trace.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any
 
 ELAPSED = "elapsed"
-"""The entry of a snapshot that says how long the clock has run; no span may have this name."""
+"""The entry of a snapshot with the total time. No span may have this name."""
 
 OnClose = Callable[[str, float, float, Mapping[str, Any]], None]
-"""(name, since, until, what is known of it), by the clock of the spans. Must not raise, and not take long."""
+"""(name, since, until, arguments), by the clock of the spans. It must not raise and must be fast."""
 
 
 class _Name:
-    """What is known of one name."""
+    """The state of one name."""
 
     __slots__ = ("closed_s", "open", "since")
 
@@ -33,7 +33,7 @@ class _Name:
 
 
 class _Span:
-    """One use of a name. Each `with` has its own, so that interleaved tasks cannot close each other's."""
+    """One use of a name. Each `with` has its own, so interleaved tasks cannot close each other's spans."""
 
     __slots__ = ("_args", "_name", "_spans")
 
@@ -52,11 +52,11 @@ class _Span:
 
 
 class Spans:
-    """Counts the time in which at least one span of a name is open: a hundred tasks that wait at once for a second
-    have waited one second, and no share is ever above 1. May be used from tasks and threads alike."""
+    """Counts the time during which at least one span of a name is open. A hundred tasks that wait for one second have
+    waited one second, so no share exceeds 1. Safe for tasks and threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, on_close: OnClose | None = None) -> None:
-        """`on_close` hears of the time from the first of a name that opens to the last that closes."""
+        """`on_close` receives the time from the first span of a name that opens to the last that closes."""
         self._clock = clock
         self._on_close = on_close
         self._started = clock()
@@ -64,7 +64,7 @@ class Spans:
         self._lock = threading.Lock()
 
     def __call__(self, name: str, **args: Any) -> _Span:
-        """`args`: for `on_close`; those of the last that closes count."""
+        """`args` go to `on_close`; the last span that closes decides."""
         if name == ELAPSED:
             raise ValueError(f"a span cannot be named {ELAPSED!r}: snapshots keep the whole time there")
         return _Span(self, name, args)
@@ -88,7 +88,7 @@ class Spans:
             self._on_close(name, since, until, args)
 
     def snapshot(self) -> dict[str, float]:
-        """Seconds by name since the start, open spans included, and the whole time as `elapsed`."""
+        """Return seconds by name since the start, including open spans, and the total time as `elapsed`."""
         with self._lock:
             now = self._clock()
             seconds = {
@@ -98,9 +98,9 @@ class Spans:
 
 
 def shares(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Of the time between two snapshots, the share that each name had.
+    """Return each name's share of the time between two snapshots.
 
-    A component that was restarted in between counts from 0 again: then `after` alone is what is known.
+    A component that restarted in between counts from 0; then only `after` is used.
     """
     if after.get(ELAPSED, 0.0) < before.get(ELAPSED, 0.0):
         before = {}

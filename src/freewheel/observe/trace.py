@@ -1,19 +1,18 @@
-"""The trace of a run: what each component did when, and the life of every group, as Chrome trace events.
+"""Traces a run as Chrome trace events: what each component did when, and the life of every group.
 
     Spans ── on_close ──▶ span ─┐
     rollouter, rewards, trainer ── phase ─┼─▶ Tracer ─▶ Lines ─▶ RUN/trace/NAME-PID.jsonl ─▶ `freewheel trace RUN`
     main ── instant, counter ───┘
 
-A process calls `attach_trace` with its component's name; where it has not, all of this does nothing. An event costs its
-caller a tuple: text is made of it in the writing thread. Times are those of `now`, and wall-clock time in the files.
-`EVENTS` is what there is; docs/dashboard.md has the same table. `freewheel.observe.trace` reads it.
+A process calls `attach_trace` with its component's name; without it, tracing does nothing. An event costs its caller
+one tuple; the writing thread makes text of it. Times are those of `now`, and wall-clock time in the files. `EVENTS`
+lists all events; docs/dashboard.md has the same table.
 
-Reading a trace: the files of all processes as one, which Perfetto and chrome://tracing open.
+The second half of this module reads traces, during or after a run, for `freewheel trace`:
 
-    RUN/trace/NAME-PID[.1].jsonl ─▶ events ─▶ merged: numbers for names, a track for what overlaps ─▶ trace.json
+    RUN/trace/NAME-PID[.1].jsonl ─▶ events ─▶ merged: numbers for names, a track for overlapping spans ─▶ trace.json
 
-Beside a live run, or on a dead one. A line that is no event is passed over and counted; half of a pair is passed over.
-Called by `freewheel trace`.
+Invalid lines are skipped and counted; incomplete pairs are skipped.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ GROUP: Category = "group"
 COUNTER: Category = "counter"
 """Numbers over time."""
 EVENT = "event"
-"""What was said; its name is its text."""
+"""An event in words; its name is its text."""
 MAIN = "main"
-"""The track of spans that follow one another."""
+"""The track of consecutive spans."""
 
 now = time.monotonic
 """The clock of the trace."""
@@ -97,7 +96,7 @@ EVENTS = (
 
 
 class Tracer:
-    """One process's events. Never raises and never waits; what cannot be written is counted by `lines`."""
+    """Traces one process. Never raises and never waits; `lines` counts what could not be written."""
 
     def __init__(
         self,
@@ -109,18 +108,18 @@ class Tracer:
         clock: Callable[[], float] = now,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`every`: groups are traced whose ordinal it divides; 0: none."""
+        """`every`: trace groups whose ordinal it divides; 0: none."""
         self.lines = Lines(Path(run_dir) / TRACE, component, most_bytes=most_bytes, render=_render)
         self._every = every
         self._clock = clock
-        # Once: a wall clock that is set meanwhile must not make a span end before it began.
+        # Taken once: if the wall clock is set meanwhile, a span must not end before it began.
         self._place = _Place(_text(component), wall_clock() - clock())
 
     def span(self, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str = MAIN) -> None:
         self.lines.add((_span, self._place, name, since_s, until_s, args, track))
 
     def phase(self, name: str, ordinal: int, since_s: float, args: Mapping[str, Any]) -> None:
-        """Of group `ordinal`, from `since_s` until now."""
+        """Trace a phase of group `ordinal`, from `since_s` until now."""
         if self._every and not ordinal % self._every:
             self.lines.add((_phase, self._place, name, ordinal, since_s, self._clock(), args))
 
@@ -136,12 +135,12 @@ class Tracer:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where events are from."""
+    """The origin of events."""
 
     process: bytes
     """Its name, as JSON."""
     offset_s: float
-    """From the trace's clock to the wall's."""
+    """From the trace's clock to the wall clock."""
 
     def us(self, at_s: float) -> int:
         return int((at_s + self.offset_s) * 1e6)
@@ -151,7 +150,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _text(value: str) -> bytes:
-    """As JSON; half a character becomes a question mark."""
+    """Encode as JSON; a lone surrogate becomes a question mark."""
     return json.dumps(value, ensure_ascii=False).encode(errors="replace")
 
 
@@ -189,14 +188,14 @@ _tracer: Tracer | None = None
 
 
 def attach_trace(run_dir: str | os.PathLike[str], component: str, *, every: int, most_bytes: int) -> None:
-    """Traces this process from now on, in the place of what it traced before. `most_bytes` of 0: nothing."""
+    """Trace this process from now on, instead of what it traced before. `most_bytes` of 0: nothing."""
     global _tracer
     detach_trace()
     _tracer = Tracer(run_dir, component, every=every, most_bytes=most_bytes) if most_bytes > 0 else None
 
 
 def detach_trace() -> None:
-    """Writes the rest, and ends what `attach_trace` began. Without effect where nothing is attached."""
+    """Write the rest and undo `attach_trace`. Does nothing if it was not called."""
     global _tracer
     ended, _tracer = _tracer, None
     if ended is not None:
@@ -209,7 +208,7 @@ def span(name: str, since_s: float, until_s: float, args: Mapping[str, Any], tra
 
 
 def phase(name: str, ordinal: int, since_s: float, **args: Any) -> None:
-    """Of group `ordinal`, from `since_s` until now."""
+    """Trace a phase of group `ordinal`, from `since_s` until now."""
     if _tracer is not None:
         _tracer.phase(name, ordinal, since_s, args)
 
@@ -227,15 +226,15 @@ def counter(name: str, **values: float) -> None:
 Event = dict[str, Any]
 
 FIRST = ("main", "trainer", "sync")
-"""The order in which a viewer shows components; rollouters come behind."""
+"""The order in which a viewer shows components; rollouters follow."""
 ASIDE = ("save", "load_weights")
-"""Spans that go on beside others of their component. On one track a viewer takes them for each other's parts."""
+"""Spans that run next to others of their component. On one track a viewer would nest them."""
 EXPLAINS = "M"
 """The kind of an event that only names something."""
 
 
 Refused = Callable[[Path], object]
-"""Told of each line of a file that is no event."""
+"""Called for each invalid line of a file."""
 
 
 def _passed_over(path: Path) -> None:
@@ -249,7 +248,7 @@ class Writes(Protocol):
 
 
 def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
-    """All events as they were written, a file after the other; those of a pair follow each other."""
+    """Yield all events as they were written, file by file. The two events of a pair follow each other."""
     for file in files_of(Path(run_dir) / TRACE):
         none = partial(refused, file.path)
         for event in read_lines(file.path, refused=none):
@@ -260,13 +259,13 @@ def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_ov
 
 
 def components(run_dir: str | os.PathLike[str]) -> list[str]:
-    """Who has left a trace, in the order in which they are shown."""
+    """Return the components that left a trace, in display order."""
     names = {file.name for file in files_of(Path(run_dir) / TRACE)}
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), len(name), name))
 
 
 def merged(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
-    """One trace: names are numbered, and explained by events of their own; pairs are whole."""
+    """Yield one trace: names are numbered and explained by events, and pairs are complete."""
     numbers = {name: number for number, name in enumerate(components(run_dir), start=1)}
     for name, number in numbers.items():
         yield _says("process_name", number, 0, {"name": name})
@@ -274,7 +273,7 @@ def merged(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) 
     tracks: dict[tuple[int, str], int] = {}
     for event in _whole(read_trace(run_dir, refused=refused)):
         process = numbers.get(event["pid"])
-        if process is None:  # a file that came meanwhile
+        if process is None:  # a file that appeared meanwhile
             continue
         track = (process, _track(event))
         if track not in tracks:
@@ -284,7 +283,7 @@ def merged(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) 
 
 
 def write_json(events: Iterable[Event], file: Writes) -> int:
-    """As a viewer wants it; gives how many events there were. They need not fit into memory."""
+    """Write events in the viewer's format and return their number. They need not fit into memory."""
     count = 0
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
     for event in events:
@@ -295,7 +294,7 @@ def write_json(events: Iterable[Event], file: Writes) -> int:
 
 
 def _whole(events: Iterable[Event]) -> Iterator[Event]:
-    """Without halves of pairs, which a killed process or a full disk leaves."""
+    """Drop incomplete pairs, which a killed process or a full disk leaves."""
     begin: Event | None = None
     for event in events:
         if event["ph"] == "b":
@@ -313,8 +312,8 @@ def _same(begin: Event, end: Event) -> bool:
 
 
 def _pair(begin: Event, end: Event) -> Iterator[Event]:
-    """With an id that no other phase of the process has: a viewer takes what has one id for one thing after the other,
-    and shows what has one name together."""
+    """Yield a pair with an id that no other phase of the process has. A viewer treats equal ids as one object and
+    groups equal names."""
     args = begin.get("args", {})
     parts = (begin["id"], begin["name"], *([args["index"]] if "index" in args else []))
     own = {"id2": {"local": "/".join(map(str, parts))}}
@@ -342,7 +341,7 @@ _NEEDED: dict[str, dict[str, type | tuple[type, ...]]] = {
     "i": {},
     "C": {"args": dict},
 }
-"""What an event of a kind must have beside the rest: a run directory may come from anybody."""
+"""Fields that an event of a kind must have. Checked because a run directory may come from anybody."""
 _ALWAYS: dict[str, type | tuple[type, ...]] = {"name": str, "pid": str, "tid": str, "ts": (int, float)}
 
 

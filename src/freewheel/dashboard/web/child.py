@@ -1,13 +1,11 @@
-"""The server beside a run: `python -m freewheel.dashboard.web.child FD`, started by `beside` with the rest on stdin.
+"""Serves the page of a live run in a separate process, which never fails or slows the run.
 
-    asleep, with hardly anything imported ─ somebody connects ─▶ the server ─ the run ends ─▶ end
+    the run: `beside` ─ listening socket, token ─▶ the address, at once
+             └─ python -m freewheel.dashboard.web.child FD (nice 10), with the rest on stdin
+                asleep, almost nothing imported ─ a client connects ─▶ the server ─ the run ends ─▶ exit
 
-Most runs are never looked at, and those pay for a sleeping interpreter. Waits for: a connection, the end of stdin.
-
-`beside`: the page of a run that is going on, served by a process of its own. It never fails a run, nor slows it.
-
-this process: a listening socket and a token ─▶ the address, at once
-              └─ the child (nice 10, asleep until somebody looks) takes both; it ends when we do, however we end
+Most runs are never looked at, and they pay only for a sleeping interpreter. The child ends with its parent, however
+that ends.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ if TYPE_CHECKING:
     from freewheel.runtime.config import TrainConfig
 
 PARENT_CHECK_S = 1.0
-"""A process that was forked from the parent may hold our stdin open; the changed parent gives it away."""
+"""A process forked from the parent may keep our stdin open; then the changed parent pid shows that the run ended."""
 NICENESS = 10
-"""A run's own processes come first."""
+"""The run's own processes come first."""
 
 
 class Start(msgspec.Struct):
-    """What is told on the first line of stdin: a token among arguments could be read by other users."""
+    """The first line of stdin. Other users could read a token among the arguments."""
 
     run: str
     token: str
@@ -51,7 +49,7 @@ def main() -> None:
         os.nice(NICENESS)
     start = msgspec.json.decode(_first_line(), type=Start)
     listening = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
     if not _somebody_looks(listening, start.parent):
         return
     from freewheel.dashboard.web.runs import Runs
@@ -62,10 +60,10 @@ def main() -> None:
 
 
 def _somebody_looks(listening: socket.socket, parent: int) -> bool:
-    """True when somebody connects; False when the run ends before."""
+    """Return True when a client connects, False when the run ends first."""
     while os.getppid() == parent:
         ready, _, _ = select.select([listening.fileno(), 0], [], [], PARENT_CHECK_S)
-        if 0 in ready:  # all that was to be said has been: this is the end
+        if 0 in ready:  # stdin is at its end: the parent has nothing more to say
             return False
         if ready:
             return True
@@ -73,7 +71,7 @@ def _somebody_looks(listening: socket.socket, parent: int) -> bool:
 
 
 def _first_line() -> bytes:
-    """Byte by byte: what follows on stdin is its end, and somebody else waits for that."""
+    """Read one line byte by byte, because another reader waits for the end of stdin."""
     found = bytearray()
     while (one := os.read(0, 1)) not in (b"", b"\n"):
         found += one
@@ -87,13 +85,13 @@ if __name__ == "__main__":
 log = logging.getLogger("freewheel.dashboard")
 
 END_S = 2.0
-"""Longest time that the child has to end; it has nothing to save."""
+"""Longest time for the child to end; it has nothing to save."""
 
 
 @contextmanager
 def page_of(config: TrainConfig, shown: LiveView | PlainView) -> Iterator[None]:
-    """The page of the run that `freewheel train` is about to start, where its settings have one. Its address is shown
-    and goes into no file: who has it may look."""
+    """Serve the page of the run that `freewheel train` starts, if its settings ask for one. The address is shown and
+    goes into no file, because it grants access."""
     if not config.observe.dashboard or config.run_dir is None:
         yield
         return
@@ -109,7 +107,7 @@ def page_of(config: TrainConfig, shown: LiveView | PlainView) -> Iterator[None]:
 
 @contextmanager
 def beside(run_dir: str | os.PathLike[str], *, port: int = 0) -> Iterator[str]:
-    """The page's address while the block lasts; empty where there is none, which is logged."""
+    """Yield the page's address while the block lasts; empty if the page cannot be served, which is logged."""
     folder = Path(run_dir).expanduser().absolute()
     child, found = None, ""
     try:
@@ -139,11 +137,11 @@ def _start(folder: Path, port: int) -> tuple[subprocess.Popen[bytes], str]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[listening.fileno()],
-            process_group=0,  # a Ctrl-C in the terminal is for the run
+            process_group=0,  # Ctrl-C in the terminal is for the run
         )
         told = {"run": str(folder), "token": token, "parent": os.getpid()}
         assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once, which is said at the end
+        with contextlib.suppress(BrokenPipeError):  # it died at once, which is reported at the end
             child.stdin.write(msgspec.json.encode(told) + b"\n")
             child.stdin.flush()
         return child, address(listening, token)

@@ -1,17 +1,13 @@
-"""What a run was told to do: its `config.yaml` as plain values. What cannot be read is empty.
+"""The runs that the page can show, each read from its folder.
 
-What a run's metrics do not tell, said as such; and how far it came by what outlives them.
+    freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `views`
+                                                     ├─ Settings: config.yaml as plain values
+                                                     ├─ RecordedMetrics, Timeline, Samples, warnings of log.jsonl
+                                                     └─ LastStep: by journal and checkpoints, where metrics have gaps
 
-    metrics.jsonl that is gone, torn or has gaps ─ missing ─▶ words       journal, checkpoints ─ Reached ─▶ a step
-
-A disk that is full costs rows and not the run: its journal and its checkpoints then know more than its curves.
-
-`RunView`: one run as the page sees it; `Runs`: those that were named, and those in folders that were named.
-
-    freewheel dashboard RUN FOLDER ─▶ Runs ─ find ─▶ RunView ─▶ `pages`
-
-A request names a run by its id, which is looked up: no path comes from a browser. Each view is read by one thread at a
-time, and only when somebody looks.
+A request names a run by its id, which is looked up: no path comes from a browser. One thread at a time reads a view. A
+full disk costs rows of metrics and not the run, so journal and checkpoints may know more than the curves;
+`describe_gaps` says so.
 """
 
 from __future__ import annotations
@@ -32,17 +28,17 @@ import yaml
 from freewheel.dashboard.web.samples import Samples
 from freewheel.dashboard.web.timeline import Timeline
 from freewheel.errors import ConfigError
-from freewheel.inspect.metrics import Columns, Recorded, Warned
+from freewheel.inspect.metrics import Columns, RecordedMetrics, Warned
 from freewheel.observe.lines import Tail, decoded, open_regular
 from freewheel.observe.run_folder import CHECKPOINTS, CONFIG, FINAL, JOURNAL, LOG, METRICS, saved_steps
 from freewheel.runtime.config import THRESHOLDS
 
 MOST_BYTES = 1 << 20
-"""A longer one is no configuration of ours."""
+"""A longer file is not one of our configurations."""
 
 
 class Settings:
-    """The file, read again when it changed."""
+    """`config.yaml` of a run, read again when it changes. Empty if it cannot be read."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / CONFIG
@@ -66,7 +62,7 @@ class Settings:
             os.close(fd)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """By its full name, such as `trainer.total_steps`."""
+        """Return a setting by its full name, such as `trainer.total_steps`."""
         found: Any = self.values
         for part in key.split("."):
             if not isinstance(found, Mapping) or part not in found:
@@ -76,7 +72,7 @@ class Settings:
 
     @property
     def staleness_threshold(self) -> int | None:
-        """What holds, in the run's mode; None where neither that nor the key says."""
+        """Return the threshold that holds in the run's mode; None if neither mode nor key says."""
         told = self.number("async_training.staleness_threshold")
         return THRESHOLDS.get(self.text("mode"), None if told is None else int(told))
 
@@ -87,13 +83,13 @@ class Settings:
     def number(self, key: str) -> float | None:
         found = self.get(key)
         is_number = isinstance(found, int | float) and not isinstance(found, bool)
-        return found if is_number and abs(found) <= sys.float_info.max else None  # NaN is not, nor what no float holds
+        return found if is_number and abs(found) <= sys.float_info.max else None  # neither NaN nor infinite
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
     try:
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(data, Loader=_LOADER)):
-            return {}  # our files have none, and a few lines of them can stand for more than fits in memory
+            return {}  # our files have no aliases, and a few lines of them can expand beyond all memory
         loader = _LOADER(data)
         try:
             found = loader.get_single_data()
@@ -101,14 +97,14 @@ def _parsed(data: bytes) -> dict[str, Any]:
             loader.dispose()
         if not isinstance(found, dict):
             return {}
-        flat(found)  # as it is told: raises where it is nested too deeply, or has a number too long to be written
+        flat(found)  # raises if it is nested too deeply or has a number that is too long to print
     except (yaml.YAMLError, RecursionError, ValueError):
         return {}
     return found
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Each setting by its full name, as text: what two runs are compared by."""
+    """Return each setting by its full name, as text, for comparing runs."""
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -119,23 +115,23 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""Makes plain values only; the one in C is ten times as fast."""
+"""Builds plain values only. The C loader is ten times as fast."""
 
 
-class Reached:
-    """The last step of a run that is over, looked up again when one of its files changed."""
+class LastStep:
+    """The last step of a finished run, looked up again when one of its files changed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: list[tuple[int, int]] = []
         self._step = 0
         self.unread = ""
-        """Why the journal, which is there, could not say: then the run may have come further."""
+        """Why an existing journal could not be read: the run may have come further."""
 
     def look(self) -> int:
-        """0 where neither journal nor checkpoint says."""
+        """Return the last step; 0 if neither journal nor checkpoints know."""
         seen = [_mark(self._folder / name) for name in (JOURNAL, f"{JOURNAL}-wal", CHECKPOINTS)]
-        if seen != self._seen or self.unread:  # that it may be read now changes no file
+        if seen != self._seen or self.unread:  # becoming readable changes no file
             self._seen = seen
             committed, self.unread = _committed(self._folder / JOURNAL)
             self._step = max([committed, *saved_steps(self._folder)])
@@ -151,7 +147,7 @@ def _mark(path: Path) -> tuple[int, int]:
 
 
 def _committed(path: Path) -> tuple[int, str]:
-    """The last step that the journal has, and why it could not be read."""
+    """Return the last committed step of the journal, and why it could not be read."""
     from freewheel.queue.journal import Journal, JournalError
 
     if not path.is_file():
@@ -163,8 +159,9 @@ def _committed(path: Path) -> tuple[int, str]:
         return 0, str(error) or type(error).__name__
 
 
-def missing(recorded: Recorded, step: int, unread: str = "") -> list[str]:
-    """Of a run that came to `step`; empty where nothing is. `unread`: why its journal could not be read."""
+def describe_gaps(recorded: RecordedMetrics, step: int, unread: str = "") -> list[str]:
+    """Describe what is missing in the metrics of a run that came to `step`; empty if nothing is. `unread`: why its
+    journal could not be read."""
     found = [f"{JOURNAL} cannot be read ({unread}): the run may have come further than is shown"] if unread else []
     known = _known(step, by="its checkpoints" if unread else "its journal and its checkpoints, which the ledger shows")
     if not recorded.exists:
@@ -186,14 +183,14 @@ def _known(step: int, *, by: str) -> str:
 
 
 BEGUN_MARKS = (METRICS, JOURNAL, CHECKPOINTS)
-"""A run's folder that has one of these is past its start."""
+"""A run's folder with one of these is past its start."""
 RUN_MARKS = (CONFIG, *BEGUN_MARKS)
-"""A folder that has one of these is a run's."""
+"""A folder with one of these is a run's folder."""
 MOST_WARNINGS = 50
 STILL_S = 5.0
-"""Between two looks at who holds the lock of a run that nobody held: each look takes it for a moment itself."""
+"""Seconds between two tests of a free lock, because a test holds the lock for a moment."""
 MOST_RUNS = 200
-"""Of a folder: the newest."""
+"""Newest runs of a folder that are shown."""
 LEVELS = (b'"WARNING"', b'"ERROR"', b'"CRITICAL"')
 
 State = Literal["live", "finished", "ended", "removed", "waiting"]
@@ -204,28 +201,28 @@ class Clock(Protocol):
 
 
 class RunView:
-    """One run. Within `reading`, what its files said at that moment."""
+    """One run. Within `reading` it shows what its files said at that moment."""
 
     def __init__(self, run_id: str, folder: Path, *, clock: Clock) -> None:
         self.id = run_id
         self.folder = folder
         self.settings = Settings(folder)
-        self.recorded = Recorded(folder)
+        self.recorded = RecordedMetrics(folder)
         self.timeline = Timeline(folder)
         self.samples = Samples(folder)
         self.warnings: deque[Warned] = deque(maxlen=MOST_WARNINGS)
         self._log = Tail(folder / LOG)
-        self._reached = Reached(folder)
+        self._reached = LastStep(folder)
         self._clock = clock
         self._lock = threading.Lock()
         self._asked_at = -STILL_S
         self._holder = ""
         self._was_there = folder.is_dir()
-        """By which a folder that is gone differs from one that is not made yet: nobody may have opened the run."""
+        """Tells a removed folder from one that does not exist yet."""
 
     @contextmanager
     def reading(self) -> Iterator[RunView]:
-        """Holds the view for this thread, with metrics, settings and warnings as they are now."""
+        """Lock the view for this thread and update metrics, settings and warnings."""
         with self._lock:
             self.settings.look()
             self.recorded.look()
@@ -260,17 +257,17 @@ class RunView:
 
     @property
     def step(self) -> int:
-        """The last that is known; of a run that is over also by its journal and its checkpoints."""
+        """Return the last known step; of a finished run also by journal and checkpoints."""
         told = int(self.recorded.steps.last("step") or 0)
         return max(told, self._reached.look()) if self.state in ("finished", "ended") else told
 
     @property
     def unread(self) -> str:
-        """Why the journal of a run that is over could not say how far it came, when `step` was asked for."""
+        """Return why the journal of a finished run could not say how far it came."""
         return self._reached.unread if self.state in ("finished", "ended") else ""
 
     def _is_held(self) -> bool:
-        """Whether a process writes to it."""
+        """Return whether a process writes to the run."""
         from freewheel.inspect.run import live_holder
 
         now = self._clock()
@@ -280,7 +277,7 @@ class RunView:
         return bool(self._holder)
 
     def metric(self, name: str, kind: str) -> Columns | None:
-        """A metric by its name, with steps and times; None where there is none of this name."""
+        """Return a metric by name, with steps and times; None if it does not exist."""
         for columns in (self.recorded.evals,) if kind == "eval" else (self.recorded.steps,):
             if name in columns.names:
                 return columns
@@ -288,7 +285,7 @@ class RunView:
 
 
 class Runs:
-    """All runs that may be looked at. A run that appears in a named folder is found when somebody asks."""
+    """All runs that may be shown. A run that appears in a named folder is found on the next request."""
 
     def __init__(self, names: Sequence[str], *, clock: Clock, must_exist: bool = True) -> None:
         self._named = [Path(name).expanduser().absolute() for name in names]
@@ -304,7 +301,7 @@ class Runs:
             raise ConfigError("RUN", said, f"no run is in it: a run's folder has a {CONFIG} or a {METRICS}")
 
     def all(self) -> list[RunView]:
-        """In the order in which they were named, and in a folder the one that began last first."""
+        """Return the runs in the order of their names on the command line; within a folder, the latest start first."""
         with self._lock:
             found = list(self._folders())
             for folder in found:
@@ -331,7 +328,7 @@ class Runs:
 def is_run(folder: Path) -> bool:
     try:
         return any((folder / mark).exists() for mark in RUN_MARKS)
-    except PermissionError:  # another user's
+    except PermissionError:  # it belongs to another user
         return False
 
 
@@ -344,7 +341,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _began(folder: Path) -> tuple[int, str]:
-    """When a run was started, or resumed, which writes its settings anew; by name where they are as old."""
+    """Return when a run was started or resumed, which rewrites its settings; ties are broken by name."""
     for mark in RUN_MARKS:
         with suppress(OSError):
             return (folder / mark).stat().st_mtime_ns, folder.name
@@ -352,7 +349,7 @@ def _began(folder: Path) -> tuple[int, str]:
 
 
 def _free_id(name: str, taken: Callable[[str], bool]) -> str:
-    """A name for addresses: of letters, digits, dots, dashes and underscores."""
+    """Return a free id of letters, digits, dots, dashes and underscores."""
     plain = "".join(one if one.isascii() and (one.isalnum() or one in "._-") else "_" for one in name).strip(".")
     plain = plain or "run"
     found, count = plain, 1

@@ -1,6 +1,6 @@
-"""`Samples`: the groups that were written down for people to read, newest first, from the files in `samples/`.
+"""The recorded samples of a run, newest first.
 
-samples/*.jsonl ─ Folder ─▶ a card a group (what a list shows, and where the rest is) ─▶ page, then one in full
+samples/*.jsonl ─ Folder ─▶ a card per group (with the position of the rest) ─▶ a page, or one group in full
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from freewheel.observe.lines import Folder, Identity, Tail, decoded, open_regula
 from freewheel.observe.run_folder import SAMPLES
 
 PAGE = 40
-"""Cards that are sent at a time."""
+"""Cards per page."""
 PROMPT_CHARS = 300
-"""Of a prompt, what a list shows and a search looks through."""
+"""Characters of a prompt that a list shows and a search looks through."""
 MOST_CARDS = 50_000
-"""Kept in memory; of more, the oldest are left out."""
+"""Cards in memory; the oldest are dropped."""
 
 
 class _Response(msgspec.Struct, gc=False):
@@ -115,8 +115,8 @@ class Samples:
         self._places[key] = _Place(identity, offset, len(line))
 
     def page(self, *, find: str = "", only: str = "", before: float | None = None) -> dict[str, Any]:
-        """Cards, newest first, those from before a time. `find`: text of the prompt, or `#` and its number;
-        `only`: those with `failed`, `skipped` or `cut_off` responses, or with `mixed` rewards."""
+        """Return cards, newest first, from before a time. `find`: text in the prompt, or `#` and its ordinal. `only`:
+        groups with `failed`, `skipped` or `cut_off` responses, or with `mixed` rewards."""
         text = find.strip().lower()
         cards = [card for card in self._cards.values() if _matches(card, text, only)]
         cards = [card for card in cards if before is None or card.time < before]
@@ -124,7 +124,7 @@ class Samples:
         return {"recorded": self.recorded, "total": len(self), "found": len(cards), "cards": cards[:PAGE]}
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """One group in full; None where it is no longer there."""
+        """Return one group in full; None if it is gone."""
         place = self._places.get(key)
         tail = self._tails.get(place.file) if place is not None else None
         fd = open_regular(tail.path) if tail is not None else None

@@ -1,33 +1,22 @@
-"""Who may look: whoever has the token, which is in the address that was printed, and nobody else. Pure.
-
-    /?token=T ─▶ the page's address without it, and a cookie      cookie, or `Authorization: Bearer T` ─▶ in
-
-No script can read the cookie, and of another site's requests only a link that leads here has it sent. It is named after
-the port, so that two pages do not take each other's place; but to a browser a cookie belongs to a host, not to a port:
-it is sent to every other server at this address, too, that is opened in the same browser.
-
-Server-sent events: what came to a run since a cursor, about once a second, while somebody listens.
-
-    client (cursor, or Last-Event-ID after a break) ─▶ changes ─▶ `event: change`, id: the next cursor
-                                                          ├─ nothing new for long ─▶ `event: alive`
-                                                          └─ None ─▶ `event: reload`: fetch the whole, then come again
-
-Nothing is kept for a client but its cursor, so one that comes back goes on where it was, on another server too. Waits
-for: the clock. Unblocked by: the client's hanging up, `stop`.
-
-A server as a program: it listens, serves until it is told to stop or its parent is gone, and ends.
-
-`freewheel dashboard` ─▶ listen ─▶ serve (until SIGINT or SIGTERM)
-`beside` ─ listening socket, token ─▶ child ─▶ serve (until its stdin ends: with the run, however that ends)
-
-`Server`: the page and what it asks for, over HTTP. Only reads, and only for who has the token.
+"""Serves the page and its data over HTTP, read-only, to clients that have the token.
 
     GET /?token=…                     cookie ─▶ /
     GET /, /static/…                  the page itself, from the package
-    GET /api/runs[/RUN[/…]], /compare JSON: token ─▶ RunView ─▶ `pages`, `panels`   (in a thread: files are read there)
-    GET /api/runs/RUN/events          what changes, as server-sent events, from a cursor on
+    GET /api/runs[/RUN[/…]], /compare JSON: token ─▶ RunView ─▶ `views`   (in a thread, because it reads files)
+    GET /api/runs/RUN/events          changes since a cursor, as server-sent events
 
-A view that cannot be made is an error in its own reply; the others go on.
+Access (`Door`): the printed address contains a token. Opening it sets a cookie and removes the token from the address.
+No script can read the cookie. It is named after the port, but browsers send it to every server at the same host.
+
+Events (`Streams`):
+
+    client (cursor, or Last-Event-ID after a break) ─▶ changes ─▶ `event: change`, id: the next cursor
+                                                          ├─ nothing new for long ─▶ `event: alive`
+                                                          └─ None ─▶ `event: reload`: fetch everything again
+
+The server keeps nothing per client, so a client that reconnects continues from its cursor, even on another server. A
+view that fails is an error in its own reply. `freewheel dashboard` serves until SIGINT or SIGTERM; the server of a run
+serves until its stdin ends.
 """
 
 from __future__ import annotations
@@ -77,7 +66,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every reply. What a model said is shown as text; even if it were not, no script but the page's own would run."""
+"""Headers of every reply. Model output is shown as text, and no script but the page's own may run."""
 
 
 def make_token() -> str:
@@ -92,7 +81,7 @@ class Door:
         self._digest = _digest(token)
 
     def knows(self, token: str | None) -> bool:
-        """Digests of equal length, compared in constant time: neither content nor length shows in the time it takes."""
+        """Compare digests in constant time, so that time reveals neither content nor length."""
         return token is not None and hmac.compare_digest(_digest(token), self._digest)
 
     def lets_in(self, headers: Mapping[str, str], cookies: Mapping[str, str]) -> bool:
@@ -105,15 +94,15 @@ def _digest(text: str) -> bytes:
 
 
 EVERY_S = 1.0
-"""Between two looks: as often as a run writes a pulse."""
+"""Seconds between two looks: as often as a run writes a pulse."""
 ALIVE_S = 15.0
-"""Silence after which a word is sent, by which either side learns that the other has gone."""
+"""Silence after which a sign of life is sent, so that each side notices when the other has gone."""
 RETRY_MS = 1000
 MOST_STREAMS = 64
 
 
 class Streams:
-    """All clients that listen."""
+    """All listening clients."""
 
     def __init__(self) -> None:
         self._stopping = asyncio.Event()
@@ -129,7 +118,7 @@ class Streams:
     async def serve(
         self, request: web.Request, view: RunView, told: str, headers: Mapping[str, str]
     ) -> web.StreamResponse:
-        """Until the client hangs up, or has to begin anew."""
+        """Send events until the client hangs up or must reload."""
         response = web.StreamResponse(headers={**headers, "Content-Type": "text/event-stream"})
         self._open += 1
         try:
@@ -168,7 +157,7 @@ def _changes(view: RunView, told: str) -> dict[str, Any] | None:
 
 
 def _without_rows(found: dict[str, Any]) -> dict[str, Any]:
-    """As the same moment looks when nothing has come since."""
+    """Return the same moment without rows, to compare it with the one before."""
     empty = {"steps": {}, "evals": {}, "pulses": {}, "statistics": 0, "syncs": 0, "events": []}
     return {name: empty.get(name, value) for name, value in found.items()}
 
@@ -177,14 +166,14 @@ log = logging.getLogger("freewheel.dashboard")
 
 
 def serve(runs: Runs, listening: socket.socket, token: str, ready: Callable[[], None] = lambda: None) -> None:
-    """Until SIGINT or SIGTERM. To be called in the main thread. The first run is read at once: who was told the address
-    opens it about a second later."""
+    """Serve until SIGINT or SIGTERM. Call it in the main thread. The first run is read at once, because the user opens
+    the address about a second later."""
     threading.Thread(target=_read, args=(runs.all()[0],), daemon=True).start()
     asyncio.run(_serve(runs, listening, token, ready, parent=None))
 
 
 def serve_beside(runs: Runs, listening: socket.socket, token: str, *, parent: int) -> None:
-    """Until stdin ends, the parent is another than `parent`, or SIGTERM."""
+    """Serve until stdin ends, the parent is no longer `parent`, or SIGTERM."""
     asyncio.run(_serve(runs, listening, token, lambda: None, parent=parent))
 
 
@@ -238,9 +227,9 @@ TYPES = {
     ".css": "text/css",
     ".svg": "image/svg+xml",
 }
-"""By which assets are found: a file of another kind is not served."""
+"""Types of the assets; other files are not served."""
 MOST_COMPARED = 12
-"""Runs in one picture; more than that nobody tells apart."""
+"""Runs in one picture; nobody can tell more apart."""
 SHUTDOWN_S = 2.0
 METHODS = ("GET", "HEAD")
 
@@ -249,7 +238,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Refused(Exception):
-    """A request that gets an error, in words."""
+    """A request that gets an error message."""
 
     def __init__(self, status: HTTPStatus, words: str) -> None:
         super().__init__(words)
@@ -266,7 +255,7 @@ class Server:
         self._assets = _assets()
 
     async def start(self, listening: socket.socket) -> None:
-        """`listening`: a socket that is bound already."""
+        """`listening`: a bound socket."""
         self._door = Door(self._token, listening.getsockname()[1])
         app = web.Application(middlewares=[self._guarded], client_max_size=0)
         app.router.add_get("/", self._index)
@@ -278,7 +267,7 @@ class Server:
             app.router.add_get(f"/api/runs/{{run}}{path}", self._answering(partial(_within, answer)))
         for path, answer in OF_THE_JOURNAL.items():
             app.router.add_get(f"/api/runs/{{run}}{path}", self._answering(answer))
-        quiet = server_log("freewheel.dashboard.http")  # no log has the token
+        quiet = server_log("freewheel.dashboard.http")  # no access log, because it would contain the token
         self._runner = web.AppRunner(app, access_log=None, logger=quiet, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
         await web.SockSite(self._runner, listening).start()
@@ -299,7 +288,7 @@ class Server:
             response = _json({"error": error.reason}, status=error.status)
         except ConnectionError:
             raise
-        except Exception as error:  # of one reply; the server is there for the others
+        except Exception as error:  # only this reply fails; the server continues
             log.exception("%s could not be answered", request.path)
             words = f"{type(error).__name__}: {error}"
             response = _json({"error": words}, status=HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -311,7 +300,7 @@ class Server:
         if request.method not in METHODS:
             raise Refused(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} is not taken: there is nothing to change")
         if request.path == "/" and self._door.knows(request.query.get("token")):
-            # Lax: a browser that comes from a link on another site would not send a stricter one to where it is led.
+            # Lax: a browser that follows a link from another site does not send a stricter cookie.
             response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
             response.set_cookie(self._door.cookie, self._token, httponly=True, samesite="Lax", path="/")
             return response
@@ -337,11 +326,11 @@ class Server:
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     async def _all_runs(self, request: web.Request) -> web.StreamResponse:
-        """Those that are live first: the page opens the first one."""
+        """Return all runs, live ones first: the page opens the first one."""
 
         def found() -> list[dict[str, Any]]:
             views = self._runs.all()
-            if len(views) > 1:  # their metrics are read when somebody opens them
+            if len(views) > 1:  # their metrics are read when they are opened
                 return sorted(map(_named, views), key=lambda one: one["state"] != "live")
             return [_within(pages.headline, view) for view in views]
 
@@ -439,7 +428,7 @@ OF_THE_JOURNAL: dict[str, Answer] = {
     "/ledger": lambda view, request: panels.ledger(view.folder),
     r"/prompts/{ordinal:\d{1,15}}": _prompt,
 }
-"""These need nothing that `RunView.reading` guards: an audit takes its time, and the other views do not wait for it."""
+"""Requests that need no lock of `RunView.reading`: an audit takes long, and other views do not wait for it."""
 
 
 def _kind(request: web.Request) -> str:
@@ -463,7 +452,7 @@ def _number(request: web.Request, name: str) -> float | None:
 
 
 def _assets() -> dict[str, tuple[str, bytes]]:
-    """All of the page, by the names in addresses. What is not in here is not served, whatever an address says."""
+    """Return all files of the page by name. Nothing else is served, whatever the address."""
     files = (path for path in STATIC.rglob("*") if path.suffix in TYPES)
     return {path.relative_to(STATIC).as_posix(): (TYPES[path.suffix], path.read_bytes()) for path in files}
 

@@ -1,10 +1,10 @@
-"""`Timeline`: what each part did and waited for, and what became of each group, from the files in `trace/`.
+"""The timeline of a run: what each component did and waited for, and what became of each group.
 
-    trace/*.jsonl ─ Folder ─▶ bars (part, name, from, to) ─ window(from, to) ─▶ lanes that fit on a screen
+    trace/*.jsonl ─ Folder ─▶ bars (component, name, from, to) ─ window(from, to) ─▶ lanes that fit on a screen
 
-Spans of a part that are closer together than a pixel are sent as one bar that says how many it is; groups are sent one
-by one, as many as fit. Of more than fits into memory the older half is left out, over all files at the same time of the
-run, and `window` says from when on it is whole. The events are those of `freewheel.observe.trace`.
+Spans closer together than a pixel become one bar with a count. Groups are sent one by one, as many as fit. If the trace
+does not fit into memory, the older half is dropped, up to the same time in all files, and `window` says from when on it
+is complete.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from freewheel.observe.run_folder import TRACE
 from freewheel.observe.trace import MAIN
 
 US = 1e6
-"""Times in a trace are in microseconds."""
+"""Trace times are in microseconds."""
 PIXELS = 1200
-"""That a lane is thought to have."""
+"""Assumed width of a lane."""
 MOST_KEPT = 1_000_000
-"""Spans and phases in memory, of all components together: some 400 MB, and what about 270 MB of trace hold."""
+"""Spans and phases in memory: about 400 MB, and about 270 MB of trace."""
 MOST_GROUPS = 80
-"""Rows of groups that are shown at a time: about three screens."""
+"""Rows of groups at a time: about three screens."""
 PHASES = ("generate", "response", "score", "store", "ready", "train")
-"""Of a group, in the order of its life. `ready` (stored, not yet taken) is what lies between two others."""
+"""Phases of a group in order. `ready` (stored, not yet taken) lies between two others."""
 
 
 class _Args(msgspec.Struct, gc=False):
-    """Of an event, what is shown of it."""
+    """The arguments of an event that are shown."""
 
     step: int | None = None
     version: int | None = None
@@ -58,13 +58,13 @@ class _Event(msgspec.Struct, gc=False):
 
 
 class Bar(msgspec.Struct, gc=False, omit_defaults=True):
-    """A stretch of time, in seconds since the trace begins."""
+    """A stretch of time, in seconds since the trace starts."""
 
     name: str
     start_s: float
     end_s: float
     count: int = 1
-    """Bars that were too close together to tell apart."""
+    """Number of bars that were too close together to tell apart."""
     about: _Args | None = None
 
 
@@ -73,17 +73,17 @@ Phase = tuple[str, str, float, float, _Args | None]
 
 
 class _File:
-    """What one file of a trace holds. Phases of groups come as pairs, spans as they are."""
+    """The content of one trace file. Phases of groups are pairs, spans are single events."""
 
     def __init__(self) -> None:
         self.spans: dict[tuple[str, str], list[Span]] = {}
         self.phases: dict[int, list[Phase]] = {}
         self._open: dict[tuple[Any, ...], _Event] = {}
         self.first_us = np.inf
-        """Of all that it had, what is no longer kept included."""
+        """Start of everything it had, including dropped events."""
         self.last_us = 0.0
         self.kept = 0
-        """Spans and phases."""
+        """Number of spans and phases."""
 
     def take(self, lines: Iterable[bytes], kept_from_us: float) -> None:
         for line in lines:
@@ -108,7 +108,7 @@ class _File:
                 self.phases.setdefault(event.id, []).append(phase)
 
     def _began(self, event: _Event) -> _Event | None:
-        """Of the end of a pair, its beginning; a beginning waits for its end."""
+        """Return the start of a pair for its end; a start waits for its end."""
         key = (event.pid, event.id, event.name)
         if event.ph == "e":
             return self._open.pop(key, None)
@@ -121,7 +121,7 @@ class _File:
         yield from (phase[3] for phases in self.phases.values() for phase in phases)
 
     def keep_from(self, time_us: float) -> None:
-        """Forgets what ended before."""
+        """Drop what ended before."""
         spans = {lane: [bar for bar in bars if bar[1] >= time_us] for lane, bars in self.spans.items()}
         phases = {group: [one for one in life if one[3] >= time_us] for group, life in self.phases.items()}
         self.spans = {lane: bars for lane, bars in spans.items() if bars}
@@ -131,7 +131,7 @@ class _File:
 
 
 class Timeline:
-    """All that was traced of a run, kept up with its files."""
+    """The whole trace of a run, kept up with its files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = Folder(folder / TRACE)
@@ -163,14 +163,14 @@ class Timeline:
 
     @property
     def extent(self) -> tuple[float, float] | None:
-        """Of the wall clock, in seconds."""
+        """Return first and last wall-clock second."""
         files = [file for file in self._files.values() if np.isfinite(file.first_us)]
         if not files:
             return None
         return min(file.first_us for file in files) / US, max(file.last_us for file in files) / US
 
     def window(self, from_s: float | None = None, to_s: float | None = None) -> dict[str, Any]:
-        """What happened between two times since the beginning; all of it without them."""
+        """Return what happened between two times since the start; without them, everything."""
         extent = self.extent
         if extent is None:
             return {"recorded": False, "folder_exists": self._folder.exists}
@@ -217,16 +217,16 @@ class Timeline:
         found = []
         for ordinal, phases in by_group.items():
             first, last = min(one[2] for one in phases) / US - begin, max(one[3] for one in phases) / US - begin
-            if last > start + (stop - start) / PIXELS and first <= stop:  # one that ended before would be a dash
+            if last > start + (stop - start) / PIXELS and first <= stop:  # one that ended before would be an empty bar
                 found.append((first, ordinal, phases))
         found.sort(key=lambda one: one[:2])
-        every = -(-len(found) // MOST_GROUPS) or 1  # of too many, some from all over the window
+        every = -(-len(found) // MOST_GROUPS) or 1  # if there are too many, pick some from all over the window
         shown = [{"ordinal": ordinal, "bars": list(_life(phases, begin))} for _, ordinal, phases in found[::every]]
         return shown, len(found)
 
 
 def merge(name: str, bars: np.ndarray[Any, Any], closest_s: float) -> list[Bar]:
-    """Bars (from, to), ascending, with neighbours made one that are less than `closest_s` apart."""
+    """Merge neighbouring bars (from, to), ascending, that are less than `closest_s` apart."""
     if not len(bars):
         return []
     starts, ends = bars[:, 0], np.maximum.accumulate(bars[:, 1])
@@ -240,7 +240,7 @@ def merge(name: str, bars: np.ndarray[Any, Any], closest_s: float) -> list[Bar]:
 
 
 def _life(phases: list[Phase], begin: float) -> Iterator[Bar]:
-    """A group's phases in the order of time, with the wait between stored and taken among them."""
+    """Yield a group's phases in time order, with the wait between stored and taken."""
     ordered = sorted(phases, key=lambda one: one[2])
     stored = max((one[3] for one in ordered if one[1] == "store"), default=None)
     taken = min((one[2] for one in ordered if one[1] == "train"), default=None)
@@ -251,7 +251,7 @@ def _life(phases: list[Phase], begin: float) -> Iterator[Bar]:
 
 
 def _lane_order(lane: tuple[tuple[str, str], Any]) -> tuple[bool, str, bool, str]:
-    """The trainer first, then the others; of a part, work before waiting."""
+    """Sort key: the trainer first, then the others; within a component, work before waiting."""
     (part, name), _ = lane
     return part != "trainer", part, name.startswith("wait_"), name
 

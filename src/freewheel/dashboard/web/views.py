@@ -1,25 +1,14 @@
-"""`thin`: which points of a curve to send, so that it looks as if all had been sent.
+"""The data of each view of the page: a `RunView` in, plain values for JSON out.
 
-A curve of 100,000 points on a screen of 1,500 columns is a line for each column from the lowest to the highest value in
-it. So each bucket of neighbours keeps its lowest and its highest point, in their order, and a spike of a single step
-stays where it was. Pure.
+    overview ─▶ everything of the first view, with a cursor      changes(cursor) ─▶ what is new, or None: reload
+    judge, weights, ledger, prompt, compare ─▶ the other views
 
-Does it learn? One sentence from two curves, and never a larger claim than they carry. Pure.
+`overview`, `changes`, `judge` and `weights` are called within `RunView.reading`; `compare` locks one run after the
+other; `ledger` and `prompt` read the journal and lock nothing. Pure apart from that.
 
-What held a run up that is over: its own word for it, the same that `freewheel train` says at the end.
-
-A run that was killed had none: then it follows, by the same rule, from what was recorded until then. Pure.
-
-What the page shows first, and what changes on it: a run's `RunView` in, plain values for JSON out. Pure.
-
-    overview ─▶ everything of the first view, with a cursor      changes(cursor) ─▶ what came since, or None: begin anew
-
-Each function is called within `RunView.reading`.
-
-The other views, each from what its files say: judge, weights, ledger, comparison. Plain values for JSON.
-
-`judge` and `weights` are called within `RunView.reading`; `compare` holds one run after the other; `ledger` and
-`prompt` read the journal, and hold none.
+`thin` selects the points of a curve that a screen can show. `learning` says whether a run learns, and never more than
+the curves support. `closing` returns the bottleneck of a finished run: its own last verdict, or for a killed run the
+same rule applied to its records.
 """
 
 from __future__ import annotations
@@ -32,13 +21,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from freewheel.dashboard.web.runs import RunView, Settings, flat, missing
+from freewheel.dashboard.web.runs import RunView, Settings, describe_gaps, flat
 from freewheel.errors import ConfigError
 from freewheel.inspect.metrics import (
     Columns,
     JudgeNumbers,
     Numbers,
-    Recorded,
+    RecordedMetrics,
     Rewards,
     Statistics,
     mean_over_time,
@@ -53,12 +42,12 @@ from freewheel.runtime.bottleneck import Setting, Watching, stopped
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
 MOST_POINTS = 1500
-"""Of a curve: about as many as a wide screen has columns for it."""
+"""Points per curve: about the columns of a wide screen."""
 
 
 def thin(values: Numbers, most: int = MOST_POINTS) -> Places:
-    """Places of the points to keep, ascending: at most `most`, all of them finite; the first, the last, the lowest and
-    the highest are among them."""
+    """Return positions of the points to keep, ascending: at most `most`, all finite, including the first, last, lowest
+    and highest. Each bucket of neighbours keeps its lowest and highest point, so a spike of one step stays visible."""
     assert most >= 4
     finite = np.flatnonzero(np.isfinite(values))
     count = len(finite)
@@ -76,7 +65,7 @@ def thin(values: Numbers, most: int = MOST_POINTS) -> Places:
 
 
 def curve(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> dict[str, list[float | None]]:
-    """A curve as it is sent."""
+    """Return a curve as it is sent."""
     kept = thin(y, most)
     return {"x": plain(x[kept]), "y": plain(y[kept])}
 
@@ -84,11 +73,11 @@ def curve(x: Numbers, y: Numbers, most: int = MOST_POINTS) -> dict[str, list[flo
 Trend = Literal["up", "flat", "down", "unknown"]
 
 SURE = 2.0
-"""Standard errors by which two means must differ before one is called higher: 19 times of 20 it is."""
+"""Standard errors by which two means must differ before one counts as higher: correct 19 times out of 20."""
 FEWEST_STEPS = 10
-"""Steps before a curve of training rewards is said to go anywhere."""
+"""Steps before a curve of training rewards counts as a trend."""
 END_SHARE = 0.1
-"""Of a curve, what is averaged at either end of it."""
+"""Share of a curve that is averaged at either end."""
 
 
 class Learning(NamedTuple):
@@ -97,7 +86,7 @@ class Learning(NamedTuple):
 
 
 def learning(*, steps: Numbers, rewards: Numbers, eval_steps: Numbers, held_out: Numbers, errors: Numbers) -> Learning:
-    """By held-out rewards where there are two of them, else by the rewards of training."""
+    """Judge by held-out rewards if there are two, else by training rewards."""
     known = np.flatnonzero(np.isfinite(held_out))
     if len(known) >= 2:
         return _compared(
@@ -136,10 +125,10 @@ def _or_zero(value: float) -> float:
     return float(value) if math.isfinite(value) else 0.0
 
 
-def closing(recorded: Recorded, settings: Settings) -> str:
-    """Empty where nothing was measured."""
+def closing(recorded: RecordedMetrics, settings: Settings) -> str:
+    """Return the closing verdict; empty if nothing was measured."""
     pulse, rows = recorded.last_pulse, recorded.latest_statistics
-    if not rows or (pulse is not None and pulse.last):  # before the first statistics a pulse is of the whole run
+    if not rows or (pulse is not None and pulse.last):  # before the first statistics a pulse covers the whole run
         return pulse.verdict if pulse is not None else ""
     replicas = [name for name in (pulse.waits if pulse is not None else ()) if name.startswith("rollouter")]
     last, judge = rows[-1], rows[-1].rollouter.rewards.judge
@@ -154,7 +143,7 @@ def closing(recorded: Recorded, settings: Settings) -> str:
 
 
 def _components(row: Statistics, replicas: list[str]) -> dict[str, dict[str, Any]]:
-    """By name; statistics have the replicas together, so that each is as all of them are."""
+    """Return the spans by component. Statistics combine the replicas, so each gets the shared values."""
     made = row.rollouter
     rollouter: dict[str, Any] = {"spans": made.spans}
     if made.running is not None and made.slots is not None:
@@ -173,9 +162,9 @@ def _setting(settings: Settings) -> Setting:
 
 
 MOST_CHANGES = 2000
-"""Rows of a kind that are told one by one; who missed more fetches the whole, which is thinned."""
+"""Rows of a kind that are sent one by one. A client that missed more fetches everything, thinned."""
 RATE_STEPS = 50
-"""Steps by which the time to the end is judged."""
+"""Steps from which the remaining time is estimated."""
 STATE_WORDS = {
     "live": "running",
     "finished": "finished",
@@ -186,7 +175,7 @@ STATE_WORDS = {
 
 
 def headline(view: RunView) -> dict[str, Any]:
-    """A run in a list."""
+    """Return a run as an entry of a list."""
     recorded, settings = view.recorded, view.settings
     state = view.state
     return {
@@ -227,17 +216,17 @@ def overview(view: RunView) -> dict[str, Any]:
 
 
 def cursor(view: RunView) -> str:
-    """How far somebody has been told."""
+    """Return how much a client has received."""
     return ".".join(map(str, (_generation(view), *view.recorded.marks)))
 
 
 def _generation(view: RunView) -> int:
-    """Moves when what was told no longer holds, other settings included."""
+    """Return a number that increases when earlier data no longer holds, also because of other settings."""
     return view.recorded.generation + view.settings.changes
 
 
 def changes(view: RunView, told: str) -> dict[str, Any] | None:
-    """What came after a cursor. None: what was told no longer holds, or is too far back."""
+    """Return what is new since a cursor. None: earlier data no longer holds, or the cursor is too old."""
     recorded = view.recorded
     try:
         generation, steps, evals, pulses, statistics, syncs, events = map(int, told.split("."))
@@ -263,7 +252,7 @@ def changes(view: RunView, told: str) -> dict[str, Any] | None:
 
 
 def now(view: RunView) -> dict[str, Any]:
-    """The run at this moment, in numbers and in words."""
+    """Describe the run at this moment, in numbers and words."""
     recorded = view.recorded
     pulse, statistics = recorded.last_pulse, recorded.last_statistics
     queue = statistics.queue if statistics is not None else None
@@ -275,7 +264,7 @@ def now(view: RunView) -> dict[str, Any]:
         errors=recorded.evals["eval/reward_se"],
     )
     state, step = view.state, view.step
-    gone = missing(recorded, step, view.unread) if state in ("live", "finished", "ended") else []
+    gone = describe_gaps(recorded, step, view.unread) if state in ("live", "finished", "ended") else []
     if gone and not 0 < step < FEWEST_STEPS and found.trend == "unknown":
         found = Learning("unknown", "Whether it learns cannot be said: the rows that would tell are not there")
     newest = pulse is not None and (statistics is None or pulse.time >= statistics.time)
@@ -316,7 +305,7 @@ def now(view: RunView) -> dict[str, Any]:
 
 
 def _verdict(view: RunView) -> str:
-    """Of a run that goes on what holds it up lately, of one that is over what held it up."""
+    """Return the recent bottleneck of a live run, and the overall bottleneck of a finished one."""
     if view.state != "live":
         return closing(view.recorded, view.settings)
     pulse = view.recorded.last_pulse
@@ -324,7 +313,7 @@ def _verdict(view: RunView) -> str:
 
 
 def ages(view: RunView) -> dict[str, Any]:
-    """How old the samples of the last steps were when they were trained on: groups by lag in versions."""
+    """Return the ages of the last steps' samples: groups by lag in versions."""
     found = view.recorded.ages
     longest = max((len(counts) for _, counts in found), default=0)
     total = [0] * longest
@@ -335,14 +324,14 @@ def ages(view: RunView) -> dict[str, Any]:
 
 
 def series(view: RunView, name: str, kind: str, low: float | None, high: float | None) -> dict[str, Any] | None:
-    """One metric, whole or between two steps, and thinned to what a screen can show."""
+    """Return one metric, whole or between two steps, thinned to what a screen can show."""
     columns = view.metric(name, kind)
     if columns is None:
         return None
     steps = columns["step"]
     first = 0 if low is None else int(np.searchsorted(steps, low))
     last = len(steps) if high is None else int(np.searchsorted(steps, high, side="right"))
-    part = slice(max(0, first - 1), last + 1)  # and a neighbour on either side, so that the line goes on to the edge
+    part = slice(max(0, first - 1), last + 1)  # plus one neighbour on either side, so that the line reaches the edge
     kept = thin(columns[name][part])
     return {
         "name": name,
@@ -352,7 +341,7 @@ def series(view: RunView, name: str, kind: str, low: float | None, high: float |
     }
 
 
-def _metrics(recorded: Recorded) -> dict[str, list[str]]:
+def _metrics(recorded: RecordedMetrics) -> dict[str, list[str]]:
     return {kind: recorded.metric_names(kind) for kind in ("step", "eval")}
 
 
@@ -361,8 +350,8 @@ def _curves(columns: Columns, x: str) -> dict[str, Any]:
     return {name: found for name in names if (found := curve(columns[x], columns[name]))["x"]}
 
 
-def _pulses(recorded: Recorded) -> dict[str, Any]:
-    """Over the time since the start; where there are no pulses, what the statistics have of them."""
+def _pulses(recorded: RecordedMetrics) -> dict[str, Any]:
+    """Return curves over the time since the start; without pulses, from the statistics."""
     if recorded.pulses.rows:
         return _curves(recorded.pulses, "elapsed_s")
     statistics = recorded.statistics
@@ -373,14 +362,14 @@ def _pulses(recorded: Recorded) -> dict[str, Any]:
     return {name: one for name, one in found.items() if one["x"]}
 
 
-def _waits(recorded: Recorded) -> dict[str, dict[str, float]]:
-    """Shares of the last pulses, by part."""
+def _waits(recorded: RecordedMetrics) -> dict[str, dict[str, float]]:
+    """Return wait shares of the last pulses, by component."""
     parts = dict.fromkeys(part for waits in recorded.waits for part in waits)
     found = {part: means([waits.get(part, {}) for waits in recorded.waits]) for part in parts}
     return {part: {name: round(share, 4) for name, share in spans.items()} for part, spans in found.items()}
 
 
-def _elapsed_s(recorded: Recorded) -> float | None:
+def _elapsed_s(recorded: RecordedMetrics) -> float | None:
     if recorded.first_time is None or recorded.last_time is None:
         return None
     return round(recorded.last_time - recorded.first_time, 3)
@@ -401,15 +390,15 @@ def _last(values: Numbers, at_s: Numbers) -> float | None:
 
 
 MOST_DIFFERENCES = 60
-"""Settings in which compared runs differ that are told."""
+"""Most differing settings that are shown."""
 OWN_SETTINGS = ("run_dir",)
 """Settings in which any two runs differ."""
 ON_ITS_WAY = 1
-"""Versions that an engine may lag in any mode: the newest is being brought to it."""
+"""Versions that an engine may lag in any mode, because the newest is on its way."""
 
 
 def judge(view: RunView) -> dict[str, Any]:
-    """What scoring did and what it costs."""
+    """Return what scoring did and what it costs."""
     statistics, last = view.recorded.statistics, view.recorded.last_statistics
     rewards = last.rollouter.rewards if last is not None else None
     elapsed = statistics["elapsed_s"]
@@ -456,7 +445,7 @@ def _judge(numbers: JudgeNumbers, *, live: bool) -> dict[str, Any]:
 
 
 def _state(end: EndpointStats, *, live: bool) -> str:
-    """Why nothing but a try is sent to an endpoint; empty while it is up."""
+    """Return why an endpoint only gets probes; empty if it is up."""
     if end.halted or end.up:
         return end.halted
     if not live:
@@ -466,7 +455,7 @@ def _state(end: EndpointStats, *, live: bool) -> str:
 
 
 def _down(states: Sequence[str], waiting: int, *, live: bool) -> str:
-    """Where no endpoint is up: why, and how many requests wait for that."""
+    """If no endpoint is up, say why, and how many requests wait."""
     if not states or not all(states):
         return ""
     gives, wait = ("gives", "wait") if live else ("gave", "waited")
@@ -474,7 +463,7 @@ def _down(states: Sequence[str], waiting: int, *, live: bool) -> str:
 
 
 def weights(view: RunView) -> dict[str, Any]:
-    """Weight versions on their way to the engines, the newest first."""
+    """Return the weight versions on their way to the engines, newest first."""
     recorded, last = view.recorded, view.recorded.last_statistics
     return {
         "recorded": bool(recorded.syncs_seen),
@@ -488,14 +477,14 @@ def weights(view: RunView) -> dict[str, Any]:
 
 
 def _allowed(settings: Settings) -> int | None:
-    """Versions that an engine may be behind the trainer: as far as samples may, one that is on its way included. None
-    where the settings do not say."""
+    """Return how many versions an engine may lag behind the trainer: as many as samples may. None if the settings do
+    not say."""
     threshold = settings.staleness_threshold
     return None if threshold is None else max(ON_ITS_WAY, threshold)
 
 
 def _engines(last: Statistics, allowed: int | None) -> list[dict[str, Any]]:
-    """Each with its version, held against the trainer's of the same moment."""
+    """Return each engine with its version, compared with the trainer's at the same moment."""
     now = last.queue.version
     return [
         {
@@ -509,14 +498,14 @@ def _engines(last: Statistics, allowed: int | None) -> list[dict[str, Any]]:
 
 
 def _behind(lag: float, allowed: int | None) -> int | None:
-    """Versions, where they are too many; None where that cannot be said."""
+    """Return the excess lag in versions; None if it is unknown."""
     if allowed is None or math.isnan(lag):
         return None
     return int(lag) if lag > allowed else 0
 
 
 def ledger(folder: Path) -> dict[str, Any]:
-    """As `freewheel inspect RUN` has it; the words of its error where it has none."""
+    """Return the report of `freewheel inspect RUN`, or its error message."""
     from freewheel.inspect.run import find_run, inspect
 
     try:
@@ -526,7 +515,7 @@ def ledger(folder: Path) -> dict[str, Any]:
 
 
 def prompt(folder: Path, ordinal: int) -> dict[str, Any]:
-    """As `freewheel inspect RUN --group N` has it."""
+    """Return the result of `freewheel inspect RUN --group N`, or its error message."""
     from freewheel.inspect.prompt import follow
     from freewheel.inspect.run import find_run
     from freewheel.queue.journal import JournalError
@@ -538,7 +527,7 @@ def prompt(folder: Path, ordinal: int) -> dict[str, Any]:
 
 
 def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
-    """One metric of several runs, how each did, and which settings they do not share."""
+    """Return one metric of several runs, their results, and the settings that differ."""
     rows, names, settings = [], dict[str, None](), []
     for view in views:
         with view.reading():
@@ -561,7 +550,7 @@ def compare(views: Sequence[RunView], metric: str, kind: str) -> dict[str, Any]:
 
 
 def differing(settings: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
-    """Keys whose values are not the same in all."""
+    """Return the keys whose values differ."""
     keys = dict.fromkeys(key for one in settings for key in one if key not in OWN_SETTINGS)
     found = [{"key": key, "values": [one.get(key, "") for one in settings]} for key in keys]
     return [one for one in found if len(set(one["values"])) > 1][:MOST_DIFFERENCES]
