@@ -42,7 +42,7 @@ from common import (
     write_json,
 )
 from freewheel.observe.recorder import read_metrics
-from freewheel.plan.calibration import Recorded, beside, read, scene_of
+from freewheel.plan.calibration import RecordedRun, beside, read, scene_of
 from freewheel.plan.planner import ending, settings_of
 from freewheel.plan.scene import Beside, Generation, Lognormal, Measured, Outcome, Scene, Scores, Training, Uniform
 from freewheel.plan.simulation import simulate
@@ -94,7 +94,7 @@ def measure_lives() -> dict[str, float]:
 # -- how well it predicts ---------------------------------------------------------------------------------------------
 
 
-def generated(scene: str, recorded: Recorded) -> Measured | None:
+def generated(scene: str, recorded: RecordedRun) -> Measured | None:
     """What the engine made, where the pipeline sees less of it."""
     import async_scenes
 
@@ -135,7 +135,7 @@ class Measurements:
 
         return async_vs_sync.settings(scene, mode, seed, self._folder, self._steps)
 
-    def recorded(self, scene: str, mode: str, seed: int) -> Recorded:
+    def recorded(self, scene: str, mode: str, seed: int) -> RecordedRun:
         config = self.config(scene, mode, seed)
         return read(
             Path(config.run_dir),

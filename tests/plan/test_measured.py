@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.plan.calibration import MeasuredCluster, Recorded, RunSettings, beside, decode_step, read, scene_of
+from freewheel.plan.calibration import MeasuredCluster, RecordedRun, RunSettings, beside, decode_step, read, scene_of
 from freewheel.plan.scene import Beside, Generation, HandOver, Measured, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
 
@@ -152,10 +152,10 @@ def test_steps_that_took_no_time_are_refused(tmp_path):
         read(tmp_path, n=4, groups_per_step=8)
 
 
-def recorded_of(one, outcome) -> Recorded:
+def recorded_of(one, outcome) -> RecordedRun:
     """What a run with this outcome would have written down."""
     tokens = one.bounds.groups_per_step * one.n * one.lengths.mean
-    return Recorded(
+    return RecordedRun(
         steps=outcome.steps,
         step_s=outcome.step_s,
         train_s=(outcome.waits["trainer"]["train"] * outcome.step_s,) * outcome.steps,

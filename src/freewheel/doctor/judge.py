@@ -1,9 +1,8 @@
-"""Whether a judge can be asked: one cheap call to each of its endpoints, by the client that a run asks with.
+"""Checks that a judge answers: one cheap call to each endpoint, with the client that a run uses.
 
-    JudgeConfig ─▶ ChatClient.ask, once, no retry ─▶ Reply | Failure ─▶ judged: what is wrong, told apart by its kind
+    JudgeConfig ─▶ ChatClient.ask, once, no retry ─▶ Reply | Failure ─▶ Finding with a remedy for its kind
 
-A key that is refused, a model that is not there, a limit, an empty purse, a time-out, a page of HTML and a reply
-without a score want different remedies. Called by `freewheel doctor`; the call costs what one short judgement costs.
+Called by `freewheel doctor`. It costs one short judgement.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from freewheel.runtime.config import has_key
 from freewheel.utils.findings import Finding, ok, problem, warning
 
 CALL_S = 20.0
-"""A judge that has not answered by then is too slow to be told from one that is gone."""
+"""A judge that needs longer cannot be told from one that is down."""
 MODELS_S = 5.0
-"""For the list of models, after a name that is not known."""
+"""For the list of models, after an unknown model name."""
 NAMED = 5
-"""Models that are named of those that are there."""
+"""Existing models named in a message."""
 WHAT = "judge"
 QUESTION = JudgeRequest("4", prompt="What is 2 + 2?", reference="4")
 
@@ -46,11 +45,11 @@ FAULTS: dict[Kind, tuple[str, str]] = {
     Kind.GARBAGE: ("what answers there is no chat-completions server", "curl -v {url}"),
     Kind.REJECTED: ("it refuses the request", ""),
 }
-"""What each failure means, and what may be typed against it. The two kinds that ask for patience are no fault."""
+"""Meaning and remedy of each failure. The two kinds of 429 are not faults."""
 
 
 def of_run(settings: Mapping[str, Any] | None) -> tuple[JudgeConfig | None, list[Finding]]:
-    """The judge that `reward.judge` names, if it is on, and what is to be said where it is not."""
+    """Return the judge of `reward.judge` if it is on, and what to report otherwise."""
     from freewheel.rewards.config import as_config
 
     if settings is None:
@@ -65,7 +64,7 @@ def of_run(settings: Mapping[str, Any] | None) -> tuple[JudgeConfig | None, list
 
 
 def at_url(url: str, model: str, key_variable: str | None) -> JudgeConfig:
-    """A judge that is named on the command line."""
+    """Return a judge named on the command line."""
     if has_key(url):
         raise ConfigError("--judge", "<hidden>", "a command line shows in ps: no key in it; put it into OPENAI_API_KEY")
     settings: dict[str, Any] = {"endpoint": url, "model": model, "cache": False}
@@ -78,7 +77,7 @@ def at_url(url: str, model: str, key_variable: str | None) -> JudgeConfig:
 
 
 def ask(config: JudgeConfig, endpoint: Endpoint, *, model_key: str) -> list[Finding]:
-    """An endpoint of the judge's, once. `model_key`: by which setting or flag the model is named."""
+    """Ask an endpoint once. `model_key`: the setting or flag that names the model."""
     return [asyncio.run(_asked(config, endpoint, model_key))]
 
 
@@ -118,7 +117,7 @@ async def _models(client: ChatClient) -> list[str]:
 
 
 def judged_reply(config: JudgeConfig, reply: Reply, where: str, took_s: float) -> Finding:
-    """It answered; whether its answer is a score is for the rubric to say."""
+    """Check an answer: the rubric decides whether it is a score."""
     if reply.cut_off:
         detail = f"{where}: the reply was cut off, and such a reply is no score: raise max_tokens"
         return problem(WHAT, detail)
@@ -131,7 +130,7 @@ def judged_reply(config: JudgeConfig, reply: Reply, where: str, took_s: float) -
 
 
 def judged_failure(failure: Failure, where: str, words: Mapping[str, str], models: Sequence[str] = ()) -> Finding:
-    told = failure.detail.removeprefix(f"{words['url']}: ")  # `where` has it
+    told = failure.detail.removeprefix(f"{words['url']}: ")  # `where` names it
     if failure.kind not in FAULTS:
         after = "" if failure.retry_after_s is None else f", for {failure.retry_after_s:g} s"
         detail = f"{where}: key and address are right, and it asks for patience{after}: {told}"

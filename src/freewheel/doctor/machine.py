@@ -1,18 +1,12 @@
-"""What the operating system allows a run: open files, processes, memory, CPUs, threads; and whether its clock is right.
+"""Checks the machine: limits of the operating system, shared memory, disks, and GPUs.
 
-`read_host` reads it into `Host`; each judgement is a pure function of that and of what a run needs.
+Each check asks the operating system (thin, bounded in time), and a pure function judges the answer.
 
-Where a run keeps things: shared memory, and the disks of its folder and of Ray.
-
-    /dev/shm      weights on their way to engines, Ray's objects, vLLM's messages; what dead processes left there
-    run_dir       journal, checkpoints, records: room, kind of disk, how long it takes until something is safe
+    limits        open files, processes, memory, CPUs, threads, clock
+    /dev/shm      weights on their way to engines, Ray's objects, vLLM's messages; files that dead processes left
+    run_dir       journal, checkpoints, records: free space, kind of disk, time of an fsync
     Ray's folder  objects that do not fit into memory
-
-Asks the operating system; each judgement is a pure function of what it says.
-
-The GPUs of this machine by nvidia-smi: their driver, how much memory is free, and who has the rest.
-
-`read_driver` asks; `check_gpus` judges. Needs no torch: a driver that is stuck hangs a child, which has a limit.
+    GPUs          driver, free memory and its users, by nvidia-smi; a stuck driver only hangs a child with a time limit
 """
 
 from __future__ import annotations
@@ -34,23 +28,23 @@ from freewheel.runtime.placement import Machine
 from freewheel.utils.findings import GIB, MIB, Finding, State, count_of, ok, problem, shell_words, size, warning
 
 FILES_ASIDE = 512
-"""Open files of a process beside its connections: libraries, logs, Ray's sockets."""
+"""Open files of a process apart from connections: libraries, logs, Ray's sockets."""
 FILES_OF_RAY = 4096
-"""What Ray asks for before it warns by itself."""
+"""Ray warns below this."""
 RAISED_TO = 65536
 """Ray raises the limit of a run's processes to this, or as far as the user may."""
 PROCESSES_OF_A_RUN = 600
-"""Processes and threads of the smallest run: Ray's nine with their own, and its actors'."""
+"""Processes and threads of the smallest run: Ray's nine processes and the actors."""
 THREADS_OF_AN_ACTOR = 32
-"""Its process, Ray's and torch's threads in it, and its judge's."""
+"""Its process, threads of Ray and torch, and its judge."""
 MEMORY_OF_RAY = int(0.7 * GIB)
-"""Its processes without a run (measured, Ray 2.60)."""
+"""Ray's processes without a run (measured, Ray 2.60)."""
 MEMORY_OF_AN_ACTOR = int(0.4 * GIB)
 """With torch and transformers imported, before a model."""
 ACTORS = 4
-"""Of the smallest run: queue, synchronizer, trainer, one rollouter."""
+"""Actors of the smallest run: queue, synchronizer, trainer, one rollouter."""
 FIRST_YEAR = 2026
-"""Of freewheel's first release: a clock before it is wrong."""
+"""Year of freewheel's first release: an earlier clock is wrong."""
 YEAR_S = 365.25 * 86400
 SMALLER_RUN = "model.path=A_SMALLER_MODEL rollout.replicas=1"
 VARIABLE = "OMP_NUM_THREADS"
@@ -58,30 +52,30 @@ VARIABLE = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """This machine's limits, for this process."""
+    """This machine's limits for this process."""
 
     files: int
-    """Open files that a process may have; a very large number for no limit."""
+    """Open files that a process may have; a very large number means no limit."""
     files_at_most: int
-    """What the user may raise that to."""
+    """The limit to which the user may raise it."""
     processes: int
     """Processes and threads of the user, or of the container."""
     processes_now: int
     memory_free: int
-    """Bytes that can be had without swapping."""
+    """Bytes that are available without swapping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a run asks of a machine. The defaults are the smallest run's."""
+    """What a run needs of a machine. The defaults are those of the smallest run."""
 
     connections: int = 0
-    """To a judge or to servers, at once, by a process."""
+    """Simultaneous connections of a process to a judge or to servers."""
     actors: int = ACTORS
     memory_bytes: int = 0
-    """On the host, of models and what belongs to them."""
+    """Host memory of models and their optimizer state."""
     threads: int = 2
-    """That compute."""
+    """Threads that compute."""
 
 
 def read_host() -> Host:
@@ -109,7 +103,7 @@ def _read(path: str) -> str:
 
 
 def _cgroup_used() -> int:
-    """What the container has taken, less what it would give back at once: pages of files."""
+    """Return the container's used memory, without file cache that it would release."""
     used, back = _read("/sys/fs/cgroup/memory.current"), 0
     for line in _read("/sys/fs/cgroup/memory.stat").splitlines():
         name, _, value = line.partition(" ")
@@ -118,7 +112,7 @@ def _cgroup_used() -> int:
 
 
 def memory_free(meminfo: str, limit: str, used: int) -> int:
-    """Of the machine, and of the container where that has a limit."""
+    """Return the free memory of the machine, or of the container if it has a limit."""
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     machine = int(fields.get("MemAvailable", "0").split()[0]) * 1024
     return min(machine, max(0, int(limit) - used)) if limit.isdecimal() else machine
@@ -178,7 +172,7 @@ def check_threads(environ: Mapping[str, str]) -> Finding:
 
 
 def check_clock(wall_s: float | None = None) -> Finding:
-    """Certificates, ages of samples and the names of runs go by it."""
+    """Check the date: certificates, sample ages and run names depend on it."""
     wall_s = time.time() if wall_s is None else wall_s
     said = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(wall_s))
     if wall_s < (FIRST_YEAR - 1970) * YEAR_S:
@@ -187,7 +181,7 @@ def check_clock(wall_s: float | None = None) -> Finding:
 
 
 def check_limits(host: Host, machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """All of what a run needs of the machine."""
+    """Check everything that a run needs of the machine."""
     yield check_files(host, needs)
     yield check_processes(host, needs)
     yield check_memory(host, machine, needs)
@@ -200,37 +194,37 @@ def _limit(count: int) -> str:
 
 SHARED_MEMORY = Path("/dev/shm")
 SMALL_SHARED = 1 * GIB
-"""Containers have 64 MiB unless they are told otherwise: Ray then keeps its objects on a disk, and says so in a log."""
+"""Containers have 64 MiB by default. Ray then keeps its objects on a disk and only logs it."""
 OURS = "freewheel-weights-"
-"""How the files are named that take weights to vLLM, before their process's number (`freewheel.rollout.vllm`)."""
+"""Prefix of the files that carry weights to vLLM, followed by a process number (`freewheel.rollout.vllm`)."""
 PYTHONS = "psm_"
-"""The same for Python's shared memory, by which vLLM's processes talk."""
+"""Prefix of Python's shared memory, which vLLM's processes use."""
 OLD_S = 60.0
-"""A file that is younger may be between its making and its first use."""
+"""A younger file may not have been opened yet."""
 MUCH_LEFT = 64 * MIB
-"""From here on leftovers are worth a warning: it is all that many containers have."""
+"""Leftovers that are worth a warning: all that many containers have."""
 NAMED = 10
 """Leftovers that a command lists: the largest."""
 
 LITTLE_DISK = 1 * GIB
-"""Under it a run has no room for its records beside a checkpoint of any size."""
+"""With less space a run has no room for its records next to any checkpoint."""
 NO_DISK = 64 * MIB
 SLOW_SYNC_S = 0.05
-"""A step's commit, and each batch of scored groups, waits for the disk once. On a local one it takes some ms."""
+"""Each commit and each batch of scored groups waits for the disk once. A local disk takes a few ms."""
 SYNCS = 8
 SYNC_S = 2.0
-"""Longest time for all of them."""
+"""Longest time for the whole measurement."""
 SYNC_BYTES = 4096
 SKEW_S = 2.0
-"""Between this machine's clock and that of the disk. Freshness is told in seconds."""
+"""Difference between this machine's clock and the disk's. Sample ages are in seconds."""
 FULL = 0.95
-"""Of Ray's disk: from there on it stores nothing more."""
+"""Above this share of its disk Ray stores nothing more."""
 SOCKET = "ray/session_2026-01-31_23-59-59_999999_{process}/sockets/plasma_store"
-"""The longest path that Ray makes in its folder, the date and the process's number in it."""
+"""The longest path that Ray makes in its folder, with the date and the process number."""
 SOCKET_BYTES = 107
-"""Of a socket's path, at most: Linux has room for that, and Ray does not start with a longer one."""
+"""Longest socket path on Linux. Ray does not start with a longer one."""
 OF_A_NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "fuse.sshfs", "glusterfs", "ceph", "fuse.s3fs", "afs")
-"""Kinds of file systems on which SQLite's log and its locks are not to be relied on."""
+"""File systems on which SQLite's log and locks are unreliable."""
 
 
 # -- shared memory ----------------------------------------------------------------------------------------------------
@@ -245,7 +239,7 @@ class Leftover:
 
 
 def check_shared_memory(*, needed_bytes: int = 0, folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
-    """`needed_bytes`: what a run's weights take there on their way."""
+    """Check shared memory. `needed_bytes`: what a run's weights take there."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError as error:
@@ -282,7 +276,7 @@ def judge_leftovers(found: Sequence[Leftover]) -> Finding:
 
 
 def find_leftovers(folder: Path = SHARED_MEMORY, *, now_s: float | None = None) -> list[Leftover]:
-    """Of this user's files those that freewheel or Python made, and no process that can be seen has open or mapped."""
+    """Return this user's files made by freewheel or Python that no visible process has open or mapped."""
     now_s = time.time() if now_s is None else now_s
     mine: dict[str, os.stat_result] = {}
     for path in (*folder.glob(f"{OURS}*"), *folder.glob(f"{PYTHONS}*")):
@@ -299,7 +293,8 @@ def find_leftovers(folder: Path = SHARED_MEMORY, *, now_s: float | None = None) 
 
 
 def _owner_lives(path: str) -> bool:
-    """By the number in the name of one of ours. One without a number is not ours to judge."""
+    """Return whether the process in the name of one of our files is alive. True for a file without a number, which
+    cannot be judged."""
     name = Path(path).name
     if not name.startswith(OURS):
         return False
@@ -308,7 +303,7 @@ def _owner_lives(path: str) -> bool:
 
 
 def _in_use(folder: Path) -> set[str]:
-    """Paths under `folder` that a process of this machine has open or mapped, as far as we may look."""
+    """Return paths under `folder` that a process has open or mapped, as far as we may look."""
     found: set[str] = set()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -326,21 +321,21 @@ def _in_use(folder: Path) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a folder, as far as it was asked."""
+    """The disk of a folder."""
 
     folder: Path
-    """That is there: the run's own, or the nearest above it."""
+    """An existing folder: the run's own, or the nearest above it."""
     free_bytes: int
     kind: str = ""
-    """Of file system."""
+    """Kind of file system."""
     sync_s: float | None = None
-    """Until something small is safe, the median; None: not measured."""
+    """Median time of an fsync; None: not measured."""
     skew_s: float = 0.0
-    """Its clock against this machine's."""
+    """Its clock minus this machine's."""
 
 
 def check_run_folder(run_dir: str, *, needed_bytes: int = 0, timed: bool = True) -> Iterator[Finding]:
-    """Where the run will be. `needed_bytes`: of its checkpoints. `timed`: also how long it takes to be safe there."""
+    """Check the run directory. `needed_bytes`: for its checkpoints. `timed`: also measure an fsync."""
     folder = nearest_folder(Path(run_dir))
     try:
         with _open_unnamed(folder) as descriptor:
@@ -376,20 +371,20 @@ def judge_disk(disk: Disk, needed: int = 0) -> Iterator[Finding]:
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the one above it that is there."""
+    """Return the folder, or the nearest existing one above it."""
     path = path.expanduser().absolute()
     return next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
 
 
 @contextlib.contextmanager
 def _open_unnamed(folder: Path) -> Iterator[int]:
-    """A file that nobody sees, and that is gone with its descriptor."""
+    """Open a file without a name, which disappears with its descriptor."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         yield file.fileno()
 
 
 def _time_sync(descriptor: int) -> tuple[float, float]:
-    """Seconds until something is safe, and the disk's clock against ours."""
+    """Return the seconds of an fsync, and the disk's clock minus ours."""
     took: list[float] = []
     until = time.monotonic() + SYNC_S
     while len(took) < SYNCS and (not took or time.monotonic() < until):
@@ -409,7 +404,7 @@ def _file_system_of(folder: Path) -> str:
 
 
 def find_file_system(folder: Path, mounts: Iterable[str]) -> str:
-    """The file system of the last, longest mount point that `folder` is under."""
+    """Return the file system of the last, longest mount point above `folder`."""
     found: tuple[int, str] = (-1, "")
     for line in mounts:
         _, point, kind, *_ = [*line.split(), "", "", ""]
@@ -420,7 +415,7 @@ def find_file_system(folder: Path, mounts: Iterable[str]) -> str:
 
 
 def check_ray_folder(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Where Ray puts its sockets, its logs, and objects that do not fit into memory."""
+    """Check where Ray puts its sockets, its logs, and objects that do not fit into memory."""
     given = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp").expanduser()
     length = len(os.fsencode(given / SOCKET.format(process=os.getpid())))
     if length > SOCKET_BYTES:
@@ -447,14 +442,14 @@ def judge_ray_folder(folder: Path, total: int, free: int) -> Finding:
 
 
 SMI_S = 10.0
-"""A driver that is well answers in a second."""
+"""A healthy driver answers in a second."""
 DEVICE = Path("/dev/nvidia0")
 QUERY = "index,uuid,name,memory.total,memory.used,driver_version"
 APPS = "gpu_uuid,pid,used_memory,process_name"
 IN_USE_SHARE = 0.05
-"""Of a GPU's memory in use: less is the driver's own, more is somebody's work."""
+"""Share of a GPU's memory in use: less is the driver's own, more is somebody's work."""
 SMALLER_STEP = "trainer.micro_batch_tokens=8192 model.gradient_checkpointing=true"
-"""What makes a run smaller whose model stays as it is."""
+"""Settings that make a step smaller without changing the model."""
 
 _CUDA = re.compile(r"CUDA (?:UMD )?Version\s*:\s*(\d+)\.(\d+)")
 
@@ -466,7 +461,7 @@ class GpuProcess:
     process: int
     name: str
     n_bytes: int
-    """0 where the driver does not tell."""
+    """0 if the driver does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,11 +477,11 @@ class GpuCard:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDriver:
-    """What nvidia-smi tells. Without GPUs all is empty."""
+    """What nvidia-smi reports. Empty without GPUs."""
 
     release: str = ""
     cuda: tuple[int, int] | None = None
-    """The highest that it can run."""
+    """The highest CUDA version that it supports."""
     gpus: tuple[GpuCard, ...] = ()
     why: str = ""
     """Why nothing is known although there may be a GPU."""
@@ -505,7 +500,7 @@ def read_driver() -> GpuDriver:
 
 
 def _run_smi(program: str, *arguments: str) -> tuple[str, str]:
-    """What it prints, or why it does not."""
+    """Return its output, or why there is none."""
     try:
         done = subprocess.run(
             [program, *arguments], capture_output=True, text=True, timeout=SMI_S, check=False, errors="replace"
@@ -520,7 +515,7 @@ def _run_smi(program: str, *arguments: str) -> tuple[str, str]:
 
 
 def parse_driver(table: str, apps: str, banner: str) -> GpuDriver:
-    """nvidia-smi's three answers as one."""
+    """Combine nvidia-smi's three answers."""
     holders: dict[str, list[GpuProcess]] = {}
     for uuid, process, used, name in _parse_csv(apps, APPS):
         if process.isdecimal():
@@ -540,7 +535,7 @@ def parse_driver(table: str, apps: str, banner: str) -> GpuDriver:
 def _parse_csv(text: str, columns: str) -> Iterator[list[str]]:
     width = len(columns.split(","))
     for line in text.splitlines():
-        cells = [cell.strip() for cell in line.split(",", width - 1)]  # only the last, a command, may have commas
+        cells = [cell.strip() for cell in line.split(",", width - 1)]  # only the last field may contain commas
         if len(cells) == width:
             yield cells
 
@@ -548,7 +543,7 @@ def _parse_csv(text: str, columns: str) -> Iterator[list[str]]:
 def check_gpus(
     driver: GpuDriver, environ: Mapping[str, str] = os.environ, *, needed_bytes: int = 0
 ) -> Iterator[Finding]:
-    """Each GPU, and who is on it. `needed_bytes`: what a run wants of one."""
+    """Check each GPU and its users. `needed_bytes`: what a run needs of one."""
     if driver.why:
         yield problem("GPU", driver.why, "nvidia-smi")
         return
@@ -566,7 +561,7 @@ def check_gpus(
 
 
 def _check_card(card: GpuCard, needed: int, *, too_large: bool) -> Finding:
-    """`too_large`: the run fits on no GPU here, even where it is alone there."""
+    """Check one GPU. `too_large`: the run fits on no GPU here, even with nothing else on it."""
     what, left = f"GPU {card.index}", card.total_bytes - card.used_bytes
     said = f"{card.name}, {size(left)} of {size(card.total_bytes)} free"
     if needed > left:

@@ -1,19 +1,13 @@
-"""One run against this machine: what its configuration says, and what that asks of memory, disks and limits.
+"""Checks one run against this machine: its configuration, and what that needs of memory, disks and limits.
 
-    overrides ─▶ read: TrainConfig, Plan ─▶ Finding, …      what a run would refuse at its start
-    Plan ─▶ needs, weights_bytes, checkpoint_bytes ─▶ host and storage judge by them
-    TrainConfig ─▶ ports, begun: what is in the way of its ports, and of a run that goes on
-    Plan ─▶ concerns: what `freewheel train --dry-run` lists
+    overrides ─▶ read_run: TrainConfig, Plan ─▶ Finding, …      what a run would refuse at its start
+    Plan ─▶ run_needs, weights_bytes, checkpoint_bytes ─▶ judged by `machine`
+    TrainConfig ─▶ check_ports, check_existing_run
+    Plan ─▶ find_concerns: what `freewheel train --dry-run` lists
 
-Needs no torch and no Ray; hydra merges the configuration.
-
-Every setting that `freewheel train` would refuse, not the first alone.
-
-    overrides, a file ─▶ read_config ─▶ a config
-         ▲                   └─ refused: told, and left out ─┐
-         └───────────────────────────────────────────────────┘
-
-What follows from that alone, a second word about the same key, is not told.
+Every setting that `freewheel train` would refuse is found, not only the first: a refused setting is reported, left out,
+and the rest is read again. A second message about the same key is suppressed. Needs no torch and no Ray; hydra merges
+the configuration.
 """
 
 from __future__ import annotations
@@ -41,24 +35,24 @@ if TYPE_CHECKING:
 WHAT = "configuration"
 MERGES = "hydra"
 GPU_S = 3 * machine.SMI_S
-"""nvidia-smi is asked three things."""
+"""nvidia-smi is asked three times."""
 FOLDERS_BESIDE = 2
 """`best/` and `final/`, each with a model's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a command line means here, as far as it could be read."""
+    """What a command line means, as far as it could be read."""
 
     config: TrainConfig | None = None
-    """Without what is refused."""
+    """Without the refused settings."""
     plan: Plan | None = None
-    """Only where nothing had to be left out: it would be of another run than the one that is meant."""
+    """None if a setting had to be left out: the plan would belong to another run."""
     findings: list[Finding] = field(default_factory=list)
 
 
 def read_run(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
-    """As `freewheel train` would, and further: everything that it would refuse is found, not the first alone."""
+    """Read a command line as `freewheel train` would, but find everything that it would refuse."""
     if find_spec(MERGES) is None:
         said = "it cannot be read without hydra-core, which merges settings"
         return Run(findings=[warning(WHAT, said, "pip install 'freewheel[train]'")])
@@ -81,7 +75,7 @@ def read_run(overrides: Sequence[str], config_path: str | None, config_name: str
 
 
 def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
-    """With everything against it; None where what it names is not there."""
+    """Return the plan and everything against it; None if something that it names does not exist."""
     from freewheel.runtime.config import held_out_file, step_in_memory
     from freewheel.runtime.placement import Machine, place
     from freewheel.runtime.preflight import refused
@@ -93,11 +87,11 @@ def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | Dat
         here = Machine.here()
         more = [*place(config, here).problems, *held_out_file(config), *step_in_memory(config, here.memory_bytes)]
         return None, [error, *refused(config), *more]
-    return plan, [error for error in plan.problems if error.key != RAY]  # which has a check of its own
+    return plan, [error for error in plan.problems if error.key != RAY]  # it has its own check
 
 
 def run_needs(plan: Plan | None) -> machine.Needs:
-    """Of the machine. None: of the smallest run. In a cluster the actors are wherever that has room."""
+    """Return what the run needs of the machine. None: the smallest run. In a cluster, actors run elsewhere."""
     if plan is None:
         return machine.Needs()
     at_once = max(judge_connections(plan), plan.slots if plan.config.rollout.urls else 0)
@@ -116,7 +110,7 @@ def run_needs(plan: Plan | None) -> machine.Needs:
 
 
 def judge_connections(plan: Plan) -> int:
-    """To a judge, at once, by the process that asks it; 0 without one."""
+    """Return the simultaneous judge connections of a process; 0 without a judge."""
     found, _ = judge.of_run(plan.config.reward.judge)
     if found is None:
         return 0
@@ -125,7 +119,7 @@ def judge_connections(plan: Plan) -> int:
 
 
 def gpu_bytes(plan: Plan | None) -> int:
-    """What it wants of one GPU, by the plan's estimate; 0 where it wants none here, or that is not known."""
+    """Return what the run needs of one GPU, by the plan's estimate; 0 if it needs none here or it is unknown."""
     if plan is None or plan.config.ray.address is not None:
         return 0
     trainer = sum(plan.memory_trainer.values()) * (plan.device_trainer == "cuda")
@@ -134,14 +128,14 @@ def gpu_bytes(plan: Plan | None) -> int:
 
 
 def weights_bytes(plan: Plan | None) -> int:
-    """What a version of the weights takes in shared memory; 0 where it takes another way, or is of unknown size."""
+    """Return the size of a version of the weights in shared memory; 0 if it takes another path or is unknown."""
     if plan is None or plan.sync_bytes is None or plan.transport != "object_store":
         return 0
     return plan.sync_bytes
 
 
 def checkpoint_bytes(plan: Plan | None) -> int:
-    """What a run's checkpoints take at most: those that are kept, the one that is being written, `best` and `final`."""
+    """Return the most that a run's checkpoints take: those kept, the one being written, `best` and `final`."""
     if plan is None or plan.sync_bytes is None:
         return 0
     parts = ("weights", "optimizer", "critic")
@@ -159,7 +153,7 @@ def named_judge(config: TrainConfig | None) -> tuple[JudgeConfig | None, list[Fi
 
 
 def check_ports(config: TrainConfig | None) -> Iterator[Finding]:
-    """Those that a run is told to listen on, and cannot."""
+    """Report ports that the run should listen on but cannot."""
     from freewheel.utils.http import HOST, listen
 
     if config is None:
@@ -172,14 +166,14 @@ def check_ports(config: TrainConfig | None) -> Iterator[Finding]:
             ("observe.dashboard_port", page, warning, ": the run would have no page"),
         ):
             try:
-                if port:  # else any that is free
+                if port:  # otherwise any free port
                     held.enter_context(listen(HOST, port))
             except OSError as error:
                 yield judged("port", f"{key} = {port}: it cannot be listened on ({error.strerror}){so}", f"{key}=0")
 
 
 def check_existing_run(config: TrainConfig | None) -> Iterator[Finding]:
-    """What is against a run that goes on, in its folder."""
+    """Report problems of a run directory that is resumed."""
     if config is None or config.run_dir is None or not (Path(config.run_dir) / CONFIG).exists():
         return
     from freewheel.inspect.run import live_holder
@@ -194,7 +188,7 @@ def check_existing_run(config: TrainConfig | None) -> Iterator[Finding]:
 
 
 def find_concerns(plan: Plan) -> list[Finding]:
-    """What is not as it should be for this run here, and can be seen without a call, a measurement or a wait."""
+    """Return the findings about this run that need no call, no measurement and no wait."""
     wanted = run_needs(plan)
     checks = (
         Check(what="judge", look=lambda: named_judge(plan.config)[1]),
@@ -213,7 +207,7 @@ def _gpus(needed: int) -> list[Finding]:
 
 
 def _shared(needed: int) -> list[Finding]:
-    """Leftovers matter to a run where they leave it no room."""
+    """Report leftovers in shared memory only if they leave the run no room."""
     found = list(machine.check_shared_memory(needed_bytes=needed))
     return found if found and found[0].state is not State.OK else []
 
@@ -228,13 +222,14 @@ def _limits(wanted: machine.Needs) -> list[Finding]:
 
 
 GRAMMAR = "override"
-"""The key of an override that cannot be read."""
+"""The key of an override that cannot be parsed."""
 
 
 def read_every_error(
     overrides: Sequence[str], config_path: str | None, config_name: str | None
 ) -> tuple[TrainConfig | None, list[ConfigError]]:
-    """What holds without what is refused; None where that cannot be left out, such as a file that is not YAML."""
+    """Return the configuration without refused settings, and the refusals. None if the rest cannot be read, such as a
+    file that is not YAML."""
     left, found = list(overrides), list[ConfigError]()
     read = _read(left, config_path, config_name)
     while isinstance(read, ConfigError):
@@ -260,21 +255,21 @@ def _read(overrides: list[str], config_path: str | None, config_name: str | None
 
 
 def _settles(now: TrainConfig | ConfigError, before: ConfigError) -> bool:
-    """Whether what was refused is refused no more."""
+    """Return whether the earlier refusal is resolved."""
     if isinstance(now, TrainConfig):
         return True
     return str(now) != str(before) if before.key == GRAMMAR else now.key not in (before.key, GRAMMAR)
 
 
 def _without(overrides: list[str], key: str, *, in_file: bool) -> Iterator[list[str]]:
-    """Ways to leave out what a key is refused for: what sets it, what a file has for it, and what it contradicts. Never
-    the run that goes on: what is left would be said of another run."""
+    """Yield ways to leave out a refused key: the override that sets it, its value in a file, and what it contradicts.
+    Never drop `resume`, because the rest would describe another run."""
     if key == RESUME:
         return
     others = [override for override in overrides if is_resume(override) or not _sets(override, key)]
     if len(others) < len(overrides):
         yield others
-    if in_file:  # which may have another one that is wrong
+    if in_file:  # it may contain another wrong setting
         yield [*others, f"~{key}"]
     for place, override in enumerate(overrides):
         if not is_resume(override):
@@ -282,6 +277,6 @@ def _without(overrides: list[str], key: str, *, in_file: bool) -> Iterator[list[
 
 
 def _sets(override: str, key: str) -> bool:
-    """The key, or what it is a part of."""
+    """Return whether an override sets the key or a section with it."""
     given = override.lstrip("+~").partition("=")[0]
     return f"{given}.".startswith(f"{key}.") or f"{key}.".startswith(f"{given}.")

@@ -1,7 +1,7 @@
-"""What is installed, and whether it fits together: Python, freewheel's extras, torch, vLLM, Ray.
+"""Checks the installed software and whether it fits together: Python, freewheel's extras, torch, vLLM, Ray.
 
-Which releases are needed is read from freewheel's own metadata. torch is asked in a child process; of vLLM, whose
-import takes longer than all other checks, the files are read.
+The required releases come from freewheel's own metadata. torch is asked in a child process. vLLM takes long to import,
+so its files are read instead.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from freewheel.utils.findings import ChildAnswer, Finding, ok, problem, run_in_c
 
 PACKAGE = "freewheel"
 TRAIN = "train"
-"""The extra without which there is no training."""
+"""The extra that training needs."""
 EXTRAS = (TRAIN, "math", "tensorboard", "prometheus", "wandb", "verl", "trl")
-"""Those that add something to a run. vLLM has a check of its own, under either of its names."""
+"""Extras that add something to a run. vLLM has its own check, under either of its names."""
 TORCH_S = 60.0
-"""For `import torch` on a cold disk; then CUDA's own start."""
+"""For `import torch` on a cold disk and the start of CUDA."""
 BUILDS = {11: "cu118", 12: "cu128", 13: "cu130"}
-"""Of torch, in PyTorch's own index, by what a driver can run: later minor releases run on earlier drivers."""
+"""Builds of torch in PyTorch's index, by the driver's CUDA version. Later minor releases run on earlier drivers."""
 
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^\]]*\])?\s*([<>=!~,.\d\s]*)(?:;(.*))?$")
 _EXTRA = re.compile(r"extra\s*==\s*['\"]([\w-]+)['\"]")
 _BOUND = re.compile(r"(>=|==|<)\s*([\d.]+)")
 
 Installed = Callable[[str], str | None]
-"""The release of a distribution; None where it is not installed."""
+"""Returns the release of a distribution; None if it is not installed."""
 
 
 # -- what is there ----------------------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def installed(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Requirement:
-    """One line of a package's metadata, as far as a check goes by it."""
+    """One requirement of a package's metadata."""
 
     name: str
     bounds: tuple[tuple[str, str], ...]
@@ -63,7 +63,7 @@ class Requirement:
 
 
 def requirements() -> list[Requirement]:
-    """freewheel's own, of every extra."""
+    """Return freewheel's own requirements, of every extra."""
     return [one for line in importlib.metadata.requires(PACKAGE) or () if (one := parsed(line)) is not None]
 
 
@@ -83,7 +83,7 @@ def _holds(release: str, sign: str, bound: str) -> bool:
 
 
 def numbers(release: str) -> tuple[int, ...]:
-    """`2.13.0+cpu` → (2, 13, 0)."""
+    """Parse `2.13.0+cpu` as (2, 13, 0)."""
     leading = re.match(r"[\d.]*", release)
     return tuple(int(part) for part in (leading[0] if leading else "").split(".") if part)
 
@@ -92,10 +92,10 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 def python_release(release: Sequence[int] = sys.version_info[:3], wanted: str | None = None) -> Finding:
-    """`wanted`: as the metadata has it, `<3.14,>=3.11`."""
+    """Check Python. `wanted`: as in the metadata, `<3.14,>=3.11`."""
     if wanted is None:
         told = importlib.metadata.metadata(PACKAGE).get_all("Requires-Python") if installed(PACKAGE) else None
-        (wanted,) = told or [""]  # from its source: `packages` says so
+        (wanted,) = told or [""]  # run from source: `packages` reports it
     have = ".".join(map(str, release))
     bounds = _BOUND.findall(wanted)
     if all(_holds(have, sign, bound) for sign, bound in bounds):
@@ -108,7 +108,7 @@ def python_release(release: Sequence[int] = sys.version_info[:3], wanted: str | 
 def packages(
     *, trains: bool = True, needs: Iterable[Requirement] | None = None, have: Installed = installed
 ) -> Iterator[Finding]:
-    """freewheel and its extras. `trains`: whether a run is meant, for which `train` must be there."""
+    """Check freewheel and its extras. `trains`: the extra `train` must be installed."""
     if needs is None and have(PACKAGE) is None:
         detail = f"{freewheel.__version__}, run from its source and not installed: which packages it needs is not known"
         yield warning(PACKAGE, detail, f"pip install -e '.[{TRAIN}]'")
@@ -153,12 +153,12 @@ print(json.dumps(found))
 
 
 def torch(driver: GpuDriver) -> Iterator[Finding]:
-    if find_spec("torch") is not None:  # without it `packages` has said so
+    if find_spec("torch") is not None:  # `packages` reports it if it is missing
         yield judged_torch(run_in_child(LOOK_AT_TORCH, limit_s=TORCH_S), driver)
 
 
 def judged_torch(answer: ChildAnswer, driver: GpuDriver) -> Finding:
-    """torch against the GPUs and the driver that are here."""
+    """Check torch against the GPUs and the driver."""
     if answer.why:
         again = "pip install --force-reinstall torch"
         return problem("torch", f"it cannot be imported: {answer.why}", again)
@@ -180,7 +180,7 @@ def judged_torch(answer: ChildAnswer, driver: GpuDriver) -> Finding:
 
 
 def _other_build(driver: GpuDriver) -> str:
-    """The command for the torch that this driver can run."""
+    """Return the command for a torch that this driver can run."""
     build = BUILDS.get(driver.cuda[0]) if driver.cuda else None
     index = f" --index-url https://download.pytorch.org/whl/{build}" if build else ""
     return f"pip install --force-reinstall torch{index}"
@@ -189,13 +189,13 @@ def _other_build(driver: GpuDriver) -> str:
 # -- vLLM -------------------------------------------------------------------------------------------------------------
 
 LABELS = ("v1/engine/async_llm.py", "def update_weight_version")
-"""Where a release that labels tokens with the weights that made them says so."""
+"""Present in releases that label tokens with the weights that made them."""
 AT_ONCE = ("v1/engine/core_client.py", "def pause_scheduler_async")
-"""The same for one that pauses without a nap."""
+"""Present in releases that pause without a sleep."""
 
 
 def vllm(*, wanted: bool) -> Iterator[Finding]:
-    """`wanted`: the run generates with it. Then what stands against it is found with the run (`a_run`)."""
+    """Check vLLM. `wanted`: the run generates with it; `run` then checks the configuration."""
     from freewheel.rollout.vllm import api
 
     release = api.installed()
@@ -213,7 +213,7 @@ def vllm(*, wanted: bool) -> Iterator[Finding]:
 
 
 def features(folder: Path | None) -> list[str]:
-    """What differs between releases that can be used, in words."""
+    """Describe the optional features of a release."""
     labels, at_once = (_says(folder, *mark) for mark in (LABELS, AT_ONCE))
     return [
         "each token labelled with its weights" if labels else "tokens told apart by when they were made",
@@ -241,7 +241,7 @@ def ray(address: str | None, environ: Mapping[str, str], *, have: Installed = in
 
     release = have("ray")
     if release is None:
-        return  # `packages` has said so
+        return  # `packages` reports it
     if address is None:
         yield ok("Ray", f"{release}; a run starts its own, and ends it")
         return

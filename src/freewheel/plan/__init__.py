@@ -1,12 +1,9 @@
-"""What a run would give, before it is run; and what a run that goes on is held up by.
+"""Predicts what a run would give on other numbers of accelerators, by simulation.
 
-    waits and rates of a live run ─▶ `watching` ─▶ `verdict` ─┐ one sentence and a number
-                                                              ├─ `model`: the steady state, in closed form
-    a run directory ─▶ `measured` ─┐                          │
-    a model, a table ─▶ `hardware` ┴▶ `Scene` ─▶ `simulation` ─▶ `Outcome` ─▶ `sweep`: splits, the best, its scaling
+    a run directory ─▶ `calibration` ─┐
+    a model, a table ─▶ `hardware` ───┴▶ `Scene` ─▶ `simulation` ─▶ `Outcome` ─▶ `planner`: splits, scaling
+                                    └▶ `report`: tables, JSON, SVG
 
-`planning` and `command` are the shell, and know a run's settings; all else sits below `runtime`.
-
-The simulation is driven by the classes that decide in a run (`StalenessPolicy`, `Limiter`, `Pacer`, the pressure by
-which tickets are dealt) under a virtual clock. Imports neither torch nor ray.
+The simulation runs the classes that decide in a real run (`StalenessPolicy`, `Limiter`, `Pacer`, least-loaded tickets)
+under a virtual clock. Imports neither torch nor Ray.
 """

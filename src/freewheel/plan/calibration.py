@@ -1,30 +1,20 @@
-"""From what a run recorded to a `Scene`: its distributions as they are, and what no file says found by replay.
-
-    Recorded ─▶ Scene ─▶ simulate ─▶ engine time a token, wall time a step ─┐
-                  ▲                                                         │ compared with the run's own
-                  └──────── the time of a prompt, of a message ◀────────────┘
-
-Two numbers are found this way. What a prompt costs an engine: the decoding step shows in when the responses of a group
-end, and what is left of the engine's time is for reading prompts and giving them slots. (Where lengths do not tell the
-step, prompts are taken to cost nothing.) A message between components: in turns it is what generation and training
-leave of a step; where they overlap, what a group took to be stored stands for it.
-
-`MeasuredCluster`: a run that was measured, on other numbers of the same accelerators.
-
-`Recorded`: what a run directory says of a run, in numbers. Read beside a live run or on a dead one; never written.
+"""Builds a `Scene` from a measured run, and finds by replay what no file contains.
 
     RUN/metrics.jsonl ─┬─ step: train_s, response lengths, wall time ─┐
                        ├─ event: whether a GPU was shared             │
-                       └─ statistics: engine time, tokens, slots      ├─▶ Recorded ─▶ `freewheel.plan.calibration`
-    RUN/trace/*.jsonl ─── lengths, scores, packing, loading, storing ─┘
+                       └─ statistics: engine time, tokens, slots      ├─▶ RecordedRun ─▶ Scene ─▶ simulate ─┐
+    RUN/trace/*.jsonl ─── lengths, scores, packing, loading, storing ─┘                  ▲                  │ compare
+                                                                                         └──────────────────┘
 
-What is not recorded is None, or empty, and said in `notes`. Imports neither torch nor ray.
+Two numbers are found by replay. The cost of a prompt: the decoding step is known from when the responses of a group
+end, and the rest of the engine's time goes to reading prompts. The time of a message: in synchronous modes it is what
+generation and training leave of a step; otherwise the time to store a group stands for it. What is not recorded is None
+or empty and listed in `notes`.
 
-A large run by a slice of it: as many engines, groups and verdicts for each other, fewer of all. Pure.
-
-Engines are alike, and a step takes its groups from all of them: a tenth of the engines, a tenth of the groups a step
-and a judge with a tenth of the rate behave as the whole does, as long as there are enough of each to average over. What
-does not shrink (the time of a step, of a version, of a message) is as it was. A test compares slices with wholes.
+`MeasuredCluster` is a measured run on other numbers of the same accelerators. `simulate_slice` simulates a large run by
+a proportional slice: engines are alike, so a tenth of the engines with a tenth of the groups and of the judge's rate
+behaves like the whole, as long as there are enough of each to average over. Times of a step, a version and a message do
+not shrink. A test compares slices with wholes. Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -60,18 +50,18 @@ from freewheel.rollout.outbox import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back, settled
 
 REPLAYS = 4
-"""Rounds until replay and run agree: time scales with the step, so that the second is close already."""
+"""Rounds until replay and run agree. Time scales with the step, so the second round is already close."""
 MOST_VALUES = 20_000
-"""Of a distribution: more say nothing more."""
+"""Values kept of a distribution; more add nothing."""
 NATIVE_REFILL = 8
-"""The native engine fills an eighth of its slots at a time; vLLM every one as it is free."""
+"""The native engine fills an eighth of its slots at a time, vLLM each free slot."""
 MESSAGES = 4
 """Admit, put, take, commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What of a run's configuration matters here. `bounds` with the steps that are to be simulated."""
+    """The part of a run's configuration that matters here. `bounds` includes the steps to simulate."""
 
     bounds: Bounds
     n: int
@@ -80,8 +70,8 @@ class RunSettings:
     is_judge: bool = False
 
 
-def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured | None = None) -> Scene:
-    """The run as it was. `generated`: lengths that the engine made, where what was trained on is only a part."""
+def scene_of(recorded: RecordedRun, settings: RunSettings, *, generated: Measured | None = None) -> Scene:
+    """Return the run as it was. `generated`: lengths that the engine made, if only a part of them was trained on."""
     per_token_s = sum(recorded.train_s) / sum(recorded.step_tokens)
     varies = Measured.of(
         [took / (per_token_s * tokens) for took, tokens in zip(recorded.train_s, recorded.step_tokens, strict=True)]
@@ -117,9 +107,9 @@ def scene_of(recorded: Recorded, settings: RunSettings, *, generated: Measured |
     return scene
 
 
-def beside(alone: Scene, together: Recorded, bounds: Bounds) -> Beside:
-    """What the two sides cost each other: `alone` as it was measured in turns, `together` a run of the same, side by
-    side on the same machine, under `bounds`. Each side felt the other for as long as that was at work."""
+def beside(alone: Scene, together: RecordedRun, bounds: Bounds) -> Beside:
+    """Return how much the two sides slow each other down. `alone` was measured in a synchronous mode; `together` is the
+    same run with both sides at work, under `bounds`. Each side is slowed for as long as the other works."""
     expected = simulate(replace(alone, bounds=bounds))
     per_token_s = sum(together.train_s) / sum(together.step_tokens)
     slower_training = per_token_s / (alone.training.per_token_s * alone.training.varies.mean)
@@ -141,8 +131,8 @@ def _hand_over(message_s: float, settings: RunSettings) -> HandOver:
     )
 
 
-def _with_step(scene: Scene, recorded: Recorded) -> Scene:
-    """The decoding step that makes engines take the time a token that they took."""
+def _with_step(scene: Scene, recorded: RecordedRun) -> Scene:
+    """Find the decoding step that gives the measured engine time per token."""
     for _ in range(REPLAYS):
         found = simulate(scene).busy_per_token_s
         step_s = scene.generation.step_s * recorded.busy_per_token_s / found
@@ -150,8 +140,9 @@ def _with_step(scene: Scene, recorded: Recorded) -> Scene:
     return scene
 
 
-def _with_prompts(scene: Scene, recorded: Recorded) -> Scene:
-    """The same for what a prompt costs, with a step that is known; where that is more than all, the step is less."""
+def _with_prompts(scene: Scene, recorded: RecordedRun) -> Scene:
+    """Find the cost of a prompt for a known decoding step. If the step alone takes more than measured, find the step
+    instead."""
     tokens = scene.n * scene.lengths.mean
     for _ in range(REPLAYS):
         missing_s = (recorded.busy_per_token_s - simulate(scene).busy_per_token_s) * tokens
@@ -162,8 +153,8 @@ def _with_prompts(scene: Scene, recorded: Recorded) -> Scene:
     return scene
 
 
-def _with_messages(scene: Scene, recorded: Recorded, settings: RunSettings) -> Scene:
-    """In turns everything adds up: what is missing in a step is what messages took."""
+def _with_messages(scene: Scene, recorded: RecordedRun, settings: RunSettings) -> Scene:
+    """Find the time of a message. In synchronous modes it is what is missing in a step."""
     message_s = scene.hand_over.put_s
     for _ in range(REPLAYS):
         missing_s = recorded.step_s - simulate(scene).step_s
@@ -173,23 +164,23 @@ def _with_messages(scene: Scene, recorded: Recorded, settings: RunSettings) -> S
 
 
 def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:
-    """Evenly over the run: lengths change while a model learns."""
+    """Take values evenly over the run, because lengths change while a model learns."""
     every = -(-len(values) // MOST_VALUES)
     return values[::every]
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCluster:
-    """What was measured holds as it is for the run's own split. With more or fewer, engines are as fast each, a
-    training step is divided among those that train, and a version takes longer to bring to more engines."""
+    """A measured run on other numbers of accelerators. Its own split is as measured. Otherwise engines keep their
+    speed, a training step is divided among the trainers, and a version takes longer to reach more engines."""
 
     run: Scene
     trainers: int
-    """Accelerators (or processes, on CPUs) that trained."""
+    """Accelerators (or CPU processes) that trained."""
     per_replica: int = 1
     least_trainers: int = 1
     as_measured: bool = True
-    """False where a part is not as it was in the run, or may not have had an accelerator of its own there."""
+    """False if a part differs from the run, or may have shared an accelerator there."""
 
     @property
     def generators(self) -> int:
@@ -200,7 +191,7 @@ class MeasuredCluster:
         return self.trainers + self.generators
 
     def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool:
-        """With the run's own settings only: how often sides wait for each other depends on them."""
+        """Only with the run's own settings, because they decide how long sides wait for each other."""
         same = replace(bounds, total_groups=self.run.bounds.total_groups) == self.run.bounds
         return self.as_measured and same and (trainers, generators) == (self.trainers, self.generators)
 
@@ -226,66 +217,66 @@ class MeasuredCluster:
 
 
 LEAST_STEPS = 3
-"""Of fewer nothing can be told: the first waits for everything to start."""
+"""Fewer steps say nothing: the first one waits for everything to start."""
 MICROSECOND = 1e-6
 LEAST_APART = 4
-"""Tokens by which two responses must differ to tell the time of a step."""
+"""Tokens by which two responses must differ to reveal the time of a step."""
 SHORTEST = 0.1
-"""Of such times, the share that is passed over: the shortest are of responses that began at different steps."""
+"""Share of the shortest such times that is skipped: they belong to responses that started at different steps."""
 MOST_WARMING = 0.5
-"""Of a run's tokens, what may be passed over as its beginning."""
+"""Largest share of a run's tokens that may be skipped as warm-up."""
 BUSY_AND_TOKENS = ("engine_busy_s", "generated_tokens")
 ELAPSED, TRAIN, WAIT = "timing/elapsed_s", "timing/train_s", "timing/wait_batch_s"
 LENGTH = "rollout/response_length_mean"
 STEP_NUMBERS = ("step", ELAPSED, TRAIN, WAIT, LENGTH, "avg_sample_age", "max_sample_age")
-"""Of a step's row: one that lacks any of them, such as another version's, is passed over."""
+"""Fields of a step's row. Rows without all of them, such as those of another version, are skipped."""
 LARGEST = 1e18
-"""No number of a run is above it: one that is was not written by a run."""
+"""No number of a run exceeds this."""
 LEAST_GROUPS = 20
-"""Of fewer the shortest says nothing."""
+"""With fewer groups the shortest time says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
-    """One run."""
+class RecordedRun:
+    """The numbers of one measured run."""
 
     steps: int
-    """That are looked at."""
+    """Number of steps in the window."""
     step_s: float
-    """From the end of a step to the end of the next, on average."""
+    """Mean time from the end of a step to the end of the next."""
     train_s: tuple[float, ...]
     """By step."""
     step_tokens: tuple[float, ...]
-    """By step: tokens of the responses that were trained on."""
+    """Trained tokens, by step."""
     trainer_waits: float
     lag_mean: float
     lag_max: int
     replicas: int
     slots: int
-    """Of each replica."""
+    """Per replica."""
     busy_per_token_s: float
-    """Time of an engine that decodes, for each token that it made."""
+    """Engine time per generated token."""
     decode_s: float | None = None
-    """Of one decoding step while no prompt is read: by how much later a longer response of a group ends."""
+    """Time of a decoding step while no prompt is read: by how much later a longer response of a group ends."""
     lengths: tuple[float, ...] = ()
     """Tokens of single responses."""
     latencies_s: tuple[float, ...] = ()
-    """Of single scores."""
+    """Seconds of single scores."""
     scored_per_s: float | None = None
-    """Where responses waited for the judge's limit, or for a permit, most of the time: those that got their score."""
+    """Scores per second, if responses waited for the judge's limit or a permit most of the time."""
     pack_s: float = 0.0
     load_s: float = 0.0
-    """For which an engine stands still to take a version."""
+    """How long an engine pauses to load a version."""
     sync_s: float = 0.0
-    """Of a version, from the first transfer to the last confirmation."""
+    """From a version's first transfer to its last confirmation."""
     put_s: float = 0.0
     shared_gpu: bool | None = None
-    """Training and generation had one GPU between them. None: the run did not say."""
+    """Whether training and generation shared a GPU. None: not recorded."""
     notes: tuple[str, ...] = ()
 
 
-def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int] | None = None) -> Recorded:
-    """`window`: steps between whose ends is looked; None: all but those that fill the pipeline."""
+def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int] | None = None) -> RecordedRun:
+    """Read a run. `window`: two steps; measure between their ends. None: all but the steps that fill the pipeline."""
     everything = read_metrics(run_dir)
     rows, statistics = _steps(everything), _statistics(everything)
     if len(rows) < LEAST_STEPS or not statistics:
@@ -319,7 +310,7 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
     if busy_s <= 0 or tokens <= 0:
         raise ConfigError("RUN", str(run_dir), "its engines have not said how long they were busy: let it run longer")
     samples = n * groups_per_step
-    return Recorded(
+    return RecordedRun(
         steps=len(within),
         step_s=step_s,
         train_s=train_s,
@@ -345,7 +336,7 @@ def read(run_dir: Path, *, n: int, groups_per_step: int, window: tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """What of a trace matters here."""
+    """The parts of a trace that matter here."""
 
     lengths: tuple[float, ...]
     latencies_s: tuple[float, ...]
@@ -388,9 +379,9 @@ class Traced:
 
 
 def decode_step(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
-    """The time of a step, from (tokens, end) of each group's responses: they begin together, so that one with more
-    tokens ends so many steps later. Prompts that are read meanwhile make it longer, and what entered earlier shorter:
-    the shortest but a few count. None where no two lengths of a group differ enough."""
+    """Return the time of a decoding step, from (tokens, end) of each group's responses. They start together, so a
+    response with more tokens ends that many steps later. Prompts that are read meanwhile make the time longer, earlier
+    starts make it shorter, so a low quantile counts. None if no two lengths of a group differ enough."""
     found = []
     for ends in groups:
         ordered = sorted(ends)
@@ -401,12 +392,12 @@ def decode_step(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None
 
 
 def _filled(steps: Sequence[int]) -> int:
-    """A fifth of the steps fills the pipeline, at least one."""
+    """Return the step at which the pipeline is full: a fifth of the steps, at least one."""
     return steps[max(0, len(steps) // 5 - 1)]
 
 
 def _number(value: object) -> float | None:
-    """None: it is no number of a run."""
+    """Return None for a value that is not a number of a run."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= LARGEST
     return float(value) if is_number else None  # type: ignore[arg-type]
 
@@ -417,8 +408,7 @@ def _part(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _steps(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
-    """Whole rows by step, since the trainer's clock last began: it does with a resumed run, and with a trainer that
-    takes another's place."""
+    """Return complete rows by step, since the trainer's clock last started (at a resume or a trainer restart)."""
     found: dict[int, dict[str, float]] = {}
     before = 0.0
     for row in rows:
@@ -433,7 +423,7 @@ def _steps(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
 
 
 def _statistics(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows with the engines' counters, since these last began."""
+    """Return rows with the engines' counters, since these last started."""
     found: list[Mapping[str, Any]] = []
     for row in rows:
         engines = _part(row, "rollouter")
@@ -461,7 +451,7 @@ def _rollouters(rows: Iterable[Mapping[str, Any]]) -> set[str]:
 
 
 def _shared_gpu(rows: Iterable[Mapping[str, Any]]) -> bool | None:
-    """As it was said when the run last began."""
+    """Return what the run recorded at its last start."""
     said = [row["shared_gpu"] for row in rows if row.get("kind") == "event" and isinstance(row.get("shared_gpu"), bool)]
     return said[-1] if said else None
 
@@ -471,19 +461,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _unshared(stores_s: Sequence[float]) -> float:
-    """What of a store is the queue's: groups that share a message wait for each other first."""
+    """Return the queue's share of a store: groups that share a message wait for each other first."""
     return max(0.0, median(stores_s) - PUT_LINGER_S) if stores_s else 0.0
 
 
 def _grown(said: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Seconds, and what was counted in them. Without what came before the first look, where that leaves most of the
-    run: engines warm up."""
+    """Return seconds, and what was counted in them. Leaves out the time before the first row, if most of the run
+    remains: engines warm up."""
     (spent_before_s, before), (spent_s, count) = said[0], said[-1]
     return (spent_s - spent_before_s, count - before) if before < count * MOST_WARMING else (spent_s, count)
 
 
 def _scored_per_s(statistics: Sequence[Mapping[str, Any]], replicas: int) -> float | None:
-    """What limits let through, while anything was being scored; None where little waited for them."""
+    """Return the scores per second that limits let through; None if few responses waited for them."""
     rewards = [_part(_part(row, "rollouter"), "rewards") for row in statistics]
     if fmean(held_back(one, is_judge=True) is True for one in rewards) < HELD_BACK:
         return None
@@ -492,19 +482,19 @@ def _scored_per_s(statistics: Sequence[Mapping[str, Any]], replicas: int) -> flo
 
 
 def _asked_alone(rollouter: Mapping[str, Any]) -> tuple[float, ...]:
-    """What the judge itself takes, without the wait for its limit; empty where it has not said."""
+    """Return the judge's own latencies, without the wait for its limit; empty if not recorded."""
     endpoints = _part(_part(rollouter, "rewards"), "judge").get("endpoints") or ()
     return tuple(median_s for one in endpoints if (median_s := _number(one.get("latency_p50_s"))))
 
 
 MOST_GROUPS = 768
-"""Groups a step of a slice, about: their lengths average out to a percent."""
+"""Most groups per step of a slice: their lengths average to within a percent."""
 LEAST_REPLICAS = 8
-"""Engines of a slice, at least; one is enough where each has as many groups to itself."""
+"""Fewest engines of a slice. One is enough if each has that many groups."""
 
 
 def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
-    """As `simulate`, for scenes of any size; small ones are simulated whole."""
+    """Simulate a scene of any size; small ones are simulated whole."""
     one, parts = sliced(scene)
     found = simulate(one, seed=seed)
     if parts == 1.0:
@@ -524,7 +514,7 @@ def simulate_slice(scene: Scene, *, seed: int = 0) -> Outcome:
 
 
 def sliced(scene: Scene) -> tuple[Scene, float]:
-    """A slice, and how many of it make the whole."""
+    """Return a slice, and how many slices make the whole."""
     bounds, made = scene.bounds, scene.generation
     fewest = LEAST_REPLICAS if bounds.groups_per_step < MOST_GROUPS * made.replicas else 1
     into = min(bounds.groups_per_step // MOST_GROUPS, made.replicas // fewest)

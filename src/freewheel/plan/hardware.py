@@ -1,12 +1,11 @@
-"""Accelerators and models, in the numbers that speed follows from; and a `Scene` made of them.
+"""Accelerators and models as numbers that determine speed, and a `Scene` made of them.
 
     Accelerator ┐
-    Shape       ├─ Cluster.scene(split) ─▶ Scene: decoding by memory bandwidth or the host, training by arithmetic,
-    Workload    ┘                                 weights by the link
+    Shape       ├─ Cluster.scene(split) ─▶ Scene: decoding limited by memory bandwidth or the host,
+    Workload    ┘                                 training by arithmetic, weights by the link
 
-What freewheel was measured with is one H200 and models of 0.5B and 1.5B (docs/benchmarks.md, docs/plan.md); `MFU`,
-`HOST_PER_SEQUENCE_S` come from there. Everything else follows from data sheets and the shares named below, and is told
-as extrapolated.
+`MFU` and `HOST_PER_SEQUENCE_S` were measured on one H200 with models of 0.5B and 1.5B (docs/benchmarks.md). Everything
+else follows from data sheets and the assumed shares below, and is reported as extrapolated.
 """
 
 from __future__ import annotations
@@ -21,36 +20,36 @@ from freewheel.queue.staleness import Bounds
 from freewheel.runtime.config import AsyncTrainingConfig
 
 BYTES = 2
-"""Of a weight or a cached number that computes: bfloat16."""
+"""Bytes of a weight or cached number: bfloat16."""
 TRAINED_BYTES = 18
-"""Of a parameter in training: float32 weight, gradient and two moments, and a bfloat16 copy."""
+"""Bytes per parameter in training: float32 weight, gradient and two moments, and a bfloat16 copy."""
 TRAINING_MEMORY = 0.7
-"""Of an accelerator, what those may take: the rest is for activations."""
+"""Share of an accelerator's memory for them; the rest is for activations."""
 ENGINE_MEMORY = 0.9
-"""`rollout.gpu_memory_share`, where generation has an accelerator to itself."""
+"""`rollout.gpu_memory_share` if generation has the accelerator to itself."""
 LEAST_CACHE = 0.3
-"""Of that, what must be left for keys and values; a model that leaves less is spread over more accelerators."""
+"""Share of that which must remain for keys and values. A larger model is spread over more accelerators."""
 MFU = 0.48
-"""Of the peak, what a training step reaches: measured with a 1.5B model on an H200."""
+"""Share of peak arithmetic that a training step reaches: measured with a 1.5B model on an H200."""
 FLOPS_PER_PARAMETER = 6
-"""Of a token: two for the forward pass, four for the backward one."""
+"""Per token: two for the forward pass, four for the backward pass."""
 HOST_PER_SEQUENCE_S = 46e-6
-"""Of a decoding step, what a sequence costs the host: 20,700 tokens/s of a 0.5B model with 256 sequences on an H200 are
-12.4 ms a step, of which the accelerator needs 0.6."""
+"""Host time of a decoding step per sequence. 20,700 tokens/s of a 0.5B model with 256 sequences on an H200 are 12.4 ms
+per step, of which the accelerator needs 0.6 ms."""
 BANDWIDTH_SHARE = 0.7
-"""Of the memory's bandwidth, what decoding reaches: a usual share, not measured here."""
+"""Share of memory bandwidth that decoding reaches: a usual value, not measured here."""
 LINK_SHARE = 0.7
-"""Of a link's, what a broadcast reaches: the same."""
+"""Share of a link that a broadcast reaches: a usual value, not measured here."""
 SCALING = 0.97
-"""Of the speed, what is left with each doubling of the accelerators that train: assumed, for lack of a measurement."""
+"""Speed kept with each doubling of the trainers: assumed."""
 TENSOR_PARALLEL = 0.9
-"""Of the speed, what is left with each doubling of the accelerators that share a replica's matrices: assumed."""
+"""Speed kept with each doubling of a replica's tensor parallelism: assumed."""
 NODE = 8
-"""Accelerators of a machine, between which the fast link is."""
+"""Accelerators of a machine, which share the fast link."""
 RESOLUTION = 64
-"""Parts of a mean length that ends are told apart by: a step of a large model has a hundredth of an end."""
+"""Steps into which a mean length is divided; more would slow the simulation of large models."""
 MOST_SLOTS = 256
-"""`rollout.slots: auto` gives no more."""
+"""Upper bound of `rollout.slots: auto`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,14 +58,14 @@ class Accelerator:
 
     name: str
     flops: float
-    """bfloat16, dense, a second."""
+    """bfloat16, dense, per second."""
     memory_bytes: float
     bandwidth: float
-    """Of its memory, bytes a second."""
+    """Memory bandwidth in bytes per second."""
     node_link: float
-    """To others of its machine, bytes a second one way."""
+    """To others of its machine, bytes per second in one direction."""
     network: float = 50e9
-    """To other machines: 400 Gb/s each, as reference designs have it."""
+    """To other machines: 400 Gb/s each, as in reference designs."""
     source: str
 
 
@@ -130,13 +129,13 @@ ACCELERATORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What speed depends on, of a model."""
+    """The numbers of a model that determine speed."""
 
     name: str
     parameters: float
     layers: int
     kv_width: int
-    """Key heads times their size."""
+    """Number of key heads times their size."""
 
     @property
     def weight_bytes(self) -> float:
@@ -144,7 +143,7 @@ class Shape:
 
     @property
     def cache_bytes(self) -> float:
-        """Of a token's keys and values."""
+        """Bytes of a token's keys and values."""
         return 2.0 * self.layers * self.kv_width * BYTES
 
 
@@ -160,20 +159,20 @@ SHAPES = {
         Shape(name="72b", parameters=72.7e9, layers=80, kv_width=1024),
     )
 }
-"""The dense models of Qwen2.5, by their configuration files: others of a size differ little in speed."""
+"""The dense Qwen2.5 models, from their configuration files. Other models of a size differ little in speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is trained on what."""
+    """What is trained."""
 
     n: int = 8
     groups_per_step: int
     prompt_tokens: float = 256.0
     response_tokens: float = 1024.0
-    """On average, those that are cut off at `max_new_tokens` included."""
+    """Mean, including responses that are cut off at `max_new_tokens`."""
     spread: float = 0.6
-    """σ of the lengths' logarithm."""
+    """σ of the logarithm of lengths."""
     max_new_tokens: float = 4096.0
     scores: Scores = field(default_factory=Scores)
 
@@ -190,7 +189,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A model on accelerators of one kind: any split of them becomes a scene."""
+    """A model on accelerators of one kind. Any split of them becomes a scene."""
 
     accelerator: Accelerator
     shape: Shape
@@ -206,7 +205,7 @@ class Cluster:
 
     @property
     def per_replica(self) -> int:
-        """Accelerators that a replica's weights need, and a cache beside them: a power of two."""
+        """Accelerators for a replica's weights and cache: a power of two."""
         room = self.accelerator.memory_bytes * ENGINE_MEMORY * (1 - LEAST_CACHE)
         return _power_of_two(self.shape.weight_bytes / room)
 
@@ -217,17 +216,17 @@ class Cluster:
 
     @property
     def slots(self) -> int:
-        """Sequences that a replica has cache for, 256 at most."""
+        """Sequences that fit into a replica's cache, at most 256."""
         return min(MOST_SLOTS, int(self._cached_tokens / self.workload.longest))
 
     @property
     def _cached_tokens(self) -> int:
-        """Whose keys and values a replica has room for."""
+        """Tokens whose keys and values fit into a replica."""
         room = self.accelerator.memory_bytes * ENGINE_MEMORY * self.per_replica - self.shape.weight_bytes
         return int(room / self.shape.cache_bytes)
 
     def is_measured(self, bounds: Bounds, *, trainers: int, generators: int) -> bool:
-        """No run was, whatever the numbers in here come from."""
+        """False: no such run was measured."""
         return False
 
     def scene(self, bounds: Bounds, *, trainers: int, generators: int) -> Scene:
@@ -263,7 +262,7 @@ class Cluster:
         context = work.prompt_tokens + work.response_tokens / 2
         fixed_s = self.shape.weight_bytes / bandwidth
         each_s = context * self.shape.cache_bytes / bandwidth
-        # The host prepares a step while the accelerator computes one: the slower of the two counts.
+        # The host prepares a step while the accelerator computes one, so the slower of the two counts.
         host_s = (HOST_PER_SEQUENCE_S * self.slots - fixed_s) / self.slots
         prefill_s = work.prompt_tokens * 2 * self.shape.parameters / (self.accelerator.flops * MFU * shared)
         return Generation(
@@ -280,13 +279,13 @@ class Cluster:
         return FLOPS_PER_PARAMETER * self.shape.parameters / flops
 
     def _pause_s(self, replicas: int, accelerators: int) -> float:
-        """One accelerator sends to every replica, each in a group of its own: they share its link."""
+        """One accelerator sends to every replica separately, so replicas share its link."""
         link = self.accelerator.node_link if accelerators <= NODE else self.accelerator.network
         return replicas * self.shape.weight_bytes / (link * LINK_SHARE)
 
 
 def training_at_once(trainers: int, bounds: Bounds, n: int) -> int:
-    """Of so many those that have something to do in a step: a sequence is trained on by one of them."""
+    """Return how many trainers have work in a step: a sequence is trained on by one of them."""
     return min(trainers, bounds.groups_per_step * n)
 
 
@@ -307,7 +306,7 @@ def shape(name: str) -> Shape:
 
 
 def _nearest(name: str) -> str:
-    """In size, by the last number in a name; empty where there is none."""
+    """Return the model nearest in size to the last number in a name; empty if there is none."""
     numbers = [float(one) for one in re.findall(r"\d+(?:\.\d+)?", name)]
     if not numbers or not numbers[-1]:
         return ""

@@ -1,18 +1,13 @@
-"""From what `freewheel plan` is given to what is simulated: a run's folder and its settings, or a model and a table.
+"""Simulates every sensible split of N accelerators, and the scaling of the best one.
 
-    RUN ─▶ Recorded ─▶ Scene by replay ─▶ MeasuredCluster ─┐
-    --model, --accelerator ─▶ Cluster ─────────────────────┴▶ Planned ─▶ the splits, and the scaling
+    RUN ─▶ RecordedRun ─▶ Scene by replay ─▶ MeasuredCluster ─┐
+    --model, --accelerator ─▶ Cluster ────────────────────────┴▶ Planned ─▶ the splits, and the scaling
 
-The shell of this package, with `command`: it knows a run's settings (`freewheel.runtime`), as nothing else in here
-does.
+    N ─▶ candidates, by the closed form ─▶ simulate, on all cores ─▶ neighbours of the best ─▶ rows
+    N, 2N, 4N, … ─▶ the best of a few splits each ─▶ scaling, with equally many groups per step and accelerator
 
-Every sensible split of N accelerators, simulated; the best one; and how it goes on with more of them.
-
-    N ─▶ candidates, by the closed form ─▶ simulate, on all cores ─▶ others beside the best ─▶ rows
-    N, 2N, 4N, … ─▶ the best of a few splits each ─▶ scaling, with as many groups a step an accelerator or with the same
-
-A row says whether its parts were measured in a run with that split and those bounds (`measured`) or follow from data
-sheets and a model of scaling (`extrapolated`).
+A row is `measured` if its parts were measured in a run with that split and those bounds, and `extrapolated` if they
+follow from data sheets and a model of scaling. Used by `freewheel plan`.
 """
 
 from __future__ import annotations
@@ -40,29 +35,29 @@ from freewheel.runtime.config_files import load, to_config
 from freewheel.runtime.placement import Gpu, Machine, place
 
 REPLAYED_STEPS = 40
-"""Of a run's own settings, to find what no file says: as many as its default has."""
+"""Steps of the replay that finds what no file contains: the default number of steps."""
 GROUPS_PER_ACCELERATOR = 16
-"""Groups a step for each accelerator, where nothing is said: then twice as many are alive as engines run at a time."""
+"""Default groups per step and accelerator: twice as many are then alive as engines run at a time."""
 
 ONE_GPU = Machine(cpus=1, memory_bytes=0, gpus=(Gpu(name="any", memory_bytes=0),))
-"""The least that a run can have had where its settings leave it open: what they say themselves goes first."""
+"""The least hardware a run can have had if its settings leave it open."""
 SHARED = "training and generation shared one GPU"
 MAY_SHARE = "its settings let training and generation share one GPU, and it did not record whether they did"
 COUNTED = (
     "each is counted as an accelerator of its own, as fast as it was beside the other, and no split is called measured"
 )
 FEW_STEPS = 10
-"""Measured steps from which on figures are told without a warning: of fewer, the first ones are a large part."""
+"""With fewer measured steps the figures come with a warning, because the first steps are a large part."""
 UNSURE = "the figures may be off by a factor"
 HELD_UP = "responses waited for the judge's limit, or for a permit, most of the time"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What is to be looked at."""
+    """What is to be simulated."""
 
     about: str
-    """In words."""
+    """A description in words."""
     config: TrainConfig
     cluster: Plannable
     accelerators: int
@@ -84,8 +79,8 @@ class Planned:
         return found
 
     def scaling(self, last: int, known: Sequence[Row] = ()) -> list[Row]:
-        """From the number that was asked for, whose rows are `known`, doubled while it is not above `last`; as many
-        groups a step for each accelerator. Empty where that is one number only."""
+        """Double the requested number, whose rows are `known`, up to `last`, with as many groups per step for each
+        accelerator. Empty if that is only one number."""
         counts = [self.accelerators]
         while counts[-1] * 2 <= last:
             counts.append(counts[-1] * 2)
@@ -103,8 +98,7 @@ class Planned:
         )
 
     def bounds(self, groups_per_step: int) -> Bounds:
-        """As the run's settings make them. With other numbers of groups, and of a model, `max_queue_size` is no
-        obstacle."""
+        """Return the bounds from the run's settings. With other numbers of groups, `max_queue_size` does not limit."""
         if groups_per_step == self.config.trainer.groups_per_step:
             return self.config.bounds
         per_version = groups_per_step * self.config.async_training.sync_every_steps
@@ -124,9 +118,9 @@ def of_run(
     scores: Scores | None = None,
     seed: int = 0,
 ) -> Planned:
-    """What is None is as the run had it."""
+    """Plan from a run. None keeps the run's own value."""
     found = find_run(run)
-    config = found.config or load(found.folder / CONFIG)  # which says what is wrong with it
+    config = found.config or load(found.folder / CONFIG)  # raises with the reason
     recorded = read(found.folder, n=config.rollout.n, groups_per_step=config.trainer.groups_per_step)
     scene = scene_of(recorded, settings_of(config))
     if scores is not None:
@@ -184,7 +178,7 @@ def of_model(
 
 
 def settings_of(config: TrainConfig, *, steps: int = REPLAYED_STEPS) -> RunSettings:
-    """What the replay of a run needs of its configuration."""
+    """Return what the replay of a run needs from its configuration."""
     return RunSettings(
         bounds=ending(config.bounds, steps),
         n=config.rollout.n,
@@ -195,7 +189,7 @@ def settings_of(config: TrainConfig, *, steps: int = REPLAYED_STEPS) -> RunSetti
 
 
 def changed(config: TrainConfig, changes: Mapping[str, object]) -> TrainConfig:
-    """Checked as if it were written so: sections are merged, keys are replaced."""
+    """Return a checked configuration with changes: sections are merged, keys are replaced."""
     values = config.to_dict()
     for name, value in changes.items():
         values[name] = {**values[name], **value} if isinstance(value, Mapping) else value
@@ -209,7 +203,7 @@ def _asked(
     sync_every_steps: int | None,
     groups_per_step: int | None = None,
 ) -> TrainConfig:
-    """Checked as `freewheel train` checks it: what that refuses is no plan."""
+    """Check the changes as `freewheel train` would: what it refuses cannot be planned."""
     given: dict[str, object] = {}
     if threshold is not None:
         given["staleness_threshold"] = threshold
@@ -228,30 +222,30 @@ def _asked(
 Basis = Literal["measured", "extrapolated"]
 
 AROUND = (0.0, -0.1, 0.1, -0.25, 0.25, -0.5, 0.5, -0.8, 1.0)
-"""Splits that are looked at: so much more or less to generate than the closed form would have, as a share."""
+"""Splits to simulate: the closed form's number of generators, changed by these shares."""
 CANDIDATES = len(AROUND)
-"""Of one number of accelerators..."""
+"""Number of splits to simulate for one number of accelerators."""
 REFINED = 4
-"""Splits more between the best of them and its neighbours."""
+"""Further splits between the best one and its neighbours."""
 NEARBY = 3
-"""...and of each where many numbers are looked at: the first of them."""
+"""Splits to simulate for each of many numbers of accelerators: the first of `AROUND`."""
 LIVES = 20_000
-"""Groups of a simulation: enough for a percent."""
+"""Groups of a simulation: enough for one percent."""
 LEAST_STEPS, MOST_STEPS = 12, 40
 HUGE_LIVES = 400_000
-"""From here on a simulation has as few steps as it can: its groups are many times enough."""
+"""From here on a simulation has as few steps as possible, because it has enough groups."""
 HUGE_STEPS = 4
-"""Beyond those that fill the pipeline."""
+"""Steps beyond those that fill the pipeline."""
 MOST_SAMPLES = 1_000_000
-"""Responses of a step of a slice: with more it would take minutes, and no run has as many for an engine."""
+"""Most responses per step of a slice; more would take minutes."""
 PARALLEL_LIVES = 100_000
-"""Fewer are done sooner here than in processes that have to start."""
+"""Fewer groups are simulated faster here than in new processes."""
 SECONDS_PER_HOUR = 3600.0
 PRICED_SAMPLES = 1_000_000
 
 
 class Plannable(Protocol):
-    """What can be split: `hardware.Cluster`, or `measured_cluster.MeasuredCluster`."""
+    """What can be split: `hardware.Cluster` or `MeasuredCluster`."""
 
     @property
     def per_replica(self) -> int: ...
@@ -265,7 +259,7 @@ class Plannable(Protocol):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One split, simulated."""
+    """One simulated split."""
 
     accelerators: int
     trainers: int
@@ -282,11 +276,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def hours_per_million(self) -> float:
-        """Accelerator-hours for a million samples."""
+        """Accelerator-hours per million samples."""
         return PRICED_SAMPLES / self.samples_per_s * self.accelerators / SECONDS_PER_HOUR
 
     def cost(self, price_per_hour: float) -> float:
-        """Of a million samples."""
+        """Cost per million samples."""
         return self.hours_per_million * price_per_hour
 
 
@@ -311,7 +305,8 @@ def sweep(
     seed: int = 0,
     processes: int | None = None,
 ) -> list[Row]:
-    """`bounds`: of so many groups a step, without an end. Rows in the order of accelerators that train."""
+    """Simulate the splits of N accelerators. `bounds`: of so many groups per step, without an end. Rows are ordered by
+    the number of trainers."""
     bounded = bounds(groups_per_step)
     chosen = candidates_of(cluster, accelerators, bounded, candidates)
     rows = _done(_jobs(cluster, chosen, bounded, mode, seed), processes)
@@ -333,8 +328,8 @@ def scaling(
     seed: int = 0,
     processes: int | None = None,
 ) -> list[Row]:
-    """The best split found for each number of accelerators. `groups_per_step`: of so many. `known`: rows that there are
-    already; their numbers are not looked at again."""
+    """Return the best split for each number of accelerators. `groups_per_step`: by number. `known`: rows that exist;
+    their numbers are not simulated again."""
     jobs = []
     counts = [count for count in counts if not any(row.accelerators == count for row in known)]
     for count in counts:
@@ -348,12 +343,12 @@ def scaling(
 
 
 def best(rows: Sequence[Row]) -> Row:
-    """The most samples a second; of equal ones the freshest."""
+    """Return the row with the most samples per second; of equal ones the freshest."""
     return max(rows, key=lambda row: (row.samples_per_s, -row.outcome.lag_mean))
 
 
 def splits(cluster: Plannable, accelerators: int) -> list[tuple[int, int]]:
-    """(to train, to generate), all that can work; what is left over by whole replicas trains."""
+    """Return all possible (trainers, generators). What whole replicas leave over trains."""
     found = []
     for replicas in range(1, accelerators // cluster.per_replica + 1):
         generators = replicas * cluster.per_replica
@@ -363,7 +358,7 @@ def splits(cluster: Plannable, accelerators: int) -> list[tuple[int, int]]:
 
 
 def candidates_of(cluster: Plannable, accelerators: int, bounds: Bounds, most: int) -> list[tuple[int, int]]:
-    """The split that the closed form likes best, and others farther and farther from it: it leaves things out."""
+    """Return the split that the closed form prefers and others around it, because the closed form is approximate."""
     known = splits(cluster, accelerators)
     if len(known) <= most:
         return known
@@ -377,7 +372,7 @@ def candidates_of(cluster: Plannable, accelerators: int, bounds: Bounds, most: i
 
 
 def between(known: Sequence[tuple[int, int]], tried: Sequence[int], winner: int) -> list[tuple[int, int]]:
-    """Splits on either side of the best that was tried, up to the next that was: some of them, evenly."""
+    """Return some splits on either side of the best one, up to its simulated neighbours."""
     below = max((one for one in tried if one < winner), default=winner)
     above = min((one for one in tried if one > winner), default=winner)
     found = [split for split in known if below < split[0] < above and split[0] != winner]
@@ -390,8 +385,8 @@ def ending(bounds: Bounds, steps: int) -> Bounds:
 
 
 def _steps(bounds: Bounds, groups: int) -> int:
-    """Enough groups, and enough steps beyond those that fill and empty the pipeline; of huge ones fewer. `groups`: of a
-    step, that are simulated."""
+    """Return the number of steps to simulate: enough groups, and enough steps beyond those that fill and empty the
+    pipeline. `groups`: simulated groups per step."""
     filled = (bounds.threshold + 2) * bounds.steps_per_version
     steps = max(LEAST_STEPS, 2 * filled + 6, min(MOST_STEPS, LIVES // bounds.groups_per_step))
     return steps if steps * groups < HUGE_LIVES else filled + HUGE_STEPS
@@ -439,7 +434,7 @@ def _done(jobs: Sequence[_Job], processes: int | None) -> list[Row]:
 
 
 def _tried(cluster: Plannable, row: Row, bounds: Bounds, mode: str, seed: int) -> Row:
-    """What its verdict would do about it is simulated too, and not only promised."""
+    """Simulate the remedy of the verdict, so that its number is not only an estimate."""
     (job,) = _jobs(cluster, [(row.trainers, row.generators)], bounds, mode, seed)
 
     def tried(part: Bound, speed: float) -> float:

@@ -1,9 +1,7 @@
-"""What the planner found, as text: tables with bars, the best split, what is measured and what is not. Pure.
+"""Shows the planner's result as tables, JSON and one self-contained SVG. Pure.
 
-The planner's picture: one self-contained SVG with the splits and the scaling. Pure; no library.
-
-rows ─▶ samples/s over accelerators that train ─┐
-scaling ─▶ samples/s over accelerators, log-log ─┴▶ two panels; measured points are filled, extrapolated ones hollow
+rows ─▶ samples/s by number of trainers ─────────────┐
+scaling ─▶ samples/s by accelerators, log-log ───────┴▶ two panels; measured points filled, extrapolated ones hollow
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ EXPLAINED = {
 
 
 def table(rows: Sequence[Row], *, price: float | None = None, marks: bool = True) -> str:
-    """The splits, a line each; the best is marked."""
+    """Return the splits, one line each, with the best one marked."""
     winner = best(rows)
     top = winner.samples_per_s
     head = ["", "train", "generate", "samples/s", "", "tokens/s", "trainer waits", "engines wait", "lag", "most"]
@@ -54,7 +52,7 @@ def table(rows: Sequence[Row], *, price: float | None = None, marks: bool = True
 
 
 def scaling_table(rows: Sequence[Row]) -> str:
-    """The best split of each number of accelerators, and how much of what they could give is left."""
+    """Return the best split of each number of accelerators, and its share of linear scaling."""
     first = rows[0]
     cells = [
         ["accelerators", "train", "generate", "groups/step", "samples/s", "of linear", "lag", "basis", "held up by"]
@@ -78,7 +76,7 @@ def scaling_table(rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The best split in words."""
+    """Describe the best split."""
     row = best(rows)
     return (
         f"Best: {row.trainers:,} to train and {row.generators:,} to generate "
@@ -90,12 +88,12 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def explained(rows: Sequence[Row]) -> str:
-    """What the words in `basis` mean, those that occur."""
+    """Explain the words in `basis` that occur."""
     return "\n".join(EXPLAINED[basis] for basis in EXPLAINED if any(row.basis == basis for row in rows))
 
 
 def as_json(row: Row, price: float | None = None) -> dict[str, Any]:
-    """With what follows from it."""
+    """Return a row with derived values."""
     plain: dict[str, Any] = msgspec.to_builtins(row)
     derived = {"samples_per_s": row.samples_per_s, "tokens_per_s": row.outcome.tokens_per_s}
     derived |= {"step_s": row.outcome.step_s, "hours_per_million": row.hours_per_million}
@@ -123,11 +121,11 @@ def _aligned(cells: Sequence[Sequence[str]], *, left: Sequence[int]) -> str:
 
 
 WIDTH, HEIGHT, GAP = 460, 300, 24
-"""Of a panel, and between two."""
+"""Size of a panel, and the gap between two."""
 LEFT, RIGHT, TOP, BOTTOM = 64, 28, 56, 44
-"""Room for a panel's numbers and words."""
+"""Margins for a panel's numbers and labels."""
 ACCENT, FAINT, GRID = "accent", "faint", "grid"
-"""Classes of what is drawn; the style below has their colours, for light and for dark pages."""
+"""CSS classes; the style below defines their colours for light and dark pages."""
 STYLE = """<style>
   text { font-family: system-ui, sans-serif; fill: #1f2328; } .paper { fill: #ffffff; }
   .accent { stroke: #1f6feb; } .faint { stroke: #8c959f; } .grid { stroke: #e4e7eb; }
@@ -139,7 +137,7 @@ STYLE = """<style>
   }
 </style>"""
 MARKS = 4
-"""Grid lines of an axis, about."""
+"""Approximate number of grid lines of an axis."""
 
 Point = tuple[float, float, bool]
 """x, y, and whether it is measured."""
@@ -160,11 +158,11 @@ class Panel:
     x_label: str
     curves: Sequence[Curve]
     is_log: bool = False
-    """Both axes."""
+    """Both axes are logarithmic."""
 
 
 def draw(splits: Sequence[Row], scaled: Sequence[Row] = (), *, title: str) -> str:
-    """`scaled`: the best split of each number of accelerators; without it there is one panel."""
+    """Draw the splits. `scaled`: the best split of each number of accelerators; without it there is one panel."""
     panels = [_splits(splits)] + ([_scaled(scaled)] if len(scaled) > 1 else [])
     width = len(panels) * (WIDTH + GAP) - GAP
     parts = [
@@ -183,7 +181,7 @@ def draw(splits: Sequence[Row], scaled: Sequence[Row] = (), *, title: str) -> st
 
 
 def _described(splits: Sequence[Row], scaled: Sequence[Row]) -> str:
-    """The pictures in words."""
+    """Describe the pictures in words."""
     winner = best(splits)
     said = f"Of {winner.accelerators:,} accelerators, {winner.trainers:,} that train and {winner.generators:,} that "
     said += f"generate give the most: {winner.samples_per_s:,.0f} samples a second."
@@ -306,14 +304,14 @@ def _stroked(colour: str, dashes: str) -> str:
 
 
 def _nice(value: float, *, up: bool = False) -> float:
-    """The 1, 2, 2.5 or 5 times a power of ten that is nearest below `value`; with `up`, a multiple of a fifth of such a
-    one that is not below it."""
+    """Return the largest of 1, 2, 2.5 or 5 times a power of ten that is not above `value`. With `up`: the next multiple
+    of a fifth of that which is not below `value`."""
     power = math.pow(10, math.floor(math.log10(value)))
     step = max(one * power for one in (1, 2, 2.5, 5) if one * power <= value * (1 + 1e-9))
     return step if not up else math.ceil(value / (step / 5) - 1e-9) * step / 5
 
 
 def _decades(values: Sequence[float]) -> tuple[float, float]:
-    """Whole powers of ten around them."""
+    """Return the enclosing whole powers of ten."""
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) - 1e-9)
     return 10.0**low, 10.0 ** max(high, low + 1)

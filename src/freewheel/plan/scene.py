@@ -1,16 +1,17 @@
-"""`Scene`: all that a simulation needs to know of a run, in numbers. Facts only; `measured` and `hardware` make them.
+"""`Scene`: everything a simulation needs to know about a run, as numbers. `Outcome`: what a simulation found.
 
-Scene ─┬─ bounds        what may be generated, and what trained (`freewheel.queue.staleness`)
-       ├─ generation    replicas, slots, the time of a decoding step
-       ├─ scores        the time of a score; a judge's knee, refusals and rate
-       ├─ training      the time of a step
-       ├─ weights       the time of a sync
-       ├─ hand-over     what a message between them costs
-       └─ beside        what they cost each other where they share a machine
+    Scene ─┬─ bounds        what may be generated and trained on (`freewheel.queue.staleness`)
+           ├─ generation    replicas, slots, the time of a decoding step
+           ├─ scores        the time of a score; a judge's knee, refusals and rate
+           ├─ training      the time of a step
+           ├─ weights       the time of a sync
+           ├─ hand-over     the time of a message between components
+           └─ beside        how much both sides slow each other down on shared hardware
 
-What a simulation showed, in the names that a run's own accounts have.
+    Tally (trainer), spans (rollouters) ─ Mark at the end of a step ─▶ between two marks: Outcome
 
-Tally (trainer), spans (rollouters) ─ Mark at the end of a step ─▶ between two of them: Outcome
+`calibration` and `hardware` make scenes. Draws are frozen descriptions of distributions; `stream` turns one into
+numbers from a seeded generator, so equal seeds give equal runs.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from freewheel.rollout.outbox import PUT_LINGER_S
 from freewheel.runtime.bottleneck import Scoring, Setting, Tried, Verdict, in_turns, streaming, verdict
 
 BLOCK = 4096
-"""Numbers drawn at a time: then a draw costs what an iterator does."""
+"""Numbers drawn at a time, so that a draw costs no more than an iterator."""
 HALVINGS = 60
-"""Of an interval, until it is as narrow as a float tells numbers apart."""
+"""Bisections of an interval until floats are exhausted."""
 
 
 class Draw(Protocol):
@@ -42,7 +43,7 @@ class Draw(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """Always the same."""
+    """Always the same value."""
 
     value: float
 
@@ -69,18 +70,18 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Lognormal:
-    """Most are short and a few are long, as lengths of responses and latencies of judges are."""
+    """Mostly short and sometimes long, like response lengths and judge latencies."""
 
     middle: float
-    """The mean before anything is cut off."""
+    """The mean before values are cut off."""
     sigma: float
-    """Spread of the logarithm."""
+    """Standard deviation of the logarithm."""
     most: float = math.inf
-    """Longer ones are cut off here, as responses are at `max_new_tokens`."""
+    """Larger values are cut off here, like responses at `max_new_tokens`."""
 
     @property
     def mean(self) -> float:
-        """With the cut: E[min(X, m)] = E[X]·Φ((ln m − μ)/σ − σ) + m·(1 − Φ((ln m − μ)/σ))."""
+        """Return the mean with the cut: E[min(X, m)] = E[X]·Φ((ln m − μ)/σ − σ) + m·(1 − Φ((ln m − μ)/σ))."""
         if math.isinf(self.most) or self.sigma == 0:
             return min(self.middle, self.most)
         z = (math.log(self.most) - self._mu) / self.sigma
@@ -88,7 +89,7 @@ class Lognormal:
 
     @classmethod
     def of_mean(cls, mean: float, sigma: float, most: float) -> Lognormal:
-        """The one that has this mean with the cut, which is not above `most`."""
+        """Return the distribution with this mean after the cut."""
         low = high = mean
         while cls(high, sigma, most).mean < mean:
             high *= 2
@@ -107,7 +108,7 @@ class Lognormal:
 
 @dataclass(frozen=True)
 class Measured:
-    """One of the values that were seen, each as likely as it was frequent."""
+    """Draws one of the measured values, each with its frequency."""
 
     values: tuple[float, ...]
 
@@ -128,13 +129,13 @@ class Measured:
 
 
 def stream(draw: Draw, rng: np.random.Generator) -> Iterator[float]:
-    """Without end."""
+    """Yield values for ever."""
     while True:
         yield from draw.block(rng, BLOCK).tolist()
 
 
 def whole_stream(draw: Draw, rng: np.random.Generator) -> Iterator[int]:
-    """The same in whole numbers of at least 1: tokens."""
+    """Yield whole numbers of at least 1: tokens."""
     while True:
         yield from np.maximum(1, np.rint(draw.block(rng, BLOCK))).astype(np.int64).tolist()
 
@@ -144,52 +145,52 @@ def _phi(z: float) -> float:
 
 
 MESSAGE_S = 0.005
-"""Where nothing is known of it: a call between Ray actors with a batch in it takes some milliseconds."""
+"""Default: a call between Ray actors with a batch takes some milliseconds."""
 AT_ONCE, STEADY = Constant(0.0), Constant(1.0)
-"""A latency of nothing; a factor that does not vary."""
+"""No latency; a factor that does not vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """Engines with continuous batching, all alike."""
+    """Identical engines with continuous batching."""
 
     replicas: int = 1
     slots: int
-    """Sequences at a time, of each."""
+    """Sequences at a time, per engine."""
     step_s: float
-    """Of one decoding step, a token for every sequence that runs, as far as it does not depend on how many do."""
+    """Fixed part of the time of a decoding step, which makes one token for every running sequence."""
     per_sequence_s: float = 0.0
-    """What each of them adds to it."""
+    """Additional time per running sequence."""
     prefill_s: float = 0.0
-    """For which decoding stands still when a group's prompt is read."""
+    """How long decoding stops while a group's prompt is read."""
     resolution: int = 1
-    """Tokens that lengths are rounded to: ends that fall together are simulated together."""
+    """Tokens to which lengths are rounded, so that simultaneous ends are simulated together."""
     refill: int = 1
-    """Slots that must be free before samples enter beside others (the native engine's: an eighth of them)."""
+    """Slots that must be free before new samples enter (native engine: an eighth of the slots)."""
 
     def token_s(self, running: int) -> float:
         return self.step_s + self.per_sequence_s * running
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all replicas, with all slots in use and no prompt to read."""
+        """Tokens per second of all replicas with all slots in use and no prompts to read."""
         return self.replicas * self.slots / self.token_s(self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How a response gets its score. Without `knee`, `refuse_above` and `rate_per_s` as many as there are at a time."""
+    """How a response gets its score. Without `knee`, `refuse_above` and `rate_per_s` there is no limit."""
 
     is_judge: bool = False
-    """An LLM judge scores, and not a function alone."""
+    """An LLM judge scores, not only a function."""
     latency_s: Draw = AT_ONCE
-    """Of one that is alone."""
+    """Latency of a single request."""
     knee: int | None = None
-    """From so many at a time on, the judge gives each a smaller share of itself."""
+    """Beyond this many requests at a time each one gets a smaller share of the judge."""
     refuse_above: int | None = None
-    """It answers 429 to more than so many at a time."""
+    """The judge answers 429 beyond this many requests at a time."""
     rate_per_s: float | None = None
-    """It answers 429 to more than so many a second; the pacer is told of it (`requests_per_minute`)."""
+    """The judge answers 429 beyond this many requests per second; the pacer knows it (`requests_per_minute`)."""
 
     @property
     def is_limited(self) -> bool:
@@ -197,7 +198,7 @@ class Scores:
 
     @property
     def per_s(self) -> float | None:
-        """The most that it can score; None: any number."""
+        """Most scores per second; None: unlimited."""
         widest = min((one for one in (self.knee, self.refuse_above) if one is not None), default=None)
         bounds = [self.rate_per_s, None if widest is None else widest / max(self.latency_s.mean, 1e-9)]
         return min((one for one in bounds if one is not None), default=None)
@@ -205,15 +206,15 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The time of a step: `base_s` + `per_token_s` × its tokens, prompts included, times what varies."""
+    """The time of a step: (`base_s` + `per_token_s` × its tokens, prompts included) times what varies."""
 
     base_s: float = 0.0
     per_token_s: float = 0.0
     varies: Draw = STEADY
     prompt_tokens: float = 0.0
-    """Of each response's prompt, as far as a step computes it."""
+    """Prompt tokens per response that a step computes."""
     pack_s: float = 0.0
-    """For which the trainer stands still to copy the weights."""
+    """How long the trainer pauses to copy the weights."""
 
     def step_s(self, tokens: float) -> float:
         return self.base_s + self.per_token_s * tokens
@@ -221,31 +222,31 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """How a version gets to the engines."""
+    """How a version reaches the engines."""
 
     transfer_s: float = 0.0
-    """While they go on generating."""
+    """Transfer time, during which engines generate."""
     pause_s: float = 0.0
-    """For which they stand still."""
+    """How long engines pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandOver:
-    """Between the components: from one's word to the other's, the journal included."""
+    """Times of messages between components, journal included."""
 
     admit_s: float = 0.0
     put_s: float = 0.0
     take_s: float = 0.0
     commit_s: float = 0.0
     linger_s: float = PUT_LINGER_S
-    """As long as finished groups wait for others to share a message with."""
+    """How long finished groups wait to share a message."""
     interval_s: float = 0.0
     """`async_training.batch_generation_interval`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beside:
-    """What each side's work takes longer while the other is at work too, as a factor: they share cores, or a GPU."""
+    """Factors by which each side slows down while the other works: they share cores or a GPU."""
 
     generation: float = 1.0
     training: float = 1.0
@@ -260,13 +261,13 @@ class Scene:
     """One run."""
 
     bounds: Bounds
-    """With `total_groups`: when the simulation ends."""
+    """Its `total_groups` ends the simulation."""
     n: int
-    """Responses to a prompt."""
+    """Responses per prompt."""
     lengths: Draw
-    """Tokens that the engine generates for a response."""
+    """Tokens that the engine generates per response."""
     trained_lengths: Draw | None = None
-    """Tokens that are trained on, where they differ."""
+    """Tokens that are trained on, if they differ."""
     generation: Generation
     scores: Scores = field(default_factory=Scores)
     training: Training
@@ -274,7 +275,7 @@ class Scene:
     hand_over: HandOver = field(default_factory=HandOver)
     beside: Beside = field(default_factory=Beside)
     window: tuple[int, int] | None = None
-    """Steps between whose ends is measured. None: without what fills the pipeline and what empties it."""
+    """Steps to measure between. None: leave out what fills and empties the pipeline."""
 
     def __post_init__(self) -> None:
         if self.bounds.total_groups is None or self.bounds.total_groups % self.bounds.groups_per_step:
@@ -290,7 +291,8 @@ class Scene:
 
     @property
     def measured(self) -> tuple[int, int]:
-        """Generation runs up to `threshold` versions ahead: so many steps fill it, and so many empty it."""
+        """Return the steps to measure between. Generation runs up to `threshold` versions ahead, so that many steps
+        fill and empty the pipeline."""
         if self.window is not None:
             return self.window
         ahead = (self.bounds.threshold + 2) * self.bounds.steps_per_version
@@ -298,13 +300,13 @@ class Scene:
 
     @property
     def tokens_per_step(self) -> float:
-        """As the trainer computes them, on average."""
+        """Mean tokens that the trainer computes."""
         lengths = self.trained_lengths or self.lengths
         return self.bounds.groups_per_step * self.n * (lengths.mean + self.training.prompt_tokens)
 
     @property
     def capacities(self) -> dict[str, float]:
-        """Groups a second that each part could do alone; engines with the pauses that versions cost them."""
+        """Groups per second that each part could do alone; engines with the pauses for versions."""
         made, bounds = self.generation, self.bounds
         per_group_s = self.n * self.lengths.mean / made.tokens_per_s + made.prefill_s / made.replicas
         found = {"generation": 1 / (per_group_s + self.weights.pause_s / bounds.groups_per_version)}
@@ -316,18 +318,18 @@ class Scene:
 
     @property
     def guess(self) -> float:
-        """Groups a second by `freewheel.runtime.bottleneck` alone."""
+        """Groups per second by the closed form of `freewheel.runtime.bottleneck`."""
         if self.bounds.in_turns:
             return in_turns(self.capacities)
         return streaming(self.capacities)[1]
 
 
 BUSY, FILLED = "busy", "filled"
-"""Among a mark's spans: seconds in which engines decoded, and the same times the share of slots in use."""
+"""Entries of a mark's spans: seconds in which engines decoded, and the same weighted with the share of slots in use."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Between the ends of two steps, where nothing else is said."""
+    """What a simulation found between the ends of two steps, unless a field says otherwise."""
 
     steps: int
     wall_s: float
@@ -338,28 +340,28 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     waits: dict[str, dict[str, float]]
     """Component → span → share, as in `metrics.jsonl`; rollouters are averaged."""
     engine_busy: float
-    """Share of the time in which an engine decoded, on average."""
+    """Mean share of the time in which an engine decoded."""
     lag_mean: float
     lag_max: int
     lag_counts: list[int]
-    """Index: versions that a group lagged when it was trained on."""
+    """Number of groups by lag at training."""
     ready_mean: float
-    """Groups that were ready when a step began."""
+    """Mean number of ready groups at the start of a step."""
     scores_per_s: float
     held_back: float | None = None
-    """Share of the whole run in which responses waited for the judge's limit; None for one without limits."""
+    """Share of the whole run in which responses waited for the judge's limit; None without a limit."""
     slots_in_use: float
-    """Share of the engines' slots, on average."""
+    """Mean share of the engines' slots in use."""
     judge_limit: int | None = None
-    """The limiter's, at the end; None for a judge without limits."""
+    """The limiter's final limit; None for a judge without limits."""
     judge_refused: int = 0
-    """429s, of the whole run."""
+    """429s of the whole run."""
     whole_s: float
     """From the start to the end of the last step."""
     busy_per_token_s: float
-    """Engine time of a token, of the whole run."""
+    """Engine time per token, over the whole run."""
     lives: int
-    """Groups from admission to training, of the whole run."""
+    """Groups from admission to training, over the whole run."""
 
     @property
     def step_s(self) -> float:
@@ -393,7 +395,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         judge_in_use: float | None = None,
         tried: Tried | None = None,
     ) -> Verdict:
-        """As a run of this kind would be told. `judge_in_use`: of what the judge can do, the share that it did."""
+        """Return the verdict that such a run would show. `judge_in_use`: share of the judge's capacity in use."""
         scoring = Scoring(
             is_judge=is_judge,
             per_s=self.scores_per_s,
@@ -406,7 +408,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class Tally:
-    """What is added up while a simulation goes on: seconds of the trainer, and what was trained."""
+    """Sums over a simulation: the trainer's seconds, and what was trained on."""
 
     train_s: float = 0.0
     wait_s: float = 0.0
@@ -426,7 +428,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Mark:
-    """The accounts at a moment."""
+    """The sums at a moment."""
 
     at: float
     tally: Tally
@@ -439,7 +441,7 @@ class Mark:
 
 
 def between(before: Mark, after: Mark, *, n: int, replicas: int) -> dict[str, object]:
-    """The fields of an `Outcome` that follow from two marks."""
+    """Return the fields of an `Outcome` between two marks."""
     wall_s = after.at - before.at
     first, last = before.tally, after.tally
     spent = {name: (spans - before.spans[name]) / (wall_s * replicas) for name, spans in after.spans.items()}

@@ -1,41 +1,27 @@
-"""A run under a virtual clock, decided by the classes that decide in a run.
+"""Simulates a run under a virtual clock, with the classes that decide in a real run.
 
     ask ─▶ policy.room, deal ─▶ admitted ─▶ Engine ─▶ scores ─▶ outbox ─▶ policy.finish ─▶ policy.select ─▶ train
      ▲                                                                                                        │
      └── room ◀── policy.publish ◀── engines paused, loaded ◀── (drain: policy.settled) ◀── policy.commit ◀── pack
 
-Each arrow is an event: a time, what happens, to whom. The next batch is asked for while a step trains, a version that
-waits is superseded by the next, groups that finish together share a message: as in a run. What is left out: failures,
-evaluations and checkpoints. The same scene and seed give the same outcome, to the bit.
+Each arrow is an event: a time, an action, an object. As in a run, the next batch is requested while a step trains, a
+waiting version is superseded by the next one, and groups that finish together share a message. Failures, evaluations
+and checkpoints are left out. Equal scenes and seeds give equal outcomes, bit for bit.
 
-One engine's decoding under a virtual clock: slots, steps, who ends when. `simulation` has the events.
+`Engine` decodes: slots, steps, and when each response ends. Sequences enter between two steps and have whole lengths,
+so many end at once and one event serves them all.
 
     add ─▶ waiting ─ free slots ─▶ running: ends at step now + its length ─▶ finish: all that end at this step
-                                   a step takes `Generation.token_s` of how many run; pauses and prefills stop the steps
 
-Sequences enter between two steps and have whole lengths, so that many end at once and one event serves them all.
+`deal` gives tickets to many rollouters with a heap. Its order is that of `pick_least_loaded` in
+`freewheel.queue.message_queue` (a test compares them), which searches linearly and is too slow for thousands of
+replicas.
 
-A simulated rollouter: its engine, what it has asked for, its outbox, and what it spends its time on.
-
-Tickets for many rollouters at once: the rule of `freewheel.queue.message_queue`, by a heap instead of a search.
-
-`pick_least_loaded` looks at everybody for each ticket, which is fast for the few that ask at a time in a run, and too
-slow for a sweep over thousands of replicas. The order is the same (a test compares them): least pressure, ties to who
-asked first.
-
-Scoring under a virtual clock: `LimitedJudge`, a judge that has limits, asked by the engine's own limiter and pacer.
+`LimitedJudge` scores under limits, asked by the judge engine's own limiter and pacer, one for all replicas:
 
     submit ─▶ waiting ─ Pacer.ready_at, Limiter.has_room ─▶ VirtualJudge ─ done ─▶ scored
                  ▲                                              │ refused
                  └──── backoff_s, the slot is free ◀────────────┘
-
-One for all replicas, as behind `freewheel serve`. A judge without limits needs none of this: `simulation` then knows
-when a score comes at the moment it is asked for.
-
-Where a simulated length or latency comes from: a number, a shape, or what was measured.
-
-A draw is a fact (frozen, comparable, printable); `stream` turns it into numbers, a block at a time, from a generator
-that the caller seeds: the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -77,7 +63,7 @@ Event = tuple[float, int, Callable[[Any], None], Any]
 
 
 class Simulation:
-    """Brings every group that is admitted to training, once, and keeps the staleness bound: both are asserted."""
+    """Trains every admitted group once and keeps the staleness bound; it asserts both."""
 
     def __init__(self, scene: Scene, *, seed: int = 0) -> None:
         self.scene = scene
@@ -99,24 +85,24 @@ class Simulation:
             for place in range(scene.generation.replicas)
         ]
         self._asking: list[TicketRequest] = []
-        self._stored: dict[int, Group] = {}  # by sequence, until it is taken
+        self._stored: dict[int, Group] = {}  # by sequence, until taken
         self._engines_busy = 0
-        # the trainer
+        # trainer
         self._version = 0
         self._steps_in_version = 0
         self._begun = 0  # steps
-        self._batch: list[Group] | None = None  # taken, for the next step
-        self._asks_for = 1  # the step whose groups are asked for
+        self._batch: list[Group] | None = None  # taken for the next step
+        self._asks_for = 1  # the requested step
         self._training = False
         self._idle_since: float | None = 0.0
-        self._groups: list[Group] = []  # that are trained on
+        self._groups: list[Group] = []  # groups in training
         self._began_at = self._work_at = self._work_s = 0.0
         self._pace = 1.0
         self._train_event = 0
         self._tally = Tally()
         self._steps_done = 0
         self._marks: dict[int, Mark] = {}
-        # the synchronizer
+        # synchronizer
         self._pending: int | None = None
         self._loading = False
 
@@ -191,7 +177,7 @@ class Simulation:
     # -- generation ---------------------------------------------------------------------------------------------------
 
     def _enter(self, replica: Replica) -> None:
-        """Free slots are filled; `advance` has been called."""
+        """Fill free slots. `advance` has been called."""
         was = replica.engine.running
         replica.engine.enter()
         if not was and replica.engine.running:
@@ -199,7 +185,7 @@ class Simulation:
         self._expect(replica)
 
     def _expect(self, replica: Replica) -> None:
-        """The next end of a response; what was expected before no longer holds."""
+        """Schedule the next end of a response; earlier expectations become void."""
         replica.event += 1
         at = replica.engine.due_at()
         if at < math.inf:
@@ -236,7 +222,7 @@ class Simulation:
             self._ask(replica)
 
     def _made(self, replica: Replica) -> None:
-        """A group has left the engine."""
+        """Handle a group that left the engine."""
         replica.generating -= 1
         if not replica.generating:
             replica.note(self.now)
@@ -259,7 +245,7 @@ class Simulation:
             self._at(max(at, self.now), self._ask_judge, self._judge_event)
 
     def _scored_whole(self, group: Group) -> None:
-        """All its responses are scored: it goes to the queue, with others that finish at the same time."""
+        """Send a completely scored group to the queue, with others that finish at the same time."""
         replica = self._replicas[group.replica]
         replica.making -= 1
         replica.mail.append(group)
@@ -287,7 +273,7 @@ class Simulation:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        """The groups of the next step, as soon as there are enough."""
+        """Take the groups of the next step as soon as there are enough."""
         if self._asks_for != self._begun + 1 or self._asks_for > self.scene.steps:
             return
         chosen = self.policy.select(self.scene.bounds.groups_per_step)
@@ -408,7 +394,7 @@ class Simulation:
     # -- side by side -------------------------------------------------------------------------------------------------
 
     def _busy(self, more: int) -> None:
-        """An engine begins or ends to decode; the trainer feels the first and the last."""
+        """Handle an engine that starts or stops decoding; the first slows the trainer, the last releases it."""
         before = self._engines_busy
         self._engines_busy += more
         if self.scene.beside.training == 1.0 or not self._training or bool(before) == bool(self._engines_busy):
@@ -429,7 +415,7 @@ class Simulation:
     # -- accounts -----------------------------------------------------------------------------------------------------
 
     def _mark(self, step: int) -> None:
-        """The accounts at the end of a step, where they will be looked at."""
+        """Record the sums at the end of a step that is measured."""
         if step not in (*self.scene.measured, self.scene.steps):
             return
         spans: dict[str, float] = {BUSY: 0.0, FILLED: 0.0}
@@ -465,7 +451,7 @@ def simulate(scene: Scene, *, seed: int = 0) -> Outcome:
 
 
 SLACK = 1e-6
-"""Of a step: what adding up fractions of steps may be off by."""
+"""Tolerance for adding fractions of steps."""
 
 
 class Group:
@@ -480,14 +466,14 @@ class Group:
         """Responses that are not generated yet."""
         self.unscored = n
         self.scored_at = 0.0
-        """When the last of those that have ended is scored, where that is known ahead."""
+        """When the last finished response will be scored, if known in advance."""
         self.tokens = 0
         self.version = -1
-        """That the engine held when its first token was made."""
+        """The engine's version at its first token."""
 
 
 class Engine:
-    """Every response that is added ends once, after as many steps as it has tokens."""
+    """Ends every added response once, after as many steps as it has tokens."""
 
     __slots__ = (
         "_at", "_due", "_keys", "_lengths", "_model", "_samples_waiting", "_stall_s", "_steps", "_token_s", "_waiting",
@@ -500,21 +486,21 @@ class Engine:
         self._at = 0.0
         self._steps = 0.0
         self._token_s = model.step_s
-        self._stall_s = 0.0  # prompts that are still to be read before the next step
+        self._stall_s = 0.0  # time for prompts that must be read before the next step
         self._due: dict[int, list[Group]] = {}
-        self._keys: list[int] = []  # of `_due`, a heap
-        self._waiting: deque[list[object]] = deque()  # [group, samples that have no slot]
+        self._keys: list[int] = []  # keys of `_due`, a heap
+        self._waiting: deque[list[object]] = deque()  # [group, samples without a slot]
         self._samples_waiting = 0
         self.running = 0
         self.version = 0
         self.paused = False
         self.slowed = 1.0
-        """By what goes on beside it, as a factor."""
+        """Factor by which other work slows it."""
         self.busy_s = 0.0
         self.sequence_s = 0.0
-        """The same times the sequences that ran."""
+        """Busy time weighted with the running sequences."""
         self.tokens = 0
-        """Of what has a slot or had one."""
+        """Tokens of samples that have or had a slot."""
 
     def advance(self, now: float) -> None:
         elapsed = now - self._at
@@ -532,18 +518,18 @@ class Engine:
         self._steps += elapsed / self._token_s
 
     def due_at(self) -> float:
-        """When the next response ends, if nothing changes before."""
+        """Return when the next response ends if nothing changes."""
         if not self.running or self.paused:
             return math.inf
         return self._at + self._stall_s + max(0.0, self._keys[0] - self._steps) * self._token_s
 
     def add(self, group: Group, samples: int) -> None:
-        """After `advance`; `enter` then gives them slots."""
+        """Queue samples. Call after `advance`; `enter` then gives them slots."""
         self._waiting.append([group, samples])
         self._samples_waiting += samples
 
     def finish(self, now: float) -> list[Group]:
-        """The step at `due_at` is done: the group of each response that ended with it. Others take their slots."""
+        """Finish the step at `due_at`: return the group of each ended response. Waiting samples take their slots."""
         self.advance(now)
         step = heapq.heappop(self._keys)
         self._steps = float(step)
@@ -553,7 +539,7 @@ class Engine:
         return ended
 
     def enter(self) -> None:
-        """Free slots go to what waits, but not a few of them at a time."""
+        """Fill free slots with waiting samples, but not a few at a time."""
         model = self._model
         free = model.slots - self.running
         if self._waiting and free and (not self.running or free >= min(model.refill, self._samples_waiting)):
@@ -593,7 +579,7 @@ class Engine:
         self._token_s = model.token_s(self.running) * self.slowed
 
     def slow(self, factor: float) -> None:
-        """After `advance`."""
+        """Change the slowdown. Call after `advance`."""
         self._stall_s *= factor / self.slowed
         self.slowed = factor
         self._token_s = self._model.token_s(self.running) * factor
@@ -603,7 +589,7 @@ DOING = ("generate", "wait_reward", "wait_room")
 
 
 class Replica:
-    """State only: `simulation` decides what happens."""
+    """State of a simulated rollouter; `Simulation` decides what happens."""
 
     __slots__ = (
         "_doing", "_since", "_spent", "asking", "engine", "event", "generating", "loading_s", "loading_since",
@@ -624,20 +610,20 @@ class Replica:
         self.loading_s = 0.0
         self.loading_since: float | None = None
         self.event = self.rest = self.post = 0
-        """Numbers of what is expected last: an event with another number is void."""
+        """Numbers of the latest expected events: an event with another number is void."""
         self._doing = "wait_room"
         self._since = 0.0
         self._spent = dict.fromkeys(DOING, 0.0)
 
     def note(self, now: float) -> None:
-        """What it does now, by the rule of `Rollouter`."""
+        """Update its activity, by the rule of `Rollouter`."""
         doing = "generate" if self.generating else "wait_reward" if self.making else "wait_room"
         if doing != self._doing:
             self._spent[self._doing] += now - self._since
             self._doing, self._since = doing, now
 
     def spans(self, now: float) -> dict[str, float]:
-        """Seconds by name until now."""
+        """Return seconds by activity until now."""
         loading_s = 0.0 if self.loading_since is None else now - self.loading_since
         spent = {**self._spent, "load_weights": self.loading_s + loading_s}
         spent[self._doing] += now - self._since
@@ -645,7 +631,7 @@ class Replica:
 
 
 def deal(asking: Sequence[TicketRequest], room: int, issue: Callable[[], Ticket]) -> None:
-    """Gives up to `room` tickets to those who ask, as many as they want."""
+    """Give up to `room` tickets to the requests, least loaded first."""
     if len(asking) == 1:
         one = asking[0]
         one.tickets += [issue() for _ in range(min(room, one.want - len(one.tickets)))]
@@ -664,7 +650,7 @@ def deal(asking: Sequence[TicketRequest], room: int, issue: Callable[[], Ticket]
 
 
 class LimitedJudge:
-    """Every response that is submitted is scored once. `pump` is to be called at `next_at`, and after `submit`."""
+    """Scores every submitted response once. Call `pump` at `next_at` and after `submit`."""
 
     def __init__(self, scores: Scores, latencies: Iterator[float], seed: int) -> None:
         knee = scores.knee
@@ -683,7 +669,7 @@ class LimitedJudge:
         self._pacer = Pacer(requests_per_minute=per_minute)
         self._latencies = latencies
         self._random = random.Random(seed).random
-        self._asked: dict[int, tuple[Group, float]] = {}  # by number, until it is scored: its group and its work
+        self._asked: dict[int, tuple[Group, float]] = {}  # by number, until scored: its group and its work
         self._fresh: deque[int] = deque()
         self._resting: list[tuple[float, int]] = []
         self._refusals: list[tuple[float, int, Answer]] = []
@@ -694,7 +680,7 @@ class LimitedJudge:
         self._now = 0.0
         self._holds_back = False
         self.held_back_s = 0.0
-        """For which responses waited to be sent."""
+        """Seconds in which responses waited to be sent."""
 
     @property
     def refused(self) -> int:
@@ -707,7 +693,7 @@ class LimitedJudge:
         self._fresh.append(number)
 
     def pump(self, now: float) -> list[Group]:
-        """What the time up to `now` has brought, and what may be sent is: the group of each score that came."""
+        """Advance to `now` and send what may be sent. Return the group of each score that arrived."""
         if self._holds_back:
             self.held_back_s += now - self._now
         self._now = now
@@ -756,6 +742,6 @@ class LimitedJudge:
                 heapq.heappush(self._refusals, (now + REFUSAL_S, number, answer))
 
     def next_at(self) -> float:
-        """When something happens by itself."""
+        """Return the time of the next own event."""
         at = min(self._judge.next_event_at(), self._wake_at)
         return min(at, self._refusals[0][0]) if self._refusals else at
