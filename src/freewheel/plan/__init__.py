@@ -2,7 +2,7 @@
 
     a run directory ─▶ `calibration` ─┐
     a model, a table ─▶ `hardware` ───┴▶ `Scene` ─▶ `simulation` ─▶ `Outcome` ─▶ `planner`: splits, scaling
-                                    └▶ `report`: tables, JSON, SVG
+                                                                                    └▶ `report`: tables, JSON, SVG
 
 The simulation runs the classes that decide in a real run (`StalenessPolicy`, `Limiter`, `Pacer`, least-loaded tickets)
 under a virtual clock. Imports neither torch nor Ray.
