@@ -10,8 +10,10 @@ import torch
 
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Failed, Scored
+from freewheel.trainer.advantages import AdvantageInputs
+from freewheel.trainer.losses import LossInputs, LossOutputs
 
-torch.set_num_threads(1)  # two on two busy cores take up to ten times as long
+torch.set_num_threads(1)  # with two, two busy cores take up to ten times as long
 
 VOCABULARY = 23
 
@@ -77,6 +79,21 @@ def random_group(
             )
         )
     return make_group(ordinal, responses, prompt=rng.integers(1, VOCABULARY, int(rng.integers(2, 7))).tolist())
+
+
+def cispo(inputs: LossInputs) -> LossOutputs:
+    """A custom loss."""
+    ratio = (inputs.logprobs.detach() - inputs.behaviour).exp()
+    metrics = {"mine/truncated_ratio": ((ratio > 1.2).sum(), torch.ones_like(ratio).sum())}
+    return LossOutputs(loss=-ratio.clamp(max=1.2) * inputs.advantages * inputs.logprobs, metrics=metrics)
+
+
+def above_median(inputs: AdvantageInputs) -> list[np.ndarray]:
+    """A custom advantage estimator."""
+    return [np.zeros(len(r)) if np.isnan(r).all() else r - np.nanmedian(r) for r in inputs.rewards]
+
+
+CUSTOM = {"loss": f"{__name__}:cispo", "advantage": f"{__name__}:above_median"}
 
 
 def without(group: PromptGroup, indices: Sequence[int]) -> PromptGroup:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from freewheel.data.group import PromptGroup
 
 from . import rank_tasks
-from .groups import make_group, make_response, random_group
+from .groups import CUSTOM, make_group, make_response, random_group
 from .rank_pool import ranks
 from .rank_tasks import Learnt, learn
 from .test_torch_backend import poisoned
@@ -52,6 +52,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"name": "ppo", "normalise": "none", "mini_batches": 2, "updates_per_batch": 2, "value_clip": 0.2},
     {"ratio": "sequence", "kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "sequence_mean"},
     {"proximal": "recomputed", "importance": "sequence_truncate", "updates_per_batch": 2, "mini_batches": 2},
+    CUSTOM,
 ]
 
 

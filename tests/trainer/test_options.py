@@ -35,6 +35,10 @@ from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConf
         ({"updates_per_batch": 0}, "algorithm.updates_per_batch"),
         ({"mini_batches": 1.5}, "algorithm.mini_batches"),
         ({"kl_coef": float("nan")}, "algorithm.kl_coef"),
+        ({"loss": "cispo"}, "algorithm.loss"),
+        ({"advantage": "ppo"}, "algorithm.advantage"),
+        ({"advantage": "gae", "normalise": "std"}, "algorithm.normalise"),
+        ({"advantage": "gae", "ratio": "sequence"}, "algorithm.ratio"),
     ],
 )
 def test_an_algorithm_that_cannot_work_is_refused_by_key(settings, key) -> None:
@@ -92,11 +96,30 @@ def test_settings_are_read_from_plain_values() -> None:
         ({"kl_coef": 0.01}, ["0.01 times the KL", "(k3)", "added to the loss"]),
         ({"kl_coef": 0.01, "kl_kind": "k1"}, ["subtracted from the advantage"]),
         ({"entropy_coef": 0.1}, ["entropy"]),
+        (
+            {"advantage": "mine:best", "loss": "mine:cispo"},
+            ["advantages from mine:best; the loss is mine:cispo, averaged"],
+        ),
     ],
 )
 def test_a_combination_says_what_it_does(settings, wanted) -> None:
     said = describe(AlgorithmConfig(**settings))
     assert [part for part in wanted if part not in said] == []
+
+
+def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() -> None:
+    presets = {"grpo": "grpo", "ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_pp"}
+    for name, estimator in presets.items():
+        config = AlgorithmConfig(name=name)  # type: ignore[arg-type]
+        assert (config.estimator, config.uses_critic) == (estimator, name == "ppo")
+        assert config.compares_responses is not config.uses_critic
+        assert config.find_loss() is AlgorithmConfig(loss="ppo_clip").find_loss()
+    assert (
+        AlgorithmConfig(advantage="gae").uses_critic and not AlgorithmConfig(name="ppo", advantage="rloo").uses_critic
+    )
+    assert AlgorithmConfig(advantage="rloo").normalisation == "none"
+    own = AlgorithmConfig(name="ppo", advantage="mine:best", normalise="std", baseline="batch")
+    assert (own.normalisation, own.uses_critic, own.compares_responses) == ("std", False, False)
 
 
 def test_the_clipping_remark_goes_where_there_are_several_updates() -> None:

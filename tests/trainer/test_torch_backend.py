@@ -23,7 +23,7 @@ from freewheel.trainer.metrics import rollout_metrics
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
 
-from .groups import VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without
+from .groups import CUSTOM, VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without
 
 NAN = float("nan")
 GROUPS = [random_group(ordinal, holes=True) for ordinal in range(4)]
@@ -60,6 +60,7 @@ ALGORITHMS: list[dict[str, Any]] = [
     {"ratio": "sequence", "kl_coef": 0.1, "entropy_coef": 0.01},
     {"proximal": "recomputed", "importance": "sequence_truncate", "updates_per_batch": 2, "mini_batches": 2},
     {"normalise": "none", "aggregation": "constant", "aggregation_tokens": 16, "importance": "token_mask"},
+    CUSTOM,
 ]
 
 
@@ -378,6 +379,7 @@ def sampled(backend: TorchBackend, ordinal: int, version: int, rng: np.random.Ge
         ({"algorithm": {"name": "ppo"}}, 0.8),
         ({"algorithm": {"ratio": "sequence", "aggregation": "sequence_mean"}}, 0.8),
         ({"algorithm": {"proximal": "recomputed", "importance": "token_truncate", "mini_batches": 2}}, 0.8),
+        ({"algorithm": CUSTOM}, 0.8),
         ({"lora": LoraConfig(rank=4, alpha=8.0)}, 0.5),  # the embeddings, which are the head as well, stay as they are
     ],
     ids=str,

@@ -1,20 +1,25 @@
-"""Steps are exactly P groups, in order, each told of before the next; whatever fails beside them does not end a run
-that could go on, and what must end it leaves the run as it was saved."""
+"""`FullyAsyncTrainer`: whole steps in order, staleness at consumption, retries, checkpoints, evaluations, replay."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from freewheel.queue.journal import Journal, JournalWriter
 from freewheel.sync.weights import Weights
+from freewheel.trainer import background
 from freewheel.trainer.backend import NonFiniteLoss
 from freewheel.trainer.trainer import FullyAsyncTrainer, TrainingFailed
 
-from .scene import REWARD, WAIT_S, Build, P
+from .scene import REWARD, WAIT_S, Build, P, Scene
+
+NO_MEMORY = RuntimeError("out of memory")
 
 # -- steps ------------------------------------------------------------------------------------------------------------
 
@@ -31,17 +36,16 @@ async def test_every_step_has_exactly_p_groups_and_every_prompt_is_trained_once(
     assert (counters["current_param_version"], counters["param_sync_count"]) == (4, 4)
 
 
-async def test_a_step_is_committed_before_its_weights_are_published_and_all_in_order(scene: Build) -> None:
+async def test_each_step_is_committed_before_its_weights_are_published(scene: Build) -> None:
     one = scene()
     await one.run()
-    told = [event for event in one.events if event[0] in ("commit", "publish")]
-    assert told == [
+    assert [event for event in one.events if event[0] in ("commit", "publish")] == [
         *(("commit", 1), ("publish", 1, 1), ("commit", 2), ("publish", 2, 2)),
         *(("commit", 3), ("publish", 3, 3), ("commit", 4), ("publish", 4, 4)),
     ]
 
 
-async def test_the_next_batch_is_asked_for_while_a_step_trains(scene: Build) -> None:
+async def test_the_next_batch_is_requested_while_a_step_trains(scene: Build) -> None:
     one = scene(schedule={"total_steps": 2})
     gate = threading.Event()
     one.backend.on_step = lambda step: gate.wait(WAIT_S)
@@ -54,20 +58,19 @@ async def test_the_next_batch_is_asked_for_while_a_step_trains(scene: Build) -> 
     assert ("take", 3) not in one.events
 
 
-async def test_what_a_step_tells_others_does_not_hold_up_the_next(scene: Build) -> None:
+async def test_a_slow_publisher_does_not_delay_the_next_step(scene: Build) -> None:
     one = scene(schedule={"total_steps": 2})
-    telling = asyncio.Event()
-    submit = one.publisher.submit
+    gate, submit = asyncio.Event(), one.publisher.submit
 
     async def slow(version: int, weights: Weights) -> None:
-        await telling.wait()
+        await gate.wait()
         await submit(version, weights)
 
     one.publisher.submit = slow  # type: ignore[method-assign]
     running = asyncio.create_task(one.run())
     await one.until(lambda: ("end", 2) in one.events)
     assert ("publish", 1, 1) not in one.events
-    telling.set()
+    gate.set()
     await running
     assert one.at("publish", 1) < one.at("commit", 2)
 
@@ -80,7 +83,7 @@ async def test_finite_prompts_end_with_a_short_step(scene: Build) -> None:
     assert one.saver.saved[-1][2].low == 7
 
 
-async def test_starvation_is_told_with_where_the_groups_are_and_waited_out(
+async def test_a_starving_trainer_logs_where_the_groups_are_and_waits(
     scene: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = scene(schedule={"total_steps": 1, "batch_timeout_s": 0.01})
@@ -92,13 +95,11 @@ async def test_starvation_is_told_with_where_the_groups_are_and_waited_out(
     assert await running == "finished"
 
 
-async def test_versions_count_syncs_and_the_last_one_may_be_of_fewer_steps(scene: Build) -> None:
+async def test_a_version_has_several_steps_and_the_last_one_may_have_fewer(scene: Build) -> None:
     one = scene(bounds={"steps_per_version": 2}, schedule={"total_steps": 5})
     await one.run()
-    assert [event for event in one.events if event[0] == "publish"] == [
-        *(("publish", 1, 2), ("publish", 2, 4), ("publish", 3, 5)),
-    ]
-    assert one.backend.versions == [0, None, 1, None, 2], "in the middle of one the weights are of none"
+    assert one.published() == [(1, 2), (2, 4), (3, 5)]
+    assert one.backend.versions == [0, None, 1, None, 2], "in the middle of a version, weights belong to none"
     assert one.trainer.current_param_version == one.queue.policy.version == 3
     assert one.saver.saved[-1][:2] == (5, 3)
 
@@ -119,66 +120,68 @@ async def test_groups_that_are_too_old_at_consumption_are_replaced_and_come_back
     assert one.trainer.dropped_stale_samples > 0
     assert (await one.queue.stats())["failed_attempts"]["stale"] * 2 == one.trainer.dropped_stale_samples
     assert "max_staleness_allowed = 1 versions: issued again" in caplog.text
-    assert one.queue.ledger.abandoned == {}  # to be late is no fault of the prompt's
+    assert one.queue.ledger.abandoned == {}, "a prompt is not to blame for being late"
 
 
-async def test_ages_and_the_share_of_stale_samples_are_in_the_row(scene: Build) -> None:
+async def test_a_row_holds_sample_ages_and_the_share_of_stale_samples(scene: Build) -> None:
     one = scene(bounds={"threshold": 0, "max_lag_allowed": 5}, born_old=True, wall_clock=lambda: 7.0)
     await one.run()
     rows = [row.values for row in one.trainer.rows if row.kind == "step"]
     assert [row["max_sample_age"] for row in rows] == [0.0, 1.0, 2.0, 3.0]
     assert [row["stale_samples_ratio"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
-    assert rows[0]["avg_sample_age_s"] == 7.0
-    assert rows[3]["global_steps"] == 4
-    assert [row["current_param_version"] for row in rows] == [1, 2, 3, 4], "as it is after the step"
-    assert rows[0]["actor/loss"] == 0.5
+    assert [row["current_param_version"] for row in rows] == [1, 2, 3, 4], "counters are from after the step"
+    assert (rows[0]["avg_sample_age_s"], rows[0]["actor/loss"], rows[3]["global_steps"]) == (7.0, 0.5, 4)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_step_that_fails_is_tried_again_with_the_same_groups(scene: Build) -> None:
+async def test_a_failed_step_is_retried_with_the_same_groups(scene: Build) -> None:
     one = scene()
-    left = [RuntimeError("out of memory"), RuntimeError("out of memory")]
-
-    def fails_twice(step: int) -> None:
-        if step == 2 and left:
-            raise left.pop()
-
-    one.backend.on_step = fails_twice
+    one.fail_at(2, NO_MEMORY, times=2)
     assert await one.run() == "finished"
     assert one.ordinals == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
     assert one.trainer.errors == 2
     assert [event for event in one.events if event[0] == "commit"] == [("commit", step) for step in (1, 2, 3, 4)]
 
 
-async def test_a_step_that_always_fails_ends_the_run_and_is_not_committed(scene: Build) -> None:
+NOT_FINITE = NonFiniteLoss("3 updates in a row; lower optimizer.lr")
+
+
+@pytest.mark.parametrize(
+    ("error", "updates", "attempts", "message", "saved"),
+    [
+        (NO_MEMORY, 0, 2, r"step 3 failed 2 times \(trainer.max_errors\): RuntimeError: out of mem", [2]),
+        (NOT_FINITE, 0, 1, r"lower optimizer\.lr", [2]),
+        (NO_MEMORY, 1, 1, r"step 3 failed after 1 of its updates .* twice: RuntimeError: out of mem", []),
+        (NOT_FINITE, 1, 1, r"lower optimizer\.lr", []),
+    ],
+    ids=["always", "not finite", "after an update", "not finite after an update"],
+)
+async def test_a_step_that_keeps_failing_ends_the_run_and_the_last_whole_step_is_saved(
+    scene: Build,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    updates: int,
+    attempts: int,
+    message: str,
+    saved: list[int],
+) -> None:
     one = scene(schedule={"max_errors": 2})
-
-    def fails(step: int) -> None:
-        if step == 3:
-            raise RuntimeError("out of memory")
-
-    one.backend.on_step = fails
-    with pytest.raises(TrainingFailed, match=r"step 3 failed 2 times \(trainer.max_errors\): RuntimeError: out of mem"):
+    one.fail_at(3, error, updates=updates)
+    with pytest.raises(NonFiniteLoss if error is NOT_FINITE else TrainingFailed, match=message):
         await one.run()
-    assert ("commit", 3) not in one.events
-    assert one.trainer.global_steps == 2
+    assert one.events.count(("begin", 3)) == attempts
+    assert ("commit", 3) not in one.events and one.trainer.global_steps == 2
+    assert one.saved_steps == saved, "weights in the middle of a step belong to no checkpoint"
+    assert ("Not saving: step 3 failed" in caplog.text) is (not saved)
+    for step, version, frontier, weight in one.saver.saved:
+        assert (step, version, frontier.low, weight) == (2, 2, 2 * P, 2)
 
 
-async def test_a_loss_that_stays_without_a_number_is_not_tried_again(scene: Build) -> None:
-    one = scene()
-
-    def fails(step: int) -> None:
-        raise NonFiniteLoss("3 updates in a row; lower optimizer.lr")
-
-    one.backend.on_step = fails
-    with pytest.raises(NonFiniteLoss, match=r"lower optimizer\.lr"):
-        await one.run()
-    assert one.events.count(("begin", 1)) == 1
-
-
-async def test_what_goes_wrong_after_a_step_ends_the_run(scene: Build) -> None:
+async def test_an_error_of_the_queue_ends_the_run_and_nothing_is_saved_that_would_train_prompts_twice(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
     one = scene()
 
     async def gone(step: int, *, wait_s: float) -> int:
@@ -187,116 +190,41 @@ async def test_what_goes_wrong_after_a_step_ends_the_run(scene: Build) -> None:
     one.queue.commit = gone  # type: ignore[method-assign]
     with pytest.raises(ConnectionError, match="the queue died"):
         await one.run()
-
-
-async def test_a_version_that_could_not_be_published_ends_the_run_while_it_waits_for_what_that_version_brings(
-    scene: Build,
-) -> None:
-    one = scene(bounds={"threshold": 0})  # the next batch comes when engines have the version before it
-
-    async def gone(version: int, weights: Weights) -> None:
-        await one.until(lambda: ("take", 2) in one.events)
-        raise ConnectionError("the synchronizer died")
-
-    one.publisher.submit = gone  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError, match="the synchronizer died"):
-        await one.run()
-    assert one.saver.saved[-1][0] == 1
-
-
-async def test_a_step_that_failed_after_an_update_is_not_trained_on_twice(scene: Build) -> None:
-    one = scene(schedule={"save_every": 1})
-
-    def half(step: int) -> None:
-        if step == 3:
-            one.backend.updates_applied += 1
-            raise RuntimeError("out of memory")
-
-    one.backend.on_step = half
-    with pytest.raises(
-        TrainingFailed, match=r"step 3 failed after 1 of its updates .* twice: RuntimeError: out of mem"
-    ):
-        await one.run()
-    assert one.events.count(("begin", 3)) == 1
-    assert [saved[0] for saved in one.saver.saved] == [1, 2]
-
-
-async def test_what_was_trained_is_saved_when_a_step_fails_for_good(scene: Build) -> None:
-    one = scene(schedule={"max_errors": 1})
-
-    def fails(step: int) -> None:
-        if step == 3:
-            raise NonFiniteLoss("3 updates in a row")
-
-    one.backend.on_step = fails
-    with pytest.raises(NonFiniteLoss):
-        await one.run()
-    ((step, version, frontier, weight),) = one.saver.saved
-    assert (step, version, frontier.low, weight) == (2, 2, 2 * P, 2)
-
-
-async def test_weights_in_the_middle_of_a_step_are_not_saved(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
-    one = scene()
-
-    def half(step: int) -> None:
-        if step == 3:
-            one.backend.updates_applied += 1
-            raise NonFiniteLoss("3 updates in a row")
-
-    one.backend.on_step = half
-    with pytest.raises(NonFiniteLoss):
-        await one.run()
-    assert one.saver.saved == []
-    assert "Not saving: step 3 failed" in caplog.text
-
-
-async def test_a_step_whose_weights_nobody_takes_is_saved_with_its_prompts(scene: Build) -> None:
-    """Also the one that was trained while that came out."""
-    one = scene()
-
-    async def gone(version: int, weights: Weights) -> None:
-        await one.until(lambda: ("end", 2) in one.events)
-        raise ConnectionError("the synchronizer died")
-
-    one.publisher.submit = gone  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError, match="the synchronizer died"):
-        await one.run()
-    ((step, version, frontier, weight),) = one.saver.saved
-    assert (step, version, frontier.trained, weight) == (2, 2, 2 * P, 2)
-
-
-async def test_without_the_queue_nothing_is_saved_that_would_train_prompts_twice(
-    scene: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    one = scene()
-
-    async def gone(step: int, *, wait_s: float) -> int:
-        raise ConnectionError("the queue died")
-
-    one.queue.commit = gone  # type: ignore[method-assign]
-    with pytest.raises(ConnectionError):
-        await one.run()
     assert one.saver.saved == []
     assert "cannot be saved: ConnectionError: the queue died" in caplog.text
 
 
-async def test_a_checkpoint_that_is_being_written_when_a_run_fails_is_written(scene: Build) -> None:
+@pytest.mark.parametrize(
+    ("threshold", "awaited", "saved"),
+    [(0, ("take", 2), 1), (1, ("end", 2), 2)],
+    ids=["the next batch needs that version", "the next step is trained already"],
+)
+async def test_an_error_while_publishing_ends_the_run_and_the_last_step_is_saved(
+    scene: Build, threshold: int, awaited: Any, saved: int
+) -> None:
+    one = scene(bounds={"threshold": threshold})
+
+    async def gone(version: int, weights: Weights) -> None:
+        await one.until(lambda: awaited in one.events)
+        raise ConnectionError("the synchronizer died")
+
+    one.publisher.submit = gone  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match="the synchronizer died"):
+        await one.run()
+    ((step, version, frontier, weight),) = one.saver.saved
+    assert (step, version, frontier.trained, weight) == (saved, saved, saved * P, saved)
+
+
+async def test_a_checkpoint_in_progress_is_finished_when_the_run_fails(scene: Build) -> None:
     one = scene(schedule={"save_every": 2, "max_errors": 1})
-    writing, gate = threading.Event(), threading.Event()
-    save = one.saver.save
+    started, gate = one.hold_saves()
 
-    def slow(*args: Any) -> int:
-        writing.set()
-        gate.wait(WAIT_S)
-        return save(*args)
-
-    def fails(step: int) -> None:
+    def fail(step: int) -> None:
         if step == 3:
-            assert writing.wait(WAIT_S)
-            raise RuntimeError("out of memory")
+            assert started.wait(WAIT_S)
+            raise NO_MEMORY
 
-    one.saver.save = slow  # type: ignore[method-assign]
-    one.backend.on_step = fails
+    one.backend.on_step = fail
     running = asyncio.create_task(one.run())
     await one.until(lambda: one.trainer.errors == 1)
     assert one.trainer.stats()["saving"] is True
@@ -304,32 +232,23 @@ async def test_a_checkpoint_that_is_being_written_when_a_run_fails_is_written(sc
     gate.set()
     with pytest.raises(TrainingFailed):
         await running
-    assert [saved[0] for saved in one.saver.saved] == [2]
+    assert one.saved_steps == [2]
     assert one.trainer.stats()["saved_step"] == 2
 
 
-@pytest.mark.parametrize("total", [2, 9])
-async def test_a_checkpoint_that_is_being_written_when_a_run_is_cancelled_is_written(scene: Build, total: int) -> None:
-    """In mid-run, and at its end."""
+@pytest.mark.parametrize("total", [2, 9], ids=["at its end", "in the middle"])
+async def test_a_checkpoint_in_progress_is_finished_when_the_run_is_cancelled(scene: Build, total: int) -> None:
     one = scene(schedule={"save_every": 2 if total == 9 else None, "total_steps": total})
-    writing, gate = threading.Event(), threading.Event()
-    save = one.saver.save
-
-    def slow(*args: Any) -> int:
-        writing.set()
-        gate.wait(WAIT_S)
-        return save(*args)
-
-    one.saver.save = slow  # type: ignore[method-assign]
+    started, gate = one.hold_saves()
     running = asyncio.create_task(one.run())
-    await one.until(writing.is_set)
+    await one.until(started.is_set)
     running.cancel()
-    await asyncio.sleep(0.02)
-    assert not running.done()
+    done, _ = await asyncio.wait([running], timeout=0.02)
+    assert not done
     gate.set()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert [saved[0] for saved in one.saver.saved] == [2]
+    assert one.saved_steps == [2]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -338,83 +257,237 @@ async def test_a_checkpoint_that_is_being_written_when_a_run_is_cancelled_is_wri
 async def test_a_checkpoint_holds_the_step_its_weights_and_the_prompts_that_ended_by_then(scene: Build) -> None:
     one = scene(schedule={"total_steps": 5, "save_every": 2})
     await one.run()
-    assert [step for step, *_ in one.saver.saved] == [2, 4, 5]
+    assert one.saved_steps == [2, 4, 5]
     for step, version, frontier, weight in one.saver.saved:
         assert step == version == weight
         assert (frontier.low, frontier.ended, frontier.trained) == (step * P, (), step * P)
     assert one.at("commit", 2) < one.at("save", 2)
 
 
-async def test_a_step_that_is_saved_already_is_not_saved_twice_at_the_end(scene: Build) -> None:
+async def test_the_last_step_is_not_saved_twice(scene: Build) -> None:
     one = scene(schedule={"save_every": 2})
     await one.run()
-    assert [saved[0] for saved in one.saver.saved] == [2, 4]
+    assert one.saved_steps == [2, 4]
     assert one.trainer.stats()["saving"] is one.trainer.stats()["evaluating"] is False
 
 
-async def test_a_full_disk_costs_a_checkpoint_and_says_so_and_the_run_goes_on(
+async def test_a_full_disk_fails_a_checkpoint_and_the_run_continues(
     scene: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = scene(schedule={"save_every": 1})
     one.saver.fails = {1, 2, 4}
     assert await one.run() == "finished"
     assert one.ordinals[-1] == [9, 10, 11]
-    assert [saved[0] for saved in one.saver.saved] == [3]
-    assert caplog.text.count("No space left on device") == 4  # each of them, and step 4 once more at the end
+    assert one.saved_steps == [3]
+    assert caplog.text.count("No space left on device") == 4  # each of them, and step 4 again at the end
     assert one.trainer.stats()["saved_step"] == 3
 
 
-async def test_saving_does_not_hold_up_training_until_the_next_one_is_due(scene: Build) -> None:
-    one = scene(schedule={"save_every": 3, "total_steps": 6})
-    gate = threading.Event()
-    save = one.saver.save
-
-    def slow(*args: Any) -> int:
-        gate.wait(WAIT_S)
-        return save(*args)
-
-    one.saver.save = slow  # type: ignore[method-assign]
+@pytest.mark.parametrize(
+    ("every", "reached", "saved"),
+    [(3, 6, [3, 6]), (1, 3, [1, 2, 3, 4, 5, 6])],
+    ids=["training continues until the next checkpoint", "a slow disk slows the steps down instead of filling memory"],
+)
+async def test_training_does_not_wait_for_a_checkpoint_until_the_next_one_is_due(
+    scene: Build, every: int, reached: int, saved: list[int]
+) -> None:
+    one = scene(bounds={"threshold": 9}, schedule={"save_every": every, "total_steps": 6})
+    _, gate = one.hold_saves()
     running = asyncio.create_task(one.run())
-    await one.until(lambda: ("end", 6) in one.events)
+    await one.until(lambda: ("end", reached) in one.events)
     assert one.saver.saved == []
+    done, _ = await asyncio.wait([running], timeout=0.05)
+    assert not done and ("begin", reached + 1) not in one.events
     gate.set()
     assert await running == "finished"
-    assert [saved[0] for saved in one.saver.saved] == [3, 6]
+    assert one.saved_steps == saved
 
 
-async def test_a_disk_slower_than_the_steps_slows_them_down_instead_of_filling_memory(scene: Build) -> None:
-    one = scene(bounds={"threshold": 9}, schedule={"save_every": 1, "total_steps": 6})
-    gate = threading.Event()
-    save = one.saver.save
+async def test_a_checkpoint_due_in_the_middle_of_a_version_is_made_at_its_end(scene: Build) -> None:
+    one = scene(bounds={"steps_per_version": 3}, schedule={"total_steps": 10, "save_every": 2})
+    await one.run()
+    assert [(step, version) for step, version, *_ in one.saver.saved] == [(3, 1), (6, 2), (9, 3), (10, 4)]
 
-    def slow(*args: Any) -> int:
-        gate.wait(WAIT_S)
-        return save(*args)
 
-    one.saver.save = slow  # type: ignore[method-assign]
-    running = asyncio.create_task(one.run())
-    await one.until(lambda: ("end", 3) in one.events)  # 1 is being written, 2 waits for it
-    await asyncio.sleep(0.05)
-    assert ("begin", 4) not in one.events
-    gate.set()
-    assert await running == "finished"
-    assert [saved[0] for saved in one.saver.saved] == [1, 2, 3, 4, 5, 6]
+async def test_the_queue_learns_how_far_back_a_resume_may_go(scene: Build) -> None:
+    one = scene(schedule={"total_steps": 6, "save_every": 2})
+    await one.run()
+    confirmed = [event[1] for event in one.events if event[0] == "checkpointed"]
+    assert confirmed == [0, 2, 4], "the oldest checkpoint that is kept, after the newest is written"
+    assert one.at("save", 4) < one.at("checkpointed", 2)
+
+
+async def test_a_failed_checkpoint_confirms_nothing(scene: Build) -> None:
+    one = scene(schedule={"total_steps": 4, "save_every": 2})
+    one.saver.fails = {2, 4}
+    await one.run()
+    assert not [event for event in one.events if event[0] == "checkpointed"]
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["raises", "hangs"])
+async def test_a_queue_that_cannot_compact_its_journal_delays_no_checkpoint(
+    scene: Build, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "CONFIRM_S", 0.01)
+    one = scene(schedule={"total_steps": 6, "save_every": 2})
+
+    async def compact(step: int) -> None:
+        if hangs:
+            await asyncio.Event().wait()
+        raise ConnectionError("the queue is silent")
+
+    one.queue.confirm_checkpoint = compact  # type: ignore[assignment]
+    assert await one.run() == "finished"
+    assert one.saved_steps == [2, 4, 6]
+
+
+@pytest.mark.parametrize("method", ["commit", "read_frontier"])
+async def test_a_step_is_neither_published_nor_saved_before_the_journal_has_it(
+    scene: Build, caplog: pytest.LogCaptureFixture, method: str
+) -> None:
+    one = scene(schedule={"total_steps": 2})
+    request, asked = getattr(one.queue, method), []
+
+    async def full(step: int, *, wait_s: float) -> Any:
+        asked.append(step)
+        if len(asked) < 3:
+            assert one.saver.saved == []
+            assert method == "read_frontier" or not one.published()
+            return None
+        return await request(step, wait_s=wait_s)
+
+    setattr(one.queue, method, full)
+    assert await one.run() == "finished"
+    assert asked == {"commit": [1, 1, 1, 2], "read_frontier": [2, 2, 2]}[method]
+    assert one.saved_steps == [2]
+    assert caplog.text.count("The journal cannot be written yet") == 2
+
+
+# -- replay of recorded steps -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def journal(tmp_path: Path) -> AsyncIterator[JournalWriter]:
+    writer = JournalWriter(journal=Journal(tmp_path / "journal.sqlite"))
+    yield writer
+    await writer.close()
+
+
+async def die_after(one: Scene, step: int) -> None:
+    """Run a trainer that dies after it has reported `step` and saved nothing. Its feeder ends with it."""
+    one.fail_at(step + 1, RuntimeError("killed"))
+    one.saver.fails = set(range(99))
+    with pytest.raises(TrainingFailed):
+        await one.run()
+    assert one.feeding is not None
+    one.feeding.cancel()
+    await asyncio.gather(one.feeding, return_exceptions=True)
+
+
+async def test_a_successor_replays_the_recorded_steps_and_then_continues(scene: Build, journal: JournalWriter) -> None:
+    first = scene(journal=journal, schedule={"total_steps": 5, "max_errors": 1})
+    await die_after(first, 3)
+    second = scene(after=first, schedule={"total_steps": 5, "eval_every": 1, "eval_at_start": True})
+    assert await second.run() == "finished"
+    assert second.ordinals[:3] == first.ordinals
+    assert second.backend.versions == [0, 1, 2, 3, 4]
+    trained = [ordinal for ordinals in second.ordinals for ordinal in ordinals]
+    assert sorted(trained) == list(range(15))
+    assert second.trainer.stats()["recorded_until"] == 3
+    assert second.published() == [(3, 3), (4, 4), (5, 5)], "engines receive the last recorded version, and none before"
+    assert min(second.evaluated) >= 3
+
+
+VERSIONS = {"steps_per_version": 2, "threshold": 2}
+
+
+async def test_a_successor_in_the_middle_of_a_version_publishes_the_version_before(
+    scene: Build, journal: JournalWriter
+) -> None:
+    first = scene(journal=journal, bounds=VERSIONS, schedule={"total_steps": 7, "max_errors": 1})
+    first.publisher.holding = True  # nothing is published
+    await die_after(first, 2)
+    second = scene(after=first, bounds=VERSIONS, schedule={"total_steps": 7, "max_errors": 1})
+    await die_after(second, 3)
+    assert second.trainer.current_param_version == 2, "its end completed a version, which is recorded"
+    third = scene(after=second, bounds=VERSIONS, schedule={"total_steps": 7})
+    assert await third.run() == "finished"
+    assert third.published() == [(2, 3), (3, 5), (4, 7)]
+    assert third.backend.versions == [0, None, 1, 2, None, 3, None], "as recorded, including the short version"
+    assert third.trainer.current_param_version == third.queue.policy.version == 4
+
+
+async def test_a_successor_that_stops_during_the_replay_leaves_the_records_as_they_were(
+    scene: Build, journal: JournalWriter
+) -> None:
+    first = scene(journal=journal, bounds=VERSIONS, schedule={"total_steps": 9, "max_errors": 1})
+    await die_after(first, 4)
+    second = scene(after=first, bounds=VERSIONS, schedule={"total_steps": 9})
+    second.backend.on_step = lambda step: second.trainer.request_stop() if step == 3 else None
+    assert await second.run(feed=False) == "stopped"
+    assert (second.trainer.global_steps, second.trainer.current_param_version) == (3, 1)
+    assert second.saver.saved == [], "a version that continues has no checkpoint in its middle"
+    assert second.queue.step == 4 and second.queue.policy.version == 2
+    third = scene(after=first, bounds=VERSIONS, schedule={"total_steps": 9})
+    assert await third.run() == "finished"
+    assert third.ordinals[:4] == first.ordinals
+
+
+async def test_recorded_steps_are_replayed_even_if_the_run_is_shorter_now(scene: Build, journal: JournalWriter) -> None:
+    first = scene(journal=journal, schedule={"total_steps": 9, "max_errors": 1})
+    await die_after(first, 4)
+    second = scene(after=first, schedule={"total_steps": 2})
+    await second.run(feed=False)
+    assert second.ordinals == first.ordinals
+    assert second.saved_steps[-1] == 4
+
+
+async def test_recorded_groups_are_never_too_old(scene: Build, journal: JournalWriter) -> None:
+    bounds = {"threshold": 0, "max_lag_allowed": 5}
+    first = scene(journal=journal, bounds=bounds, born_old=True, schedule={"total_steps": 4, "max_errors": 1})
+    await die_after(first, 3)
+    second = scene(after=first, bounds={**bounds, "max_lag_allowed": 1}, schedule={"total_steps": 3})
+    assert await second.run() == "finished"
+    assert second.ordinals == first.ordinals
+    assert second.trainer.dropped_stale_samples == 0
+
+
+async def test_a_resumed_trainer_provides_its_weights_and_takes_only_the_remaining_steps(scene: Build) -> None:
+    one = scene(step=2, version=2, schedule={"eval_at_start": True, "total_steps": 4})
+    one.publisher.version = 2
+    assert await one.run() == "finished"
+    assert one.publisher.primed == (2, 2)
+    assert [row.step for row in one.trainer.rows if row.kind == "step"] == [3, 4]
+    assert one.backend.versions == [2, 3]
+    assert 0 not in one.evaluated
+
+
+async def test_a_run_that_has_all_its_steps_ends_at_once(scene: Build) -> None:
+    one = scene(step=4, version=4)
+    one.publisher.version = 4
+    await one.queue.close()
+    assert await one.run(feed=False) == "finished"
+    assert one.backend.trained == []
+    assert one.saver.saved == []
 
 
 # -- stopping ---------------------------------------------------------------------------------------------------------
 
 
-async def test_stop_while_waiting_for_groups_ends_at_once(scene: Build) -> None:
+@pytest.mark.parametrize("waits", [False, True], ids=["before the run", "while waiting for groups"])
+async def test_a_stop_before_any_step_ends_the_run_at_once(scene: Build, waits: bool) -> None:
     one = scene()
-    running = asyncio.create_task(one.run(feed=False))
-    await one.until(lambda: ("take", 1) in one.events)
-    one.trainer.request_stop()
-    assert await running == "stopped"
-    assert one.saver.saved == []  # nothing has changed
-    assert one.evaluated == []
+    if not waits:
+        one.trainer.request_stop()
+    running = asyncio.create_task(one.run(feed=not waits))
+    if waits:
+        await one.until(lambda: ("take", 1) in one.events)
+        one.trainer.request_stop()
+    assert await asyncio.wait_for(running, WAIT_S) == "stopped"
+    assert one.backend.trained == one.saver.saved == one.evaluated == []
 
 
-async def test_stop_while_training_finishes_that_step_saves_and_gives_the_next_batch_back(scene: Build) -> None:
+async def test_a_stop_while_training_finishes_the_step_saves_it_and_returns_the_next_batch(scene: Build) -> None:
     one = scene(schedule={"total_steps": 9})
     gate = threading.Event()
     one.backend.on_step = lambda step: step < 2 or gate.wait(WAIT_S)
@@ -430,7 +503,7 @@ async def test_stop_while_training_finishes_that_step_saves_and_gives_the_next_b
     assert one.queue._steps.list_taken() == []
 
 
-async def test_stop_while_stale_groups_are_replaced_ends_at_once(scene: Build) -> None:
+async def test_a_stop_while_stale_groups_are_replaced_ends_the_run_at_once(scene: Build) -> None:
     one = scene(born_old=True, bounds={"max_lag_allowed": 0, "threshold": 0})
     one.publisher.holding = False
     running = asyncio.create_task(one.run())
@@ -439,7 +512,7 @@ async def test_stop_while_stale_groups_are_replaced_ends_at_once(scene: Build) -
     assert await running == "stopped"
 
 
-async def test_stop_during_the_last_evaluation_costs_only_that(scene: Build) -> None:
+async def test_a_stop_during_the_last_evaluation_only_cancels_that(scene: Build) -> None:
     begun = asyncio.Event()
 
     async def endless(step: int) -> dict[str, float]:
@@ -460,7 +533,7 @@ async def test_stop_during_the_last_evaluation_costs_only_that(scene: Build) -> 
 # -- evaluation -------------------------------------------------------------------------------------------------------
 
 
-async def test_evaluation_runs_beside_training_and_one_that_is_not_done_is_not_doubled(
+async def test_an_evaluation_runs_next_to_training_and_no_second_one_starts_meanwhile(
     scene: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     gate = asyncio.Event()
@@ -482,18 +555,36 @@ async def test_evaluation_runs_beside_training_and_one_that_is_not_done_is_not_d
     assert [(row.step, row.values[REWARD]) for row in one.trainer.rows if row.kind == "eval"] == [(1, 0.1), (5, 0.5)]
 
 
-async def test_the_best_weights_are_those_of_the_step_that_was_measured(scene: Build) -> None:
+async def test_the_best_weights_are_those_of_the_evaluated_step(scene: Build) -> None:
     one = scene(schedule={"eval_every": 2, "eval_at_start": True, "total_steps": 5})
     await one.run()
     assert one.evaluated[0] == 0
     assert one.evaluated[-1] == 5
     assert [best for best in one.saver.best if best[0] == 5] == [(5, 0.5, 5)]
     assert all(step == weight for step, _, weight in one.saver.best)
-    assert 0 not in {step for step, _, _ in one.saver.best}  # what a run starts from is there already
+    assert 0 not in {step for step, _, _ in one.saver.best}, "the weights at the start exist already"
 
 
-async def test_the_best_weights_are_of_the_newest_version_that_was_measured(scene: Build) -> None:
-    """Engines go on while they are measured: the score is theirs, and not that of the weights it was begun with."""
+async def test_the_last_step_is_evaluated_once_and_scores_that_are_no_number_are_never_best(scene: Build) -> None:
+    async def failed(step: int) -> dict[str, float]:
+        one.evaluated.append(step)
+        return one.scored(float("nan"))
+
+    one = scene(evaluate=failed, schedule={"eval_every": 2, "total_steps": 4})
+    await one.run()
+    assert one.evaluated == [2, 4]
+    assert one.saver.best == []
+
+
+async def test_without_keep_best_scores_are_recorded_and_no_weights_kept(scene: Build) -> None:
+    one = scene(keep_best=False, schedule={"eval_every": 2})
+    await one.run()
+    assert one.saver.best == []
+    assert {row.step for row in one.trainer.rows if row.kind == "eval"} == {2, 4}
+
+
+async def test_the_best_weights_are_those_of_the_newest_evaluated_version(scene: Build) -> None:
+    """Engines switch versions during an evaluation, so its score is not that of the first weights."""
 
     async def slow(step: int) -> dict[str, float]:
         if step == 2:
@@ -512,10 +603,8 @@ async def test_the_best_weights_are_of_the_newest_version_that_was_measured(scen
     assert one.saver.measured == [(2, 4), (5, 5)]
 
 
-async def test_a_score_whose_weights_are_not_at_hand_is_no_best_one(
-    scene: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In the middle of a version the trainer's weights are not those that were measured."""
+async def test_a_score_whose_weights_are_gone_is_not_the_best(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
+    """In the middle of a version, the trainer's weights are not those that the engines have."""
     caplog.set_level(logging.INFO, "freewheel.trainer")
     one = scene(bounds={"steps_per_version": 2}, schedule={"eval_every": 3, "save_every": 3, "total_steps": 4})
     one.backend.on_step = lambda step: step < 4 or measured.wait(WAIT_S)
@@ -529,7 +618,7 @@ async def test_a_score_whose_weights_are_not_at_hand_is_no_best_one(
     assert one.saver.best == [(4, 0.4, 4)]
 
 
-async def test_an_evaluation_holds_no_more_than_a_few_versions(scene: Build) -> None:
+async def test_an_evaluation_keeps_only_a_few_versions(scene: Build) -> None:
     held: list[int] = []
 
     async def slow(step: int) -> dict[str, float]:
@@ -545,7 +634,6 @@ async def test_an_evaluation_holds_no_more_than_a_few_versions(scene: Build) -> 
 
 
 async def test_an_evaluation_waits_for_the_version_of_its_own_step(scene: Build) -> None:
-    """Also where the next step is done before it begins."""
     asked: list[int] = []
     one = scene(bounds={"threshold": 3}, schedule={"eval_every": 2, "total_steps": 3})
     submit = one.publisher.submit
@@ -566,7 +654,9 @@ async def test_an_evaluation_waits_for_the_version_of_its_own_step(scene: Build)
     assert one.saver.best == [(2, 0.2, 2), (3, 0.3, 3)]
 
 
-async def test_no_evaluation_where_its_weights_have_not_arrived(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
+async def test_there_is_no_evaluation_if_its_weights_have_not_arrived(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
     one = scene(bounds={"threshold": 3}, schedule={"total_steps": 2})
     one.publisher.holding = True
     assert await one.run() == "finished"
@@ -604,7 +694,7 @@ class Custom(FullyAsyncTrainer):
         return {"mine/rows": float(len(batch)), "mine/score": float(batch.batch["token_level_scores"].sum())}
 
 
-async def test_custom_metrics_are_in_the_rows_and_a_hook_that_raises_costs_only_them(
+async def test_custom_metrics_are_in_the_rows_and_a_failing_hook_loses_only_those(
     scene: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = scene(kind=Custom, schedule={"total_steps": 3})
@@ -615,25 +705,7 @@ async def test_custom_metrics_are_in_the_rows_and_a_hook_that_raises_costs_only_
     assert "_compute_custom_metrics failed" in caplog.text
 
 
-async def test_a_resumed_trainer_counts_on_and_takes_only_the_steps_that_are_left(scene: Build) -> None:
-    one = scene(step=2, version=2, schedule={"eval_at_start": True, "total_steps": 4})
-    one.publisher.version = 2
-    assert await one.run() == "finished"
-    assert [row.step for row in one.trainer.rows if row.kind == "step"] == [3, 4]
-    assert one.backend.versions == [2, 3]
-    assert 0 not in one.evaluated
-
-
-async def test_a_run_that_had_all_its_steps_only_ends(scene: Build) -> None:
-    one = scene(step=4, version=4)
-    one.publisher.version = 4
-    await one.queue.close()
-    assert await one.run(feed=False) == "finished"
-    assert one.backend.trained == []
-    assert one.saver.saved == []
-
-
-async def test_stats_tell_where_the_time_went(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
+async def test_stats_contain_the_time_of_each_activity(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "freewheel.trainer")
     one = scene(schedule={"save_every": 2})
     await one.run()

@@ -273,7 +273,6 @@ class FullyAsyncTrainer:
                 taken.waiting_for,
                 extra={"step": step},
             )
-            replace = ()
         return None
 
     # -- train --------------------------------------------------------------------------------------------------------
