@@ -1,4 +1,4 @@
-"""The journal's file: what was appended is there, whatever becomes of the process, the disk or the file's bytes."""
+"""The journal's file: appended events survive the process, a full disk and damage to the file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freewheel.data.group import Ticket
-from freewheel.queue import journal as journal_file
 from freewheel.queue import journal as journal_module
 from freewheel.queue.journal import (
     NO_SEQUENCE,
@@ -53,7 +52,7 @@ GROUP_BYTES = 80_000
 
 
 def group(sequence: int, *, size: int = 300, ordinal: int | None = None, attempt: int = 0) -> Stored:
-    """One whose data says whose it is."""
+    """A group whose data contains its sequence."""
     data = (f"<{sequence}>".encode() * size)[:size]
     return Stored(Ticket(sequence if ordinal is None else ordinal, sequence, attempt), sequence % 7, data, sequence / 8)
 
@@ -87,7 +86,7 @@ def sequences(journal: Journal) -> list[int]:
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_appended_is_read_by_the_next_process(path: Path):
+def test_the_next_process_reads_what_was_appended(path: Path):
     failure = Failed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)
     given_up = Abandoned(6, 2, "prompt", 8.0)
     with opened(path) as journal:
@@ -106,15 +105,7 @@ def test_what_was_appended_is_read_by_the_next_process(path: Path):
         assert journal.reserved() == 1024
 
 
-def test_the_last_step_is_the_last_that_was_committed(path: Path):
-    with opened(path) as journal:
-        assert journal.last_step() == 0
-        journal.append([*trained(1, [1]), *trained(2, [2]), group(3), Took(3, (group(3).ticket,))])
-    with contextlib.closing(Journal(path, readonly=True, checked=False)) as read:
-        assert read.last_step() == 2
-
-
-def test_every_event_may_be_said_twice(path: Path):
+def test_a_repeated_event_changes_nothing(path: Path):
     events: list[Event] = [
         *trained(1, [0, 1]),
         group(2),
@@ -132,16 +123,32 @@ def test_every_event_may_be_said_twice(path: Path):
         assert everything(journal) == before
 
 
-def test_a_group_is_stored_until_a_step_takes_it_and_again_when_it_is_given_back(path: Path):
+def test_the_end_of_a_run_completes_the_version_of_its_last_step(path: Path):
     with opened(path) as journal:
-        journal.append([group(one) for one in range(4)])
+        assert journal.last_step() == 0
+        journal.append([*trained(1, [1]), *trained(2, [2]), VersionCompleted(2, 9), group(3), Took(3, (Ticket(3, 3),))])
+        assert [step.version for step in journal.steps(after=0)] == [1, 9, None]
+    with contextlib.closing(Journal(path, readonly=True, checked=False)) as read:
+        assert read.last_step() == 2, "the last one committed"
+
+
+def test_reserved_sequences_never_decrease_and_a_long_error_text_is_cut(path: Path):
+    with opened(path) as journal:
+        journal.append([Reserved(2048), Reserved(1024), Failed(Ticket(0, 0), "data", "reward", "x" * 10**6, 0.0)])
+        assert journal.reserved() == 2048
+        assert [len(one.detail) for one in journal.failures()] == [journal_module.DETAIL_CHARS]
+
+
+def test_a_group_is_stored_until_a_step_takes_it_or_its_attempt_fails(path: Path):
+    with opened(path) as journal:
+        journal.append([group(one) for one in range(5)])
         journal.append([Took(1, (Ticket(1, 1), Ticket(3, 3)))])
-        assert sequences(journal) == [0, 2]
-        journal.append([GivenBack(1)])
+        assert sequences(journal) == [0, 2, 4]
+        journal.append([GivenBack(1), Failed(Ticket(4, 4), None, "stale", "", 0.0)])
         assert sequences(journal) == [0, 1, 2, 3]
 
 
-def test_a_take_said_again_replaces_its_groups_until_it_is_committed(path: Path):
+def test_a_repeated_take_replaces_its_groups_until_the_step_is_committed(path: Path):
     with opened(path) as journal:
         journal.append([group(one) for one in range(3)])
         journal.append([Took(1, (Ticket(0, 0), Ticket(1, 1)))])
@@ -152,36 +159,11 @@ def test_a_take_said_again_replaces_its_groups_until_it_is_committed(path: Path)
         assert journal.groups(1) == [group(0), group(2)]
 
 
-def test_a_failed_attempt_deletes_its_stored_group(path: Path):
-    with opened(path) as journal:
-        journal.append([group(0), group(1), Failed(Ticket(0, 0), None, "stale", "", 0.0)])
-        assert sequences(journal) == [1]
-
-
-def test_a_commit_of_a_step_that_nobody_took_is_refused_and_changes_nothing(path: Path):
+def test_a_commit_of_an_unknown_step_is_refused_and_changes_nothing(path: Path):
     with opened(path) as journal:
         with pytest.raises(AssertionError, match="step 3"):
             journal.append([group(0), Committed(3, 1, 0.0)])
         assert sequences(journal) == []
-
-
-def test_reserved_sequences_never_fall(path: Path):
-    with opened(path) as journal:
-        journal.append([Reserved(2048), Reserved(1024)])
-        assert journal.reserved() == 2048
-
-
-def test_the_version_that_the_end_of_a_run_completed_is_its_last_steps(path: Path):
-    with opened(path) as journal:
-        journal.append([*trained(1, [0]), VersionCompleted(1, 9)])
-        assert [step.version for step in journal.steps(after=0)] == [9]
-
-
-def test_a_long_error_text_is_cut(path: Path):
-    with opened(path) as journal:
-        journal.append([Failed(Ticket(0, 0), "data", "reward", "x" * 10**6, 0.0)])
-        (failure,) = journal.failures()
-        assert len(failure.detail) == journal_module.DETAIL_CHARS
 
 
 tickets = st.builds(Ticket, st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 9))
@@ -221,7 +203,7 @@ def test_events_are_read_as_they_were_written(tmp_path_factory, stored, steps, f
 # -- compaction, rewinding, resetting ---------------------------------------------------------------------------------
 
 
-def test_compaction_drops_the_data_and_keeps_the_ordinals(path: Path):
+def test_compaction_deletes_the_data_and_keeps_the_ordinals(path: Path):
     with opened(path) as journal:
         for step in range(1, 5):
             journal.append(trained(step, [3 * step, 3 * step + 1, 3 * step + 2]))
@@ -237,19 +219,19 @@ def test_compaction_drops_the_data_and_keeps_the_ordinals(path: Path):
         assert sequences(journal) == [99], "what is kept for inspection is not stored again"
 
 
-def test_a_step_whose_groups_are_dropped_keeps_the_version_of_its_oldest(path: Path):
+def test_a_step_whose_groups_are_deleted_keeps_the_version_of_its_oldest_group(path: Path):
     with opened(path) as journal:
         for step, mine in enumerate(([2, 3], [4, 5], [7, 6]), 1):
             journal.append(trained(step, mine))  # 7 is of version 0, all others of their own number
         journal.compact(step=3, frontier=Frontier(low=8), keep_groups=1)
         assert [one.min_version for one in journal.steps(after=0)] == [2, 4, 0]
         journal.append(trained(4, [8]))
-        assert [one.min_version for one in journal.steps(after=3)] == [None], "its group is there to say it"
+        assert [one.min_version for one in journal.steps(after=3)] == [None], "its group still has it"
         journal.compact(step=4, frontier=Frontier(low=9), keep_groups=0)
         assert [one.min_version for one in journal.steps(after=0)] == [2, 4, 0, 1]
 
 
-def test_compaction_said_again_or_of_an_earlier_step_changes_nothing(path: Path):
+def test_a_repeated_or_earlier_compaction_changes_nothing(path: Path):
     with opened(path) as journal:
         for step in (1, 2):
             journal.append(trained(step, [step]))
@@ -260,7 +242,7 @@ def test_compaction_said_again_or_of_an_earlier_step_changes_nothing(path: Path)
         assert everything(journal) == before
 
 
-def test_a_compaction_that_was_killed_in_between_is_finished_by_the_next(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_next_compaction_finishes_one_that_was_killed(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal_module, "DROPPED_AT_ONCE", 2)
     with opened(path) as journal:
         for step in range(1, 6):
@@ -293,15 +275,15 @@ def test_files_stay_bounded_over_thousands_of_steps_and_a_trained_group_costs_tw
                 journal.compact(step=step, frontier=frontier, keep_groups=64)
             if step % 1000 == 0:
                 log = path.with_name(path.name + "-wal").stat().st_size
-                assert log < journal_file.CHECKPOINT_BYTES + 4 * 2**20
+                assert log < journal_module.CHECKPOINT_BYTES + 4 * 2**20
                 sizes.append(path.stat().st_size)
         ordinals = [ticket.ordinal for step in journal.steps(after=0) for ticket in step.tickets]
     assert ordinals == list(range(per_step, (steps + 1) * per_step))
     grown = sizes[2] - sizes[0]
-    assert grown <= 2 * 2000 * per_step + 3 * journal_file.PAGE_BYTES, f"{grown} bytes for {2000 * per_step} groups"
+    assert grown <= 2 * 2000 * per_step + 3 * journal_module.PAGE_BYTES, f"{grown} bytes for {2000 * per_step} groups"
 
 
-def test_rewinding_stores_the_groups_of_later_steps_again(path: Path):
+def test_rewinding_stores_the_groups_of_later_steps_again_but_not_beyond_the_base(path: Path):
     with opened(path) as journal:
         for step in (1, 2, 3):
             journal.append(trained(step, [step * 10, step * 10 + 1]))
@@ -309,18 +291,12 @@ def test_rewinding_stores_the_groups_of_later_steps_again(path: Path):
         journal.rewind(after=1)
         assert [step.step for step in journal.steps(after=0)] == [1]
         assert sequences(journal) == [20, 21, 30, 31, 40]
-
-
-def test_rewinding_beyond_the_base_is_refused(path: Path):
-    with opened(path) as journal:
-        for step in (1, 2):
-            journal.append(trained(step, [step]))
-        journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
+        journal.compact(step=1, frontier=Frontier(low=12), keep_groups=0)
         with pytest.raises(AssertionError, match="base"):
-            journal.rewind(after=1)
+            journal.rewind(after=0)
 
 
-def test_a_reset_begins_from_a_checkpoint_and_keeps_groups_whose_prompts_have_not_ended(path: Path):
+def test_a_reset_starts_from_a_checkpoint_and_keeps_groups_of_open_prompts(path: Path):
     with opened(path) as journal:
         journal.append([*trained(1, [0, 1]), *(group(one) for one in range(2, 8)), Took(2, (Ticket(2, 2),))])
         frontier = Frontier(low=4, ended=(6,), trained=5)
@@ -339,7 +315,7 @@ def test_a_reset_to_an_earlier_step_forgets_what_came_after_it(path: Path):
         journal.compact(step=2, frontier=Frontier(low=3), keep_groups=0)
         journal.reset(step=1, version=1, frontier=Frontier(low=2, trained=1))
         assert [step.step for step in journal.steps(after=0)] == [1]
-        assert sequences(journal) == [3], "the group of step 2 is gone, and made again"
+        assert sequences(journal) == [3], "the group of step 2 is gone and is generated again"
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -385,7 +361,7 @@ PER_STEP = 3
 
 
 def trained_large(step: int) -> list[Event]:
-    """Groups as large as real ones, so that kills meet checkpoints and transactions of several pages."""
+    """Groups as large as real ones, so that kills hit checkpoints and transactions of several pages."""
     mine = range(step * PER_STEP, (step + 1) * PER_STEP)
     events = trained(step, mine)
     return [*(group(one, size=GROUP_BYTES) for one in mine), *events[PER_STEP:]]
@@ -428,7 +404,7 @@ def test_a_kill_at_any_instant_loses_nothing_that_was_acknowledged(path: Path):
             journal.rewind(after=max(last, journal.base().step))
 
 
-def test_a_reader_beside_a_live_writer_sees_whole_moments_and_keeps_no_log_from_being_used_again(path: Path):
+def test_a_reader_next_to_a_live_writer_sees_whole_moments_and_does_not_make_the_log_grow(path: Path):
     with opened(path) as journal, opened(path, readonly=True) as reader:
         for step in range(1, 200):
             for event in trained_large(step):
@@ -442,11 +418,11 @@ def test_a_reader_beside_a_live_writer_sees_whole_moments_and_keeps_no_log_from_
             if step == 20:
                 paused = reader.stored()  # a reader that stops in the middle of a stream
                 next(paused)
-        assert path.with_name(path.name + "-wal").stat().st_size < 2 * journal_file.CHECKPOINT_BYTES
+        assert path.with_name(path.name + "-wal").stat().st_size < 2 * journal_module.CHECKPOINT_BYTES
 
 
 def test_only_one_process_writes(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(journal_file, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(journal_module, "LOCK_WAIT_S", 0.0)
     with opened(path):
         with pytest.raises(JournalBusy, match="another process"):
             Journal(path)
@@ -454,20 +430,14 @@ def test_only_one_process_writes(path: Path, monkeypatch: pytest.MonkeyPatch):
     Journal(path).close()
 
 
-def test_the_file_is_its_owners_alone(path: Path):
+def test_only_the_owner_can_read_the_file(path: Path):
     with opened(path) as journal:
         journal.append([group(0)])
         for one in path.parent.iterdir():
             assert stat.S_IMODE(one.stat().st_mode) == 0o600, one.name
 
 
-def test_a_journal_that_is_not_there_is_not_made_by_reading(path: Path):
-    with pytest.raises(FileNotFoundError):
-        Journal(path, readonly=True)
-    assert not list(path.parent.iterdir())
-
-
-def test_nothing_is_made_beside_a_journal_that_is_read_and_that_nobody_writes(path: Path):
+def test_reading_a_journal_that_nobody_writes_creates_no_file(path: Path):
     with opened(path) as journal:
         journal.append(trained(1, [0, 1]))
     before = {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()}
@@ -477,7 +447,7 @@ def test_nothing_is_made_beside_a_journal_that_is_read_and_that_nobody_writes(pa
     assert {one.name: one.stat().st_mtime_ns for one in path.parent.iterdir()} == before
 
 
-def test_what_a_killed_writer_left_in_its_log_is_read(path: Path):
+def test_the_log_of_a_killed_writer_is_read(path: Path):
     with opened(path) as journal:
         journal.append(trained(1, [0, 1]))
         killed = path.parent / "killed"
@@ -488,7 +458,7 @@ def test_what_a_killed_writer_left_in_its_log_is_read(path: Path):
         assert reader.last_step() == 1
 
 
-def test_who_reads_a_journal_that_begins_to_be_written_is_told_to_look_again(path: Path):
+def test_a_reader_of_a_journal_that_starts_to_be_written_must_look_again(path: Path):
     with opened(path) as journal:
         journal.append(trained(1, [0, 1]))
     with opened(path, readonly=True) as reader:
@@ -505,7 +475,7 @@ def test_who_reads_a_journal_that_begins_to_be_written_is_told_to_look_again(pat
 
 
 def everything(journal: Journal) -> dict[str, bytes | list[bytes]]:
-    """All that it says, row by row."""
+    """All content, row by row."""
     encode = msgspec.msgpack.encode
     return {
         "base": encode(journal.base()),
@@ -541,7 +511,7 @@ def copied(killed: Path, path: Path) -> Path:
 
 
 def plausible(journal: Journal) -> None:
-    """Whatever is there is what was written."""
+    """Everything in it was written."""
     for step in journal.steps(after=0):
         expected = trained_large(step.step)
         assert step.tickets == expected[PER_STEP].tickets  # type: ignore[union-attr]
@@ -555,7 +525,7 @@ def plausible(journal: Journal) -> None:
 
 
 @pytest.mark.parametrize("name", ["journal.sqlite", "journal.sqlite.lock"])
-def test_a_link_in_the_journals_place_is_refused_and_what_it_leads_to_is_left_alone(path: Path, name: str):
+def test_a_link_in_place_of_the_journal_is_refused_and_its_target_unchanged(path: Path, name: str):
     victim = path.with_name("mine")
     victim.write_text("keep")
     path.with_name(name).symlink_to(victim)
@@ -564,7 +534,7 @@ def test_a_link_in_the_journals_place_is_refused_and_what_it_leads_to_is_left_al
     assert victim.read_text() == "keep"
 
 
-def test_a_log_cut_off_at_any_place_leaves_a_prefix(path: Path):
+def test_a_log_cut_anywhere_leaves_a_prefix(path: Path):
     """Nothing has been copied into the file yet, as it is when a power cut takes the end of the log."""
     rng = random.Random(1)
     with opened(path) as journal:
@@ -573,7 +543,7 @@ def test_a_log_cut_off_at_any_place_leaves_a_prefix(path: Path):
                 journal.append([event])
         copied(path, path.with_name("whole"))
     size = path.with_name("whole-wal").stat().st_size
-    assert size < journal_file.CHECKPOINT_BYTES
+    assert size < journal_module.CHECKPOINT_BYTES
     for round_ in range(20):
         cut = path.with_name(f"cut-{round_}")
         copied(path.with_name("whole"), cut)
@@ -588,7 +558,7 @@ def test_a_log_cut_off_at_any_place_leaves_a_prefix(path: Path):
 
 @pytest.mark.parametrize("which", ["", "-wal"])
 @pytest.mark.parametrize("how", ["cut", "garbled", "zeros"])
-def test_a_damaged_file_says_so_or_gives_what_was_written(killed: Path, path: Path, which: str, how: str):
+def test_a_damaged_file_is_reported_or_returns_what_was_written(killed: Path, path: Path, which: str, how: str):
     rng = random.Random(f"{which}{how}")
     read = 0
     for _ in range(6):
@@ -607,7 +577,7 @@ def test_a_damaged_file_says_so_or_gives_what_was_written(killed: Path, path: Pa
     assert read == 6 or which == "", "a log ends at its first bad entry, and what is before it is read"
 
 
-def test_a_flipped_byte_in_a_groups_data_makes_it_missing_and_is_said(path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_flipped_byte_in_a_group_makes_it_missing_and_is_logged(path: Path, caplog: pytest.LogCaptureFixture):
     with opened(path) as journal:
         journal.append([*trained(1, [0, 1]), group(2), group(3)])
     data = bytearray(path.read_bytes())
@@ -620,7 +590,7 @@ def test_a_flipped_byte_in_a_groups_data_makes_it_missing_and_is_said(path: Path
     assert "sequence 1 is damaged" in caplog.text and "sequence 2 is damaged" in caplog.text
 
 
-def test_a_damaged_steps_row_is_a_gap(path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_damaged_row_of_a_step_is_a_gap(path: Path, caplog: pytest.LogCaptureFixture):
     with opened(path) as journal:
         for step in (1, 2, 3):
             journal.append(trained(step, [step]))
@@ -639,18 +609,94 @@ def test_another_file_is_not_a_journal(path: Path, content: bytes):
     assert path.read_bytes() == content
 
 
-def test_another_programs_database_is_not_a_journal(path: Path):
-    with contextlib.closing(sqlite3.connect(path)) as other, other:
-        other.execute("CREATE TABLE mine (x)")
-    for readonly in (False, True):
-        with pytest.raises(JournalDamaged, match="not a journal"):
-            Journal(path, readonly=readonly)
-
-
-def test_an_empty_file_becomes_a_journal(path: Path):
+def test_a_foreign_database_is_refused_and_an_empty_file_becomes_a_journal(path: Path):
+    with pytest.raises(FileNotFoundError):
+        Journal(path, readonly=True)
+    assert not list(path.parent.iterdir()), "reading creates nothing"
     path.touch()
     with opened(path) as journal:
         assert journal.base() == CheckpointMark()
+    foreign = path.with_name("foreign.sqlite")
+    with contextlib.closing(sqlite3.connect(foreign)) as other, other:
+        other.execute("CREATE TABLE mine (x)")
+    for readonly in (False, True):
+        with pytest.raises(JournalDamaged, match="not a journal"):
+            Journal(foreign, readonly=readonly)
+
+
+FIRST_RELEASE = """
+    PRAGMA page_size = 65536;
+    PRAGMA journal_mode = WAL;
+    CREATE TABLE meta (name TEXT PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;
+    CREATE TABLE steps (step INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
+    CREATE TABLE history (step INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
+    CREATE TABLE failures (sequence INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL, crc INTEGER NOT NULL,
+        body BLOB NOT NULL);
+    CREATE INDEX failures_by_ordinal ON failures (ordinal);
+    CREATE TABLE abandoned (ordinal INTEGER PRIMARY KEY, crc INTEGER NOT NULL, body BLOB NOT NULL);
+    CREATE TABLE groups (sequence INTEGER PRIMARY KEY, ordinal INTEGER NOT NULL, attempt INTEGER NOT NULL,
+        min_version INTEGER NOT NULL, wall_s REAL NOT NULL, crc INTEGER NOT NULL, data BLOB NOT NULL);
+"""
+"""The schema and the rows below were copied from a journal that the first release wrote."""
+FIRST_RELEASE_ROWS: dict[str, list[tuple[object, ...]]] = {
+    "meta": [
+        (
+            "base",
+            1103335326,
+            b"\x83\xa4step\x01\xa7version\x01\xa8frontier\x84\xa3low\x02\xa5ended\x90\xa7trained\x02\xa9abandoned\x80",
+        ),
+        ("format", 3015158316, b"\x01"),
+        ("freewheel", 1754369771, b"\xa50.1.0"),
+        ("reserved", 354661253, b"\xcd\x04\x00"),
+    ],
+    "steps": [
+        (2, 3701900936, b"\x97\xc0\xcb\x00\x00\x00\x00\x00\x00\x00\x00\x00\x92\x02\x01\x81\x01\x01\x92\x02\x01\xc0"),
+    ],
+    "history": [
+        (1, 3319426348, b"\x97\x01\xcb?\xf0\x00\x00\x00\x00\x00\x00\x00\x92\x00\x01\x80\xc0\x00"),
+    ],
+    "failures": [
+        (
+            5,
+            5,
+            1993657453,
+            b"\x85\xa6ticket\x93\x05\x05\x01\xa4kind\xa5infra\xa6reason\xa6engine\xa6detail\xa8it broke\xa6wall_s\xcb@\x1c\x00\x00\x00\x00\x00\x00",  # noqa: E501
+        ),
+    ],
+    "abandoned": [
+        (
+            6,
+            1537678564,
+            b"\x84\xa7ordinal\x06\xa7attempt\x02\xa6reason\xa6prompt\xa6wall_s\xcb@ \x00\x00\x00\x00\x00\x00",
+        ),
+    ],
+    "groups": [
+        (2, 2, 0, 2, 0.25, 3157369033, group(2).data),
+        (3, 3, 1, 3, 0.375, 1077335823, group(3).data),
+        (4, 4, 0, 4, 0.5, 987251703, group(4).data),
+    ],
+}
+
+
+def test_a_journal_of_the_first_release_is_still_read_and_continued(path: Path):
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        old.executescript(FIRST_RELEASE)
+        for table, rows in FIRST_RELEASE_ROWS.items():
+            for row in rows:
+                old.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", row)
+    with opened(path) as journal:
+        assert journal.base() == CheckpointMark(1, 1, Frontier(low=2, trained=2))
+        assert [step.tickets for step in journal.steps(after=0)] == [
+            (Ticket(0, NO_SEQUENCE), Ticket(1, NO_SEQUENCE)),
+            (Ticket(2, 2), Ticket(3, 3, 1)),
+        ]
+        assert journal.groups(2) == [group(2), group(3, attempt=1)]
+        assert list(journal.stored()) == [group(4)]
+        assert list(journal.failures()) == [Failed(Ticket(5, 5, 1), "infra", "engine", "it broke", 7.0)]
+        assert list(journal.abandoned()) == [Abandoned(6, 2, "prompt", 8.0)]
+        assert journal.reserved() == 1024
+        journal.append(trained(3, [4, 7]))
+        assert journal.last_step() == 3
 
 
 def test_a_log_whose_file_is_gone_is_not_replayed_into_a_new_one(killed: Path, path: Path):
@@ -667,7 +713,7 @@ def test_a_later_format_is_refused_by_its_number(path: Path, monkeypatch: pytest
         Journal(path)
 
 
-def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_begins(killed: Path, path: Path):
+def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_starts(killed: Path, path: Path):
     for number in (1, 2):
         copied(killed, path)
         assert set_aside(path) == path.with_name(f"journal.sqlite.damaged-{number}")
@@ -680,7 +726,7 @@ def test_a_damaged_journal_is_set_aside_with_its_log_and_a_new_one_begins(killed
 # -- a full disk ------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_said_changes_nothing_and_is_over_when_there_is_room(small_disk: Path):
+def test_a_full_disk_is_reported_changes_nothing_and_ends_when_there_is_room(small_disk: Path):
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(12 * 2**20))
     with opened(small_disk / "journal.sqlite") as journal:
@@ -697,7 +743,7 @@ def test_a_full_disk_is_said_changes_nothing_and_is_over_when_there_is_room(smal
         assert list(journal.stored()) == [group(one, size=GROUP_BYTES) for one in range(done + 4)]
 
 
-def test_a_limit_on_the_size_of_files_is_a_full_disk(path: Path):
+def test_a_limit_on_file_sizes_counts_as_a_full_disk(path: Path):
     """Anywhere, also where nothing can be mounted: the same error as of a quota."""
     output, _ = process(UNTIL_FULL, path).communicate()
     assert output.strip() == "went on"

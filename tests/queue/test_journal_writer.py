@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,7 +36,7 @@ def group(sequence: int, size: int = 100) -> Stored:
 
 
 class Scripted:
-    """A journal whose appends fail as they are told, and can be held up."""
+    """A journal whose appends can be made to fail or to wait."""
 
     path = Path("/run/journal.sqlite")
 
@@ -59,10 +59,6 @@ class Scripted:
         self.closed = True
 
 
-def writer_of(journal: Any) -> JournalWriter:
-    return JournalWriter(journal=journal)
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_writer, "RETRY_S", 0.01)
@@ -73,29 +69,7 @@ async def tried(journal: Scripted, times: int = 1) -> None:
         await asyncio.to_thread(journal.tried.acquire)
 
 
-# -- decisions --------------------------------------------------------------------------------------------------------
-
-
-async def job(*events: Event, work: Any = None) -> journal_writer._Job:
-    return journal_writer._Job(asyncio.get_running_loop().create_future(), events=events, work=work)
-
-
-async def test_a_transaction_takes_all_writes_up_to_its_size_and_one_at_least(monkeypatch: pytest.MonkeyPatch):
-    small, large, none = await job(group(1, 10), group(2, 10)), await job(group(3, 90)), await job(Reserved(5))
-    monkeypatch.setattr(journal_writer, "TRANSACTION_BYTES", 40)
-    assert journal_writer._choose_batch([small, none, small]) == [small, none, small]
-    assert journal_writer._choose_batch([small, none, large]) == [small, none]
-    assert journal_writer._choose_batch([large, small]) == [large]
-    assert journal_writer._choose_batch([]) == []
-
-
-async def test_a_read_comes_after_what_was_written_before_and_alone():
-    write, read = await job(group(1)), await job(work=lambda journal: None)
-    assert journal_writer._choose_batch([write, read, write]) == [write]
-    assert journal_writer._choose_batch([read, read, write]) == [read]
-
-
-def test_no_room_and_a_lock_pass_and_damage_does_not():
+def test_lack_of_room_and_a_lock_are_temporary_and_damage_is_not():
     locked = sqlite3.OperationalError("database is locked")
     locked.sqlite_errorcode = sqlite3.SQLITE_BUSY
     assert is_temporary(JournalFull("no room")) and is_temporary(locked)
@@ -106,20 +80,47 @@ def test_no_room_and_a_lock_pass_and_damage_does_not():
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_resolved_write_is_in_the_file(tmp_path: Path):
+async def test_a_resolved_write_is_in_the_file_and_a_read_sees_all_earlier_writes(tmp_path: Path):
     path = tmp_path / "journal.sqlite"
-    writer = writer_of(Journal(path))
-    await writer.write(group(0), group(1))
-    reader = Journal(path, readonly=True)
-    assert list(reader.stored()) == [group(0), group(1)]
-    reader.close()
+    writer = JournalWriter(journal=Journal(path))
+    await writer.write(group(0), group(9))
+    with contextlib.closing(Journal(path, readonly=True)) as reader:
+        assert list(reader.stored()) == [group(0), group(9)]
+    for step in range(1, 4):
+        writer.write(group(step), Took(step, (Ticket(step, step),)), Committed(step, step, 0.0))
+    with pytest.raises(ZeroDivisionError):  # only its caller sees the error
+        await writer.read(lambda journal: 1 // 0)
+    assert await writer.read(lambda journal: [step.step for step in journal.steps(after=0)]) == [1, 2, 3]
+    writes = [writer.write(group(one)) for one in range(10, 60)]
+    await writer.close()
+    assert all(write.done() and write.exception() is None for write in writes), "a close writes the buffer"
+    with contextlib.closing(Journal(path)) as journal:
+        assert [one.ticket.sequence for one in journal.stored()] == [0, 9, *range(10, 60)]
+
+
+async def test_a_transaction_takes_writes_up_to_its_size_and_a_read_goes_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(journal_writer, "TRANSACTION_BYTES", 40)
+    journal = Scripted()
+    journal.go.clear()
+    writer = JournalWriter(journal=journal)
+    writer.write(group(0, 90))  # larger than a transaction
+    await tried(journal)
+    for sequence, size in ((1, 10), (2, 10), (3, 30)):
+        writer.write(group(sequence, size))
+    seen = [asyncio.ensure_future(writer.read(lambda _: len(journal.appended), makes_room=flag)) for flag in (0, 1)]
+    await asyncio.sleep(0)  # both reads are in the buffer
+    last = writer.write(group(4, 5))
+    journal.go.set()
+    await last
+    assert [[one.ticket.sequence for one in batch] for batch in journal.appended] == [[0], [1, 2], [3], [4]]
+    assert [await one for one in seen] == [3, 3], "in their place, while there is room"
     await writer.close()
 
 
-async def test_the_order_of_calls_is_the_order_on_disk_and_what_gathers_goes_together():
+async def test_the_order_of_calls_is_the_order_on_disk_and_waiting_events_go_together():
     journal = Scripted()
     journal.go.clear()
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     events = [Reserved(one) for one in range(200)]
     writes = [writer.write(events[0])]
     await tried(journal)  # the first is being written
@@ -131,27 +132,10 @@ async def test_the_order_of_calls_is_the_order_on_disk_and_what_gathers_goes_tog
     await writer.close()
 
 
-async def test_a_read_sees_all_that_was_written_before_it(tmp_path: Path):
-    writer = writer_of(Journal(tmp_path / "journal.sqlite"))
-    for step in range(1, 4):
-        writer.write(group(step), Took(step, (Ticket(step, step),)), Committed(step, step, 0.0))
-    assert await writer.read(lambda journal: [step.step for step in journal.steps(after=0)]) == [1, 2, 3]
-    await writer.close()
-
-
-async def test_a_read_that_fails_tells_its_caller_alone(tmp_path: Path):
-    writer = writer_of(Journal(tmp_path / "journal.sqlite"))
-    with pytest.raises(ZeroDivisionError):
-        await writer.read(lambda journal: 1 // 0)
-    await writer.write(group(0))
-    assert await writer.read(lambda journal: len(list(journal.stored()))) == 1
-    await writer.close()
-
-
-async def test_a_write_that_nobody_waits_for_any_more_is_written_all_the_same():
+async def test_a_write_that_nobody_awaits_any_more_is_still_written():
     journal = Scripted()
     journal.go.clear()
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     write = writer.write(Reserved(1))
     write.cancel()
     journal.go.set()
@@ -163,10 +147,10 @@ async def test_a_write_that_nobody_waits_for_any_more_is_written_all_the_same():
 # -- no room ----------------------------------------------------------------------------------------------------------
 
 
-async def test_without_room_it_pauses_says_why_once_and_goes_on_in_order(caplog: pytest.LogCaptureFixture):
+async def test_without_room_it_pauses_logs_why_once_and_continues_in_order(caplog: pytest.LogCaptureFixture):
     journal = Scripted()
     journal.error = JournalFull("/run/journal.sqlite cannot be written: no room (0 MB free)")
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     first = writer.write(Reserved(1))
     await tried(journal, 3)
     second = writer.write(Reserved(2))
@@ -181,13 +165,13 @@ async def test_without_room_it_pauses_says_why_once_and_goes_on_in_order(caplog:
     await writer.close()
 
 
-async def test_on_a_disk_that_was_full_everything_is_written_in_the_end(small_disk: Path):
+async def test_everything_is_written_once_a_full_disk_has_room(small_disk: Path):
     ballast = small_disk / "ballast"
     ballast.write_bytes(bytes(18 * 2**20))
-    writer = writer_of(Journal(small_disk / "journal.sqlite"))
+    writer = JournalWriter(journal=Journal(small_disk / "journal.sqlite"))
     writes = [writer.write(group(one, 80_000)) for one in range(120)]
     while not writer.paused:
-        assert not writes[-1].done(), "it was to be full"
+        assert not writes[-1].done(), "the disk should be full"
         await asyncio.sleep(0.001)
     assert "journal.sqlite" in writer.paused and "MB free" in writer.paused
     ballast.unlink()
@@ -197,11 +181,11 @@ async def test_on_a_disk_that_was_full_everything_is_written_in_the_end(small_di
     await writer.close()
 
 
-async def test_a_close_without_room_ends_and_says_what_was_not_written(monkeypatch: pytest.MonkeyPatch):
+async def test_a_close_without_room_ends_and_fails_the_unwritten_events(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal_writer, "RETRY_S", 3600.0)
     journal = Scripted()
     journal.error = JournalFull("no room (0 MB free)")
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     writes = [writer.write(Reserved(one)) for one in range(3)]
     await tried(journal)
     await writer.close()
@@ -214,21 +198,10 @@ async def test_a_close_without_room_ends_and_says_what_was_not_written(monkeypat
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_close_writes_what_is_buffered(tmp_path: Path):
-    path = tmp_path / "journal.sqlite"
-    writer = writer_of(Journal(path))
-    writes = [writer.write(group(one)) for one in range(50)]
-    await writer.close()
-    assert all(write.done() and write.exception() is None for write in writes)
-    journal = Journal(path)
-    assert [one.ticket.sequence for one in journal.stored()] == list(range(50))
-    journal.close()
-
-
-async def test_what_makes_room_goes_ahead_of_what_there_is_no_room_for():
+async def test_work_that_makes_room_goes_ahead_of_writes_without_room():
     journal = Scripted()
     journal.error = JournalFull("no room")
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     first = writer.write(Reserved(1))
     await tried(journal, 2)
     looking = asyncio.ensure_future(writer.read(lambda _: "after the write"))
@@ -242,21 +215,8 @@ async def test_what_makes_room_goes_ahead_of_what_there_is_no_room_for():
     await writer.close()
 
 
-async def test_what_makes_room_keeps_its_place_while_there_is_room():
-    journal = Scripted()
-    writer = writer_of(journal)
-    journal.go.clear()
-    written = writer.write(Reserved(1))
-    seen = asyncio.ensure_future(writer.read(lambda _: list(journal.appended), makes_room=True))
-    await tried(journal)
-    journal.go.set()
-    await written
-    assert await seen == [[Reserved(1)]]
-    await writer.close()
-
-
-async def test_after_the_close_a_write_and_a_read_are_refused_and_a_second_close_is_nothing():
-    writer = writer_of(Scripted())
+async def test_after_the_close_writes_and_reads_are_refused_and_a_second_close_does_nothing():
+    writer = JournalWriter(journal=Scripted())
     await writer.close()
     await writer.close()
     with pytest.raises(JournalClosed, match="closed"):
@@ -265,39 +225,39 @@ async def test_after_the_close_a_write_and_a_read_are_refused_and_a_second_close
         await writer.read(lambda journal: None)
 
 
-async def test_a_disk_that_does_not_answer_keeps_no_close_from_ending(monkeypatch: pytest.MonkeyPatch):
+async def test_a_close_ends_although_the_disk_does_not_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(journal_writer, "CLOSE_S", 0.05)
     journal = Scripted()
     journal.go.clear()
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     writes = [writer.write(Reserved(one)) for one in range(2)]
     await tried(journal)
     await writer.close()
     for write in writes:
         with pytest.raises(JournalClosed, match="did not answer"):
             await write
-    journal.go.set()  # it does, at last: nobody is told twice
+    journal.go.set()  # it answers at last: no future is resolved twice
     while not journal.closed:
         await asyncio.sleep(0.001)
 
 
-async def test_after_damage_nothing_more_is_written_and_all_are_told(caplog: pytest.LogCaptureFixture):
+async def test_after_damage_nothing_more_is_written_and_every_caller_gets_the_error(caplog: pytest.LogCaptureFixture):
     journal = Scripted()
     journal.error = JournalDamaged("/run/journal.sqlite is damaged")
-    writer = writer_of(journal)
+    writer = JournalWriter(journal=journal)
     with pytest.raises(JournalDamaged):
         await writer.write(Reserved(1))
     journal.error = None
     with pytest.raises(JournalDamaged):
         await writer.write(Reserved(2))
-    assert journal.appended == [], "a later event without an earlier one would be another history"
+    assert journal.appended == [], "a later event must not be there without an earlier one"
     assert "cannot be written any more" in caplog.text
     await writer.close()
 
 
-async def test_a_journal_damaged_under_a_live_writer_is_said(tmp_path: Path):
+async def test_damage_under_a_live_writer_is_reported(tmp_path: Path):
     path = tmp_path / "journal.sqlite"
-    writer = writer_of(Journal(path))
+    writer = JournalWriter(journal=Journal(path))
     await writer.write(*(group(one, 80_000) for one in range(600)))  # more than the log holds: pages are in the file
     size = path.stat().st_size
     with path.open("r+b") as file:
