@@ -1,4 +1,4 @@
-"""Replies as judges really send them: read where they are clear, refused where they are not."""
+"""Replies as judges really send them: clear ones are read, unclear ones are refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rubric(parser: str, **fields: Any) -> Rubric:
     return Rubric(**{"name": "r", "system": "s", "parser": parser, **fields})
 
 
-def test_the_tables_hold_at_least_a_hundred_replies() -> None:
+def test_the_tables_have_enough_different_replies() -> None:
     assert len(set(READ_AS_SEVEN)) == len(READ_AS_SEVEN) >= 100
     assert len(set(REFUSED)) == len(REFUSED) >= 75
 
@@ -78,7 +78,7 @@ def test_the_declared_place_chooses_among_several_scores(place: str, reply: str,
 
 @pytest.mark.parametrize("reply", ["Answer: 10", "Correct answer: 7\nResponse answer: 7", "The answer is \\boxed{7}"])
 @pytest.mark.parametrize("place", ["first", "last"])
-def test_a_restated_answer_is_no_score_at_the_declared_place_either(place: str, reply: str) -> None:
+def test_a_repeated_answer_is_no_score_at_the_declared_place_either(place: str, reply: str) -> None:
     with pytest.raises(Unparseable):
         read(rubric("integer", place=place), reply)
 
@@ -182,7 +182,7 @@ def test_neither_or_both_of_yes_and_no_is_refused(reply: str) -> None:
         '{broken {"score": 7}',
     ],
 )
-def test_json_is_read_wherever_the_judge_puts_it(reply: str) -> None:
+def test_json_is_read_anywhere_in_the_reply(reply: str) -> None:
     assert read(BUILTIN["json"], reply) == 7.0
 
 
@@ -217,7 +217,7 @@ def test_json_that_is_not_one_clear_score_is_refused(reply: str) -> None:
         read(BUILTIN["json"], reply)
 
 
-def test_criteria_give_their_weighted_mean_and_their_parts() -> None:
+def test_criteria_are_read_as_their_weighted_mean_and_their_parts() -> None:
     reply = '```json\n{"correctness": 8, "completeness": 6, "clarity": 10, "remark": "fine"}\n```'
     found = make_reader(BUILTIN["criteria"])(reply)
     assert found == Reading(8.0, {"correctness": 8.0, "completeness": 6.0, "clarity": 10.0})
@@ -386,6 +386,7 @@ HOSTILE = [
         '"7" ',
         "{",
         '{"a":',
+        "[",
         '"',
         "“",
         "*",
@@ -396,12 +397,12 @@ HOSTILE = [
         "<",
     ),
     *("<think>", "</think>\n", "<think></think>", "<a>", "\\boxed{", "\u0301\u0323", "\u200b", "得", "I give it a "),
-    *("yes\n", "verdict: yes "),
+    *("yes\n", "verdict: yes ", '{"score": [', '{"score": 7, "a": [['),
 ]
 
 
 @pytest.mark.parametrize("piece", HOSTILE)
-def test_a_megabyte_of_anything_is_dealt_with_in_linear_time(piece: str) -> None:
+def test_a_megabyte_of_anything_is_parsed_in_linear_time(piece: str) -> None:
     for chars in (MAX_ANSWER_CHARS, 1_000_000):
         reply = piece * (chars // len(piece))
         for built_in in BUILTIN.values():
@@ -412,5 +413,5 @@ def test_a_megabyte_of_anything_is_dealt_with_in_linear_time(piece: str) -> None
             assert time.perf_counter() - began < 20.0
 
 
-def test_long_thinking_before_a_short_answer_is_no_obstacle() -> None:
+def test_long_thinking_before_a_short_answer_is_skipped() -> None:
     assert INTEGER("<think>" + "Score: 3? " * 100_000 + "</think>7").value == 7.0

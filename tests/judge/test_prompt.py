@@ -67,7 +67,7 @@ def test_a_reask_is_the_first_message_with_the_reminder_after_it() -> None:
 
 
 @given(TEXTS, TEXTS, TEXTS)
-def test_every_text_is_sent_unmodified_between_its_own_marker_lines(response: str, prompt: str, reference: str) -> None:
+def test_every_text_is_sent_unchanged_between_its_marker_lines(response: str, prompt: str, reference: str) -> None:
     message = BUILDER.user(JudgeRequest(response, prompt, reference))
     code = code_of(message)
     for label, text in (("RESPONSE", response), ("QUESTION", prompt), ("REFERENCE ANSWER", reference)):
@@ -102,7 +102,7 @@ def test_a_short_secret_is_refused() -> None:
         PromptBuilder(BUILTIN["integer"], b"short")
 
 
-def test_a_template_keeps_marker_lines_on_lines_of_their_own() -> None:
+def test_a_template_keeps_marker_lines_on_separate_lines() -> None:
     rubric = Rubric(name="r", system="s", template="Asked: {prompt} {{as it is}} Said: {response} Decide.")
     message = PromptBuilder(rubric, SECRET).user(JudgeRequest("R", "P"))
     code = code_of(message)
@@ -147,7 +147,7 @@ def test_processes_that_start_together_agree_on_one_secret(tmp_path: Path) -> No
     assert len(set(found)) == 1
 
 
-def test_a_directory_that_cannot_be_used_is_said_once_and_the_secret_stays_in_memory(
+def test_an_unusable_directory_gives_one_warning_and_the_secret_stays_in_memory(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"

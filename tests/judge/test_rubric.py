@@ -113,7 +113,7 @@ def test_the_identity_does_not_change_with_how_the_reply_is_read() -> None:
     assert other.identity() == weighted.identity()
 
 
-def test_the_identity_does_not_depend_on_the_order_of_a_schemas_keys() -> None:
+def test_the_identity_ignores_the_order_of_a_schemas_keys() -> None:
     first = msgspec.structs.replace(BUILTIN["json"], use_response_format=True, json_schema={"a": 1, "b": 2})
     second = msgspec.structs.replace(first, json_schema={"b": 2, "a": 1})
     assert first.identity() == second.identity()
@@ -130,7 +130,7 @@ def test_the_response_format_names_every_criterion() -> None:
     assert schema["properties"]["clarity"] == {"type": "number", "minimum": 1.0, "maximum": 10.0}
 
 
-def test_a_schema_of_the_users_own_is_sent_as_it_is() -> None:
+def test_a_schema_of_the_user_is_sent_unchanged() -> None:
     schema = {"type": "object", "properties": {"score": {"type": "integer"}}}
     rubric = msgspec.structs.replace(BUILTIN["json"], json_schema=schema, use_response_format=True)
     assert rubric.response_format() == {"type": "json_schema", "json_schema": {"name": "json", "schema": schema}}
@@ -146,7 +146,7 @@ def test_a_rubric_loads_from_a_json_and_from_a_toml_file(tmp_path: Path) -> None
     assert load_rubric(as_json).high == 5.0
 
 
-def test_a_base_gives_the_fields_that_are_left_out() -> None:
+def test_a_base_supplies_missing_fields() -> None:
     rubric = load_rubric({"base": "criteria", "name": "mine", "criteria": {"truth": 1.0}})
     assert rubric.system == BUILTIN["criteria"].system
     assert rubric.criteria == {"truth": 1.0}
@@ -165,7 +165,7 @@ def test_a_base_gives_the_fields_that_are_left_out() -> None:
         (7, "built-in name"),
     ],
 )
-def test_an_error_names_what_exists(spec: Any, said: str) -> None:
+def test_an_error_lists_the_choices(spec: Any, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_rubric(spec)
     assert said in str(error.value)

@@ -66,7 +66,7 @@ def descriptor(data: bytes) -> Iterator[int]:
 
 @given(texts=st.lists(st.binary(max_size=12).filter(lambda text: b"\n" not in text), max_size=20), ends=st.booleans(),
        block=st.integers(1, 16), first=st.integers(1, 12))  # fmt: skip
-def test_lines_are_the_same_however_the_reads_fall(texts: list[bytes], ends: bool, block: int, first: int) -> None:
+def test_lines_do_not_depend_on_the_size_of_reads(texts: list[bytes], ends: bool, block: int, first: int) -> None:
     data = b"\n".join(texts) + (b"\n" if ends and texts else b"")
     expected = data.split(b"\n")
     if not expected[-1]:
@@ -100,7 +100,7 @@ def test_a_row_is_read_by_the_names_of_its_fields() -> None:
     assert rows.read(line(b'{"a": "A", "why_not": false}')).skip == ""
 
 
-def test_what_is_passed_through_keeps_its_bytes() -> None:
+def test_fields_that_are_passed_through_keep_their_bytes() -> None:
     text = b' {"response":"a" , "n": 1.50, "big": 98765432109876543210, "e": "\\u00e9" }\r'
     row = rows_of().write(line(text), "k", OK)
     assert row.startswith(text.rstrip()[:-1])
@@ -112,7 +112,7 @@ VALUES = TEXTS | st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.dictionaries(TEXTS, VALUES))
-def test_any_row_comes_out_as_it_went_in(fields: dict[str, Any]) -> None:
+def test_any_row_is_written_unchanged(fields: dict[str, Any]) -> None:
     fields = {key: value for key, value in fields.items() if key not in ("prompt", "reference", "skip", "verdict")}
     given_row = {**fields, "response": "r"}
     text = json.dumps(given_row).encode()
@@ -130,7 +130,7 @@ def test_a_failed_row_has_no_score() -> None:
     assert row == {"line": 1, "status": "failed", "score": None, "key": "k", **says}
 
 
-def test_the_key_tells_judges_and_contents_apart_but_not_places() -> None:
+def test_the_key_depends_on_judge_and_content_but_not_on_the_endpoint() -> None:
     request = JudgeRequest("a", "b")
     key = rows_of().key(request)
     elsewhere = JudgeConfig(endpoint=Endpoint(url="http://127.0.0.1:2/v1"), model="m")
@@ -150,19 +150,19 @@ def rule(*, down: bool = False) -> StopRule:
 
 
 @pytest.mark.parametrize("reason", ["auth", "not_found", "quota", "budget", "engine", "cancelled"])
-def test_what_no_row_can_survive_stops_at_once(reason: str) -> None:
+def test_a_failure_that_affects_every_row_stops_at_once(reason: str) -> None:
     assert rule().judge(Failed(reason)) is Ruling.STOP
 
 
 @pytest.mark.parametrize("reason", ["unavailable", "deadline", "throttled"])
-def test_an_outage_is_not_held_against_the_rows(reason: str) -> None:
+def test_an_outage_does_not_count_against_its_rows(reason: str) -> None:
     assert rule(down=True).judge(Failed(reason)) is Ruling.STOP
     up = rule()
     rulings = [up.judge(Failed(reason)) for _ in range(OUTAGE_ROWS)]
     assert rulings == [Ruling.HOLD] * (OUTAGE_ROWS - 1) + [Ruling.STOP]
 
 
-def test_a_row_that_fails_alone_is_a_failed_row() -> None:
+def test_a_row_that_fails_alone_counts_as_failed() -> None:
     alone = rule()
     for _ in range(1000):
         assert alone.judge(Failed("unavailable")) is Ruling.HOLD
@@ -170,7 +170,7 @@ def test_a_row_that_fails_alone_is_a_failed_row() -> None:
     assert alone.end() is Ruling.WRITE
 
 
-def test_rows_held_at_the_end_are_failed_only_if_the_judge_lives() -> None:
+def test_rows_held_at_the_end_count_as_failed_only_if_the_judge_is_up() -> None:
     state = {"down": False}
     last = StopRule(lambda: state["down"])
     assert last.judge(Failed("unavailable")) is Ruling.HOLD
@@ -179,7 +179,7 @@ def test_rows_held_at_the_end_are_failed_only_if_the_judge_lives() -> None:
     assert last.end() is Ruling.STOP
 
 
-def test_failures_without_any_score_stop_it_and_later_ones_do_not() -> None:
+def test_many_failures_stop_the_job_unless_a_row_was_scored() -> None:
     never, once = rule(), rule()
     assert [never.judge(Failed("rejected")) for _ in range(FIRST_FAILURES)][-1] is Ruling.STOP
     assert never.why is not None and "none was scored" in never.why.detail
@@ -197,7 +197,7 @@ def test_a_judge_is_down_when_no_endpoint_works(monkeypatch: pytest.MonkeyPatch)
     assert not is_down(JudgeStats(endpoints=[halted, opened])), "by the same rule as everywhere"
 
 
-def test_a_judge_that_never_gave_a_sign_of_life_is_down_before_its_breaker_opens() -> None:
+def test_a_judge_without_a_sign_of_life_is_down_before_its_breaker_opens() -> None:
     def asked(**counts: Any) -> EndpointStats:
         return EndpointStats(url="a", model="m", sent=8, **counts)
 
@@ -221,7 +221,7 @@ def test_the_counts_of_a_tally_add_up() -> None:
     assert tally.reasons == {"deadline": 1}
 
 
-def test_a_tally_says_what_went_wrong_first_in_an_earlier_run_as_well() -> None:
+def test_a_tally_names_the_first_failure_even_of_an_earlier_run() -> None:
     tally, rows = Tally(), rows_of()
     tally.count(OK, 1)
     tally.count_written(rows.read_written(rows.write(line(b'{"response":"a"}', 2), "k", Failed("deadline", 3, "why"))))
@@ -229,7 +229,7 @@ def test_a_tally_says_what_went_wrong_first_in_an_earlier_run_as_well() -> None:
     assert tally.first_failure == "line 2: why"
 
 
-def test_figures_add_up_over_the_restarts_of_an_engine() -> None:
+def test_counts_add_up_over_the_restarts_of_an_engine() -> None:
     meter = CallsMeter()
     for sent, restarts, cost_before in ((10, 0, 0.0), (50, 0, 0.0), (50, 1, 0.0), (5, 1, 5.0), (7, 1, 5.0)):
         endpoint = EndpointStats(url="a", model="m", sent=sent, cost=sent / 10)
@@ -270,7 +270,7 @@ def test_an_output_is_locked_until_it_is_closed(tmp_path: Path) -> None:
     FileOutput(tmp_path / "out").close()
 
 
-def test_a_replacement_takes_its_place_only_when_it_is_finished(tmp_path: Path) -> None:
+def test_a_replacement_replaces_the_file_only_when_it_is_finished(tmp_path: Path) -> None:
     (tmp_path / "out").write_bytes(b"old\n")
     output = FileOutput(tmp_path / "out")
     abandoned = Replacement(output)
@@ -284,7 +284,7 @@ def test_a_replacement_takes_its_place_only_when_it_is_finished(tmp_path: Path) 
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("out", b"new\n")]
 
 
-def test_a_replacement_of_a_link_replaces_what_it_leads_to(tmp_path: Path) -> None:
+def test_a_replacement_of_a_link_replaces_its_target(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "real").write_bytes(b"old\n")
     (tmp_path / "out").symlink_to(Path("elsewhere") / "real")
@@ -298,7 +298,7 @@ def test_a_replacement_of_a_link_replaces_what_it_leads_to(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"resp', b"\x00\x00\x00"])
-def test_a_scan_finds_where_to_go_on(tmp_path: Path, tail: bytes) -> None:
+def test_a_scan_finds_where_to_continue(tmp_path: Path, tail: bytes) -> None:
     rows = rows_of()
     written = [rows.write(line(b'{"response":"a"}', n), f"k{n}", OK) for n in (1, 2, 4)]
     (tmp_path / "out").write_bytes(b"".join(written) + tail)
@@ -312,7 +312,7 @@ def test_a_scan_finds_where_to_go_on(tmp_path: Path, tail: bytes) -> None:
 # -- the job -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_tells_how_far_it_is(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
+def test_a_job_reports_its_progress(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
     source, told = tmp_path / "in", list[Progress]()
     source.write_text("".join(json.dumps({"response": str(n)}) + "\n" for n in range(200)))
     config = JudgeConfig(
@@ -327,7 +327,7 @@ def test_a_job_tells_how_far_it_is(tmp_path: Path, mock: Callable[..., RunningJu
     assert any(progress.calls.in_flight for progress in told)
 
 
-def test_a_retry_that_must_stop_leaves_the_output_as_it_was(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
+def test_a_stopped_retry_leaves_the_output_unchanged(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text("".join(json.dumps({"response": f"row {n}"}) + "\n" for n in range(5)))
     judge = mock(scores={"row 2": "no idea"}, api_key="right")
@@ -342,9 +342,7 @@ def test_a_retry_that_must_stop_leaves_the_output_as_it_was(tmp_path: Path, mock
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["in", "out"]
 
 
-def test_a_retry_reads_a_malformed_line_again_after_it_was_mended(
-    tmp_path: Path, mock: Callable[..., RunningJudge]
-) -> None:
+def test_a_retry_reads_a_repaired_line_again(tmp_path: Path, mock: Callable[..., RunningJudge]) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_text('{"response": "a"}\noops\n{"response": "c"}\n')
     config = JudgeConfig(endpoint=mock().base_url, model="m", placement="thread")
