@@ -232,7 +232,7 @@ async def test_a_passing_fault_costs_a_retry_and_no_verdict(mock: Mock, bench: A
     [
         b'{"choices": []}', b'{"choices": null}', b"{}", b"[]", b"", b"null", b'{"error": {"message": "sorry"}}',
         b'{"choices": [{"message": {"content": 7}}]}', b'{"choices": [{"message": {"content": null}}]}',
-        b'{"choices": [{"message": {"content": "half \\ud83d"}}]}', b'{"choices": [{}]}', b"\xff\xfe",
+        b'{"choices": [{"message": {"content": "half \\ud83d"}}]}', b'{"choices": [{}]}', b"\xff\xfe", b"[" * 1200,
     ],
 )  # fmt: skip
 async def test_a_completion_that_is_none_is_asked_for_again(

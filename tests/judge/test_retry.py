@@ -1,11 +1,10 @@
-"""When to ask again: the arithmetic of back-off, of the retry budget and of patience."""
+"""When to ask again: the arithmetic of back-off and of the retry budget."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.judge.endpoint import AttemptPatience, LatencyHistogram
 from freewheel.judge.retry import (
     BASE_BACKOFF_S,
     MAX_BACKOFF_S,
@@ -80,69 +79,3 @@ def test_an_outage_never_gets_more_retries_than_share_trickle_and_capacity(event
 def test_a_clock_that_stands_still_or_runs_back_gives_no_tokens() -> None:
     budget = spent_budget(now=10.0)
     assert not budget.take(10.0) and not budget.take(5.0)
-
-
-def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, LatencyHistogram]:
-    latencies = LatencyHistogram()
-    return AttemptPatience(bound_s, latencies), latencies
-
-
-def answer(
-    one: AttemptPatience, latencies: LatencyHistogram, latency_s: float, times: int, sent_at: float = 0.0
-) -> None:
-    for _ in range(times):
-        latencies.add(latency_s)
-        one.answered(sent_at)
-
-
-def test_patience_is_the_configured_bound_until_latencies_are_known() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, AttemptPatience.SAMPLES_NEEDED - 1)
-    assert one.allow_s(0) == 60.0
-    answer(one, latencies, 1.0, 1)
-    assert 2.8 < one.allow_s(0) < 3.3
-
-
-def test_patience_never_falls_under_its_floor_or_rises_over_its_bound() -> None:
-    one, latencies = patience(bound_s=2.0)
-    answer(one, latencies, 0.001, 200)
-    assert one.allow_s(0) == AttemptPatience.FLOOR_S
-    assert one.allow_s(1) == one.allow_s(10_000) == 2.0
-
-
-def test_a_request_that_timed_out_is_given_twice_as_long() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64)
-    assert one.allow_s(1) == 2 * one.allow_s(0)
-
-
-def test_one_request_is_never_given_more_than_four_times_as_long() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64)
-    assert one.allow_s(7) == 4 * one.allow_s(0)
-
-
-def test_a_judge_that_became_slower_is_waited_for() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64, sent_at=10.0)
-    before_s = one.allow_s(0)
-    for number in range(2 * AttemptPatience.IN_A_ROW):
-        one.timed_out(sent_at=11.0 + number)
-    assert one.allow_s(0) == 4 * before_s
-    for number in range(1000):
-        one.timed_out(sent_at=100.0 + number)
-    assert one.allow_s(0) == 60.0
-
-
-def test_hangs_do_not_stretch_patience_while_later_calls_are_answered() -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64, sent_at=100.0)
-    before_s = one.allow_s(0)
-    for _ in range(500):
-        one.timed_out(sent_at=99.0)
-    assert one.allow_s(0) == before_s
-    for number in range(50):
-        for _ in range(AttemptPatience.IN_A_ROW - 1):
-            one.timed_out(sent_at=101.0 + 2 * number)
-        answer(one, latencies, 1.0, 1, sent_at=102.0 + 2 * number)
-    assert one.allow_s(0) <= before_s * 1.06

@@ -107,7 +107,7 @@ class Service:
             stats = self.stats()
             if stats.submitted:
                 log.info(stats.line())
-            self._send(StatsReply(0, stats))
+            self._send(StatsReply(stats))
             self._send(Stopped())
 
     def take(self, message: ToEngine) -> None:
@@ -117,7 +117,7 @@ class Service:
             self._engine.cancel(message.batch)
         elif isinstance(message, AskStats):
             self._flush()
-            self._send(StatsReply(message.ticket, self.stats()))
+            self._send(StatsReply(self.stats()))
         elif isinstance(message, Close):
             self.stop()
 

@@ -217,10 +217,9 @@ class RequestTracker:
         self._deadlines: list[tuple[float, int]] = []
         self._to_send: deque[_OpenBatch] = deque()
         self._control: deque[ToEngine] = deque()
-        self._queries: dict[int, Future[JudgeStats]] = {}
+        self._queries: list[Future[JudgeStats]] = []
         self._sent_count = 0
         self._next_batch = 0
-        self._next_ticket = 1
         self._closed = ""
         self._broken = ""
         self._wake: Callable[[], None] = lambda: None
@@ -259,9 +258,8 @@ class RequestTracker:
             if self._closed or self._broken:
                 future.set_result(self.last_stats)  # no engine is left to answer
                 return future
-            self._queries[self._next_ticket] = future
-            self._control.append(AskStats(self._next_ticket))
-            self._next_ticket += 1
+            self._queries.append(future)
+            self._control.append(AskStats())
         self._wake()
         return future
 
@@ -327,9 +325,7 @@ class RequestTracker:
         elif isinstance(message, StatsReply):
             with self._lock:
                 self.last_stats = message.stats
-                query = self._queries.pop(message.ticket, None)
-            if query is not None:
-                query.set_result(message.stats)
+                self._answer_queries()
         elif isinstance(message, LogLine):
             log.log(message.level, "%s", message.text)
 
@@ -382,7 +378,7 @@ class RequestTracker:
                 self._end(batch.handle, Reason.DEADLINE, "the batch's deadline is over")
 
     def _answer_queries(self) -> None:
-        for query in self._queries.values():
+        for query in self._queries:
             query.set_result(self.last_stats)
         self._queries.clear()
 

@@ -73,7 +73,7 @@ class Cancel(msgspec.Struct, tag=True, array_like=True):
 
 
 class AskStats(msgspec.Struct, tag=True, array_like=True):
-    ticket: int
+    pass
 
 
 class Close(msgspec.Struct, tag=True, array_like=True):
@@ -91,7 +91,6 @@ class Results(msgspec.Struct, tag=True, array_like=True):
 
 
 class StatsReply(msgspec.Struct, tag=True, array_like=True):
-    ticket: int
     stats: JudgeStats
 
 

@@ -19,7 +19,6 @@ from freewheel.judge.exchange import (
     RubricExchange,
 )
 from freewheel.judge.judge import InlineJudge
-from freewheel.judge.outcome import Failure, Kind, read_chat, read_stream_usage
 from freewheel.judge.verdict import Usage
 
 
@@ -261,17 +260,3 @@ async def test_streams_take_slots_like_all_others(mock: Any) -> None:
         assert judge.stats().max_in_flight <= 4
         assert judge.stats().throttled == 0
     assert all(sink.chunks for sink in sinks)
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"choices": 3}', b"\xff", b'{"error": {"message": "x"}}'])
-def test_what_is_no_completion_is_garbage(content: bytes) -> None:
-    failure = read_chat(content)
-    assert isinstance(failure, Failure)
-    assert failure.kind is Kind.GARBAGE
-
-
-def test_usage_is_found_at_a_streams_end_or_taken_as_nothing() -> None:
-    last = b'data: {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 2}}\r\n\r\ndata: [DONE]\n\n'
-    assert read_stream_usage(b'data: {"choices": []}\n\n' + last) == Usage(5, 2)
-    assert read_stream_usage(b'data: {"choices": [], "usage": null}\n\n') == Usage()
-    assert read_stream_usage(b'ice", "usage": {"prom') == Usage()

@@ -1,9 +1,14 @@
-"""Frames: whatever the sizes in which bytes arrive, the same messages come out."""
+"""Frames survive any fragmentation, Ctrl-C is noticed in every wait, and an interrupted start leaves nothing."""
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
+import time
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +45,7 @@ TO_ENGINE: list[Any] = [
     Submit(3, [0, 2], [JudgeRequest("ä\x00\U0001f600", "p", "r", "id"), JudgeRequest("", skip="why")], 12.5),
     Submit(4, [], [], None),
     Cancel(3),
-    AskStats(7),
+    AskStats(),
     Close(),
 ]
 TO_CALLER: list[Any] = [
@@ -53,7 +58,7 @@ TO_CALLER: list[Any] = [
         ],
         0.25,
     ),
-    StatsReply(7, JudgeStats(submitted=3, failed={"auth": 1})),
+    StatsReply(JudgeStats(submitted=3, failed={"auth": 1})),
     LogLine(30, "one\ntwo"),
     Stopped(),
     Stopped("why"),
@@ -96,6 +101,69 @@ def test_a_key_that_pickling_left_out_travels_as_none() -> None:
     assert not got.config.api_key
 
 
-def test_a_lone_surrogate_is_replaced_by_the_frame() -> None:
+def test_what_cannot_be_encoded_is_replaced_and_the_rest_of_the_message_arrives() -> None:
     (got,) = FrameReader(ENGINE_DECODER).feed(pack(Submit(0, [0], [JudgeRequest("\ud800")], None)))
     assert got.requests == [JudgeRequest("\ufffd")]
+    odd = Results([(0, 0, Scored(7.0)), (0, 1, Scored(7.0, parts={"\ud800": 1.0}))], 0.0)
+    (got,) = FrameReader(CALLER_DECODER).feed(pack(odd))
+    (_, _, fine), (_, _, replaced) = got.items
+    assert fine == Scored(7.0) and replaced.reason == "engine" and "cannot be sent" in replaced.detail
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def interrupt_from_another_thread(waits_in: str) -> threading.Thread:
+    """Raise SIGINT in a helper thread while the main thread waits in `waits_in`.
+
+    A signal that another thread catches does not interrupt the main thread's wait. The same happens when a signal
+    arrives after CPython's last check and before the thread sleeps.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def run() -> None:
+        names: list[str] = []
+        while names[:1] not in (["wait"], ["_wait_for_tstate_lock"]) or waits_in not in names:
+            frame, names = sys._current_frames()[main], []
+            while frame is not None:
+                names.append(frame.f_code.co_name)
+                frame = frame.f_back  # type: ignore[assignment]
+        signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_a_signal_that_another_thread_catches_interrupts_a_wait_for_verdicts(mock: Any, make_judge: Any) -> None:
+    judge = make_judge(mock(hang_share=1.0).url)
+    for attempt in range(20):
+        handle = judge.submit([f"a {attempt}"])
+        helper = interrupt_from_another_thread("result")
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            handle.result(20.0)
+        assert time.monotonic() - began < 10.0, "it must not be noticed only when the wait ends"
+        helper.join()
+        handle.cancel()
+
+
+@pytest.mark.parametrize("moment", ["before the thread runs", "after the thread runs"])
+def test_an_interrupted_start_leaves_no_thread_and_a_judge_that_works(
+    mock: Any, make_judge: Any, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    judge = make_judge(mock().url)
+    start, threads = threading.Thread.start, threading.active_count()
+
+    def interrupted(thread: threading.Thread) -> None:
+        if moment == "after the thread runs":
+            start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            judge.submit(["a"])
+    assert threading.active_count() == threads
+    assert judge.submit(["b"]).result(20)[0].status == "scored"

@@ -1,0 +1,349 @@
+"""An endpoint's state: its accounts balance whatever happens, and choosing honours weights, standbys and `avoid`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from freewheel.judge import Endpoint, JudgeConfig, Usage
+from freewheel.judge.endpoint import (
+    NEVER,
+    AttemptPatience,
+    Breaker,
+    EndpointState,
+    LatencyHistogram,
+    Permit,
+    choose_endpoint,
+)
+from freewheel.judge.outcome import HALTS, INFRA, Failure, Kind, Reply
+from freewheel.judge.stats import State
+
+REPLY = Reply("7", Usage(100, 2))
+
+
+def states(*endpoints: Endpoint, **settings: Any) -> list[EndpointState]:
+    config = JudgeConfig(endpoint=list(endpoints), model="m", **settings)
+    return [EndpointState(config, endpoint) for endpoint in config.endpoints]
+
+
+def state(**settings: Any) -> EndpointState:
+    return states(Endpoint(url="http://a"), **settings)[0]
+
+
+def fail(one: EndpointState, kind: Kind, times: int = 1, now: float = 0.0) -> None:
+    for _ in range(times):
+        one.failed(one.send(now, 400), now, Failure(kind, "detail"))
+
+
+def test_room_is_what_the_concurrency_says() -> None:
+    one = state(concurrency="fixed:3")
+    for _ in range(3):
+        assert one.ready_at(0.0, 10) <= 0.0
+        one.send(0.0, 10)
+    assert one.ready_at(0.0, 10) == NEVER
+
+
+@given(st.lists(st.sampled_from([*Kind, "reply", "drop"]), max_size=120))
+def test_the_books_balance_whatever_happens_to_the_calls(events: list[Kind | str]) -> None:
+    one = state(prices={"m": {"input": 1000.0, "output": 1000.0}})
+    now = 0.0
+    for number, event in enumerate(events):
+        now += 0.01
+        permit: Permit = one.send(now, 400)
+        assert one.limiter.in_flight == 1 and one.reserved_cost > 0
+        if event == "reply":
+            one.replied(permit, now, REPLY, 400)
+        elif event == "drop":
+            one.dropped(permit, now)
+        else:
+            assert isinstance(event, Kind)
+            one.failed(permit, now, Failure(event, "detail"))
+        assert one.limiter.in_flight == 0
+        assert one.reserved_cost == pytest.approx(0.0, abs=1e-9)
+        assert one.stats.sent == number + 1
+    replies = events.count("reply")
+    assert one.stats.answered == replies
+    assert one.stats.cost == pytest.approx(replies * 0.102)
+    counted = replies + one.stats.throttled + sum(one.stats.faults.values()) + events.count("drop")
+    assert counted == len(events)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_only_an_unwell_endpoint_opens_the_breaker_and_only_a_refusal_halts(kind: Kind) -> None:
+    one = state()
+    fail(one, kind, times=12)
+    assert (one.breaker.state is State.OPEN) == (kind in INFRA)
+    assert (one.halted is not None) == (kind in HALTS or kind is Kind.FORBIDDEN)
+    assert one.works() == (kind not in INFRA | HALTS | {Kind.FORBIDDEN})
+
+
+def test_a_halted_endpoint_sends_nothing_until_it_is_reconsidered_and_then_one() -> None:
+    one = state()
+    fail(one, Kind.AUTH)
+    assert one.ready_at(1e9, 10) == NEVER
+    assert one.snapshot().halted == "detail"
+    one.reconsider()
+    assert one.ready_at(0.0, 10) <= 0.0
+    permit = one.send(0.0, 10)
+    assert permit.probe and one.ready_at(0.0, 10) == NEVER
+    one.replied(permit, 1.0, REPLY, 10)
+    assert one.works() and one.ready_at(1.0, 10) <= 1.0
+
+
+def test_a_reply_without_usage_costs_its_estimate() -> None:
+    one = state(prices={"m": {"input": 1.0, "output": 1.0}})
+    permit = one.send(0.0, 4_000_000)
+    one.replied(permit, 1.0, Reply("7", Usage()), 4_000_000)
+    assert one.stats.cost == pytest.approx(permit.reserved_cost) and one.stats.cost > 0.9
+
+
+def test_what_a_call_may_cost_follows_the_prompts_and_the_longest_reply_seen() -> None:
+    one = state(prices={"m": {"input": 1e6, "output": 1e6}})
+    assert not one.knows_cost()
+    for tokens in (10, 4000, *[10] * 200):
+        one.replied(one.send(0.0, 1000), 0.1, Reply("7", Usage(500, tokens)), 1000)
+    assert one.knows_cost() and one.most_cost(1000) == pytest.approx(4500, rel=0.01)
+
+
+@pytest.mark.parametrize("settings", [{"max_tokens": 7}, {"sampling": {"max_completion_tokens": 7}}])
+def test_what_a_call_may_cost_is_bounded_by_max_tokens(settings: dict[str, Any]) -> None:
+    one = state(prices={"m": {"input": 0.0, "output": 1e6}}, **settings)
+    assert one.knows_cost() and one.most_cost(1000) == 7
+
+
+def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:
+    own, common = states(
+        Endpoint(url="http://a", requests_per_minute=60), Endpoint(url="http://b"), requests_per_minute=6000
+    )
+
+    def burst(one: EndpointState) -> int:
+        count = 0
+        while one.ready_at(0.0, 10) <= 0.0 and count < 30:
+            one.replied(one.send(0.0, 10), 0.0, REPLY, 10)
+            count += 1
+        return count
+
+    assert burst(own) < 5 < burst(common)
+
+
+def choose(candidates: list[EndpointState], count: int) -> Counter[str]:
+    chosen: Counter[str] = Counter()
+    for _ in range(count):
+        one, _ = choose_endpoint(candidates, 0.0, 10)
+        assert one is not None
+        one.send(0.0, 10)
+        chosen[one.url.split("/")[2]] += 1
+    return chosen
+
+
+def test_weights_share_what_is_in_flight() -> None:
+    two = states(Endpoint(url="http://a", weight=3), Endpoint(url="http://b"), concurrency="fixed:100")
+    assert choose(two, 80) == {"a": 60, "b": 20}
+
+
+def test_a_full_endpoint_leaves_the_rest_to_the_others() -> None:
+    two = states(Endpoint(url="http://a", weight=9), Endpoint(url="http://b"), concurrency="fixed:5")
+    assert choose(two, 10) == {"a": 5, "b": 5}
+    assert choose_endpoint(two, 0.0, 10) == (None, NEVER)
+
+
+def test_a_standby_is_used_only_while_no_other_works() -> None:
+    main, standby = two = states(Endpoint(url="http://a"), Endpoint(url="http://b", weight=0), concurrency="fixed:2")
+    assert choose(two, 2) == {"a": 2}
+    assert choose_endpoint(two, 0.0, 10)[0] is None, "a full main endpoint is no reason"
+    fail(main, Kind.AUTH)
+    assert choose_endpoint(two, 0.0, 10)[0] is standby
+    main.reconsider()
+
+
+def test_a_request_avoids_the_endpoint_it_failed_on_if_there_is_another() -> None:
+    first, second = two = states(Endpoint(url="http://a", weight=1000), Endpoint(url="http://b"), concurrency="fixed:1")
+    assert choose_endpoint(two, 0.0, 10, avoid=first)[0] is second
+    second.send(0.0, 10)
+    assert choose_endpoint(two, 0.0, 10, avoid=first)[0] is first
+
+
+def test_choosing_says_when_to_ask_again() -> None:
+    first, second = two = states(Endpoint(url="http://a"), Endpoint(url="http://b"))
+    fail(first, Kind.BROKEN, times=10, now=0.0)
+    fail(second, Kind.BROKEN, times=10, now=0.2)
+    one, at = choose_endpoint(two, 0.2, 10)
+    assert one is None and at == Breaker.FIRST_PAUSE_S
+    assert math.isfinite(at)
+
+
+# -- the breaker -----------------------------------------------------------------------------------------------------
+
+
+def opened(at: float = 0.0) -> Breaker:
+    breaker = Breaker()
+    for _ in range(Breaker.CONSECUTIVE):
+        assert breaker.state is State.CLOSED
+        breaker.failed(at, known_at=at, probe=breaker.sent())
+    assert breaker.state is State.OPEN
+    return breaker
+
+
+def test_one_answer_between_failures_keeps_the_breaker_closed() -> None:
+    breaker = Breaker()
+    for _ in range(10):
+        for _ in range(Breaker.CONSECUTIVE - 1):
+            breaker.failed(0.0, known_at=0.0, probe=False)
+        breaker.answered(0.0)
+    assert breaker.state is State.CLOSED
+
+
+def test_an_open_breaker_lets_one_probe_through_after_its_pause() -> None:
+    breaker = opened(at=100.0)
+    now = 100.0 + Breaker.FIRST_PAUSE_S
+    assert breaker.ready_at(100.0) == now
+    assert breaker.ready_at(now) <= now and breaker.sent() and breaker.ready_at(now) == math.inf
+    breaker.dropped(probe=True)
+    assert breaker.ready_at(now) <= now and breaker.sent(), "a cancelled probe makes room for another"
+
+
+def test_failed_probes_lengthen_the_pause_up_to_its_bound_and_an_answer_resets_it() -> None:
+    breaker, now, pauses = opened(), 0.0, []
+    for _ in range(12):
+        at = breaker.ready_at(now)
+        pauses.append(at - now)
+        now = at
+        assert breaker.ready_at(now) <= now
+        breaker.failed(now, known_at=now, probe=breaker.sent())
+    assert pauses[:3] == [0.25, 0.5, 1.0] and set(pauses[2:]) == {Breaker.LONGEST_PAUSE_S}
+    now = breaker.ready_at(now)
+    breaker.ready_at(now)
+    assert breaker.sent()
+    breaker.answered(now)
+    assert breaker.state is State.CLOSED and breaker.ready_at(now) <= now and not breaker.sent()
+    for _ in range(Breaker.CONSECUTIVE):
+        breaker.failed(now, known_at=now, probe=False)
+    assert breaker.ready_at(now) == now + Breaker.FIRST_PAUSE_S
+
+
+def test_calls_of_an_earlier_time_do_not_move_the_breaker() -> None:
+    breaker = opened(at=0.0)
+    breaker.failed(0.1, known_at=0.1, probe=False)
+    assert breaker.ready_at(0.1) == Breaker.FIRST_PAUSE_S
+    breaker.ready_at(1.0)
+    assert breaker.sent()
+    breaker.failed(1.1, known_at=1.1, probe=False)
+    assert breaker.state is State.PROBING
+    breaker.answered(10.0)
+    for _ in range(3 * Breaker.CONSECUTIVE):
+        breaker.failed(12.0, known_at=9.0, probe=False)
+    assert breaker.state is State.CLOSED, "those calls were sent before the last sign of life"
+
+
+@given(st.lists(st.sampled_from(["wait", "send", "fail", "answer", "drop"]), max_size=200))
+def test_at_most_one_probe_is_out_and_it_always_comes_back(events: list[str]) -> None:
+    breaker, now = Breaker(), 0.0
+    out: list[bool] = []
+    for event in events:
+        if event == "wait":
+            now += 1.0
+        elif event == "send" and breaker.ready_at(now) <= now:
+            out.append(breaker.sent())
+            assert sum(out) <= 1 or breaker.state is State.CLOSED
+        elif out and event in ("fail", "answer", "drop"):
+            probe = out.pop(0)
+            if event == "fail":
+                breaker.failed(now, known_at=now, probe=probe)
+            elif event == "answer":
+                breaker.answered(now)
+            else:
+                breaker.dropped(probe=probe)
+    for probe in out:
+        breaker.failed(now, known_at=now, probe=probe)
+    now += Breaker.LONGEST_PAUSE_S
+    assert breaker.ready_at(now) <= now, "with nothing out and the pause over, something may be sent"
+
+
+# -- latencies -------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(1e-4, 500.0), min_size=1, max_size=400), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
+def test_a_quantile_is_right_to_within_one_bin(latencies: list[float], share: float) -> None:
+    histogram = LatencyHistogram()
+    assert histogram.quantile(share) == 0.0
+    for latency_s in latencies:
+        histogram.add(latency_s)
+    exact = sorted(latencies)[max(0, math.ceil(share * len(latencies) - 1e-9) - 1)]
+    assert histogram.quantile(share) == pytest.approx(exact, rel=LatencyHistogram.RATIO - 1 + 1e-6)
+
+
+def test_latencies_outside_the_bins_count_at_the_ends_and_old_ones_fade() -> None:
+    histogram = LatencyHistogram()
+    for latency_s in (0.0, -1.0, 1e-9, 1e9, 1e-12):
+        histogram.add(latency_s)
+    assert histogram.quantile(0.1) < 2e-4 and histogram.quantile(1.0) > 500
+    for latency_s, times in ((10.0, 1), (0.1, 4)):
+        for _ in range(times * LatencyHistogram.FADE_EVERY):
+            histogram.add(latency_s)
+    assert histogram.quantile(0.9) < 0.2
+
+
+def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, LatencyHistogram]:
+    latencies = LatencyHistogram()
+    return AttemptPatience(bound_s, latencies), latencies
+
+
+def answer(
+    one: AttemptPatience, latencies: LatencyHistogram, latency_s: float, times: int, sent_at: float = 0.0
+) -> None:
+    for _ in range(times):
+        latencies.add(latency_s)
+        one.answered(sent_at)
+
+
+def test_patience_is_the_configured_bound_until_latencies_are_known() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, AttemptPatience.SAMPLES_NEEDED - 1)
+    assert one.allow_s(0) == 60.0
+    answer(one, latencies, 1.0, 1)
+    assert 2.8 < one.allow_s(0) < 3.3
+
+
+def test_patience_never_falls_under_its_floor_or_rises_over_its_bound() -> None:
+    one, latencies = patience(bound_s=2.0)
+    answer(one, latencies, 0.001, 200)
+    assert one.allow_s(0) == AttemptPatience.FLOOR_S
+    assert one.allow_s(1) == one.allow_s(10_000) == 2.0
+
+
+@pytest.mark.parametrize(("timeouts", "factor"), [(1, 2), (2, 4), (7, 4)])
+def test_a_request_that_timed_out_gets_longer_up_to_four_times(timeouts: int, factor: int) -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64)
+    assert one.allow_s(timeouts) == factor * one.allow_s(0)
+
+
+def test_a_judge_that_became_slower_is_waited_for() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64, sent_at=10.0)
+    before_s = one.allow_s(0)
+    for number in range(2 * AttemptPatience.IN_A_ROW):
+        one.timed_out(sent_at=11.0 + number)
+    assert one.allow_s(0) == 4 * before_s
+    for number in range(1000):
+        one.timed_out(sent_at=100.0 + number)
+    assert one.allow_s(0) == 60.0
+
+
+def test_hangs_do_not_stretch_patience_while_later_calls_are_answered() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64, sent_at=100.0)
+    before_s = one.allow_s(0)
+    for _ in range(500):
+        one.timed_out(sent_at=99.0)
+    assert one.allow_s(0) == before_s
+    for number in range(50):
+        for _ in range(AttemptPatience.IN_A_ROW - 1):
+            one.timed_out(sent_at=101.0 + 2 * number)
+        answer(one, latencies, 1.0, 1, sent_at=102.0 + 2 * number)
+    assert one.allow_s(0) <= before_s * 1.06
