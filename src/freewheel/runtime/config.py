@@ -12,7 +12,7 @@ refused if the user must have set it on purpose. What depends on the machine is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -46,6 +46,8 @@ OWN_ROWS = "word_problems"
 """The task that makes its own rows."""
 _NO_ROWS = "rows"
 """The task that ships without rows."""
+VLLM_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
+"""Keys of `rollout` that only the engine vllm has."""
 _UNKNOWN_WORDS = ("gsm8k",)
 """Built-in tasks with words that the embedded model does not know."""
 
@@ -583,172 +585,126 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def _check_pairs(config: TrainConfig) -> None:
     for check in (_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation):
-        check(config)
+        for key, remedy in check(config):
+            value: Any = config
+            for name in key.split("."):
+                value = getattr(value, name)
+            raise ConfigError(key, value, remedy)
 
 
-def _staleness(config: TrainConfig) -> None:
-    a, threshold = config.async_training, config.staleness_threshold
+_Problems = Iterator[tuple[str, str]]
+"""A key and its remedy. Only the first problem is used: later checks may assume that there was none before."""
+
+
+def _staleness(config: TrainConfig) -> _Problems:
+    allowed, threshold = config.async_training.max_staleness_allowed, config.staleness_threshold
     if config.mode != "fully_async":
         return  # the mode fixes threshold and window
-    if a.max_staleness_allowed < threshold:
-        raise ConfigError(
-            "async_training.max_staleness_allowed",
-            a.max_staleness_allowed,
-            f"it must be at least async_training.staleness_threshold ({threshold})",
-        )
-    if config.bounds.max_lag > a.max_staleness_allowed:
-        raise ConfigError(
-            "async_training.selection_window",
-            a.selection_window,
+    if allowed < threshold:
+        remedy = f"it must be at least async_training.staleness_threshold ({threshold})"
+        yield "async_training.max_staleness_allowed", remedy
+    if config.bounds.max_lag > allowed:
+        remedy = (
             f"samples could then lag {config.bounds.max_lag} versions, and async_training.max_staleness_allowed is "
-            f"{a.max_staleness_allowed}: give at most {config.widest_window}, or auto",
         )
+        yield "async_training.selection_window", f"{remedy}{allowed}: give at most {config.widest_window}, or auto"
 
 
-def _queue(config: TrainConfig) -> None:
-    a = config.async_training
+def _queue(config: TrainConfig) -> _Problems:
+    a, groups_per_step = config.async_training, config.trainer.groups_per_step
     per_version = config.bounds.groups_per_version
     if a.max_queue_size < per_version:
-        raise ConfigError(
-            "async_training.max_queue_size",
-            a.max_queue_size,
-            f"a weight version takes trainer.groups_per_step × async_training.sync_every_steps = {per_version} "
-            "groups, and all of them must fit: give at least that",
-        )
-    ready = config.bounds.most_ready // config.trainer.groups_per_step
+        remedy = f"a weight version takes trainer.groups_per_step × async_training.sync_every_steps = {per_version} "
+        yield "async_training.max_queue_size", f"{remedy}groups, and all of them must fit: give at least that"
+    ready = config.bounds.most_ready // groups_per_step
     if a.min_batch_count > ready:
-        raise ConfigError(
+        yield (
             "async_training.min_batch_count",
-            a.min_batch_count,
-            f"no more than {ready} batches of trainer.groups_per_step ({config.trainer.groups_per_step}) can be ready "
-            f"at once under async_training.staleness_threshold ({config.staleness_threshold}) and max_queue_size "
+            f"no more than {ready} batches of trainer.groups_per_step ({groups_per_step}) can be ready at once under "
+            f"async_training.staleness_threshold ({config.staleness_threshold}) and max_queue_size "
             f"({a.max_queue_size}): give at most {ready}",
         )
 
 
-def _devices(config: TrainConfig) -> None:
+def _devices(config: TrainConfig) -> _Problems:
     for name, section in (("trainer", config.trainer), ("rollout", config.rollout)):
         gpus = section.n_gpus_per_node
         if section.device == "cpu" and gpus not in ("auto", 0):
-            raise ConfigError(f"{name}.n_gpus_per_node", gpus, f"{name}.device is cpu: give 0, or device=cuda")
+            yield f"{name}.n_gpus_per_node", f"{name}.device is cpu: give 0, or device=cuda"
         if section.device == "cuda" and gpus == 0:
-            raise ConfigError(f"{name}.n_gpus_per_node", gpus, f"{name}.device is cuda: give 1 or more, or auto")
+            yield f"{name}.n_gpus_per_node", f"{name}.device is cuda: give 1 or more, or auto"
     r = config.rollout
     if isinstance(r.replicas, int) and isinstance(r.n_gpus_per_node, int):
         gpus = r.n_gpus_per_node * r.nnodes
         used = r.replicas * r.tensor_parallel_size * r.pipeline_parallel_size
         if used < gpus:
-            raise ConfigError(
-                "rollout.replicas",
-                r.replicas,
-                f"they use {used} of the GPUs, and rollout.n_gpus_per_node × nnodes = {gpus}: give replicas=auto, or "
-                "fewer GPUs",
-            )
+            remedy = f"they use {used} of the GPUs, and rollout.n_gpus_per_node × nnodes = {gpus}: "
+            yield "rollout.replicas", remedy + "give replicas=auto, or fewer GPUs"
 
 
-def _engine(config: TrainConfig) -> None:
-    """Refuse settings that the native engine does not have."""
-    r = config.rollout
+def _engine(config: TrainConfig) -> _Problems:
+    r, usual = config.rollout, RolloutConfig()
     if r.engine == "vllm":
         if r.urls is not None and r.replicas not in ("auto", len(r.urls)):
-            raise ConfigError("rollout.replicas", r.replicas, f"rollout.urls names {len(r.urls)} servers: give auto")
+            yield "rollout.replicas", f"rollout.urls names {len(r.urls)} servers: give auto"
         return
-    given = {
-        "tensor_parallel_size": r.tensor_parallel_size != 1,
-        "pipeline_parallel_size": r.pipeline_parallel_size != 1,
-        "gpu_memory_share": r.gpu_memory_share != "auto",
-        "vllm": bool(r.vllm),
-        "urls": r.urls is not None,
-    }
-    for key, is_given in given.items():
-        if is_given:
-            raise ConfigError(
-                f"rollout.{key}",
-                getattr(r, key),
-                "the native engine does not have it: leave it out, or give rollout.engine=vllm",
-            )
+    for key in VLLM_KEYS:
+        if getattr(r, key) != getattr(usual, key):
+            yield f"rollout.{key}", "the native engine does not have it: leave it out, or give rollout.engine=vllm"
 
 
-def _ranks(config: TrainConfig) -> None:
+def _ranks(config: TrainConfig) -> _Problems:
     t = config.trainer
     if t.world_size == "auto" or t.device == "cpu" or t.n_gpus_per_node == "auto":
         return
     gpus = t.nnodes * t.n_gpus_per_node
     if gpus and t.world_size != gpus:
-        raise ConfigError(
-            "trainer.world_size",
-            t.world_size,
-            f"each process has a GPU, and trainer.nnodes × n_gpus_per_node = {gpus}: give auto",
-        )
+        yield "trainer.world_size", f"each process has a GPU, and trainer.nnodes × n_gpus_per_node = {gpus}: give auto"
 
 
-def _algorithm(config: TrainConfig) -> None:
+def _algorithm(config: TrainConfig) -> _Problems:
     algorithm, groups = config.algorithm, config.trainer.groups_per_step
     if algorithm.compares_responses and config.rollout.n < 2:
-        raise ConfigError(
-            "rollout.n", config.rollout.n, f"{algorithm.estimator} compares the responses of a group: give at least 2"
-        )
+        yield "rollout.n", f"{algorithm.estimator} compares the responses of a group: give at least 2"
     if algorithm.mini_batches > groups:
-        raise ConfigError(
-            "algorithm.mini_batches",
-            algorithm.mini_batches,
-            f"a mini-batch holds whole groups, and trainer.groups_per_step is {groups}: give at most that",
-        )
+        remedy = f"a mini-batch holds whole groups, and trainer.groups_per_step is {groups}: give at most that"
+        yield "algorithm.mini_batches", remedy
 
 
-def _optimizer(config: TrainConfig) -> None:
+def _optimizer(config: TrainConfig) -> _Problems:
     optimizer, total = config.optimizer, config.trainer.total_steps
     if optimizer.warmup_steps > total:
-        raise ConfigError(
-            "optimizer.warmup_steps",
-            optimizer.warmup_steps,
-            f"the run has trainer.total_steps = {total} and would never reach its learning rate: give at most that",
-        )
+        remedy = f"the run has trainer.total_steps = {total} and would never reach its learning rate: give at most that"
+        yield "optimizer.warmup_steps", remedy
     if optimizer.critic_lr is not None and not config.algorithm.uses_critic:
-        raise ConfigError(
-            "optimizer.critic_lr",
-            optimizer.critic_lr,
-            f"{config.algorithm.estimator} has no critic: leave it out, or set algorithm.name=ppo",
-        )
+        remedy = f"{config.algorithm.estimator} has no critic: leave it out, or set algorithm.name=ppo"
+        yield "optimizer.critic_lr", remedy
 
 
-def _data(config: TrainConfig) -> None:
+def _data(config: TrainConfig) -> _Problems:
     data = config.data
     if not _TASK_NAME.fullmatch(data.task):  # a new run's folder is named after it
-        raise ConfigError("data.task", data.task, "give a built-in task's name, or module:name")
+        yield "data.task", "give a built-in task's name, or module:name"
     if data.task == OWN_ROWS and (data.train or data.eval):
-        key = "train" if data.train else "eval"
-        raise ConfigError(
-            f"data.{key}",
-            getattr(data, key),
-            f"{OWN_ROWS} makes its own rows: leave it out, or choose another data.task",
-        )
+        key = "data.train" if data.train else "data.eval"
+        yield key, f"{OWN_ROWS} makes its own rows: leave it out, or choose another data.task"
     if data.task == _NO_ROWS and data.train is None:
-        raise ConfigError(
-            "data.train", None, f"the task {_NO_ROWS} has no rows of its own: give a file, a folder or a hub id"
-        )
+        yield "data.train", f"the task {_NO_ROWS} has no rows of its own: give a file, a folder or a hub id"
     if config.uses_embedded_model and data.task in _UNKNOWN_WORDS:
-        raise ConfigError(
-            "model.path",
-            config.model.path,
-            f"the embedded model knows the words of {OWN_ROWS} only: give a folder or a hub id for {data.task}",
-        )
+        remedy = f"the embedded model knows the words of {OWN_ROWS} only: give a folder or a hub id for {data.task}"
+        yield "model.path", remedy
 
 
-def _evaluation(config: TrainConfig) -> None:
+def _evaluation(config: TrainConfig) -> _Problems:
     data, evaluation = config.data, config.eval
     if evaluation.samples > 1 and evaluation.temperature == 0:
-        raise ConfigError(
-            "eval.samples",
-            evaluation.samples,
-            "at eval.temperature 0 all responses to a prompt are the same: give 1, or a temperature above 0",
-        )
+        remedy = "at eval.temperature 0 all responses to a prompt are the same: give 1, or a temperature above 0"
+        yield "eval.samples", remedy
     if evaluation.prompts and (data.train, data.train_split) == (data.eval, data.eval_split):
-        raise ConfigError(
-            "data.eval_split",
-            data.eval_split,
-            "the run would be evaluated on prompts that it trains on: give another split or file, or eval.prompts=0",
+        remedy = (
+            "the run would be evaluated on prompts that it trains on: give another split or file, or eval.prompts=0"
         )
+        yield "data.eval_split", remedy
 
 
 def step_in_memory(config: TrainConfig, memory_bytes: int) -> list[ConfigError]:

@@ -18,7 +18,7 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluating import EvalResult, evaluate
-from freewheel.runtime.config import EMBEDDED, TrainConfig
+from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
@@ -30,8 +30,6 @@ log = logging.getLogger("freewheel.runtime")
 
 _LEVELS_UP = 2
 """From RUN/checkpoints/step_000040 to RUN."""
-_ENGINE_KEYS = ("tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_share", "vllm", "urls")
-"""Keys of `rollout` that belong to one engine. Another engine starts with their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +91,7 @@ def eval_config(
         values[section] |= {key: value for key, value in given.items() if value is not None}
     if engine is not None:
         usual = TrainConfig().to_dict()["rollout"]
-        values["rollout"] |= {key: usual[key] for key in _ENGINE_KEYS} | {"engine": engine}
+        values["rollout"] |= {key: usual[key] for key in VLLM_KEYS} | {"engine": engine}
     if data is not None and values["data"]["train"] is None:
         values["data"]["train"] = data  # unused, but required by a task without rows of its own
     return to_config(values)
@@ -102,7 +100,7 @@ def eval_config(
 async def run_evaluation(
     config: TrainConfig, *, keep_responses: bool = False, progress: Callable[[int], None] | None = None
 ) -> EvalResult:
-    """Load the model into this process and measure it."""
+    """Load the model into this process and evaluate it."""
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
     from freewheel.runtime.building import Prompts

@@ -14,6 +14,9 @@ inside a list, so that Ray does not fetch them on the way; groups travel as valu
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -63,6 +66,13 @@ def is_death(error: BaseException) -> bool:
 def unwrap(error: BaseException) -> BaseException:
     """Return what a component raised, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) else error
+
+
+def kill_process(process: int, node: str) -> None:
+    """Kill a process if it is on this machine. Ray cannot end a stopped process (SIGSTOP)."""
+    if process and node == ray.get_runtime_context().get_node_id():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 class ActorDirectory:

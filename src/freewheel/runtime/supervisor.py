@@ -15,10 +15,7 @@ Used by `FullyAsyncMain`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
@@ -34,7 +31,7 @@ from freewheel.runtime.actors import MAX_CALLS
 from freewheel.runtime.building import model_folder
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.placement import Pools
-from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, call, remote_queue
+from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, call, kill_process, remote_queue
 from freewheel.trainer.checkpoint import CheckpointStore, Resumed
 from freewheel.utils.registry import objects_in_memory
 from freewheel.utils.waiting import unless_failed
@@ -236,12 +233,7 @@ class Supervisor:
         self._pools.release()
 
     def kill(self, name: str) -> None:
-        """End a component. Ray cannot end a stopped process (SIGSTOP), so a process on this machine gets SIGKILL from
-        here."""
-        process, node = self._processes.get(name, (0, ""))
-        if process and node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_process(*self._processes.get(name, (0, "")))
         ray.kill(self.handles[name])
 
 

@@ -11,10 +11,8 @@ rank 0 ends itself. Ray ends the ranks with rank 0, which owns their actors.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +23,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.remote import START_S, NoAnswer, call, unwrap
+from freewheel.runtime.remote import START_S, NoAnswer, call, kill_process, unwrap
 from freewheel.trainer.ranks import Asked, Follower, Leader, Pulse, RankLost
 from freewheel.utils.registry import objects_in_memory, receive_in_memory
 
@@ -242,25 +240,18 @@ class Ranks:
                 pulse.heard(time.monotonic())
             except NoAnswer:
                 if pulse.is_silent(time.monotonic()):
-                    self._kill(name)
+                    kill_process(*self.processes[name])
                     raise RankLost(f"{name} was silent for {self._silent_s:g} s") from None
             except RayActorError as error:
                 raise RankLost(f"{name} died: {_first_line(error)}") from error
             await asyncio.sleep(_BEAT_S)
-
-    def _kill(self, name: str) -> None:
-        """Ray cannot end a stopped process (SIGSTOP). The id is safe to use: the process still exists."""
-        process, node = self.processes[name]
-        if node == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
 
     def close(self) -> None:
         """Kill all ranks. Rank 0 has made sure that they have nothing left to do."""
         for watching in self._watching:
             watching.cancel()
         for name, handle in self._handles.items():
-            self._kill(name)
+            kill_process(*self.processes[name])
             ray.kill(handle)
 
 
