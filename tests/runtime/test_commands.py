@@ -143,7 +143,6 @@ def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry-run"])
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
@@ -168,10 +167,10 @@ def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_unusable_user_code_is_refused_before_anything_starts(
-    code: str, runs: type[Runs], elsewhere: Path, setting: str, said: str, more: list[str]
+    code: str, runs: type[Runs], elsewhere: Path, setting: str, said: str
 ):
     setting = setting.format(code)
-    text = refused("train", setting, *more)
+    text = refused("train", setting)
     key, _, value = setting.partition("=")
     assert f"{key} = {value!r}: " in text and said in text
     assert not runs.given and not (elsewhere / "runs").exists()
@@ -207,7 +206,6 @@ def files(elsewhere: Path) -> None:
     (elsewhere / "folder").mkdir()
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry-run"])
 @pytest.mark.parametrize("key", ["data.train", "data.eval"])
 @pytest.mark.parametrize(
     ("file", "said"),
@@ -223,10 +221,10 @@ def files(elsewhere: Path) -> None:
     ],
 )
 def test_unusable_rows_are_refused_before_anything_starts(
-    files: None, runs: type[Runs], elsewhere: Path, key: str, file: str, said: str, more: list[str]
+    files: None, runs: type[Runs], elsewhere: Path, key: str, file: str, said: str
 ):
     settings = {"data.task": "rows", "model.path": "org/model", "data.train": "good.jsonl", key: file}
-    text = refused("train", *(f"{name}={value}" for name, value in settings.items()), *more)
+    text = refused("train", *(f"{name}={value}" for name, value in settings.items()))
     assert f"{key} = {file!r}: " in text and said in text
     assert not runs.given and not (elsewhere / "runs").exists()
 
@@ -249,7 +247,6 @@ def test_names_on_the_hub_are_left_to_the_run(runs: type[Runs]):
     assert runs.given["plan"].rows is None
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["train", "dry-run"])
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
@@ -262,12 +259,22 @@ def test_names_on_the_hub_are_left_to_the_run(runs: type[Runs]):
     ],
 )
 def test_a_missing_model_is_refused_before_anything_starts(
-    files: None, runs: type[Runs], elsewhere: Path, setting: str, said: str, more: list[str]
+    files: None, runs: type[Runs], elsewhere: Path, setting: str, said: str
 ):
-    text = refused("train", setting, *more)
+    text = refused("train", setting)
     key, _, value = setting.partition("=")
     assert f"{key} = {value!r}: {said}" in text
     assert not runs.given and not (elsewhere / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["reward.function={}:NUMBER", "data.task=broken_{}:task", "data.train_split=dev", "model.tokenizer=/nonexist"],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(code: str, runs: type[Runs], setting: str):
+    setting = setting.format(code)
+    assert refused("train", setting, "--dry-run") == refused("train", setting)
+    assert not runs.given
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_nothing(runs: type[Runs], elsewhere: Path):
