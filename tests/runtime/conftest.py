@@ -1,4 +1,4 @@
-"""One thread: results are promised to the bit for it, and the tests share two cores."""
+"""Use one thread: results are reproducible to the bit only then, and the tests share two cores."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A whole run in one process whose parts die: all at once, the trainer alone, the queue alone; at seeded awaits.
+"""A whole run in one process with deaths at seeded awaits: of everything, of the trainer or of the queue.
 
     every call between two parts ─▶ Fate.passes ─▶ the part's own code ─▶ Fate.passes        (one of them is the last)
 
-What a dead part had in memory is dropped, and nothing that it still had under way reaches the disk: a kill, but for
-what the operating system does. `live` goes on where the run directory says, as the coordinator does for processes.
+A dead part loses its memory, and nothing that it had in progress reaches the disk, as after a kill. `live` continues
+from the run directory, as the coordinator does for processes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .pipeline import RUN_S, DirectPublisher, mark_of, plan_of, rollout_sides
 
 
 class Killed(BaseException):
-    """Nobody handles it: who is killed does nothing more."""
+    """Never handled: a killed part does nothing more."""
 
 
 class Fate:
-    """When its bearer dies: at the `last` await of those that it passes. None: never."""
+    """Decides when a part dies: at its `last` await. None: never."""
 
     def __init__(self, last: int | None = None) -> None:
         self.left = last
@@ -52,7 +52,7 @@ class Fate:
 
 
 class Through:
-    """A part as another sees it. `fates`: of whoever calls, and of all."""
+    """A part as another one calls it. `fates`: of the caller, and of the whole run."""
 
     def __init__(self, part: Any, *fates: Fate) -> None:
         self._part = part
@@ -71,7 +71,7 @@ class Through:
 
 
 class Door:
-    """The way to the queue: a call that met a dead one is made again, to its successor."""
+    """Calls the queue, and repeats a call to a dead queue to its replacement."""
 
     def __init__(self, opened: OpenedQueue, fate: Fate) -> None:
         self.opened = opened
@@ -106,20 +106,20 @@ class Door:
 
 @dataclass
 class Record:
-    """What was trained in all lives, as the backends saw it."""
+    """What the backends trained, in all lives."""
 
     trained: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
-    """Step → the ordinals of each time that it was trained."""
+    """By step: the ordinals of each time that it was trained."""
     lags: list[int] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """At the end."""
+    """The weights at the end."""
     deaths: int = 0
     awaits: int = 0
-    """Calls' ends that the last life passed."""
+    """Awaits that the last life passed."""
 
 
 class Recorded:
-    """A backend whose steps are written down."""
+    """A backend that records its steps."""
 
     def __init__(self, trainer: FullyAsyncTrainer, record: Record) -> None:
         self._backend, self._trainer, self._record = trainer.backend, trainer, record
@@ -147,7 +147,7 @@ class MortalSaver:
 
 
 def silence(opened: OpenedQueue) -> None:
-    """Nothing that the queue has not on the disk by now gets there."""
+    """Keep everything that is not on the disk yet from getting there."""
     assert opened.journal is not None
 
     def dead(*_: Any, **__: Any) -> None:
@@ -158,7 +158,7 @@ def silence(opened: OpenedQueue) -> None:
 
 
 class Life:
-    """One process tree, from the run directory as it is to the end of the run, or its own."""
+    """One process tree, from the current run directory to the end of the run or to its death."""
 
     def __init__(
         self, config: TrainConfig, run_dir: Path, record: Record, fate: Fate, *, replicas: int, trainers: list[int]
@@ -170,7 +170,7 @@ class Life:
         self.replicas = replicas
         self.plan = plan_of(self.config)
         self.trainers = trainers
-        """When each but the last dies."""
+        """When each trainer but the last dies."""
         self.finished = False
 
     def train_side(self) -> TrainSide:
@@ -197,7 +197,7 @@ class Life:
                 waiting = {training, dying, watching, *beside}
                 while not training.done() and not self.fate.dead.is_set():
                     done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                    for task in done - {training, dying}:  # who ended by itself
+                    for task in done - {training, dying}:  # a part that ended by itself
                         task.result()
             if training.done() and not self.fate.dead.is_set():
                 training.result()
@@ -214,7 +214,7 @@ class Life:
                 await self.door.opened.close()
 
     async def watch_queue(self, queues: list[int], sides: list[RolloutSide]) -> None:
-        """A dead queue gets a successor, which is told what live rollouters work on."""
+        """Replace a dead queue, with the tickets of live rollouters."""
         announcing: set[asyncio.Task[None]] = set()
         while True:
             await self.door.fate.dead.wait()
@@ -230,10 +230,10 @@ class Life:
                 in_flight=in_flight,
             )
             self.door.reopen(opened, Fate(queues.pop(0) if queues else None))
-            announcing.add(asyncio.create_task(self.sync.announce()))  # beside: it may meet with the next death
+            announcing.add(asyncio.create_task(self.sync.announce()))  # concurrently: the next death may interrupt it
 
     async def train(self, side: TrainSide) -> None:
-        """One trainer after the other, each from the newest checkpoint."""
+        """Run one trainer after the other, each from the newest checkpoint."""
         while True:
             own = Fate(self.trainers.pop(0) if self.trainers else None)
             publisher = DirectPublisher(self.sync)
@@ -267,8 +267,8 @@ async def live(
     queues: Sequence[int] = (),
     replicas: Sequence[int] = (1,),
 ) -> Record:
-    """From the start to the end, through the deaths that are given: of everything (`kills`), of trainers, of queues.
-    `replicas`: rollouters of each life, in turn."""
+    """Run from start to end through deaths of everything (`kills`), of trainers and of queues.
+    `replicas`: the number of rollouters in each life."""
     record = Record()
     run_dir.mkdir(exist_ok=True)
     for count in itertools.cycle(replicas):
@@ -284,6 +284,6 @@ async def live(
 
 
 def journal_of(run_dir: Path) -> dict[int, list[int]]:
-    """Step → its ordinals, as they are written down."""
+    """Read each step's ordinals from the journal."""
     with contextlib.closing(Journal(run_dir / JOURNAL, readonly=True)) as journal:
         return {one.step: sorted(ticket.ordinal for ticket in one.tickets) for one in journal.steps(after=0)}

@@ -1,8 +1,8 @@
-"""A whole run in one process and without Ray: every component as it is, joined by direct calls.
+"""A whole run in one process and without Ray: the real components, connected by direct calls.
 
     Rollouter, Rollouter … ─▶ MessageQueue ─▶ FullyAsyncTrainer ─▶ ParameterSynchronizer ─▶ Rollouter …
 
-`run_pipeline` gives what a run can be compared by: what each step was trained on, its metrics, and the weights.
+`run_pipeline` returns what runs are compared by: the groups of each step, its metrics, and the weights.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from freewheel.trainer.backend import Row
 from freewheel.trainer.trainer import Ending, FullyAsyncTrainer
 
 RUN_S = 60.0
-"""A run here takes seconds; on a machine that is busy with other things, tens of them."""
+"""A run takes seconds, or tens of seconds on a busy machine."""
 SMALL: dict[str, Any] = {
     "trainer": {"total_steps": 4, "groups_per_step": 4, "save_every_steps": None},
     "rollout": {"n": 4, "device": "cpu"},
@@ -50,11 +50,11 @@ SMALL: dict[str, Any] = {
     "eval": {"prompts": 0, "at_start": False},
     "async_training": {"sync_retry_delay": 0.01},
 }
-"""A second on one core, with the model that comes along; it learns so fast that other weights say other things."""
+"""A second on one core with the embedded model. It learns so fast that different weights give different responses."""
 
 
 def small_config(**sections: Any) -> TrainConfig:
-    """`SMALL` with what is given on top, section by section: `small_config(mode="sync", rollout={"slots": 3})`."""
+    """`SMALL` with changes, section by section: `small_config(mode="sync", rollout={"slots": 3})`."""
     values: dict[str, Any] = {name: dict(section) for name, section in SMALL.items()}
     for name, given in sections.items():
         values[name] = values.get(name, {}) | given if isinstance(given, dict) else given
@@ -62,7 +62,7 @@ def small_config(**sections: Any) -> TrainConfig:
 
 
 def plan_of(config: TrainConfig) -> Plan:
-    """On a machine with two cores, whatever this one has."""
+    """Return the plan for a machine with two cores."""
     folder = find_folder(config)
     assert folder is not None
     return resolve(config, Machine(cpus=2, memory_bytes=8 << 30), model=read_model_size(folder))
@@ -74,9 +74,9 @@ class Finished:
 
     ending: Ending
     trained: list[list[PromptGroup]] = field(default_factory=list)
-    """What each step was trained on, in the order in which the loss sees it."""
+    """The groups of each step, in the order in which the loss sees them."""
     versions: list[int] = field(default_factory=list)
-    """The trainer's, before each step."""
+    """The trainer's version before each step."""
     rows: list[Row] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     queue: dict[str, Any] = field(default_factory=dict)
@@ -90,13 +90,13 @@ class Finished:
 
     @property
     def lags(self) -> list[int]:
-        """Of every group that was trained on."""
+        """The lags of all trained groups."""
         pairs = zip(self.versions, self.trained, strict=True)
         return [version - group.min_version for version, groups in pairs for group in groups]
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """Of the steps, without what tells the time."""
+        """The metrics of the steps, without times."""
         return [
             {name: value for name, value in row.values.items() if not name.endswith("_s") and name != SUBMITTED}
             for row in self.rows
@@ -104,7 +104,7 @@ class Finished:
         ]
 
     def same_groups_as(self, other: Finished) -> bool:
-        """Tokens, log-probabilities, versions and rewards, bit for bit."""
+        """Compare tokens, log-probabilities, versions and rewards, bit for bit."""
         return [[_facts(group) for group in step] for step in self.trained] == [
             [_facts(group) for group in step] for step in other.trained
         ]
@@ -116,7 +116,7 @@ class Finished:
 
 
 SUBMITTED = "param_sync_count"
-"""A step's row is written beside the hand-over of the version before it: whether that counts yet depends on timing."""
+"""A step's row is written during the hand-over of the version before it, so whether that counts depends on timing."""
 
 
 def _facts(group: PromptGroup) -> tuple[Any, ...]:
@@ -126,7 +126,7 @@ def _facts(group: PromptGroup) -> tuple[Any, ...]:
 
 
 class DirectPublisher:
-    """The synchronizer as the trainer sees it, with no process in between."""
+    """The synchronizer as the trainer sees it, without a process in between."""
 
     def __init__(self, sync: ParameterSynchronizer) -> None:
         self._sync = sync
@@ -142,7 +142,7 @@ class DirectPublisher:
 
 
 class Watched:
-    """A backend that keeps what it was given."""
+    """A backend that keeps its inputs."""
 
     def __init__(self, trainer: FullyAsyncTrainer, finished: Finished) -> None:
         self._trainer = trainer
@@ -161,7 +161,7 @@ class Watched:
 
 @dataclass(kw_only=True)
 class Pipeline:
-    """What `during` may reach into while a run goes on."""
+    """A live run, for `during`."""
 
     queue: MessageQueue
     rollouters: list[Rollouter]
@@ -178,7 +178,7 @@ async def run_pipeline(
     resume: Path | None = None,
     during: Callable[[Pipeline], Any] | None = None,
 ) -> Finished:
-    """Runs `config` to its end. `reward`: in place of the task's own. `during` is awaited beside the run."""
+    """Run `config` to its end. `reward` replaces the task's own. `during` runs concurrently."""
     config = msgspec.structs.replace(config, run_dir=str(run_dir))
     run_dir.mkdir(exist_ok=True)
     plan = plan_of(config)
@@ -226,7 +226,7 @@ async def run_pipeline(
 
 
 def mark_of(side: TrainSide) -> CheckpointMark:
-    """Where its run goes on from, or begins."""
+    """Return where a run continues or begins."""
     found = side.resumed
     return CheckpointMark() if found is None else CheckpointMark(found.step, found.version, found.frontier)
 
@@ -234,7 +234,7 @@ def mark_of(side: TrainSide) -> CheckpointMark:
 def rollout_sides(
     config: TrainConfig, plan: Plan, train_side: TrainSide, replicas: int, reward: Callable[..., Any] | None = None
 ) -> list[RolloutSide]:
-    """With engines that hold what the trainer begins with."""
+    """Build rollouters whose engines hold the trainer's first weights."""
     path = train_side.resumed.path if train_side.resumed else model_folder(config)
     version = mark_of(train_side).version
     sides = [
@@ -248,7 +248,7 @@ def rollout_sides(
 
 
 async def _first_error(training: asyncio.Task[Ending], beside: list[asyncio.Task[None]]) -> None:
-    """Waits for the trainer, and for nobody who has failed."""
+    """Wait for the trainer; raise the error of another part at once."""
     waiting = {training, *beside}
     while not training.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

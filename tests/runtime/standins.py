@@ -1,4 +1,4 @@
-"""The components of a run without Ray: stand-ins behind handles like Ray's, which die when a test says so.
+"""The components of a run without Ray: stand-ins behind handles like Ray's, that die when a test says so.
 
 FullyAsyncMain ─▶ StandInSupervisor (all of `Supervisor`, but for processes) ─▶ Handle ─▶ Part, or an ActorDiedError
 """
@@ -21,7 +21,7 @@ WAIT_S = 30.0
 
 
 class Handle:
-    """Ray's way of calling, with no process behind it: who calls a dead one, or one that dies meanwhile, is told so."""
+    """Calls like a Ray handle, without a process. A call to a dead part, or to one that dies during it, raises."""
 
     def __init__(self, part: Any) -> None:
         self.part = part
@@ -44,7 +44,7 @@ class Handle:
 
 
 class Mortal:
-    """Whatever is behind a handle."""
+    """What a handle calls."""
 
     def __init__(self) -> None:
         self.dead = asyncio.Event()
@@ -54,13 +54,13 @@ class Mortal:
 
 
 class Part(Mortal):
-    """A component: its loop ends when it is told how, its statistics are what a test says."""
+    """A component whose end and statistics a test sets."""
 
     def __init__(self, name: str = "part", *given: Any) -> None:
         super().__init__()
         self.name = name
         self.given = given
-        """Its constructor's."""
+        """Arguments of the constructor."""
         self.told: dict[str, Any] = {}
         self.end: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.opens = asyncio.Event()
@@ -68,7 +68,7 @@ class Part(Mortal):
         self.opened: tuple[Any, ...] | None = None
         self.met: dict[str, Any] = {}
         self.calls: list[tuple[Any, ...]] = []
-        """What else was said to it."""
+        """Other calls."""
         self.running = self.closed = False
 
     async def process(self) -> tuple[int, str]:
@@ -80,7 +80,7 @@ class Part(Mortal):
         return self.answer
 
     answer: Any = None
-    """To `open`."""
+    """The answer to `open`."""
 
     async def connect(self, handles: dict[str, Any]) -> None:
         self.met |= handles
@@ -97,7 +97,7 @@ class Part(Mortal):
 
 
 class Trainer(Part):
-    """At step 3, saved up to 2; when it is to stop it saves."""
+    """Is at step 3 and has saved step 2. It saves when it is asked to stop."""
 
     saves = True
     answer = "as usual"
@@ -167,7 +167,7 @@ KINDS: dict[type, type[Part]] = {
 
 
 class StandInSupervisor(Supervisor):
-    """A supervisor whose parts are here. `on_made` is told of each, before anybody talks to it."""
+    """A supervisor with parts in this process. `on_made` is called with each new part, before anybody calls it."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**{"on_process": lambda name, *_: self.told_of.append(name), **given})
@@ -183,7 +183,7 @@ class StandInSupervisor(Supervisor):
         return Handle(part)
 
     def __getitem__(self, name: str) -> Any:
-        """The part that has this name now."""
+        """Return the current part of this name."""
         return self.handles[name].part
 
     def kill(self, name: str) -> None:
@@ -198,6 +198,6 @@ async def until(holds: Callable[[], object]) -> None:
 
 
 async def successor(supervisor: StandInSupervisor, before: Part) -> Any:
-    """Who takes the place of `before`, once its loop goes on."""
+    """Wait until the replacement of `before` runs, and return it."""
     await until(lambda: supervisor[before.name] is not before and supervisor[before.name].running)
     return supervisor[before.name]

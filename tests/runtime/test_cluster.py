@@ -44,7 +44,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of a cluster in a process of its own: this one may have joined another."""
+    """Start a cluster in a separate process: this one may have joined another. Returns its address."""
     command = [sys.executable, "-c", TWO_NODES]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -58,7 +58,7 @@ def train(*settings: str) -> subprocess.CompletedProcess[str]:
 
 
 def nodes(run_dir: Path) -> dict[str, str]:
-    """Which node each part of a run was on."""
+    """Return the node of each component."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {row["role"]: row["node"] for row in rows if "role" in row}
 
@@ -87,7 +87,7 @@ def test_a_cluster_that_is_too_small_reports_its_resources(address: str, tmp_pat
 
 @pytest.fixture
 def dead() -> Iterator[str]:
-    """An address that is taken, and where nobody listens."""
+    """An address without a listener."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{taken.getsockname()[1]}"
@@ -95,7 +95,7 @@ def dead() -> Iterator[str]:
 
 @pytest.fixture
 def answers() -> Iterator[Callable[[bytes], str]]:
-    """A server that says this to whoever connects, and listens from then on."""
+    """A server that sends this to every client, and then only reads."""
     with contextlib.ExitStack() as stack:
 
         def serve(first: bytes) -> str:
@@ -117,13 +117,13 @@ def answers() -> Iterator[Callable[[bytes], str]]:
 
 @pytest.fixture
 def live(answers: Callable[[bytes], str]) -> str:
-    """As a server of gRPC begins."""
+    """The first frame of a gRPC server."""
     return answers(bytes([0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 5, 0, 0, 64, 0]))
 
 
 @pytest.fixture
 def no_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever else runs on the machine of these tests."""
+    """No Ray head on this machine, whatever else runs here."""
     monkeypatch.setattr(cluster, "_has_head", lambda: False)
 
 

@@ -1,5 +1,5 @@
-"""However a run goes wrong, it goes on or ends in one way: who died is replaced while that helps, the trainer saves
-where it can, and the user is told. Without Ray: the components are stand-ins."""
+"""Failures of a run, with stand-ins instead of Ray actors: dead components are replaced while that helps, the trainer
+saves if it can, and the user is told."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Scene(FullyAsyncMain):
-    """A run whose parts are here. `happens` is called when it has started, and awaited beside it where it can be."""
+    """A run with stand-ins. `happens` is called after the start; a coroutine of it runs concurrently."""
 
     happens: Callable[[Scene], Coroutine[Any, Any, None] | None]
 
@@ -100,7 +100,7 @@ def every_group_scores_the_same(one: Scene) -> None:
 
 
 def nothing_moves(one: Scene, *, apart_s: int = 3600) -> None:
-    """At each look, and each judgement, so much time has passed."""
+    """Let this much time pass at each look."""
     times = itertools.count(apart_s, apart_s)
     one._clock = lambda: next(times)
 
@@ -156,7 +156,7 @@ def test_an_error_of_the_trainer_itself_is_reported(scene: Build) -> None:
 
 
 def test_a_resume_without_a_usable_checkpoint_needs_the_whole_journal(scene: Build, tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step_000020.replaced").mkdir(parents=True)  # left by a kill, and damaged
+    (tmp_path / "checkpoints" / "step_000020.replaced").mkdir(parents=True)  # damaged, left by a kill
     with closing(Journal(tmp_path / JOURNAL)) as journal:
         journal.reset(step=20, version=20, frontier=Frontier())
     one = scene(lambda _: pytest.fail("it began"))
@@ -175,7 +175,7 @@ def test_a_dead_component_is_replaced_and_the_run_finishes(scene: Build, name: s
         first = one.supervisor[name]
         first.die()
         second = await successor(one.supervisor, first)
-        second.die()  # and once more
+        second.die()  # a second time
         await successor(one.supervisor, second)
         one.supervisor["trainer"].end.set_result("finished")
 
@@ -302,7 +302,7 @@ def test_a_pause_and_its_end_are_each_reported_once(scene: Build) -> None:
         queue = one.supervisor["queue"]
         for paused in ("0 MB free on /data", "1 MB free on /data", ""):
             queue.told = {**queue.told, "paused": paused}
-            await until(lambda: one._account._last_queue.get("paused") == paused)  # noqa: B023  # it holds before the next is told
+            await until(lambda: one._account._last_queue.get("paused") == paused)  # noqa: B023  # wait before the next value
         one.supervisor["trainer"].end.set_result("stopped")
 
     one = scene(happens)
@@ -333,7 +333,7 @@ def test_a_silent_component_is_killed_and_replaced(scene: Build, name: str) -> N
 
     one = scene(happens)
     assert one.run().outcome == "finished"
-    assert len(asked) == main.SILENT_QUESTIONS  # a question that was lost is no silence
+    assert len(asked) == main.SILENT_QUESTIONS  # one lost question is not silence
     assert one.supervisor.killed == [name]
     assert any(f"{name} is killed: it was silent for 60 s" in text for text in one.events())
     assert any(f"{name} died and is restarted" in text for text in one.events())
@@ -427,7 +427,7 @@ def test_ctrl_c_while_closing_ends_the_wait(scene: Build, monkeypatch: pytest.Mo
 
     def happens(one: Scene) -> None:
         one.supervisor["rollouter-0"].close = slow_to_close
-        os.kill(os.getpid(), signal.SIGINT)  # the first: it saves
+        os.kill(os.getpid(), signal.SIGINT)  # the first one: the run saves
 
     one = scene(happens)
     result = one.run()

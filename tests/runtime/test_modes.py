@@ -1,5 +1,5 @@
-"""`sync`, `one_step_off` and `fully_async` are one pipeline: with equal settings they are equal, bit for bit, whatever
-the timing; and however it streams, no sample is older than was promised."""
+"""The three modes are one pipeline: with equal settings their results are equal, bit for bit, whatever the timing.
+Streaming keeps every sample within its staleness bound."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from freewheel.data.tasks.word_problems import TASK
 from .pipeline import Finished, run_pipeline, small_config
 
 MODES = {"sync": 0, "one_step_off": 1}
-"""With the threshold under which `fully_async` is the same."""
+"""A mode, and the threshold with which `fully_async` is the same."""
 
 
 def as_fully_async(threshold: int, **sections: Any) -> Any:
-    """The settings with which `fully_async` is one of the other modes."""
+    """Return the settings with which `fully_async` is one of the other modes."""
     given = {"staleness_threshold": threshold, "selection_window": 1, "in_flight_updates": False}
     return small_config(mode="fully_async", async_training=given, **sections)
 
 
 def slowly(response: str, row: dict[str, Any], *, finish: str) -> Any:
-    """The task's own score, when it pleases."""
+    """The task's own score, with a delay."""
     time.sleep(random.choice([0.0, 0.0, 0.005, 0.03]))
     return TASK.score(response, row, finish=finish)
 
@@ -52,7 +52,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def reference(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
-    """A run of the mode as it is."""
+    """A run of each mode."""
     yield asyncio.run(run_pipeline(small_config(mode=mode), run_dir=tmp_path_factory.mktemp(mode)))
 
 
@@ -88,7 +88,7 @@ async def test_timing_does_not_change_the_result(
 async def test_filtered_groups_are_replaced_the_same_way_whatever_the_timing(mode: str, tmp_path: Path) -> None:
     dropping = {
         "algorithm": {"zero_variance": "drop"},
-        "optimizer": {"lr": 3e-4},  # fast learners agree with themselves soon, and then most groups are dropped
+        "optimizer": {"lr": 3e-4},  # a fast learner soon agrees with itself, and most groups are dropped
         "trainer": {"total_steps": 3},
     }
     wanted = await run_pipeline(small_config(mode=mode, **dropping), run_dir=tmp_path / "mode")

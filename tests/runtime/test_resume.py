@@ -77,7 +77,7 @@ async def test_a_stopped_and_resumed_streaming_run_ends_every_prompt_once(tmp_pa
 
 
 async def test_a_killed_run_continues_from_its_last_checkpoint_on_one_path(tmp_path: Path) -> None:
-    """What was trained after the checkpoint is not in its weights: those prompts come again, and no other."""
+    """Steps after the checkpoint are not in its weights: their prompts come again, and no others."""
     config = small_config(mode="sync", trainer={"total_steps": STEPS, "save_every_steps": EVERY})
     first = await run_pipeline(config, run_dir=tmp_path)
     (earlier,) = (path for path in (tmp_path / "checkpoints").iterdir() if path.name == "step_000004")
@@ -88,7 +88,7 @@ async def test_a_killed_run_continues_from_its_last_checkpoint_on_one_path(tmp_p
 
 
 async def test_a_damaged_first_checkpoint_costs_only_time(tmp_path: Path) -> None:
-    """The journal has everything since the start for as long as there is only one."""
+    """As long as there is only one checkpoint, the journal has everything since the start."""
     config = small_config(mode="sync", trainer={"total_steps": 4, "save_every_steps": None}, journal={"keep_groups": 0})
     first = await run_pipeline(config, run_dir=tmp_path)
     (only,) = (tmp_path / "checkpoints").iterdir()
@@ -103,7 +103,7 @@ async def test_a_damaged_first_checkpoint_costs_only_time(tmp_path: Path) -> Non
 async def test_a_run_stopped_within_a_version_continues_from_before_it(
     tmp_path: Path,
 ) -> None:
-    """The checkpoint of its end is damaged: the version that the end completed early is in the journal."""
+    """The last checkpoint is damaged; the version that the end of the run completed early is in the journal."""
     config = small_config(
         trainer={"total_steps": 9, "save_every_steps": 2},
         async_training={"sync_every_steps": 2, "staleness_threshold": 2},
@@ -144,7 +144,7 @@ async def test_finite_prompts_are_used_once_across_a_resume(tmp_path: Path) -> N
 KILLED_STEPS, GROUPS = 8, 4
 KILLS = 5
 OFTEN = 40
-"""Awaits between two deaths, at most: a fourth of those of a whole run."""
+"""Most awaits between two deaths: a fourth of those of a whole run."""
 
 
 def config_of(mode: str, **settings: Any) -> TrainConfig:
@@ -208,7 +208,7 @@ async def test_a_dead_queue_loses_no_queued_and_no_unfinished_group(undisturbed:
 
 
 async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path: Path) -> None:
-    """Which of a version's steps a prompt is in may change, as what was in flight is issued behind what is stored."""
+    """A prompt may move to another step of its version: unfinished groups are issued again after stored ones."""
     config = config_of("sync", sync_every_steps=3)
     found = await live(config, tmp_path, kills=deaths(8, 3), trainers=list(deaths(9, 2)), queues=list(deaths(10, 2)))
     assert found.deaths >= 3

@@ -1,4 +1,4 @@
-"""Who takes a dead one's place is told what it must know, and everybody is told of it. Without Ray."""
+"""Replacements of dead components receive what they must know and are connected to all others. Without Ray."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def supervisor(tmp_path: Path) -> AsyncIterator[StandInSupervisor]:
 
 
 async def replaced(supervisor: StandInSupervisor, name: str, *, after_s: float = 0.0) -> tuple[Any, Any]:
-    """The dead one and its successor."""
+    """Return the dead part and its replacement."""
     first = supervisor[name]
     first.die()
     await asyncio.gather(supervisor.loops[name], return_exceptions=True)
@@ -92,7 +92,7 @@ async def test_a_dead_rollouters_groups_are_released_and_its_replacement_joins_b
 
 
 async def test_a_restarted_queue_receives_the_tickets_of_live_rollouters(supervisor: StandInSupervisor) -> None:
-    supervisor["rollouter-1"].die()  # nobody has noticed yet
+    supervisor["rollouter-1"].die()  # not noticed yet
     _, second = await replaced(supervisor, "queue")
     _, total, checkpoint, in_flight = second.opened
     assert (total, checkpoint) == (96, None)
@@ -133,7 +133,7 @@ async def test_components_that_die_together_are_all_replaced(supervisor: StandIn
 
 
 async def test_a_queue_that_dies_during_the_announcement_ends_its_loop(supervisor: StandInSupervisor) -> None:
-    supervisor["sync"].announces.clear()  # it waits for a sync that is under way, which waits for the queue
+    supervisor["sync"].announces.clear()  # it waits for a sync in progress, which waits for the queue
     _, second = await replaced(supervisor, "queue")
     second.die()
     with pytest.raises(ActorDiedError):
@@ -164,7 +164,7 @@ async def test_a_component_that_dies_while_it_opens_ends_its_loop(supervisor: St
     supervisor.replace("trainer", after_s=0.0)
     with pytest.raises(ActorDiedError):
         await supervisor.loops["trainer"]
-    assert "trainer" in supervisor.opening  # nobody asks it anything
+    assert "trainer" in supervisor.opening  # so it is not polled
 
 
 async def test_a_rollouter_starts_from_the_first_model_after_the_checkpoint_was_pruned(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ async def test_a_late_answer_is_returned_once_and_does_not_delay_others() -> Non
 
     questions = {"slow": slow, "quick": quick}
     assert await poller.poll(questions, wait_s=0.01) == {"quick": "now"}
-    assert await poller.poll(questions, wait_s=WAIT_S) == {"quick": "now"}  # not for the one that owes an answer
+    assert await poller.poll(questions, wait_s=WAIT_S) == {"quick": "now"}  # does not wait for the late answer
     gate.set()
     assert await poller.poll(questions, wait_s=WAIT_S, late=True) == {"slow": "late", "quick": "now"}
     assert asked == ["slow"]

@@ -1,5 +1,4 @@
-"""Whole runs whose training is spread over processes: they learn, survive the death of any of them, leave none behind,
-and go on with another number of them."""
+"""A whole run with two training processes survives the death of either, leaves none behind, and resumes with one."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def told_of(folder: Path, role: str) -> list[int]:
 
 
 def struck(folder: Path, **sections: Any) -> RunResult:
-    """Each stroke falls on the youngest process of its role, some steps after the one before."""
+    """Send each signal to the newest process of its role, some steps after the last signal."""
     main = main_of(folder, reward={"function": "user_code:slow_score"}, recovery={"silent_s": 10.0}, **sections)
     found: list[RunResult] = []
     running = threading.Thread(target=lambda: found.append(main.run()))
@@ -78,7 +77,7 @@ def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) ->
 def test_a_run_in_two_processes_survives_deaths_and_resumes_in_one(
     cluster: None, looks_often: None, tmp_path: Path
 ) -> None:
-    """One test of one run: a start takes longer than everything else in it."""
+    """One test of one run, because a start takes longest."""
     result = struck(tmp_path, trainer={**TRAINER, "world_size": 2})
     assert (result.error, result.outcome, result.steps) == (None, "finished", STEPS)
     steps = journal_of(tmp_path)

@@ -1,5 +1,4 @@
-"""Whole runs under Ray, in small: they record what they promised, survive the death of a part, end as told, leave
-nothing behind, and go on where they were."""
+"""Small whole runs under Ray: they record all metrics, survive deaths, stop on signals, clean up and resume."""
 
 from __future__ import annotations
 
@@ -36,14 +35,14 @@ from .mortal import journal_of
 from .pipeline import plan_of, small_config
 from .traces import Trace, check_lives
 
-pytestmark = pytest.mark.timeout(300)  # starts take ten times as long on a machine that is busy
+pytestmark = pytest.mark.timeout(300)  # a busy machine is ten times slower
 
 WAIT_S = 120.0
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TELLING = "user_code:TellingTrainer"
 RAY_GOES_S = 30.0
-"""Until the last of Ray's own processes has gone after its shutdown."""
+"""Longest time for Ray's own processes to end after its shutdown."""
 
 SPEC = {
     "trainer": ["global_steps", "processed_samples", "current_param_version", "param_sync_count"],
@@ -56,7 +55,7 @@ FRESHNESS = ["avg_sample_age", "max_sample_age", "stale_samples_ratio"]
 
 @pytest.fixture(scope="module", autouse=True)
 def user_modules() -> Iterator[None]:
-    """`user_code` is importable here, as it is for a user who starts a run in its folder."""
+    """Make `user_code` importable, as for a user who starts a run in its folder."""
     sys.path.append(str(HERE))
     yield
     sys.path.remove(str(HERE))
@@ -64,7 +63,7 @@ def user_modules() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(user_modules: None) -> Iterator[None]:
-    """One Ray for the runs of this module: a start of it takes longer than they do."""
+    """Start Ray once for the runs of this module: that takes longer than the runs."""
     environment = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
     ray.init(
         address="local",
@@ -80,7 +79,7 @@ def cluster(user_modules: None) -> Iterator[None]:
 
 
 class Watching:
-    """A view that keeps what it was shown."""
+    """A view that keeps what it shows."""
 
     def __init__(self) -> None:
         self.snapshots: list[RunSnapshot] = []
@@ -117,7 +116,7 @@ def wait_until(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
 
 
 class Run:
-    """One run with all that a user may name, looked at from several sides."""
+    """One run with all user code, checked in several ways."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -139,7 +138,7 @@ class Run:
 
 
 def actor_processes() -> set[int]:
-    """Workers of this process's Ray that are actors of ours."""
+    """Return the actor processes of this process's Ray."""
     found = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -204,7 +203,7 @@ def check_that_the_export_and_every_checkpoint_open(run: Run) -> None:
 
 def check_that_the_classes_and_the_monitor_that_were_named_are_used(run: Run) -> None:
     told = [json.loads(line) for line in run.monitored.read_text().splitlines()]
-    assert told[-1] == [6, 2]  # all steps; one mark of each replica
+    assert told[-1] == [6, 2]  # all steps, and one mark per replica
     assert read_metrics(run.folder, "statistics")[-1]["rollouter"]["marks"] == 2
 
 
@@ -259,7 +258,7 @@ def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
 
 
 def test_a_whole_run_trains_records_and_cleans_up(cluster: None, tmp_path: Path) -> None:
-    """One test of one run: split among workers, each would run it again."""
+    """One test of one run: separate tests would repeat the run in each worker."""
     run = Run(tmp_path)
     check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run)
     check_that_the_metrics_have_every_name_that_was_promised(run)
@@ -277,7 +276,7 @@ def test_a_whole_run_trains_records_and_cleans_up(cluster: None, tmp_path: Path)
 
 
 STEPS = 32
-"""Of a run that is struck: enough for every stroke to come before its end."""
+"""Steps of a run with failures: enough for all of them to happen before its end."""
 PROMPTS = list(range(4 * STEPS))
 STROKES = (
     ("queue", signal.SIGKILL),
@@ -289,13 +288,13 @@ STROKES = (
 
 @pytest.fixture
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is known of early steps before the last."""
+    """Look often, so that tests see early steps in time."""
     monkeypatch.setattr(main_module, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(main_module, "ANSWER_S", 0.5)
 
 
 class Struck:
-    """A run whose parts get signals, one after the other, some steps apart."""
+    """A run whose components get signals, some steps apart."""
 
     def __init__(self, folder: Path, **sections: Any) -> None:
         self.folder = folder
@@ -329,8 +328,8 @@ class Struck:
 def test_dead_and_hanging_components_are_replaced_and_every_prompt_is_trained_once(
     cluster: None, looks_often: None, tmp_path: Path
 ) -> None:
-    """One test of one run: a start takes longer than everything else in it. There is one rollouter, and no sync is
-    tried twice: the run waits for its successor."""
+    """One test of one run, because a start takes longest. There is one rollouter, and no sync is retried, so the run
+    waits for the replacement."""
     run = Struck(
         tmp_path,
         trainer={"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1, "save_every_steps": 3},
@@ -371,7 +370,7 @@ def check_that_each_that_died_was_replaced_and_nobody_else(run: Struck) -> None:
 
 
 def check_that_the_trace_is_whole(run: Struck) -> None:
-    """Whatever was being written when its writer died; what he had not written yet is not in it."""
+    """The trace is whole whatever its writer was writing when it died."""
     trace = Trace.of(run.folder)
     assert run.processes("rollouter-0")[-1] in {file.process for file in files_of(run.folder / TRACE, "rollouter-0")}
     for name in ("generate", "train"):
@@ -391,7 +390,7 @@ def test_a_failed_reward_ends_the_run_with_on_failure_raise(cluster: None, tmp_p
 
 
 class Program:
-    """`python fully_async_main.py …` in a process of its own, as from a terminal."""
+    """`python fully_async_main.py …` in a separate process, as from a terminal."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.output = folder / "output"
@@ -419,7 +418,7 @@ class Program:
     def end(self) -> int:
         code = self.process.wait(WAIT_S)
         gone, alive = psutil.wait_procs(self.family, timeout=RAY_GOES_S)
-        assert len(gone) >= 4 or not self.family  # Ray's own, and the actors
+        assert len(gone) >= 4 or not self.family  # Ray's own processes and the actors
         assert alive == []
         return code
 
@@ -441,7 +440,7 @@ def test_ctrl_c_and_sigterm_save_and_the_run_resumes(cluster: None, tmp_path: Pa
         first = Program(tmp_path, f"run_dir={run_dir}", *settings)
         programs.append(first)
         first.wait_for_step(2)
-        os.killpg(first.process.pid, signal.SIGINT)  # a terminal sends it to all
+        os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does, to the whole group
         assert first.end() == 130
         said = first.output.read_text()
         assert f"freewheel train resume={run_dir}" in said
@@ -452,7 +451,7 @@ def test_ctrl_c_and_sigterm_save_and_the_run_resumes(cluster: None, tmp_path: Pa
         second = Program(tmp_path, f"resume={run_dir}")
         programs.append(second)
         second.wait_for_step(stopped_at + 2)
-        os.killpg(second.process.pid, signal.SIGTERM)  # as `timeout` and supervisors do
+        os.killpg(second.process.pid, signal.SIGTERM)  # as `timeout` and service managers do
         assert second.end() == 130
         assert max(saved_steps(run_dir)) == second.steps(), "Ray was not among those who got it"
         total = second.steps() + 3

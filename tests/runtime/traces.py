@@ -1,4 +1,4 @@
-"""What must hold of the trace of any run: checks over the merged events, as a viewer gets them."""
+"""Checks that hold for the trace of any run, on the merged events that a viewer gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KNOWN = {(event.category, event.name): event for event in EVENTS}
 
 @dataclass(frozen=True)
 class Phase:
-    """Of one group."""
+    """A phase of one group."""
 
     component: str
     ordinal: int
@@ -34,7 +34,7 @@ class Trace:
 
     @classmethod
     def of(cls, run_dir: Path) -> Trace:
-        """Raises where an event is none that is documented, where a pair is not whole, or where spans overlap."""
+        """Raise for an undocumented event, an incomplete pair, or overlapping spans."""
         events = list(merged(run_dir))
         components = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
         for event in events:
@@ -64,7 +64,7 @@ def _check_known(event: dict[str, Any], components: dict[int, str]) -> None:
 
 
 def _check_spans(spans: Iterable[dict[str, Any]]) -> None:
-    """On one track nothing begins before what was there has ended."""
+    """On one track, no span begins before the last one has ended."""
     tracks = defaultdict(list)
     for span in spans:
         tracks[span["pid"], span["tid"]].append((span["ts"], span["ts"] + span["dur"], span["name"]))
@@ -78,7 +78,7 @@ def _check_one_after_the_other(found: list[tuple[int, int, str]]) -> None:
 
 
 def _phases(events: Iterable[dict[str, Any]], components: dict[int, str]) -> list[Phase]:
-    """Every begin has its end, and of one id nothing begins before the last has ended."""
+    """Every begin has an end, and phases of one id do not overlap."""
     found, open_ = [], {}
     by_id = defaultdict(list)
     for event in events:
@@ -101,7 +101,7 @@ def _phases(events: Iterable[dict[str, Any]], components: dict[int, str]) -> lis
 
 
 def check_lives(trace: Trace, ordinals: Iterable[int], *, n: int) -> None:
-    """Each of these was made, scored, stored and trained on, in this order, without faults in between."""
+    """Check that each group was generated, scored, stored and trained on, in this order and without faults."""
     for ordinal in ordinals:
         (made,), (trained,) = trace.of_group(ordinal, "generate"), trace.of_group(ordinal, "train")
         (stored,) = trace.of_group(ordinal, "store")

@@ -1,4 +1,4 @@
-"""What a user of the trainer writes, named by configuration: classes, a reward function and a monitor.
+"""A user's code that a configuration names: classes, a reward function and a monitor.
 
 Also imported by the processes of a run, by this file's name; so it imports nothing of the tests.
 """
@@ -17,25 +17,25 @@ from freewheel.rollout.rollouter import Rollouter
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
 MONITORED = "FREEWHEEL_TEST_MONITORED"
-"""The variable with the file that `monitor` appends to."""
+"""Environment variable with the file that `monitor` appends to."""
 
 
 class TellingTrainer(FullyAsyncTrainer):
-    """Says which prompts each step was trained on."""
+    """Reports the prompts of each step in its metrics."""
 
     def _compute_custom_metrics(self, batch: Any) -> dict[str, Any]:
         return {"ordinals": sorted({int(uid) for uid in batch.non_tensor_batch["uid"]})}
 
 
 class MarkingRollouter(Rollouter):
-    """Leaves a mark in what it generates."""
+    """Marks its statistics."""
 
     def stats(self) -> dict[str, Any]:
         return {**super().stats(), "marks": 1}
 
 
 async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> Any:
-    """A judge's time in small: steps take long enough to be interrupted."""
+    """Scores slowly, so that steps take long enough to be interrupted."""
     await asyncio.sleep(0.05)
     return TASK.score(response, row, finish=finish)  # type: ignore[arg-type]
 
