@@ -1,9 +1,9 @@
-"""`make chaos`: kills a hundred processes of real training runs, and says whether anything was lost.
+"""`make chaos`: kills a hundred processes of real training runs, and reports whether anything was lost.
 
     python scripts/chaos.py [--kills 100] [--seed 0] [--only NAME,…] [--json FILE] [--keep DIR]
 
-Every scenario of `tests/chaos/scenarios.py` once, the rest as kills of single roles. Prints a table; exit code 1 where
-a prompt was lost or trained twice, a stale one was trained, or a run did not come to its end.
+Runs every scenario of `tests/chaos/scenarios.py` once, and spends the rest on kills of single roles. Prints a table.
+Exit code 1: a prompt was lost, trained twice or trained too old, or a run did not finish.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.chaos.plan import Part, campaign  # noqa: E402
 from tests.chaos.scenarios import SCENARIOS, SOAK, SOAK_KILLS  # noqa: E402
 
 SPARE = 5
-"""Runs more than planned, at most, to reach the number of kills."""
+"""Most additional runs to reach the number of kills."""
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
     _tell(alone)
     results = [alone]
     for number in range(len(parts) + (SPARE if SOAK in chosen else 0)):
-        if number >= len(parts):  # runs that were over before their last strike
+        if number >= len(parts):  # some runs ended before their last strike
             missing = kills - sum(len(result.kills) for result in results)
             if missing <= 0:
                 break

@@ -1,4 +1,4 @@
-"""What came out of a disturbed run, and of many: pure records and their arithmetic.
+"""Results of disturbed runs: pure records and their arithmetic.
 
     Trained, Trained, … (the witness's lines) ─▶ path ─▶ lost, repeated, stale
     Result, Result, … ─▶ table, verdict
@@ -16,17 +16,17 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 LAST_STEPS = 5
-"""Over which the reward at the end is averaged: 1,280 responses, a standard error of 0.01."""
+"""Steps that the final reward is averaged over: 1,280 responses, a standard error of 0.01."""
 REWARD_TOLERANCE = 0.1
-"""By which the reward at the end may be below an undisturbed run's: runs in which groups meet in another order differ
-by a few hundredths, and one that went on from untrained weights by a few tenths."""
+"""How far the final reward may be below an undisturbed run's. Runs with another order of groups differ by a few
+hundredths; a run that continued from untrained weights differs by a few tenths."""
 LONGEST_S = 3600.0
-"""No recovery takes this long: the clock was set meanwhile."""
+"""No recovery takes longer: the clock was changed meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One line of the witness: a step that was trained, whether or not it stayed so."""
+    """One line of the witness: a step that was trained, also if it was undone later."""
 
     step: int
     ordinals: tuple[int, ...]
@@ -43,7 +43,7 @@ class Trained:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """A process that was struck, and how long it was until a run with its successor had committed a step."""
+    """A process that was killed or stopped, and the time until its replacement's run committed a step."""
 
     role: str
     how: str
@@ -53,14 +53,14 @@ class Kill:
     recovery_s: float | None = None
 
     def recovered(self, at_s: float | None) -> Kill:
-        """`at_s`: when it was, None where it cannot be told: the run was over before, or its clock is not ours."""
+        """`at_s`: None if unknown, because the run had ended or its clock was changed."""
         took_s = None if at_s is None else at_s - self.at_s
         return self if took_s is None or not 0 <= took_s <= LONGEST_S else replace(self, recovery_s=took_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A scenario that is over."""
+    """The result of a scenario."""
 
     scenario: str
     seed: int
@@ -78,7 +78,7 @@ class Result:
         return not (self.lost or self.repeated or self.stale_trained or self.violations or self.problems)
 
     def compared(self, undisturbed: float | None) -> Result:
-        """With a problem more where it did not learn as one that was left alone."""
+        """Add a problem if it learned less than an undisturbed run."""
         if undisturbed is None or self.reward is None or self.reward >= undisturbed - REWARD_TOLERANCE:
             return self
         why = f"reward {self.reward:.3f} at the end, and {undisturbed:.3f} undisturbed"
@@ -87,7 +87,7 @@ class Result:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What the witness's lines add up to."""
+    """The audit of the witness's lines."""
 
     lost: int
     repeated: int
@@ -96,8 +96,8 @@ class Seen:
 
 
 def path(trained: Iterable[Trained]) -> dict[int, Trained]:
-    """The steps from the start to the last weights: a step that is trained again takes the place of what it was, and
-    those after it are undone, since the weights that it starts from do not have them."""
+    """Return the steps that led to the last weights. A step that is trained again replaces the earlier one and undoes
+    those after it, because it starts from weights without them."""
     found: dict[int, Trained] = {}
     for one in trained:
         for undone in [step for step in found if step >= one.step]:
@@ -107,8 +107,8 @@ def path(trained: Iterable[Trained]) -> dict[int, Trained]:
 
 
 def audit_witness(trained: Sequence[Trained], *, total: int | None, max_lag: int) -> Seen:
-    """Against the promise: each of the first `total` prompts exactly once on the path, none older than `max_lag`.
-    `total` None: prompts may be dropped for a reason, and which of them were is not the witness's to say."""
+    """Find violations: each of the first `total` prompts must be on the path exactly once, none older than `max_lag`.
+    `total` None: prompts may be dropped for a reason that the witness does not know."""
     steps = path(trained)
     counts = Counter(ordinal for one in steps.values() for ordinal in one.ordinals)
     promised = set(counts) if total is None else set(range(total))
@@ -125,7 +125,7 @@ def audit_witness(trained: Sequence[Trained], *, total: int | None, max_lag: int
 
 
 def last_reward(trained: Sequence[Trained]) -> float | None:
-    """Mean over the last steps of the path."""
+    """Return the mean reward of the last steps of the path."""
     steps = path(trained)
     rewards = [steps[step].reward for step in sorted(steps)[-LAST_STEPS:]]
     told = [reward for reward in rewards if reward is not None]
@@ -136,7 +136,7 @@ def last_reward(trained: Sequence[Trained]) -> float | None:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Kills by role, then what each scenario came to."""
+    """Format kills by role, and the results of the scenarios."""
     kills = [kill for result in results for kill in result.kills]
     rows = [("role", "kills", "recovery s: median", "max")]
     for role in sorted({_kind(kill) for kill in kills}):
@@ -151,7 +151,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def as_json(results: Sequence[Result]) -> dict[str, Any]:
-    """The figures of the table, and every run behind them."""
+    """Return the table's numbers and every run."""
     kills = [kill for result in results for kill in result.kills]
     times = [kill.recovery_s for kill in kills if kill.recovery_s is not None]
     return {

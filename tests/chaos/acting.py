@@ -1,4 +1,4 @@
-"""A run with something done to it in the middle, from its start to its account. Used by all scenarios."""
+"""One disturbed run, from its start to its result. Used by all scenarios."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .plan import Strike
 
 
 def disturbed(folder: Path, scenario: str, seed: int, during: Callable[[Disturbed], None], **given: Any) -> Result:
-    """A run with `during` in the middle. One that finishes before its last strike was struck less; one that is stuck
-    has a problem in its result, and is resumed, so that its account is of a whole run."""
+    """Start a run, call `during`, and bring it to its end. A run may finish before its last strike. A run that is stuck
+    has a problem in its result, and is resumed so that the result covers a whole run."""
     folder.mkdir(parents=True, exist_ok=True)
     with Disturbed(folder, scenario=scenario, seed=seed, **given) as run:
         try:

@@ -1,4 +1,4 @@
-"""The processes that a harness started, and theirs: found by their session, which outlives a parent."""
+"""The processes that a harness started and their descendants, found by their session, which outlives a parent."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ AGAIN_S = 0.1
 
 
 class Family:
-    """Only its members are ever signalled."""
+    """A session's processes. Only its members are signalled."""
 
     def __init__(self) -> None:
         self._sessions: list[int] = []
 
     def adopt(self, leader: int) -> None:
-        """Everybody in the session of `leader`, now and later."""
+        """All processes in the session of `leader`, now and later."""
         self._sessions.append(leader)
 
     def has(self, pid: int) -> bool:
-        """It is one of us, and lives."""
+        """Whether `pid` is a live member."""
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
             return os.getsid(pid) in self._sessions and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
         return False
@@ -32,7 +32,7 @@ class Family:
         return [pid for pid in psutil.pids() if self.has(pid)]
 
     def below(self, pid: int, title: str) -> list[int]:
-        """Members under `pid` whose command line has `title` in it."""
+        """Return members below `pid` with `title` in their command line."""
         with contextlib.suppress(psutil.NoSuchProcess):
             children = {child.pid for child in psutil.Process(pid).children(recursive=True)}
             return [child for child in children if title in _title(child) and self.has(child)]

@@ -1,11 +1,10 @@
-"""A training run as a real tree of processes, to be struck and looked at from outside.
+"""A training run as a real tree of processes, disturbed and inspected from outside.
 
     Disturbed ── starts ──▶ freewheel train … (a session of its own: driver, Ray, actors)
         │  kill, stop, fill its disk, damage its files                    │
-        └──◀── witness.jsonl (the trainer's own word), metrics.jsonl, journal, `freewheel inspect` ──┘
+        └──◀── witness.jsonl (written by the trainer), metrics.jsonl, journal, `freewheel inspect` ──┘
 
-Used by `scenarios.py`. It sends signals to processes of the session that it started and to no others, and whatever
-happens in a scenario, none of them outlives it.
+Used by `scenarios.py`. It only signals processes of the session that it started, and none of them outlives a scenario.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from .family import Family, signal_all
 HERE = Path(__file__).parent
 JOURNAL = "journal.sqlite"
 STUCK_S = 120.0
-"""Without anything that was waited for: recoveries take seconds, and tens of them on a machine that is busy."""
+"""Longest wait for anything. Recoveries take seconds, or tens of seconds on a busy machine."""
 GONE_S = 20.0
-"""Until the last component of a driver that was killed has noticed, which takes Ray's workers two or three seconds."""
+"""Longest time for components to end after their driver was killed; Ray's workers notice within three seconds."""
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 LOOK_S = 0.005
-"""Between two looks at a file. Steps take tenths of a second, saves hundredths."""
+"""Time between two looks at a file. Steps take tenths of a second, saves hundredths."""
 NAP_S = 0.1
 FOREIGN = ("RAY_ADDRESS", "OPENAI_API_KEY", "PYTHONPATH")
-"""Variables that would make a run another one."""
+"""Variables that would change a run."""
 WHOLE = ("tree", "driver", "raylet")
-"""What is struck with all that it started."""
+"""Targets that are killed with everything that they started."""
 
 SMALL: dict[str, Any] = {
     "trainer.total_steps": 40,
@@ -56,12 +55,12 @@ SMALL: dict[str, Any] = {
     "recovery.backoff_s": 0.1,
     "async_training.batch_timeout": 10,
 }
-"""The default run, 40 steps of 32 groups of 8 in which the embedded model learns (0.33 to 0.9) in ten seconds, with a
-checkpoint every fourth step and more restarts allowed than any plan has kills."""
+"""The default run: 40 steps of 32 groups of 8, in which the embedded model learns from 0.33 to 0.9 in ten seconds. It
+saves every fourth step and allows more restarts than any plan has kills."""
 GROUPS_PER_STEP = 32
 
 Moment = Callable[[], object]
-"""Returns when it has come."""
+"""Returns at the moment."""
 
 
 def _at_once() -> None:
@@ -69,16 +68,16 @@ def _at_once() -> None:
 
 
 class Stuck(Exception):
-    """What was waited for did not happen; what is known of the run is in the message."""
+    """The awaited event did not happen. The message describes the run."""
 
 
 class Finished(Exception):
-    """The run came to its end before what was waited for."""
+    """The run ended before the awaited event."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A component of the run: `role` as the run names it, of this process number since `since_s` on the wall clock."""
+    """A component's process: `role` as the run names it, started at `since_s` on the wall clock."""
 
     role: str
     pid: int
@@ -86,7 +85,7 @@ class Process:
 
 
 class Disturbed:
-    """A run that is begun, struck, resumed, and at the end accounted for."""
+    """A run that is started, disturbed, resumed and audited."""
 
     def __init__(
         self,
@@ -99,8 +98,8 @@ class Disturbed:
         prompts: int | None = None,
         **settings: Any,
     ) -> None:
-        """`settings`: on top of `SMALL`, with two underscores for the dot of a key. `prompts`: that there are, where
-        they are used up before the last step."""
+        """`settings`: changes to `SMALL`, with two underscores for the dot of a key. `prompts`: their number, if they
+        run out before the last step."""
         self.run_dir = run_dir or folder / "run"
         self.output = folder / "output"
         self.scenario, self.seed = scenario, seed
@@ -133,7 +132,7 @@ class Disturbed:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Begins the run; a run that is there goes on."""
+        """Start the run, or resume it if it exists."""
         resumes = (self.run_dir / "config.yaml").is_file()
         told = [f"{key}={value}" for key, value in self.settings.items()]
         where = [f"resume={self.run_dir}"] if resumes else [f"run_dir={self.run_dir}", *told]
@@ -160,7 +159,7 @@ class Disturbed:
         return self._program is not None and self._program.poll() is None
 
     def finish(self, *, expect: Collection[int] = (0,)) -> int:
-        """Waits for the end, and that nobody is left behind."""
+        """Wait for the end, and check that no process is left."""
         seen, since = -1, time.monotonic()
         while self.running:
             if (now := len(self.witnessed())) != seen:
@@ -175,8 +174,7 @@ class Disturbed:
         return code
 
     def to_the_end(self) -> None:
-        """Where it stands still before its last step, it is resumed; that it must be is a problem unless it was struck
-        as a whole."""
+        """Resume a run that ended before its last step. That is a problem unless the whole run was killed."""
         code = self.finish()
         for _ in range(3):
             if code == 0:
@@ -184,8 +182,8 @@ class Disturbed:
             code = self.start().finish()
 
     def wait_gone(self) -> None:
-        """None of the run's components is left, with or without a driver. Ray's own agents, which hold nothing of it,
-        take a minute to give up their raylet; they are ended here."""
+        """Check that no component is left. Ray's own agents hold nothing of the run and take a minute to notice a dead
+        raylet; they are killed here."""
         deadline = time.monotonic() + GONE_S
         while left := [title for title in self.family.titles() if not title.endswith(AGENTS)]:
             if time.monotonic() > deadline:
@@ -202,7 +200,7 @@ class Disturbed:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def witnessed(self) -> list[Trained]:
-        """Every step that any trainer of this run trained, in order, those included that were taken back."""
+        """Return all steps that any trainer of this run trained, in order, including undone ones."""
         if not self._witness.exists():
             return []
         return [Trained.read(line) for line in self._witness.read_bytes().splitlines()]
@@ -215,7 +213,7 @@ class Disturbed:
         return sum(one.step == step for one in self.witnessed())
 
     def processes(self) -> dict[str, Process]:
-        """By role, as the run said when it started them last."""
+        """Return the newest process of each role, as the run reported it."""
         found = {}
         for row in read_metrics(self.run_dir, "event"):
             if "role" in row:
@@ -223,7 +221,7 @@ class Disturbed:
         return found
 
     def commits(self) -> list[float]:
-        """Wall-clock times at which steps were committed, in order."""
+        """Return the wall-clock times at which steps were committed, in order."""
         try:
             journal = Journal(self.run_dir / JOURNAL, readonly=True)
         except Exception:  # noqa: BLE001  # it is being moved or made just now; there is another look
@@ -243,8 +241,8 @@ class Disturbed:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait(self, what: str, holds: Callable[[], Any], *, wait_s: float = STUCK_S, nap_s: float = LOOK_S) -> Any:
-        """The first true value of `holds`. `Finished`: the run was over first. `Stuck`: it ended otherwise, or nothing
-        happened for too long."""
+        """Wait for a true value of `holds` and return it. `Finished`: the run finished first. `Stuck`: it ended
+        otherwise, or took too long."""
         deadline = time.monotonic() + wait_s
         while True:
             if found := holds():
@@ -270,7 +268,7 @@ class Disturbed:
     # -- striking -----------------------------------------------------------------------------------------------------
 
     def find(self, role: str, *, wait_s: float = STUCK_S) -> Process:
-        """The live process of `role` (`rollouter`: the first of them), waited for while it is being started."""
+        """Return the live process of `role` (`rollouter`: the first one). Waits while it is being started."""
 
         def live() -> Process | None:
             for name, process in sorted(self.processes().items()):
@@ -285,8 +283,8 @@ class Disturbed:
     def strike(
         self, *roles: str, number: signal.Signals = signal.SIGKILL, during: str = "", at: Moment = _at_once
     ) -> None:
-        """Signals the processes of `roles` when `at` returns. They are looked up before, which takes longer than some
-        moments last."""
+        """Signal the processes of `roles` when `at` returns. Looks them up before: that takes longer than some
+        moments."""
         victims = [self.find(role) for role in roles]
         at()
         self._send([(role, process.pid) for role, process in zip(roles, victims, strict=True)], number, during)
@@ -298,7 +296,7 @@ class Disturbed:
         return self.family.below(self.find(role).pid, title)
 
     def strike_tree(self, during: str = "", at: Moment = _at_once) -> None:
-        """All at once, as a machine goes down: nobody sees another die."""
+        """Kill everything at once, as when a machine goes down: no process sees another die."""
         members = self.family.members()
         at()
         signal_all(members, signal.SIGSTOP, signal.SIGKILL)
@@ -311,7 +309,7 @@ class Disturbed:
         self.program.wait()
 
     def interrupt(self) -> None:
-        """Ctrl-C: a terminal sends it to the whole foreground group."""
+        """Send Ctrl-C as a terminal does, to the whole foreground group."""
         os.killpg(self.program.pid, signal.SIGINT)
 
     def _send(self, victims: list[tuple[str, int]], number: signal.Signals, during: str) -> None:
@@ -328,7 +326,7 @@ class Disturbed:
     # -- the account --------------------------------------------------------------------------------------------------
 
     def inspect(self) -> dict[str, Any]:
-        """What `freewheel inspect RUN --json` says, and what it exits with as `exit_code`."""
+        """Return the output of `freewheel inspect RUN --json`, with its `exit_code`."""
         done = subprocess.run(
             [sys.executable, "-m", "freewheel", "inspect", str(self.run_dir), "--json"],
             capture_output=True, text=True, timeout=STUCK_S, check=False,
@@ -339,7 +337,7 @@ class Disturbed:
             return {"exit_code": done.returncode, "error": (done.stderr or done.stdout).strip()[-500:]}
 
     def result(self) -> Result:
-        """The run's own account against the witness's: a number of either that is not 0 is one too many."""
+        """Compare the run's audit with the witness's: every number of violations must be 0."""
         total = None if self.settings.get("algorithm.zero_variance") == "drop" else self.total
         told, seen = self.inspect(), audit_witness(self.witnessed(), total=total, max_lag=self._max_lag)
         problems = list(self.problems)
@@ -367,12 +365,12 @@ class Disturbed:
 
     @property
     def _max_lag(self) -> int:
-        """`async_training.max_staleness_allowed`; the synchronous modes have their own, and lower, bound."""
+        """Return `async_training.max_staleness_allowed`; the synchronous modes have a lower bound."""
         return {"sync": 0, "one_step_off": 1}.get(str(self.settings.get("mode")), 5)
 
     def _recoveries(self) -> list[Kill]:
-        """Each kill with the seconds until a step was committed by a run that has a successor of who was struck; where
-        the driver was, that is a run with another queue, since the old one goes on for a moment."""
+        """Add to each kill the seconds until the run committed a step with the replacement. After a kill of the driver
+        that is a run with a new queue, because the old queue lives on for a moment."""
         starts = [
             (row["role"].split("-")[0], row["time"]) for row in read_metrics(self.run_dir, "event") if "role" in row
         ]

@@ -1,4 +1,4 @@
-"""Scenarios in which processes of a run die or are stopped: one, two, all, at any instant and at bad ones."""
+"""Scenarios in which processes of a run die or are stopped: one, two or all, at any and at bad moments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .harness import Disturbed, Stuck
 from .plan import PAIRS, ROLES, deal
 
 LONGEST_DELAY_S = 0.6
-"""Between a step and a strike: a few steps' time, so that strikes come at any instant of one."""
+"""Longest delay between a step and a strike: a few steps' time, so that strikes hit any moment of a step."""
 SILENT_S = 3.0
-"""`recovery.silent_s` where a process is stopped: a minute, which is the default, is long for a test."""
+"""`recovery.silent_s` for stopped processes: the default of a minute is long for a test."""
 SOAK_STEPS, SOAK_GAP = 60, 4
-"""With a strike every few steps a run of this length has room for about a dozen."""
+"""Steps of a run with room for about a dozen strikes."""
 END_STEPS = 42
-"""Not a multiple of what is between two checkpoints: the last steps are trained again by who comes after a kill."""
+"""Not a multiple of the steps between two checkpoints, so the last steps are replayed after a kill."""
 
 
 # -- left alone -------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def undisturbed(folder: Path, seed: int, kills: int) -> Result:
 
 
 def roles(folder: Path, seed: int, kills: int) -> Result:
-    """kill -9 of any role at any instant, again and again, some of them while the run recovers."""
+    """kill -9 of any role at any moment, repeatedly, also while the run recovers."""
     targets = [(role,) for role in ROLES]
     strikes = deal(
         seed=seed, targets=targets, kills=kills, first_step=2, gap_steps=SOAK_GAP, last_step=SOAK_STEPS - 2,
@@ -46,7 +46,7 @@ def roles(folder: Path, seed: int, kills: int) -> Result:
 
 
 def pairs(folder: Path, seed: int, kills: int) -> Result:
-    """Two at once."""
+    """Kill two roles at once."""
     strikes = deal(
         seed=seed, targets=PAIRS, kills=2 * len(PAIRS), first_step=3, gap_steps=SOAK_GAP, last_step=SOAK_STEPS - 2,
         longest_delay_s=LONGEST_DELAY_S,
@@ -55,7 +55,7 @@ def pairs(folder: Path, seed: int, kills: int) -> Result:
 
 
 def sync_mode(folder: Path, seed: int, kills: int) -> Result:
-    """Generation and training wait for each other: who dies is always waited for."""
+    """Generation and training wait for each other, so a dead component is always waited for."""
     return _each_role(folder, "sync mode", seed, mode="sync")
 
 
@@ -64,24 +64,24 @@ def one_step_off(folder: Path, seed: int, kills: int) -> Result:
 
 
 def slow_versions(folder: Path, seed: int, kills: int) -> Result:
-    """Three steps to a version: trainers die in the middle of one, where there is no checkpoint. It learns later, as
-    its samples are older."""
+    """Three steps per version: trainers die within one, where there is no checkpoint. It learns later, because its
+    samples are older."""
     more = {"async_training__sync_every_steps": 3, "trainer__total_steps": SOAK_STEPS}
     return _each_role(folder, "three steps a version", seed, **more)
 
 
 def dropping(folder: Path, seed: int, kills: int) -> Result:
-    """Groups without a difference are dropped, for that reason and once."""
+    """Groups whose rewards are all equal are dropped, once and for that reason."""
     return _each_role(folder, "dropped groups", seed, algorithm__zero_variance="drop", trainer__total_steps=24)
 
 
 def used_up(folder: Path, seed: int, kills: int) -> Result:
-    """The prompts come to an end before the steps do, in the middle of a step, and everybody is struck before."""
+    """Prompts run out within a step, and every role is killed before."""
     return _each_role(folder, "prompts used up", seed, data__limit=250, data__epochs=3, prompts=750)
 
 
 def _each_role(folder: Path, scenario: str, seed: int, **settings: Any) -> Result:
-    """Once, a few steps apart, with held-out prompts being measured beside it."""
+    """Kill each role once, a few steps apart, during evaluations."""
     targets = [(role,) for role in ROLES]
     strikes = deal(
         seed=seed, targets=targets, kills=len(ROLES), first_step=3, gap_steps=SOAK_GAP, last_step=20,
@@ -92,7 +92,7 @@ def _each_role(folder: Path, scenario: str, seed: int, **settings: Any) -> Resul
 
 
 def replicas(folder: Path, seed: int, kills: int) -> Result:
-    """One of two rollouters: the other goes on."""
+    """Kill one of two rollouters; the other continues."""
 
     def during(run: Disturbed) -> None:
         for step in (4, 12):
@@ -103,7 +103,7 @@ def replicas(folder: Path, seed: int, kills: int) -> Result:
 
 
 def stopped(folder: Path, seed: int, kills: int) -> Result:
-    """SIGSTOP: it lives, and does nothing. Held to be dead after `recovery.silent_s`."""
+    """SIGSTOP: the process lives but does nothing, and counts as dead after `recovery.silent_s`."""
 
     def during(run: Disturbed) -> None:
         order = random.Random(seed).sample(ROLES, k=len(ROLES))
@@ -116,7 +116,7 @@ def stopped(folder: Path, seed: int, kills: int) -> Result:
 
 
 def tree(folder: Path, seed: int, kills: int) -> Result:
-    """The machine goes down, and the run is resumed: five times."""
+    """The machine goes down and the run is resumed, five times."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -130,7 +130,8 @@ def tree(folder: Path, seed: int, kills: int) -> Result:
 
 
 def driver(folder: Path, seed: int, kills: int) -> Result:
-    """The coordinator alone: its Ray must not stay behind and hold the run. Once waited for, once resumed at once."""
+    """Kill only the coordinator: its Ray must not keep the run locked. Resume once after a wait and once
+    immediately."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -145,8 +146,7 @@ def driver(folder: Path, seed: int, kills: int) -> Result:
 
 
 def ray_itself(folder: Path, seed: int, kills: int) -> Result:
-    """The raylet, under which all components run: there is no going on without it. The run ends by itself, leaves
-    nobody behind, and can be resumed."""
+    """Kill the raylet, which all components need. The run ends by itself, leaves no process, and can be resumed."""
 
     def during(run: Disturbed) -> None:
         run.wait_step(6)
@@ -159,7 +159,7 @@ def ray_itself(folder: Path, seed: int, kills: int) -> Result:
 
 
 def ctrl_c(folder: Path, seed: int, kills: int) -> Result:
-    """Ctrl-C in the middle of a recovery: the run ends in words, leaves nobody behind, and can be resumed."""
+    """Ctrl-C during a recovery: the run ends without a traceback, leaves no process, and can be resumed."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -178,7 +178,7 @@ def ctrl_c(folder: Path, seed: int, kills: int) -> Result:
 
 
 def during_save(folder: Path, seed: int, kills: int) -> Result:
-    """While a checkpoint is half written: the trainer twice, then everything."""
+    """Kill the trainer twice, then everything, while a checkpoint is half written."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -202,8 +202,8 @@ def during_save(folder: Path, seed: int, kills: int) -> Result:
 
 
 def at_start(folder: Path, seed: int, kills: int) -> Result:
-    """Before there is anything to recover: a role while all are being started, and everything before a checkpoint. The
-    first may end the run, which then says so and can be resumed."""
+    """Kill a role while all are starting, and everything before the first checkpoint. The first kill may end the run,
+    which then reports it and can be resumed."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -221,8 +221,8 @@ def at_start(folder: Path, seed: int, kills: int) -> Result:
 
 
 def at_end(folder: Path, seed: int, kills: int) -> Result:
-    """As the last step is over: it is committed, published, saved and exported only then. The trainer twice, and
-    another."""
+    """Kill the trainer twice, and another role, right after the last step, before it is committed, published, saved and
+    exported."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -238,7 +238,7 @@ def at_end(folder: Path, seed: int, kills: int) -> Result:
 
 
 def during_sync(folder: Path, seed: int, kills: int) -> Result:
-    """While weights go to the engines, which begins as a step ends: each of the three that take part in it."""
+    """Kill each of the three roles that take part while weights go to the engines at the end of a step."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -254,8 +254,8 @@ def during_sync(folder: Path, seed: int, kills: int) -> Result:
 
 
 def during_compaction(folder: Path, seed: int, kills: int) -> Result:
-    """Just after a checkpoint is in its place, when the journal drops what it covers: the queue three times, at three
-    offsets, and then everything."""
+    """Kill the queue three times, at three offsets, and then everything, just after a checkpoint, when the journal
+    drops what it covers."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:

@@ -1,4 +1,4 @@
-"""Scenarios in which what a run relies on fails, beside a kill: who scores, its disk, its files, the clock."""
+"""Scenarios in which a run's surroundings fail, with a kill: its judge, its disk, its files, the clock."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .acting import disturbed
 from .harness import HERE, JOURNAL, Disturbed
 
 DISK_BYTES = 48 << 20
-"""Of the small disk: several checkpoints of the embedded model, 2 MB each, and a journal."""
+"""Size of the small disk: several checkpoints of the embedded model, 2 MB each, and a journal."""
 BLOCK_BYTES = 64 << 10
 FULL_S = 4.0
-"""How long it stays full, and twice: the journal tries again every second."""
+"""How long the disk stays full, twice: the journal retries every second."""
 OUTAGE_AFTER_S, OUTAGE_S = 1.5, 6.0
-"""From the first request on: in the middle of the run, and longer than a client's retries of a request."""
+"""From the first request on: within the run, and longer than a client retries a request."""
 JUMP_S = 7200.0
-"""Two hours: more than any time-out."""
+"""Two hours: more than any timeout."""
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------------
 
 
 def reward_workers(folder: Path, seed: int, kills: int) -> Result:
-    """Child processes that score."""
+    """Kill child processes that score."""
     draw = random.Random(seed)
 
     def during(run: Disturbed) -> None:
@@ -48,7 +48,7 @@ def reward_workers(folder: Path, seed: int, kills: int) -> Result:
 
 
 def judge_outage(folder: Path, seed: int, kills: int) -> Result:
-    """A judge that answers 503 for some seconds. Meanwhile the process that asks it dies, and then the rollouter."""
+    """A judge answers 503 for some seconds. Meanwhile its client process dies, and then the rollouter."""
     outage = ((OUTAGE_AFTER_S, OUTAGE_S),)
     with MockJudge(JudgeProfile(seed=seed, latency_s=0.05, outages=outage, outage_kind="503")).in_process() as judge:
 
@@ -68,8 +68,8 @@ def judge_outage(folder: Path, seed: int, kills: int) -> Result:
 
 
 def full_disk(folder: Path, seed: int, kills: int) -> Result:
-    """The run directory lies on a disk that is full for some seconds. The queue dies in the middle of it, and the
-    trainer when there is room again."""
+    """The run directory is on a disk that is full for some seconds. The queue dies during that time, and the trainer
+    when there is room again."""
 
     def during(run: Disturbed) -> None:
         run.wait_step(6)
@@ -90,7 +90,7 @@ def full_disk(folder: Path, seed: int, kills: int) -> Result:
 
 
 def fill(ballast: Path) -> None:
-    """Until not a byte is left."""
+    """Fill the disk to the last byte."""
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         while file.write(b"\0" * BLOCK_BYTES):
             pass
@@ -98,7 +98,7 @@ def fill(ballast: Path) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of `DISK_BYTES`. Needs the right to mount."""
+    """A file system of `DISK_BYTES`. Needs permission to mount."""
     folder.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "freewheel-chaos", str(folder)], check=True)
     try:
@@ -112,7 +112,7 @@ def can_mount() -> bool:
 
 
 def corrupt_checkpoint(folder: Path, seed: int, kills: int) -> Result:
-    """The newest checkpoint has a wrong byte: the one before it is good enough, and the journal has the rest."""
+    """The newest checkpoint has a wrong byte: the run uses the one before it, and the journal has the rest."""
 
     def during(run: Disturbed) -> None:
         run.wait("three checkpoints", lambda: "step_000012" in run.checkpoints())
@@ -142,7 +142,7 @@ def truncated_journal(folder: Path, seed: int, kills: int) -> Result:
 
 
 def garbled_journal(folder: Path, seed: int, kills: int) -> Result:
-    """The journal cannot be read at all: the run goes on from its newest checkpoint."""
+    """The journal cannot be read: the run continues from its newest checkpoint."""
 
     def during(run: Disturbed) -> None:
         run.wait("two checkpoints", lambda: "step_000008" in run.checkpoints())
@@ -168,7 +168,7 @@ def flip_bytes(path: Path, draw: random.Random, *, count: int) -> None:
 
 
 def clock_jump(folder: Path, seed: int, kills: int) -> Result:
-    """The wall clock goes two hours ahead and then far back, with a kill after each."""
+    """The wall clock jumps two hours ahead and then far back, with a kill after each jump."""
     folder.mkdir(parents=True, exist_ok=True)
     clock = folder / "clock"
     clock.write_text("0")

@@ -1,4 +1,4 @@
-"""Who is struck when: a seeded plan, made before anything runs, so that the same seed strikes the same way again.
+"""A seeded plan of strikes, made before anything runs, so that the same seed always strikes the same way.
 
     deal(seed, …) ─▶ Strike, Strike, …        in one run          (`scenarios.py` carries them out)
     campaign(kills, seed) ─▶ Part, Part, …     over many runs      (`scripts/chaos.py`)
@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 ROLES = ("queue", "trainer", "rollouter", "sync")
-"""The processes of a run, beside the driver. `rollouter` is any of them."""
+"""The processes of a run without the driver. `rollouter` is any of them."""
 PAIRS = (("queue", "trainer"), ("trainer", "rollouter"), ("queue", "rollouter"), ("sync", "trainer"))
-"""Two at once whose recoveries need each other."""
+"""Pairs whose recoveries need each other."""
 AT_ONCE_SHARE = 0.2
-"""Strikes that do not wait for the one before to be over: they hit a run that is recovering."""
+"""Share of strikes that do not wait for the last recovery."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """`roles` die together, `delay_s` after `after_step` was trained (0: after the strike before)."""
+    """`roles` die together, `delay_s` after `after_step` was trained (0: after the last strike)."""
 
     after_step: int
     delay_s: float
@@ -41,8 +41,8 @@ def deal(
     last_step: int,
     longest_delay_s: float,
 ) -> list[Strike]:
-    """Strikes until `kills` processes are struck: each of `targets` equally often, in a shuffled order, `gap_steps`
-    apart on average and none after `last_step`."""
+    """Plan strikes for `kills` processes: each of `targets` equally often, in a shuffled order, `gap_steps` apart on
+    average and none after `last_step`."""
     draw = random.Random(f"{seed}-deal")
     strikes: list[Strike] = []
     deck: list[tuple[str, ...]] = []
@@ -60,7 +60,7 @@ def deal(
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One scenario with a seed of its own; `kills` where it is told how many."""
+    """One scenario with its seed, and its number of kills if given."""
 
     scenario: str
     seed: int
@@ -68,8 +68,8 @@ class Part:
 
 
 def campaign(*, kills: int, seed: int, fixed: Sequence[tuple[str, int]], soak: str, soak_kills: int) -> list[Part]:
-    """Each of `fixed` (scenario, its kills) once, as many as fit into `kills`; the rest are dealt to runs of `soak`,
-    about `soak_kills` in each, which come between them."""
+    """Plan each of `fixed` (scenario, kills) once, as far as they fit into `kills`. The rest goes to runs of `soak`
+    between them, about `soak_kills` each."""
     chosen: list[tuple[str, int]] = []
     left = kills
     for scenario, count in fixed:

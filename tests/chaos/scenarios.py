@@ -1,4 +1,4 @@
-"""What can be done to a run, by name: it is begun, struck, and brought to its end, and a `Result` tells of it.
+"""All scenarios by name. Each starts a run, disturbs it, brings it to its end and returns a `Result`.
 
 Used by the tests of this folder and by `scripts/chaos.py`. A function gets a folder of its own, a seed, and how many
 processes to strike where that is not in its nature.
@@ -20,9 +20,9 @@ Scene = Callable[[Path, int, int], Result]
 class Scenario:
     run: Scene
     kills: int
-    """About how many processes it strikes."""
+    """About how many processes it kills."""
     comparable: bool = True
-    """Whether its reward is to be that of a run that was left alone: not where what is trained on is chosen by it."""
+    """Whether its reward is comparable to an undisturbed run's: not if the scenario changes what is trained on."""
 
 
 SOAK = "roles"
@@ -53,4 +53,4 @@ SCENARIOS: dict[str, Scenario] = {
     "dropping": Scenario(on_processes.dropping, 4, comparable=False),
     "used_up": Scenario(on_processes.used_up, 4),
 }
-"""All but `roles`, which fills up the rest, and `undisturbed`, which the others' rewards are compared with."""
+"""All but `roles`, which fills the rest, and `undisturbed`, which rewards are compared with."""

@@ -1,4 +1,4 @@
-"""The witness's lines are judged rightly: an account that finds nothing must be able to find something."""
+"""The audit of the witness finds violations, and none in a correct run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan is made before anything runs: the same seed strikes the same way, and nobody is left out."""
+"""The plan depends on its seed only and covers every role."""
 
 from __future__ import annotations
 

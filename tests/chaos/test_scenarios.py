@@ -1,4 +1,4 @@
-"""Every scenario of the chaos suite with a seed of its own: `pytest -m chaos tests/chaos`. Minutes, and two cores."""
+"""Every scenario of the chaos suite: `pytest -m chaos tests/chaos`. Takes minutes on two cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.chaos, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def reward_alone(tmp_path_factory: pytest.TempPathFactory) -> float | None:
-    """At the end of a run that nobody disturbs."""
+    """The final reward of an undisturbed run."""
     result = undisturbed(tmp_path_factory.mktemp("undisturbed"), 0, 0)
     assert result.fine, result
     return result.reward

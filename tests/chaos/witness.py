@@ -1,4 +1,4 @@
-"""What runs inside a run that is being disturbed: a trainer that says what it trained on, and reward functions.
+"""User code inside a disturbed run: a trainer that records what it trained on, and reward functions.
 
     WitnessTrainer ── one line a step, appended ──▶ $FREEWHEEL_CHAOS_WITNESS ──▶ freewheel's account is compared with it
 
@@ -20,13 +20,13 @@ from freewheel.data.tasks.word_problems import TASK
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
 FILE = "FREEWHEEL_CHAOS_WITNESS"
-"""The variable with the path of the witness's file."""
+"""Environment variable with the path of the witness's file."""
 SCORE_S = 0.05
-"""A judge's time in small: there is always something that is being scored when a kill comes."""
+"""Scoring takes a moment, so that a kill always hits some response in scoring."""
 
 
 class WitnessTrainer(FullyAsyncTrainer):
-    """After a step's update, one line: the step, its prompts, its largest lag, and its mean reward."""
+    """Writes a line after each update: the step, its prompts, its largest lag, and its mean reward."""
 
     def _compute_custom_metrics(self, batch: Any) -> dict[str, float]:
         made = batch.batch["response_mask"].bool()
@@ -55,5 +55,5 @@ async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> A
 
 
 def score_in_process(response: str, row: Mapping[str, Any], *, finish: str) -> Any:
-    """For `reward.executor=process`."""
+    """A score for `reward.executor=process`."""
     return TASK.score(response, row, finish=finish)  # type: ignore[arg-type]
