@@ -151,7 +151,7 @@ def code(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("reward.function={}:NUMBER", "it is of type int; give a function (response, row)"),
         ("reward.function={}:wants", "it needs 'temperature', which no convention has"),
         ("reward.function={}:Made", "freewheel calls it without arguments"),
-        ("reward.function={}:Mute", "it is a Mute; give a function"),
+        ("reward.function={}:Mute", "it is of type Mute; give a function"),
         ("reward.function=broken_{}:score", "failed: ZeroDivisionError"),
         ("rollout.rollouter_class=no_such_{}:Mine", "there is no module no_such_"),
         ("rollout.rollouter_class={}:Missing", "has no Missing"),
