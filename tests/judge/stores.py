@@ -1,4 +1,4 @@
-"""What the cache's tests share: keys, replies, a clock, and stores that are closed after the test."""
+"""Shared by the cache's tests: keys, replies, a clock, and helpers that fill and read a store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from freewheel.judge.store import Store
 
 MIB = 2**20
 NOW = 1_800_000_000.0
-"""Where the hand-set clock starts."""
+"""Start of the manual clock."""
 
 
 def key(name: object) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import shutil
 import signal
@@ -196,6 +197,18 @@ def test_several_processes_set_a_broken_file_aside_once(path: Path) -> None:
             assert len(store.stats().set_aside) == 1
             names = [key(f"{worker}/{n}") for worker in range(4) for n in range(300)]
             assert len(store.get_many(names)) == len(names)
+
+
+def test_a_new_file_is_not_set_aside_for_the_damage_of_the_old_one(path: Path, opened: OpenStore) -> None:
+    opened()
+    first, second = (cache_file.CacheFile(path, wall_clock=time.time, log=logging.getLogger()) for _ in range(2))
+    damage = sqlite3.DatabaseError("malformed")
+    with contextlib.closing(first.connect()) as old:
+        assert first.set_aside(old.identity, damage)
+        with contextlib.closing(first.connect()) as new:
+            assert second.set_aside(old.identity, damage), "found the same damage later"
+            assert new.is_current()
+    assert len(first.asides()) == 1
 
 
 # -- troubles while running ----------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def tried(journal: Scripted, times: int = 1) -> None:
     for _ in range(times):
-        await asyncio.to_thread(journal.tried.acquire)
+        assert await asyncio.to_thread(journal.tried.acquire, timeout=20.0), "the writer did not try to append"
 
 
 def test_lack_of_room_and_a_lock_are_temporary_and_damage_is_not():

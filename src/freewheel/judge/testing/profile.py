@@ -23,6 +23,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from freewheel.errors import ConfigError
+from freewheel.utils.checks import check_choice, check_number, check_share
 
 ReplyStyle = Literal["bare", "bold", "labelled", "json", "think", "chinese", "mixed"]
 Windows = tuple[tuple[float, float], ...]
@@ -142,30 +143,24 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("outages", "throttle_bursts"):
             msgspec.structs.force_setattr(self, name, _windows(name, getattr(self, name)))
         for name in SHARES:
-            share = getattr(self, name)
-            if not 0.0 <= share <= 1.0:
-                raise ConfigError(name, share, "a share lies between 0 and 1")
+            check_share(name, getattr(self, name))
         total = sum(getattr(self, name) for name in SHARES)
         if total > 1.0 + ROUNDING:
             raise ConfigError("shares", total, "the fault shares must not add up to more than 1")
-        for name in ("latency_s", "sigma", "drip_s"):
-            _at_least(name, getattr(self, name), 0.0)
+        for name in ("latency_s", "sigma", "drip_s", "keep_requests"):
+            check_number(name, getattr(self, name), low=0)
         for name in ("time_scale", "rate_window_s"):
-            _positive(name, getattr(self, name))
+            check_number(name, getattr(self, name), above=0)
         for name in ("knee", "requests_per_minute", "tokens_per_minute"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
+            check_number(name, getattr(self, name), above=0, optional=True)
         for name in ("reject_above", "max_prompt_chars", "retry_after_s", "faults_per_content"):
-            if getattr(self, name) is not None:
-                _at_least(name, getattr(self, name), 0)
-        _at_least("keep_requests", self.keep_requests, 0)
+            check_number(name, getattr(self, name), low=0, optional=True)
         if not LOWEST_ERROR <= self.error_status <= HIGHEST_ERROR:
             raise ConfigError("error_status", self.error_status, "an error's status lies between 400 and 599")
         if self.score_low > self.score_high:
             raise ConfigError("score_low", self.score_low, f"must not exceed score_high = {self.score_high}")
         for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(name, getattr(self, name), f"choose one of {', '.join(allowed)}")
+            check_choice(name, getattr(self, name), allowed)
 
 
 CHOICES = {
@@ -185,16 +180,6 @@ def _windows(name: str, value: Iterable[Iterable[float]]) -> Windows:
             raise ConfigError(name, item, "give pairs (start_s, duration_s), none of them negative")
         pairs.append((pair[0], pair[1]))
     return tuple(sorted(pairs))
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if not (isfinite(value) and value >= low):
-        raise ConfigError(name, value, f"give a number of at least {low:g}")
-
-
-def _positive(name: str, value: float) -> None:
-    if not (isfinite(value) and value > 0):
-        raise ConfigError(name, value, "give a number above 0")
 
 
 MINUTE_S = 60.0
