@@ -39,7 +39,7 @@ from common import (
     write_json,
 )
 from freewheel.rollout.engine import GenerationRequest, SamplingParams
-from freewheel.rollout.native import NativeEngine
+from freewheel.rollout.native.engine import NativeEngine
 
 VOCABULARY = 61
 PROMPT_TOKENS = (24, 32)

@@ -35,17 +35,15 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.ledger import Frontier
 from freewheel.rollout.evaluating import EvalResult
+from freewheel.rollout.models import count_parameters, load_causal_lm, load_model_config
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.runtime.building import (
     OpenedQueue,
     RolloutSide,
     TrainSide,
-    count_parameters,
     evaluation_metrics,
     find_class,
     find_monitor,
-    load_causal_lm,
-    load_model_config,
     load_tokenizer,
     model_folder,
     open_queue,
@@ -70,10 +68,11 @@ def user_modules() -> Iterator[None]:
 
 def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((model_path() / "config.json").read_text())
-    config = TrainConfig()
-    shape, _ = load_model_config(str(tmp_path), config)
-    model = load_causal_lm(str(model_path()), config, "float32")
-    assert count_parameters(str(tmp_path), shape, config) == sum(one.numel() for one in model.parameters())
+    shape, _ = load_model_config(str(tmp_path), trust_remote_code=False)
+    model = load_causal_lm(str(model_path()), "float32", trust_remote_code=False)
+    assert count_parameters(str(tmp_path), shape, trust_remote_code=False) == sum(
+        one.numel() for one in model.parameters()
+    )
 
 
 def test_a_setting_names_a_class_and_the_default_is_one_of_the_registered_ones() -> None:
@@ -138,10 +137,10 @@ def test_a_model_that_cannot_be_loaded_is_reported_by_its_key(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"model\.path = .*: it cannot be loaded \(.*\): give a HF folder"):
         load_tokenizer(config)
     with pytest.raises(ConfigError, match=r"model\.path = .*: it cannot be loaded \(.*\): give a HF folder"):
-        load_causal_lm(str(tmp_path), config, "auto")
+        load_causal_lm(str(tmp_path), "auto", trust_remote_code=False)
     (tmp_path / "model.safetensors").write_bytes(b"{}")
     with pytest.raises(ConfigError, match=r"model\.safetensors in it is cut short or damaged"):
-        load_causal_lm(str(tmp_path), config, "auto")
+        load_causal_lm(str(tmp_path), "auto", trust_remote_code=False)
 
 
 def test_there_are_no_evaluation_metrics_without_held_out_prompts() -> None:

@@ -549,7 +549,7 @@ def test_eval_refuses_a_folder_without_a_model(elsewhere: Path):
         (["--data", "a.jsonl"], "--data = 'a.jsonl': word_problems makes its own rows"),
         (["--task", "rows", "--data", "a.jsonl"], "--data = 'a.jsonl': there is no such file as /"),
         (["--task", "nobodys:task"], "--task = 'nobodys:task': there is no module nobodys"),
-        (["--engine", "turbo"], "--engine = 'turbo': give native or vllm"),
+        (["--engine", "turbo"], "--engine = 'turbo': choose native, vllm, or give module:name of your own"),
         (["--engine", "vllm"], "--engine = 'vllm': vLLM is not installed"),
     ],
 )

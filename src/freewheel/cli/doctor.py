@@ -146,11 +146,12 @@ def _of_software(driver: GpuDriver, *, trains: bool) -> Iterator[Check]:
 def _of_machine(driver: GpuDriver, run: Run) -> Iterator[Check]:
     from freewheel.doctor import machine, software
     from freewheel.doctor import run as doctor_run
+    from freewheel.rollout.engines import find_engine
     from freewheel.runtime.placement import Machine
     from freewheel.utils.findings import Check
 
     config, plan = run.config, run.plan
-    wants_vllm = config is not None and config.rollout.engine == "vllm" and config.rollout.urls is None
+    wants_vllm = config is not None and "vllm" in find_engine(config.rollout.engine).packages(config.rollout)
     address = None if config is None else config.ray.address
     here = plan.machine if plan is not None else Machine.of_host()
     weights, checkpoints = doctor_run.weights_bytes(plan), doctor_run.checkpoint_bytes(plan)

@@ -91,7 +91,7 @@ def evaluate(
     samples: Annotated[int | None, typer.Option(help="Responses to each (1).")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of sampling (0: the likeliest token each time).")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="What generates: native or vllm (the run's own, else native).")
+        str | None, typer.Option(help="What generates: native, vllm or module:name (the run's own, else native).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
 ) -> None:  # fmt: skip
@@ -102,6 +102,7 @@ def evaluate(
 
     with _plain_errors():
         _need(EVALUATES)
+        from freewheel.rollout.engines import find_engine
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
         from freewheel.runtime.start import find_local_modules
 
@@ -117,11 +118,10 @@ def evaluate(
         }
         with _said_by_flag({"target": target, **given}):
             config = eval_config(find_target(target), **given)
-            if config.rollout.engine == "vllm" and config.rollout.urls is None:
-                from freewheel.rollout.vllm.api import require
-
-                require()
-                say("vLLM loads and compiles the model first, and is silent meanwhile: a minute or more")
+            factory = find_engine(config.rollout.engine)
+            factory.require(config.rollout)
+            if note := factory.start_note(config.rollout):
+                say(note)
             result = asyncio.run(run_evaluation(config))
         if as_json:
             print_json(_as_json(target, config, result))

@@ -20,7 +20,7 @@ not shrink. A test compares slices with wholes. Imports neither torch nor Ray.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
@@ -53,8 +53,6 @@ REPLAYS = 4
 """Rounds until replay and run agree. Time scales with the step, so the second round is already close."""
 MOST_VALUES = 20_000
 """Values kept of a distribution; more add nothing."""
-NATIVE_REFILL = 8
-"""The native engine fills an eighth of its slots at a time, vLLM each free slot."""
 MESSAGES = 4
 """Admit, put, take, commit."""
 
@@ -65,7 +63,8 @@ class RunSettings:
 
     bounds: Bounds
     n: int
-    is_native: bool
+    refill_slots: Callable[[int], int]
+    """How many of the engine's slots must be free before it refills them."""
     interval_s: float
     is_judge: bool = False
 
@@ -86,7 +85,7 @@ def scene_of(recorded: RecordedRun, settings: RunSettings, *, generated: Measure
             replicas=recorded.replicas,
             slots=recorded.slots,
             step_s=recorded.decode_s or recorded.busy_per_token_s * recorded.slots,
-            refill=max(1, recorded.slots // NATIVE_REFILL) if settings.is_native else 1,
+            refill=settings.refill_slots(recorded.slots),
         ),
         scores=Scores(
             is_judge=settings.is_judge,

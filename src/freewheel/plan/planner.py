@@ -29,6 +29,7 @@ from freewheel.plan.calibration import MeasuredCluster, RunSettings, read, scene
 from freewheel.plan.hardware import Cluster, Workload, accelerator, shape
 from freewheel.plan.scene import Outcome, Scene, Scores
 from freewheel.queue.staleness import Bounds
+from freewheel.rollout.engines import find_engine
 from freewheel.runtime.bottleneck import Bound, Setting, Tried
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import load, to_config
@@ -182,7 +183,7 @@ def settings_of(config: TrainConfig, *, steps: int = REPLAYED_STEPS) -> RunSetti
     return RunSettings(
         bounds=ending(config.bounds, steps),
         n=config.rollout.n,
-        is_native=config.rollout.engine == "native",
+        refill_slots=find_engine(config.rollout.engine).refill_slots,
         interval_s=config.async_training.batch_generation_interval,
         is_judge=config.reward.judge is not None,
     )

@@ -15,8 +15,8 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
+from freewheel.rollout.models import load_causal_lm, loading_errors
 from freewheel.runtime.config import (
     DEFAULT,
     EMBEDDED,
@@ -52,7 +53,7 @@ from freewheel.runtime.config import (
     ObserveConfig,
     TrainConfig,
 )
-from freewheel.utils.registry import DETAIL_CHARS, Registry, find_object
+from freewheel.utils.registry import Registry, find_object
 
 if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
@@ -121,72 +122,8 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
     key = "model.path" if config.model.tokenizer is None else "model.tokenizer"
     path = config.model.tokenizer or model_folder(config)
-    with _loading_errors(key, path):
+    with loading_errors(key, path):
         return AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-
-
-def load_causal_lm(path: str, config: TrainConfig, dtype: str) -> Any:
-    """Load a model. `dtype`: the name of a floating-point type, or `auto` for the files' own."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    check_weights(Path(path))
-    with _loading_errors("model.path", path):
-        return AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype="auto" if dtype == "auto" else getattr(torch, dtype),
-            trust_remote_code=config.model.trust_remote_code,
-        )
-
-
-def load_model_config(path: str, config: TrainConfig) -> tuple[Any, Any]:
-    """Load a model's configuration and its generation configuration, without weights."""
-    from transformers import AutoConfig, GenerationConfig
-
-    check_weights(Path(path))
-    with _loading_errors("model.path", path):
-        found = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    try:
-        return found, GenerationConfig.from_pretrained(path)
-    except OSError:  # the model has no generation configuration
-        return found, GenerationConfig.from_model_config(found)
-
-
-def count_parameters(path: str, model_config: Any, config: TrainConfig) -> int:
-    """Count the parameters of a model whose weights need not be here yet."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    with _loading_errors("model.path", path), torch.device("meta"):
-        trust = config.model.trust_remote_code
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=trust)  # type: ignore[no-untyped-call]
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def _loading_errors(key: str, path: str) -> Iterator[None]:
-    """Turn transformers' errors about a model into a `ConfigError` of one line."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        why = " ".join(str(error).split())[:DETAIL_CHARS]
-        remedy = "give a HF folder, a hub id and a network to fetch it from, or embedded"
-        raise ConfigError(key, path, f"it cannot be loaded ({why}): {remedy}") from error
-
-
-def check_weights(folder: Path) -> None:
-    """Raise for a truncated or damaged file of weights. Reads headers only, in milliseconds."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            remedy = f"{file.name} in it is cut short or damaged ({error}): copy or fetch it anew"
-            raise ConfigError("model.path", str(folder), remedy) from error
 
 
 def use_threads(count: int) -> None:
@@ -388,7 +325,9 @@ class TrainSide:
         use_threads(plan.threads_trainer)
         self.config, self.plan = config, plan
         self.tokenizer = load_tokenizer(config)
-        model = load_causal_lm(model_folder(config), config, "auto")  # in the type of the files, for the export
+        model = load_causal_lm(  # in the type of the files, for the export
+            model_folder(config), "auto", trust_remote_code=config.model.trust_remote_code
+        )
         settings = backend_settings(config, plan)
         self.backend: Backend
         if ranks is None:

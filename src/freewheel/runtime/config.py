@@ -21,6 +21,7 @@ import msgspec
 
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
+from freewheel.rollout.engines import ENGINES, find_engine
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.utils.checks import check_integer, check_number, check_text
 from freewheel.utils.registry import Registry
@@ -198,9 +199,9 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How responses are generated, and where."""
 
-    engine: Literal["native", "vllm"] = "native"
+    engine: str = "native"
     """`native`: continuous batching over a HF decoder, on a CPU or one GPU. `vllm`: vLLM, on any number of GPUs, or its
-    CPU build."""
+    CPU build. Or `module:name` of an `EngineFactory` of your own."""
     n: int = 8
     """Responses to a prompt: the size of a group."""
     temperature: float = 1.0
@@ -643,14 +644,11 @@ def _devices(config: TrainConfig) -> _Problems:
 
 
 def _engine(config: TrainConfig) -> _Problems:
-    r, usual = config.rollout, RolloutConfig()
-    if r.engine == "vllm":
-        if r.urls is not None and r.replicas not in ("auto", len(r.urls)):
-            yield "rollout.replicas", f"rollout.urls names {len(r.urls)} servers: give auto"
-        return
-    for key in VLLM_KEYS:
-        if getattr(r, key) != getattr(usual, key):
-            yield f"rollout.{key}", "the native engine does not have it: leave it out, or give rollout.engine=vllm"
+    """A user's own engine is asked before a run starts: reading a configuration must not import a user's code."""
+    name = config.rollout.engine
+    if name in ENGINES or ":" not in name:
+        find_engine(name).check_options(config.rollout)
+    return iter(())
 
 
 def _ranks(config: TrainConfig) -> _Problems:

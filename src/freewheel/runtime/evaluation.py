@@ -146,7 +146,7 @@ async def run_evaluation(
 def _engine_errors_by_flag(config: TrainConfig) -> Iterator[None]:
     """Rename an engine's errors to the flags of `freewheel eval`: the user did not set the run's keys."""
     from freewheel.rollout.engine import EngineError
-    from freewheel.runtime.engines import PromptsTooLong
+    from freewheel.rollout.engines import PromptsTooLong
 
     try:
         yield

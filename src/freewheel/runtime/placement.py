@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from freewheel.errors import ConfigError
+from freewheel.rollout.engines import Transport, find_engine
 from freewheel.runtime.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
-Transport = Literal["object_store", "ipc", "nccl"]
 
 BFLOAT16_CAPABILITY = (8, 0)
 """NVIDIA's Ampere: the first that computes in bfloat16 without emulation."""
@@ -86,7 +86,7 @@ class Placement:
     shared_gpu: bool
     """Trainer and rollouters are on one GPU."""
     gpu_memory_share: float
-    """Of a GPU, for a vLLM engine."""
+    """Of a GPU's memory, for one engine."""
     transport: Transport
     """The way of the weights."""
     problems: tuple[ConfigError, ...]
@@ -192,15 +192,18 @@ def _does_not_fit(config: TrainConfig, by_trainer: int, by_rollout: int, shared:
 def _transport(
     config: TrainConfig, trainer: Device, rollout: Device, shared: bool
 ) -> tuple[Transport, list[ConfigError]]:
-    wanted, vllm = config.async_training.weight_transport, config.rollout.engine == "vllm"
-    by_nccl = vllm and trainer == rollout == "cuda" and not shared
+    wanted = config.async_training.weight_transport
+    is_supported = "nccl" in find_engine(config.rollout.engine).transports
+    by_nccl = is_supported and trainer == rollout == "cuda" and not shared
     if wanted == "auto":
         return ("ipc" if shared else "nccl" if by_nccl else "object_store"), []
     key = "async_training.weight_transport"
     if wanted == "ipc" and not shared:
         return "object_store", [ConfigError(key, wanted, "training and generation share no GPU here: give auto")]
     if wanted == "nccl" and not by_nccl:
-        remedy = "it takes weights from a GPU to vLLM on another one, and that is not so here: give auto"
+        remedy = (
+            "it sends weights from a training GPU to a vLLM engine on another GPU, which this run has not: give auto"
+        )
         return "object_store", [ConfigError(key, wanted, remedy)]
     return wanted, []
 

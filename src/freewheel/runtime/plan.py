@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
-from freewheel.rollout.vllm.settings import KV_SPARE, NUMBER_BYTES, WORKSPACE_BYTES, kv_room
+from freewheel.rollout.engines import GpuShare, Transport, find_engine
+from freewheel.rollout.models import NUMBER_BYTES
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file, step_in_memory
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
-from freewheel.runtime.placement import Device, Dtype, Machine, Placement, Transport, place
+from freewheel.runtime.placement import Device, Dtype, Machine, Placement, place
 from freewheel.trainer.options import describe
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Plan:
     shared_gpu: bool
     """Training and generation are on one GPU."""
     gpu_memory_share: float
-    """Of a GPU, for a vLLM engine."""
+    """Of a GPU's memory, for one engine."""
     transport: Transport
     """The way of the weights."""
     max_prompt_tokens: int
@@ -183,19 +184,13 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
 def _replica_memory(
     config: TrainConfig, machine: Machine, placed: Placement, model: ModelSize, tokens: int
 ) -> dict[str, int]:
-    """Of one GPU, or of the host. A vLLM that is alone on its GPU takes its whole share, whatever slots would need."""
-    found = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
-    if config.rollout.urls is not None:
-        return {"weights": found["weights"]}  # to begin with; keys and values are the server's
-    gpu = min((one.memory_bytes for one in machine.gpus), default=0)
-    if config.rollout.engine == "vllm" and placed.device_rollout == "cuda" and gpu:
-        found["weights"] //= config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
-        if placed.engines_on_a_gpu > 1:
-            room = max(0, kv_room(placed.gpu_memory_share, gpu, found["weights"]))
-            found |= {"KV cache": min(room, int(found["KV cache"] * KV_SPARE)), "workspace": WORKSPACE_BYTES}
-        else:
-            found["KV cache"] = max(0, int(placed.gpu_memory_share * gpu) - found["weights"])
-    return found
+    """Of one GPU, or of the host."""
+    needed = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
+    gpu_bytes = min((one.memory_bytes for one in machine.gpus), default=0)
+    gpu = None
+    if placed.device_rollout == "cuda" and gpu_bytes:
+        gpu = GpuShare(gpu_bytes=gpu_bytes, share=placed.gpu_memory_share, engines=placed.engines_on_a_gpu)
+    return find_engine(config.rollout.engine).estimate_memory(config.rollout, needed, gpu)
 
 
 def _max_new_tokens(config: TrainConfig) -> int:
@@ -211,6 +206,7 @@ def _actors(config: TrainConfig, placed: Placement) -> tuple[Actor, ...]:
         return f", {count} thread{'s' * (count != 1)}" if device == "cpu" else ""
 
     trainer, rollout = placed.device_trainer, placed.device_rollout
+    engine = find_engine(config.rollout.engine)
     return (
         Actor(
             name="FullyAsyncTrainer",
@@ -224,20 +220,11 @@ def _actors(config: TrainConfig, placed: Placement) -> tuple[Actor, ...]:
             count=placed.replicas,
             device=rollout,
             gpus=placed.gpus_per_replica,
-            detail=_generates(config, placed) + threads(rollout, config.rollout.threads),
+            detail=engine.describe(config.rollout, placed.slots) + threads(rollout, config.rollout.threads),
         ),
         Actor(name="MessageQueue", count=1, device="cpu", gpus=0.0),
         Actor(name="ParameterSynchronizer", count=1, device="cpu", gpus=0.0),
     )
-
-
-def _generates(config: TrainConfig, placed: Placement) -> str:
-    """What a rollouter generates with."""
-    urls = config.rollout.urls
-    if urls is None:
-        return f"{config.rollout.engine} engine, {placed.slots} slots"
-    servers = f"the vLLM server{'s' * (len(urls) > 1)} {', '.join(urls)}"
-    return f"asks {servers} for responses, {placed.slots} at a time{' each' * (len(urls) > 1)}"
 
 
 def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[ConfigError]:
@@ -268,8 +255,8 @@ def _memory_notes(machine: Machine, placed: Placement, trainer: int, replica: in
 def _notes(config: TrainConfig, machine: Machine, placed: Placement) -> list[str]:
     found = [f"Learning rate {config.lr:g}, {config.optimizer.schedule}."]
     a, r, bounds = config.async_training, config.rollout, config.bounds
-    if r.engine == "vllm" and r.urls is None:
-        found.append("vLLM loads and compiles the model first, and is silent meanwhile: a minute or more.")
+    if note := find_engine(r.engine).start_note(r):
+        found.append(f"{note}.")
     if config.reward.judge is not None and (lacks := as_config(config.reward.judge).lacks_key):
         found.append(f"{lacks}.")
     if config.mode != "fully_async":

@@ -17,7 +17,9 @@ from pathlib import Path
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
-from freewheel.runtime.building import check_weights, find_class, find_monitor, is_here, is_measured, read_rows
+from freewheel.rollout.engines import find_engine
+from freewheel.rollout.models import check_weights
+from freewheel.runtime.building import find_class, find_monitor, is_here, is_measured, read_rows
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 
 MODEL_CONFIG = "config.json"
@@ -42,11 +44,8 @@ def refused(config: TrainConfig) -> list[ConfigError | DataError]:
     return found
 
 
-def _vllm(config: TrainConfig) -> None:
-    if config.rollout.engine == "vllm" and config.rollout.urls is None:
-        from freewheel.rollout.vllm.settings import check_arguments
-
-        check_arguments(config.rollout.vllm, None)  # the others are for vLLM to say
+def _engine(config: TrainConfig) -> None:
+    find_engine(config.rollout.engine).check_options(config.rollout)
 
 
 def _reward(config: TrainConfig) -> None:
@@ -115,5 +114,5 @@ def _rows(config: TrainConfig) -> int | None:
     return len(read_rows(config, task, "train")) if is_here(data.task, data.train) else None
 
 
-CHECKS = (_vllm, _reward, _rollouter, _trainer, _algorithm, _monitor, _model, _tokenizer, _held_out)
+CHECKS = (_engine, _reward, _rollouter, _trainer, _algorithm, _monitor, _model, _tokenizer, _held_out)
 """Each for itself; the rows to train on come last."""

@@ -103,11 +103,12 @@ class RankActor:
 
 
 def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> Follower:
-    from freewheel.runtime.building import backend_settings, load_causal_lm, model_folder, use_threads
+    from freewheel.rollout.models import load_causal_lm
+    from freewheel.runtime.building import backend_settings, model_folder, use_threads
     from freewheel.trainer.fsdp import FsdpBackend, join
 
     use_threads(plan.threads_trainer)
-    model = load_causal_lm(model_folder(config), config, "auto")
+    model = load_causal_lm(model_folder(config), "auto", trust_remote_code=config.model.trust_remote_code)
     world = join(meeting, rank=rank, device=plan.device_trainer)
     return Follower(FsdpBackend(model, world=world, **backend_settings(config, plan)))
 

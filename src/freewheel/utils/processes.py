@@ -41,7 +41,7 @@ def end_with(parent_pid: int, on_end: Callable[[], None] | None = None) -> threa
 
 
 def wait_for_end(pid: int) -> None:
-    """Return when the process `pid` has ended. Without pidfd (old kernels, macOS), `pid` must be the parent."""
+    """Return when the process `pid` has ended. Polls where there is no pidfd (old kernels, macOS)."""
     if hasattr(os, "pidfd_open"):
         try:
             descriptor = os.pidfd_open(pid)
@@ -57,8 +57,19 @@ def wait_for_end(pid: int) -> None:
             finally:
                 os.close(descriptor)
             return
-    while os.getppid() == pid:
+    is_parent = os.getppid() == pid
+    while (os.getppid() == pid) if is_parent else _exists(pid):
         time.sleep(PARENT_CHECK_S)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

@@ -21,7 +21,7 @@ from transformers import (
 
 from freewheel.data.group import Response
 from freewheel.rollout.engine import GenerationRequest, SamplingParams, generate_all
-from freewheel.rollout.native import NativeEngine
+from freewheel.rollout.native.engine import NativeEngine
 
 VOCABULARY = 61
 ARCHITECTURES = ("qwen2", "llama", "gpt2")

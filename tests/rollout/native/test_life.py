@@ -22,7 +22,7 @@ from freewheel.rollout.engine import (
     PromptRefused,
     SamplingParams,
 )
-from freewheel.rollout.native import NativeEngine
+from freewheel.rollout.native.engine import NativeEngine
 from freewheel.sync.weights import pack
 
 from .asking import ask, ask_all, reference_logprobs, request_of, running, tiny, until

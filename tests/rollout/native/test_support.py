@@ -18,7 +18,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from freewheel.rollout.native import NativeEngine, UnsupportedModel
+from freewheel.rollout.native.engine import NativeEngine
+from freewheel.rollout.native.support import UnsupportedModel
 
 from .asking import tiny
 

@@ -18,6 +18,7 @@ from typing import Generic, TypeVar
 
 from freewheel.data.group import Finish
 from freewheel.rollout.engine import EngineError, EngineStats, GenerationTimeout, generated_response
+from freewheel.rollout.native.factory import refill_slots
 from freewheel.rollout.native.runner import Placing, Prefilled, Runner
 from freewheel.rollout.requests import Event, InFlightRequest, send
 
@@ -25,16 +26,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-REFILL_SHARE = 8
-"""Slots are refilled an eighth of them at a time: entering costs half a step, for one sample as for thirty."""
-
 
 class DecodeLoop:
     """All methods are called in the engine's thread, except `stats`, `version` and `idle_s`, which only read."""
 
     def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
         self._runner = runner
-        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=max(1, slots // REFILL_SHARE))
+        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=refill_slots(slots))
         self._clock = clock
         self._prefilled: dict[InFlightRequest, Prefilled] = {}
         self._paused = False

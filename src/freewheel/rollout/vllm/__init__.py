@@ -1,9 +1,10 @@
 """vLLM as an engine: `VllmEngine` over an `AsyncLLM` in the rollouter's process, or over a server.
 
-    engine.py     the engine protocol                               tagging.py    versions of tokens
-    api.py        vLLM's calls, whatever its release                progress.py   timeouts and busy time
-    remote.py     the same calls of a `vllm serve`                  orphan.py     no process outlives its rollouter
-    settings.py   from a run's configuration to vLLM's arguments    transfer.py, worker.py, …   how weights get there
-
-docs/engines.md tells of it.
+factory.py     from a run's configuration to vLLM's arguments; checks before a run; loads the engine
+engine.py      VllmEngine: the engine protocol
+api.py         vLLM's calls, whatever its release
+remote.py      the same calls to a `vllm serve`
+tracking.py    versions of tokens, timeouts and busy time
+transfer.py    how weights get to vLLM's workers: the rollouter's side
+worker.py      the workers' side
 """

