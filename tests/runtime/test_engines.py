@@ -205,8 +205,6 @@ def test_reading_a_configuration_does_not_import_the_users_engine() -> None:
 )
 @pytest.mark.parametrize("engine", ["native", COUNTING])
 def test_an_engine_refuses_options_that_it_does_not_have(engine: str, key: str, value: object) -> None:
-    with pytest.raises(
-        ConfigError, match="engine does not have it: leave it out, or give"
-    ) as refused:
+    with pytest.raises(ConfigError, match="engine does not have it: leave it out, or give") as refused:
         preflight(to_config({"rollout": {"engine": engine, key: value}}))
     assert refused.value.key == f"rollout.{key}"

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed
+from freewheel.sync.synchronizer import MOST_UNANSWERED, Member, ParameterSynchronizer, ReplicaGone, SyncFailed
 from freewheel.sync.weights import WeightsGone
 
 WAIT_S = 30.0
@@ -723,3 +725,65 @@ async def test_rows_are_returned_once_and_only_the_newest_are_kept(
         await one.published(version)
     assert [row["version"] for row in one.sync.drain_rows()] == [3, 4, 5]
     assert one.sync.drain_rows() == []
+
+
+# -- one replica ------------------------------------------------------------------------------------------------------
+
+
+NOBODY: Any = None
+
+events = st.lists(st.sampled_from(["take", "fail", "silence"]), max_size=40)
+
+
+@given(events, st.integers(1, 5))
+def test_a_member_is_compared_at_first_after_each_failure_and_every_so_many_syncs(
+    happens: list[str], every: int
+) -> None:
+    member = Member(NOBODY, 0)
+    on_trust: int | None = None
+    for version, what in enumerate(happens, start=1):
+        due = member.must_verify(every)
+        assert due == (on_trust is None or on_trust == every - 1)
+        member.handed(version)
+        if what == "take":
+            member.took(version, compared=due)
+            on_trust = 0 if due or on_trust is None else on_trust + 1
+            assert member.version == version
+        else:
+            member.failed("")
+            on_trust = None
+
+
+@given(events)
+def test_a_member_is_never_compared_if_every_is_zero(happens: list[str]) -> None:
+    member = Member(NOBODY, 0)
+    for version, what in enumerate(happens, start=1):
+        assert not member.must_verify(0)
+        if what == "take":
+            member.took(version, compared=False)
+        else:
+            member.failed("")
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_a_member_may_read_all_versions_handed_over_since_its_last_answer(answers: list[bool]) -> None:
+    member = Member(NOBODY, 0)
+    open_: set[int] = set()
+    for version, answered in enumerate(answers, start=1):
+        member.handed(version)
+        open_.add(version)
+        if answered:
+            member.answered(version)
+            open_.clear()
+        assert member.reading == open_
+        assert member.is_busy == (len(open_) >= MOST_UNANSWERED)
+
+
+def test_a_late_answer_keeps_versions_handed_over_after_it() -> None:
+    member = Member(NOBODY, 0)
+    for version in (4, 5, 6):
+        member.handed(version)
+    member.answered(5)
+    assert member.reading == {6}
+    member.died("")
+    assert not member.reading

@@ -3,11 +3,11 @@
     event loop                                   thread
     generate ── InFlightRequest ──▶ commands ──▶ Scheduler.add
                                         admit ─▶ prefill ─▶ place ─▶ step ─▶ take     (one token a slot and turn)
-    InFlightRequest.get ◀── one call a step ◀─── chunks of the samples that ended
+    InFlightRequest.get ◀── one call a step ◀─── responses of the samples that ended
     pause / update_weights / abort ──▶ between two steps; the answer comes back as a future
 
-The thread waits for: a command, when it is paused or has nothing to do. Unblocked by: any command, `close` included.
-A waiter waits for: its flight. Unblocked by: a chunk, an error, the thread's end, or the watch (no token in time).
+The thread waits for: a command, while it is paused or idle. Unblocked by: any command, including `close`.
+A caller waits for: its request. Unblocked by: a response, an error, the end of the thread, or the watch.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from freewheel.sync.weights import AnyWeights, content_sum
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.5
-"""How often waiting requests are checked for a thread that hangs or died: well below any useful timeout."""
+"""How often requests are checked for a thread that hangs or died. Well below any useful timeout."""
 CLOSE_PATIENCE_S = 30.0
-"""A step takes less; one that hangs must not keep the program from ending."""
+"""Longer than a step. A step that hangs must not keep the program from ending."""
 
 Command = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class NativeEngine:
-    """Continuous batching over one model. Called from one event loop; the model is the engine's own from now on.
+    """Continuous batching over one model. Called from one event loop; the engine owns the model from now on.
 
-    On a CPU a sample's tokens and log-probabilities follow from its prompt, its parameters and the weights, to the bit.
+    On a CPU, prompt, sampling parameters and weights determine tokens and log-probabilities bit for bit.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class NativeEngine:
                 model, slots=slots, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, version=version
             )
             check_agreement(runner, *probe)
-        except NotImplementedError as error:  # what only the model's own attention would know how to do
+        except NotImplementedError as error:  # a feature that only the model's own attention has
             raise UnsupportedModel(model, str(error)) from error
         self._vocabulary = runner.vocabulary
         self._loop = DecodeLoop(runner, slots=slots, clock=clock)
-        self._flights: dict[str, InFlightRequest] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open = True
-        self._gate = threading.Lock()  # no command may slip in after the thread has answered the last one
+        self._gate = threading.Lock()  # no command may be queued after the thread has answered the last one
         self._watch: asyncio.TimerHandle | None = None
         self._updating = asyncio.Lock()
-        # Of its own: the loop's pool may be full of what others wait for, and a version must not wait for them.
+        # A private pool: the event loop's may be full, and a new version must not wait for it.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-native-aside")
         self._thread = threading.Thread(target=self._run, name="freewheel-native-engine", daemon=True)
         self._thread.start()
@@ -118,24 +118,24 @@ class NativeEngine:
             max_new_tokens=self._max_new_tokens,
             vocabulary=self._vocabulary,
         )
-        if request.id in self._flights:
+        if request.id in self._in_flight:
             raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
-        flight = InFlightRequest(request, asyncio.get_running_loop())
-        self._flights[request.id] = flight
+        entry = InFlightRequest(request, asyncio.get_running_loop())
+        self._in_flight[request.id] = entry
         left = len(request.samples)
         try:
-            self._send(lambda: self._loop.add(flight))
-            self._watch_over(flight.loop)
+            self._send(lambda: self._loop.add(entry))
+            self._watch_over(entry.loop)
             while left:
-                found = await flight.get()
+                found = await entry.get()
                 left -= 1
                 yield found
         finally:
-            flight.over = True
-            del self._flights[request.id]
+            entry.over = True
+            del self._in_flight[request.id]
             self._stop_watching()
             if left and self._open:
-                self._send(lambda: self._loop.forget(flight))
+                self._send(lambda: self._loop.forget(entry))
 
     async def pause(self) -> None:
         await self._ask(self._loop.pause)
@@ -149,20 +149,20 @@ class NativeEngine:
             held = await self._ask(lambda: self._take_over(version, given))
             if not verify:
                 return None
-            # Beside the decoding, which only reads what is summed here.
+            # Runs while decoding continues: both only read the weights.
             return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
 
     def _take_over(self, version: int, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """In the thread, where one comes after the other."""
-        if version < self.version:  # it has waited for its successor
+        """In the engine's thread, which runs one command after the other."""
+        if version < self.version:  # a newer update overtook it
             raise ValueError(f"version {version} comes late: the engine holds {self.version}")
         return self._loop.update(version, lambda: load_weights(self._model, given))
 
     async def abort(self, request_id: str) -> None:
-        flight = self._flights.get(request_id)
-        if flight is not None:
+        entry = self._in_flight.get(request_id)
+        if entry is not None:
             error = GenerationAborted(f"request {request_id!r} was aborted")
-            await self._ask(lambda: self._loop.fail(flight, error))
+            await self._ask(lambda: self._loop.fail(entry, error))
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -172,7 +172,7 @@ class NativeEngine:
             if self._open:
                 self._open = False
                 self._commands.put((self._loop.stop, Future()))
-        if self._thread.is_alive():  # which a second `close` does not find
+        if self._thread.is_alive():  # not at a second `close`
             await asyncio.get_running_loop().run_in_executor(self._aside, self._thread.join, CLOSE_PATIENCE_S)
         self._aside.shutdown()
         if self._thread.is_alive():
@@ -195,26 +195,26 @@ class NativeEngine:
     # -- the watch ----------------------------------------------------------------------------------------------------
 
     def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._watch is None and self._flights:
+        if self._watch is None and self._in_flight:
             self._watch = loop.call_later(WATCH_S, self._look, loop)
 
     def _stop_watching(self) -> None:
-        if self._watch is not None and not self._flights:
+        if self._watch is not None and not self._in_flight:
             self._watch.cancel()
             self._watch = None
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the event loop: a step that never returns cannot report itself."""
+        """Runs in the event loop: a step that hangs cannot report itself."""
         self._watch = None
         dead = not self._thread.is_alive()
         idle_s = self._loop.idle_s()
-        for flight in list(self._flights.values()):
-            if flight.over:
+        for entry in list(self._in_flight.values()):
+            if entry.over:
                 continue
             if dead:
-                flight.put(EngineError("the engine's thread has ended"))
-            elif flight.holds_slot and idle_s > flight.request.timeout_s:
-                flight.put(GenerationTimeout(f"request {flight.request.id!r}: no token for {idle_s:.3g} s"))
+                entry.put(EngineError("the engine's thread has ended"))
+            elif entry.holds_slot and idle_s > entry.request.timeout_s:
+                entry.put(GenerationTimeout(f"request {entry.request.id!r}: no token for {idle_s:.3g} s"))
         self._watch_over(loop)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -224,10 +224,10 @@ class NativeEngine:
         try:
             with torch.inference_mode():
                 while not self._loop.stopped:
-                    self._obey()
+                    self._run_commands()
                     if not self._loop.stopped:
                         self._loop.turn()
-        except BaseException as error:  # whatever it was, nobody may wait for this thread any longer
+        except BaseException as error:  # whatever it was, nobody may wait for this thread
             log.exception("the native engine's thread failed")
             reason = EngineError(f"the engine failed: {error!r}")
         with self._gate:
@@ -236,15 +236,15 @@ class NativeEngine:
             what, answer = self._commands.get()
             if what != self._loop.stop and answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineError("the engine is closed"))
-        self._loop.fail_all(reason, list(self._flights.values()))
+        self._loop.fail_all(reason, list(self._in_flight.values()))
 
-    def _obey(self) -> None:
-        """Waits for a command only where there is nothing to do."""
+    def _run_commands(self) -> None:
+        """Run pending commands. Waits for one only while there is nothing to decode."""
         while not self._loop.stopped and (not self._loop.has_work or not self._commands.empty()):
             what, answer = self._commands.get()
             if not answer.set_running_or_notify_cancel():
                 continue
             try:
                 answer.set_result(what())
-            except Exception as error:  # noqa: BLE001  # it is the asker's
+            except Exception as error:  # noqa: BLE001  # raised where the command was sent
                 answer.set_exception(error)

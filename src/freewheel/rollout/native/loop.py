@@ -1,9 +1,12 @@
-"""Turn after turn of decoding: scheduler, prefills, steps, and what they mean for requests. Lives in the thread.
+"""The decoding loop in the native engine's thread, and the scheduler that gives samples their slots.
 
     turn(): admit ─▶ prefill what is missing (and what comes next, where a prefill has rows left) ─▶ place ─▶ step
             ─▶ responses of the samples that ended ─▶ one message to the event loop
 
-It owns time: `timeout_s` counts from a request's last token, and pauses and weight updates stand outside of it.
+    add(request, n) ─▶ waiting ──admit()──▶ slot ──release(slot)──▶ free again
+                          └──────── drop(request) ────────▶ gone
+
+`timeout_s` counts from a request's last token. Pauses and weight updates do not count. Called by `NativeEngine`.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ T = TypeVar("T")
 
 
 class DecodeLoop:
-    """All methods are called in the engine's thread, except `stats`, `version` and `idle_s`, which only read."""
+    """All methods run in the engine's thread, except `stats`, `version` and `idle_s`, which only read."""
 
     def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
         self._runner = runner
@@ -37,7 +40,7 @@ class DecodeLoop:
         self._prefilled: dict[InFlightRequest, Prefilled] = {}
         self._paused = False
         self._progress_at = clock()
-        self._standing = True  # paused, updating or idle: no token is due
+        self._standing = True  # paused, updating or idle: no token is expected
         self.stopped = False
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -54,7 +57,7 @@ class DecodeLoop:
         return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
 
     def idle_s(self) -> float:
-        """Since when no token was made though one was due."""
+        """How long no token was made although one was expected."""
         return 0.0 if self._standing else self._clock() - self._progress_at
 
     def stats(self) -> EngineStats:
@@ -71,9 +74,9 @@ class DecodeLoop:
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
-    def add(self, flight: InFlightRequest) -> None:
-        if flight.request.samples and not flight.over:
-            self._scheduler.add(flight, len(flight.request.samples))
+    def add(self, entry: InFlightRequest) -> None:
+        if entry.request.samples and not entry.over:
+            self._scheduler.add(entry, len(entry.request.samples))
 
     def pause(self) -> None:
         self._paused = True
@@ -87,7 +90,7 @@ class DecodeLoop:
         self.stopped = True
 
     def update(self, version: int, load: Callable[[], T]) -> T:
-        """Between two tokens. Prompts that were read ahead and have not begun are read again, by the new weights."""
+        """Load weights between two tokens. Prompts that were prefilled and have not entered are prefilled again."""
         began, stood = self._clock(), self._standing
         self._standing = True
         try:
@@ -99,23 +102,23 @@ class DecodeLoop:
             self._standing = stood
         return held
 
-    def forget(self, flight: InFlightRequest) -> None:
-        """Nobody listens to it any more."""
-        flight.holds_slot = False
-        self._prefilled.pop(flight, None)
-        self._runner.free(self._scheduler.drop(flight))
+    def forget(self, entry: InFlightRequest) -> None:
+        """Drop a request whose caller is gone."""
+        entry.holds_slot = False
+        self._prefilled.pop(entry, None)
+        self._runner.free(self._scheduler.drop(entry))
 
-    def fail(self, flight: InFlightRequest, error: EngineError) -> None:
-        self.forget(flight)
-        send([(flight, error)])
+    def fail(self, entry: InFlightRequest, error: EngineError) -> None:
+        self.forget(entry)
+        send([(entry, error)])
 
-    def fail_all(self, error: EngineError, flights: Sequence[InFlightRequest]) -> None:
-        send([(flight, type(error)(*error.args)) for flight in flights])
+    def fail_all(self, error: EngineError, entries: Sequence[InFlightRequest]) -> None:
+        send([(entry, type(error)(*error.args)) for entry in entries])
 
     # -- a turn -------------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """One token for everything that holds a slot. A failure ends what is in flight, and no more than that."""
+        """Make one token for every sample that holds a slot. A failure ends only the requests in flight."""
         began_s = time.perf_counter()
         if not self._scheduler.running:
             self._progress_at = self._clock()
@@ -128,7 +131,7 @@ class DecodeLoop:
             ended = self._runner.step()
             self._generated_tokens += self._scheduler.running
             events = self._late() + self._responses(ended)
-        except Exception as error:  # out of memory, a broken kernel, a bug: the requests must hear of it
+        except Exception as error:  # out of memory, a broken kernel, a bug: the callers must get it
             log.exception("generation failed")
             events = self._collapse(error)
         self._standing = not self._scheduler.running
@@ -138,9 +141,9 @@ class DecodeLoop:
 
     def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
         needed = dict.fromkeys(p.request for p in placements)
-        for flight in needed:
-            flight.holds_slot = True
-        missing = [flight for flight in needed if flight not in self._prefilled]
+        for entry in needed:
+            entry.holds_slot = True
+        missing = [entry for entry in needed if entry not in self._prefilled]
         while missing:
             missing = self._prefill(missing)
         self._runner.place(
@@ -153,41 +156,44 @@ class DecodeLoop:
         )
         for placement in placements:
             if placement.index == len(placement.request.request.samples) - 1:
-                self._prefilled.pop(placement.request, None)  # all have entered
+                self._prefilled.pop(placement.request, None)  # all its samples have entered
 
     def _prefill(self, missing: list[InFlightRequest]) -> list[InFlightRequest]:
-        """One prefill: of the first one's bucket, filled up with requests that will need theirs soon. What is left."""
+        """Run one prefill of the first request's bucket, filled up with waiting requests of that bucket.
+
+        Returns the missing requests that it did not cover.
+        """
         bucket = self._bucket(missing[0])
         room = self._runner.prefill_rows(bucket)
-        chosen = [flight for flight in missing if self._bucket(flight) == bucket][:room]
+        chosen = [entry for entry in missing if self._bucket(entry) == bucket][:room]
         taken = set(chosen)
         if len(chosen) < room:
-            for flight in self._scheduler.upcoming():
-                if self._bucket(flight) == bucket and flight not in taken and flight not in self._prefilled:
-                    chosen.append(flight)
-                    taken.add(flight)
+            for entry in self._scheduler.upcoming():
+                if self._bucket(entry) == bucket and entry not in taken and entry not in self._prefilled:
+                    chosen.append(entry)
+                    taken.add(entry)
                     if len(chosen) == room:
                         break
-        prompts = [flight.request.prompt for flight in chosen]
-        for flight, prefilled in zip(chosen, self._runner.prefill(prompts), strict=True):
-            self._prefilled[flight] = prefilled
+        prompts = [entry.request.prompt for entry in chosen]
+        for entry, prefilled in zip(chosen, self._runner.prefill(prompts), strict=True):
+            self._prefilled[entry] = prefilled
         self._prompt_tokens += sum(map(len, prompts))
-        return [flight for flight in missing if flight not in taken]
+        return [entry for entry in missing if entry not in taken]
 
-    def _bucket(self, flight: InFlightRequest) -> int:
-        return self._runner.bucket(flight.request.prompt)
+    def _bucket(self, entry: InFlightRequest) -> int:
+        return self._runner.bucket(entry.request.prompt)
 
-    # -- what a step means --------------------------------------------------------------------------------------------
+    # -- results of a step --------------------------------------------------------------------------------------------
 
     def _late(self) -> list[tuple[InFlightRequest, Event]]:
-        """Requests whose token took too long; and the clock starts again for the others."""
+        """Fail requests whose token took too long, and restart the clock for the others."""
         now = self._clock()
         idle_s, self._progress_at = now - self._progress_at, now
         events: list[tuple[InFlightRequest, Event]] = []
-        for flight in self._scheduler.started():
-            if idle_s > flight.request.timeout_s:
-                self.forget(flight)
-                events.append((flight, GenerationTimeout(_late_message(flight, idle_s))))
+        for entry in self._scheduler.started():
+            if idle_s > entry.request.timeout_s:
+                self.forget(entry)
+                events.append((entry, GenerationTimeout(_late_message(entry, idle_s))))
         return events
 
     def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
@@ -196,41 +202,41 @@ class DecodeLoop:
         outputs = self._runner.take(slots)
         events: list[tuple[InFlightRequest, Event]] = []
         bad: set[InFlightRequest] = set()
-        for (slot, finish, flight, index), out in zip(held, outputs, strict=True):
+        for (slot, finish, entry, index), out in zip(held, outputs, strict=True):
             self._scheduler.release(slot)
             response = generated_response(out.tokens, out.logprobs, out.versions, finish)
-            events.append((flight, (index, response)))
+            events.append((entry, (index, response)))
             if not out.sound:
-                bad.add(flight)
+                bad.add(entry)
         self._runner.free(slots)
         return self._without(bad, events) if bad else events
 
     def _without(
         self, bad: set[InFlightRequest], events: list[tuple[InFlightRequest, Event]]
     ) -> list[tuple[InFlightRequest, Event]]:
-        """Numbers that are no numbers must not be trained on: such a request fails, and its slots are not trusted."""
+        """NaN and infinity must not be trained on: fail such requests, and empty their slots before reuse."""
         self._runner.distrust()
-        for flight in bad:
-            self.forget(flight)
-        kept = [(flight, event) for flight, event in events if flight not in bad]
-        return kept + [(flight, EngineError(_unsound_message(flight, self.version))) for flight in bad]
+        for entry in bad:
+            self.forget(entry)
+        kept = [(entry, event) for entry, event in events if entry not in bad]
+        return kept + [(entry, EngineError(_unsound_message(entry, self.version))) for entry in bad]
 
     def _collapse(self, error: Exception) -> list[tuple[InFlightRequest, Event]]:
-        flights = self._scheduler.started()
-        for flight in flights:
-            self.forget(flight)
+        entries = self._scheduler.started()
+        for entry in entries:
+            self.forget(entry)
         self._prefilled.clear()
         self._runner.free(range(self._runner.rows))
         self._runner.distrust()
-        return [(flight, EngineError(f"generation failed: {error!r}")) for flight in flights]
+        return [(entry, EngineError(f"generation failed: {error!r}")) for entry in entries]
 
 
-def _late_message(flight: InFlightRequest, idle_s: float) -> str:
-    return f"request {flight.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {flight.request.timeout_s:g}"
+def _late_message(entry: InFlightRequest, idle_s: float) -> str:
+    return f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {entry.request.timeout_s:g}"
 
 
-def _unsound_message(flight: InFlightRequest, version: int) -> str:
-    return f"request {flight.request.id!r}: the model's log-probabilities are not finite (weight version {version})"
+def _unsound_message(entry: InFlightRequest, version: int) -> str:
+    return f"request {entry.request.id!r}: the model's log-probabilities are not finite (weight version {version})"
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -238,7 +244,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Placement(Generic[Key]):
-    """A sample gets a slot."""
+    """A sample that gets a slot."""
 
     request: Key
     index: int
@@ -254,10 +260,13 @@ class _Waiting(Generic[Key]):
 
 
 class Scheduler(Generic[Key]):
-    """Every slot holds one sample at most; every sample gets a slot once, unless its request is dropped before."""
+    """Requests are served in the order of arrival. No sample enters before all samples of earlier requests.
+
+    A slot holds at most one sample, and a sample gets a slot once, unless its request is dropped first. Pure.
+    """
 
     def __init__(self, *, slots: int, refill: int = 1) -> None:
-        """`refill`: how many slots must be free before samples enter beside others that run."""
+        """`refill`: how many slots must be free before samples enter next to running ones."""
         assert slots > 0
         self.slots = slots
         self._refill = refill
@@ -274,7 +283,7 @@ class Scheduler(Generic[Key]):
 
     @property
     def waiting(self) -> int:
-        """Samples that wait for one."""
+        """Samples that wait for a slot."""
         return self._samples_waiting
 
     def add(self, request: Key, samples: int) -> None:
@@ -284,7 +293,7 @@ class Scheduler(Generic[Key]):
         self._samples_waiting += samples
 
     def admit(self) -> list[Placement[Key]]:
-        """Fills the free slots, as far as samples wait; but not for a few of them, as entering costs what it costs."""
+        """Fill free slots, unless only a few are free: a prefill has a fixed cost."""
         placed: list[Placement[Key]] = []
         if self._held and len(self._free) < min(self._refill, self._samples_waiting):
             return placed
@@ -301,18 +310,18 @@ class Scheduler(Generic[Key]):
         return placed
 
     def upcoming(self) -> Iterator[Key]:
-        """Requests with samples that wait, in order."""
+        """Requests with waiting samples, in order."""
         return (entry.request for entry in self._waiting)
 
     def holds(self, slot: int) -> bool:
         return slot in self._held
 
     def slots_of(self, request: Key) -> list[int]:
-        """The slots that a request's samples hold."""
+        """The slots that a request holds."""
         return sorted(self._slots_of.get(request, ()))
 
     def holder(self, slot: int) -> tuple[Key, int]:
-        """(request, index of the sample) of a slot in use."""
+        """(request, index of the sample) in a used slot."""
         return self._held[slot]
 
     def release(self, slot: int) -> None:
@@ -326,7 +335,7 @@ class Scheduler(Generic[Key]):
             del self._slots_of[request]
 
     def drop(self, request: Key) -> list[int]:
-        """Forgets a request; gives the slots that it held. Unknown ones hold none."""
+        """Forget a request; returns the slots it held. Unknown requests hold none."""
         freed = sorted(self._slots_of.pop(request, ()))
         for slot in freed:
             del self._held[slot]
@@ -339,7 +348,7 @@ class Scheduler(Generic[Key]):
         return freed
 
     def started(self) -> list[Key]:
-        """Requests of which at least one sample holds a slot."""
+        """Requests that hold a slot."""
         return [request for request, held in self._slots_of.items() if held]
 
     def known(self) -> list[Key]:

@@ -89,7 +89,7 @@ class VllmEngine:
         self._name = secrets.token_hex(8)
         self._loads = 0
         """That succeeded."""
-        self._flights: dict[str, InFlightRequest] = {}
+        self._in_flight: dict[str, InFlightRequest] = {}
         self._live: dict[str, InFlightRequest] = {}
         """By sample."""
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -129,24 +129,24 @@ class VllmEngine:
             vocabulary=self._vocabulary,
         )
         self._check_open()
-        if request.id in self._flights:
+        if request.id in self._in_flight:
             raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
-        flight = InFlightRequest(request, asyncio.get_running_loop())
-        self._flights[request.id] = flight
+        entry = InFlightRequest(request, asyncio.get_running_loop())
+        self._in_flight[request.id] = entry
         if self._initial is not None and self._priming is None:
             self._priming = self._beside(self._prime())
         self._prompt_tokens += len(request.prompt)
         prompt = request.prompt.tolist()
-        samples = [asyncio.create_task(self._sample(flight, index, prompt)) for index in range(len(request.samples))]
+        samples = [asyncio.create_task(self._sample(entry, index, prompt)) for index in range(len(request.samples))]
         left = len(samples)
         try:
             while left:
-                found = await flight.get()
+                found = await entry.get()
                 left -= 1
                 yield found
         finally:
-            flight.over = True
-            del self._flights[request.id]
+            entry.over = True
+            del self._in_flight[request.id]
             for sample in samples:
                 sample.cancel()
 
@@ -163,9 +163,9 @@ class VllmEngine:
         return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
 
     async def abort(self, request_id: str) -> None:
-        flight = self._flights.get(request_id)
-        if flight is not None:
-            flight.put(GenerationAborted(f"request {request_id!r} was aborted"))
+        entry = self._in_flight.get(request_id)
+        if entry is not None:
+            entry.put(GenerationAborted(f"request {request_id!r} was aborted"))
 
     def stats(self) -> EngineStats:
         live = len(self._live)
@@ -189,24 +189,24 @@ class VllmEngine:
 
     # -- one sample ---------------------------------------------------------------------------------------------------
 
-    async def _sample(self, flight: InFlightRequest, index: int, prompt: list[int]) -> None:
-        """Puts its response, or the error that ended it, into the flight's inbox."""
-        name = f"{flight.request.id}/{index}"
-        self._begin(name, flight)
+    async def _sample(self, entry: InFlightRequest, index: int, prompt: list[int]) -> None:
+        """Puts its response, or the error that ended it, into the request's inbox."""
+        name = f"{entry.request.id}/{index}"
+        self._begin(name, entry)
         try:
             await self._free.wait()
             self._check_open()
             self._llm.versions.begin(name)
-            output = await self._llm.output(name, prompt, flight.request.samples[index], salt=self._salt)
+            output = await self._llm.output(name, prompt, entry.request.samples[index], salt=self._salt)
             response = self._response(name, output)
             self._forget(name, len(response.tokens))  # before `put`: whoever gets the response finds it counted
-            flight.put((index, response))
+            entry.put((index, response))
         except asyncio.CancelledError:
             raise
         except EngineError as error:
-            flight.put(error)
+            entry.put(error)
         except Exception as error:  # noqa: BLE001  # whatever vLLM raises, who waits must hear of it
-            flight.put(self._as_ours(error))
+            entry.put(self._as_ours(error))
         finally:
             if name in self._live:
                 self._forget(name, self._llm.tokens().get(name, 0))
@@ -218,11 +218,11 @@ class VllmEngine:
         # Not the version: a server's cache outlives this engine, and a version may come again with other numbers.
         return f"{self._name}-{self._loads}"
 
-    def _begin(self, name: str, flight: InFlightRequest) -> None:
-        self._live[name] = flight
-        self._watch.begin(name, flight.request.timeout_s, self._counting.elapsed_s)
+    def _begin(self, name: str, entry: InFlightRequest) -> None:
+        self._live[name] = entry
+        self._watch.begin(name, entry.request.timeout_s, self._counting.elapsed_s)
         self._busy.run(not self._held)
-        self._look_later(flight.loop)
+        self._look_later(entry.loop)
 
     def _forget(self, name: str, tokens: int) -> None:
         del self._live[name]
@@ -258,8 +258,8 @@ class VllmEngine:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._looking = None
         for name, idle_s in self._watch.look(self._counting.elapsed_s, self._llm.tokens()).items():
-            flight = self._live[name]
-            flight.put(GenerationTimeout(f"request {flight.request.id!r}: no token for {idle_s:.3g} s"))
+            entry = self._live[name]
+            entry.put(GenerationTimeout(f"request {entry.request.id!r}: no token for {idle_s:.3g} s"))
         self._look_later(loop)
 
     # -- pauses and weights -------------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ class VllmEngine:
     def _end(self, reason: EngineError) -> EngineError:
         """Nobody may wait any longer. What ended it first stays the reason."""
         self._over = self._over or reason
-        for flight in self._flights.values():
-            flight.put(reason)
+        for entry in self._in_flight.values():
+            entry.put(reason)
         self._free.set()
         return reason
