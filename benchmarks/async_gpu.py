@@ -24,7 +24,8 @@ from typing import Any
 from async_scenes import _uniform
 from common import Promise, at_least, at_most, markdown_table
 from freewheel.rollout.engine import SamplingParams
-from freewheel.rollout.rollouter import Rollouter, Sampling
+from freewheel.rollout.generation import Sampling
+from freewheel.rollout.rollouter import Rollouter
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
 PLAIN_TOKENS, TAIL_SHORT_TOKENS, TAIL_LONG_TOKENS = 256, 160, 960

@@ -16,7 +16,8 @@ from typing import Any
 from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.data.tasks.word_problems import TASK
 from freewheel.rollout.engine import SamplingParams, generated_response
-from freewheel.rollout.rollouter import Rollouter, Sampling
+from freewheel.rollout.generation import Sampling
+from freewheel.rollout.rollouter import Rollouter
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
 CORES = sorted(os.sched_getaffinity(0))

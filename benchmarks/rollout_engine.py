@@ -38,9 +38,10 @@ from common import (
 from freewheel.data.group import Prompt
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.staleness import Bounds
+from freewheel.rollout.generation import Sampling
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import RewardStage
-from freewheel.rollout.rollouter import Rollouter, Sampling
+from freewheel.rollout.rollouter import Rollouter
 from shapes import SHAPES, VOCABULARY, write_model
 
 PROMISED = 0.95

@@ -41,7 +41,28 @@ ORDER = (
 ENTRY_POINTS = ("__init__", "__main__", "fully_async_main")
 """Modules of the package itself, which may import everything."""
 
-WAY_OF_A_PROMPT = (("data/prompts.py", "PromptStream", "maps an ordinal to a prompt"),)
+WAY_OF_A_PROMPT = (
+    ("queue/message_queue.py", "MessageQueue.admit", "issues a `Ticket` while the staleness bound leaves room"),
+    ("queue/staleness.py", "StalenessPolicy.admit", "gives the ticket its sequence number and holds a slot for it"),
+    ("rollout/rollouter.py", "Rollouter", "requests tickets and brings each to exactly one end"),
+    ("data/prompts.py", "PromptStream.prompt", "maps the ticket's ordinal to a row, rendered as a `Prompt`"),
+    ("rollout/generation.py", "generate_and_score", "collects the responses and starts scoring each as it ends"),
+    ("rollout/engine.py", "GenerationRequest", "asks an engine for n samples of the prompt"),
+    ("data/group.py", "Response", "holds one response: tokens, log-probabilities and versions; later its reward"),
+    ("rollout/reward_stage.py", "RewardStage", "scores each response, with the judge if there is one"),
+    ("judge/verdict.py", "Scored", "is the result of scoring, a `Verdict`; the others are `Failed` and `Skipped`"),
+    ("data/group.py", "PromptGroup", "joins the prompt and its scored responses"),
+    ("data/group.py", "EncodedGroup", "holds the group's bytes, encoded once"),
+    ("rollout/rollouter.py", "Outbox", "sends finished groups in one message until the queue has stored them"),
+    ("queue/message_queue.py", "MessageQueue.put", "keeps the bytes and returns once the journal has them"),
+    ("queue/journal.py", "Stored", "is the group's row in the journal: the same bytes"),
+    ("queue/client.py", "Taken", "brings a batch of exactly P groups to the trainer, still as bytes"),
+    ("trainer/trainer.py", "FullyAsyncTrainer", "decodes the batch, replaces stale groups and trains on the rest"),
+    ("trainer/advantages.py", "estimate", "turns the rewards of each group into advantages"),
+    ("trainer/batching.py", "MicroBatch", "holds responses of several groups as tensors"),
+    ("trainer/losses.py", "LossInputs", "gives the loss the tokens of a micro-batch"),
+    ("trainer/torch_backend.py", "TorchBackend.step", "computes the gradient and updates the weights"),
+)
 """File, type or function, and what happens there: from the data to a weight update."""
 
 _NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

@@ -24,8 +24,8 @@ from freewheel.data import DataProto
 from freewheel.data.group import NO_VERSION, Response
 from freewheel.data.tasks.word_problems import WordProblems, model_path
 from freewheel.rollout.engine import GenerationRequest, PromptRefused, SamplingParams, generate_all
+from freewheel.rollout.generation import sample_seed
 from freewheel.rollout.rollouter import Rollouter
-from freewheel.rollout.seeds import sample_seed
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
 log = logging.getLogger("freewheel.examples")  # below `freewheel`, so that it is in the run's log

@@ -35,7 +35,7 @@ from freewheel.utils.files import private_folder, write_atomically
 from freewheel.utils.registry import IN_MEMORY, kept_in_memory
 
 if TYPE_CHECKING:
-    from freewheel.rollout.evaluating import EvalResult
+    from freewheel.rollout.evaluation import EvalResult
     from freewheel.runtime.account import RunResult
     from freewheel.runtime.config import TrainConfig
     from freewheel.runtime.main import FullyAsyncMain

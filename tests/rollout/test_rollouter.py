@@ -25,9 +25,10 @@ from freewheel.rollout.engine import (
     PromptRefused,
     generate_all,
 )
+from freewheel.rollout.generation import Sampling
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, RewardStage
-from freewheel.rollout.rollouter import Rollouter, Sampling
+from freewheel.rollout.rollouter import Rollouter
 from freewheel.sync.weights import pack
 
 from .fake_engine import Behave, FakeEngine
@@ -474,7 +475,7 @@ class Reluctant(MessageQueue):
 async def test_a_group_is_put_until_the_queue_has_it_and_engines_do_not_wait_for_that(
     scene: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freewheel.rollout.outbox.PUT_AGAIN_S", 0.01)
+    monkeypatch.setattr("freewheel.rollout.rollouter.PUT_RETRY_S", 0.01)
     queue = Reluctant(refusals=10**9, bounds=bounds_of(threshold=3))
     one = await scene(queue=queue, capacity=1)
     await one.until(lambda: one.rollouter.total_generated_samples == 16 * N)  # all that admission lets alive
@@ -489,7 +490,7 @@ async def test_a_group_is_put_until_the_queue_has_it_and_engines_do_not_wait_for
 async def test_a_rollouter_knows_its_tickets_until_the_queue_has_answered_for_them(
     scene: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("freewheel.rollout.outbox.PUT_AGAIN_S", 0.01)
+    monkeypatch.setattr("freewheel.rollout.rollouter.PUT_RETRY_S", 0.01)
     scored = asyncio.Event()
 
     async def slow(response: str, row: Any) -> float:
@@ -727,7 +728,7 @@ async def test_a_hook_in_which_something_was_cancelled_costs_an_attempt_and_no_t
 async def test_a_hook_that_hangs_is_given_up_after_its_time(
     scene: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("freewheel.rollout.hook.HOOK_TIMEOUTS", 2)
+    monkeypatch.setattr("freewheel.rollout.generation.HOOK_TIMEOUTS", 2)
 
     class Hangs(Rollouter):
         async def _custom_generation_logic(self, batch: DataProto) -> DataProto:

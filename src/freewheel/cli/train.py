@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from freewheel.rollout.evaluating import Estimate, EvalResult
+    from freewheel.rollout.evaluation import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
 
 MERGES = ("hydra",)

@@ -46,7 +46,7 @@ from freewheel.plan.scene import (
 )
 from freewheel.plan.simulation import simulate
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.outbox import PUT_LINGER_S
+from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import HELD_BACK, held_back, settled
 
 REPLAYS = 4

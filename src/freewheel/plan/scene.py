@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from freewheel.queue.staleness import Bounds
-from freewheel.rollout.outbox import PUT_LINGER_S
+from freewheel.rollout.rollouter import PUT_LINGER_S
 from freewheel.runtime.bottleneck import Scoring, Setting, Tried, Verdict, in_turns, streaming, verdict
 
 BLOCK = 4096

@@ -57,7 +57,7 @@ from freewheel.plan.scene import (
 )
 from freewheel.queue.message_queue import TicketRequest
 from freewheel.queue.staleness import StalenessPolicy
-from freewheel.rollout.lookahead import Lookahead
+from freewheel.rollout.rollouter import Lookahead
 
 Event = tuple[float, int, Callable[[Any], None], Any]
 
@@ -199,7 +199,7 @@ class Simulation:
         if not replica.engine.running:
             self._busy(-1)
         self._expect(replica)
-        replica.lookahead.made(len(ended))
+        replica.lookahead.release(len(ended))
         if self._judge is None:
             now, latencies = self.now, self._latencies
             for group in ended:

@@ -5,9 +5,12 @@
       ▼                                                                 ▼
     capacity: responses in generation       a response in scoring holds no generation capacity
 
-New weights arrive in mid-flight (`load_weights`); each token carries the version that made it. A failed attempt is
-reported with its kind, and the queue decides whether the prompt is tried again. A ticket is held (`tickets`) until the
-queue has answered for its end, so that a queue's successor can be told of it. Runs on one event loop.
+New weights arrive in the middle of generation (`load_weights`); each token carries the version that made it. A failed
+attempt is reported with its kind, and the queue decides whether the prompt is attempted again. The rollouter holds a
+ticket (`tickets`) until the queue has confirmed its end, so that a successor of the queue can learn of it. Runs on one
+event loop.
+
+The planner simulates a rollouter with the same `Lookahead` and `PUT_LINGER_S`.
 """
 
 from __future__ import annotations
@@ -15,71 +18,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Protocol
 
-from freewheel.data.group import Array, EncodedGroup, Prompt, PromptGroup, Response, Ticket
-from freewheel.observe import trace
+from freewheel.data.group import Array, EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
+from freewheel.observe import samples, trace
 from freewheel.observe.spans import Spans
-from freewheel.queue.client import Admission, QueueClient
+from freewheel.queue.client import QueueClient
 from freewheel.queue.ledger import Failure, data_failure, infra_failure
-from freewheel.rollout.engine import (
-    Engine,
-    EngineDied,
-    EngineError,
-    GenerationRequest,
-    GenerationTimeout,
-    PromptRefused,
-    SamplingParams,
-)
-from freewheel.rollout.hook import generate_by_hook
-from freewheel.rollout.lookahead import Lookahead
-from freewheel.rollout.outbox import Outbox, wait
-from freewheel.rollout.recording import note_generated, offer_sample
+from freewheel.rollout.engine import Engine, EngineDied, EngineError, GenerationTimeout, PromptRefused
+from freewheel.rollout.generation import Sampling, generate_and_score, generate_by_hook
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
-from freewheel.rollout.seeds import sample_seed
 from freewheel.sync.weights import AnyWeights
 from freewheel.trainer.advantages import has_no_variance
+from freewheel.utils.waiting import unless_stopped, wait_for_event
 
 log = logging.getLogger("freewheel.rollout")
 
 ADMIT_WAIT_S = 5.0
-"""A wait for room is asked for anew this often, so that a queue that went away is noticed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How a group is sampled."""
-
-    n: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    """The run's."""
-
-    def params(self, ordinal: int) -> tuple[SamplingParams, ...]:
-        return tuple(
-            SamplingParams(
-                max_new_tokens=self.max_new_tokens,
-                seed=sample_seed(self.seed, ordinal, index),
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                stop_token_ids=self.stop_token_ids,
-            )
-            for index in range(self.n)
-        )
+"""A request for room is repeated this often, so that the loss of the queue is noticed."""
+LOOKAHEAD = 2.0
+"""Groups to admit, in units of what the engine runs at a time. The engine must not run dry between two admissions."""
+PUT_LINGER_S = 0.05
+"""Groups that finish within this time share a message: a message costs more than a group."""
+PUT_WAIT_S = 5.0
+"""A put is repeated this often, with the groups finished since, so that the loss of the queue is noticed."""
+PUT_RETRY_S = 0.5
+"""Pause before a put is repeated that the queue could not store."""
 
 
 class Rollouter:
     """Keeps its engine busy while there is room, and brings every ticket to exactly one end.
 
-    Subclass it and override `_custom_generation_logic` to generate in a way of your own (tools, several turns).
+    Subclass it and override `_custom_generation_logic` to generate in another way (tools, several turns).
     """
 
     def __init__(
@@ -118,37 +91,37 @@ class Rollouter:
         self._wall_clock = wall_clock
         self._lookahead = Lookahead(capacity=capacity, n=sampling.n)
         self._generating = 0
-        self._making: dict[asyncio.Task[None], Ticket] = {}
+        self._tasks: dict[asyncio.Task[None], Ticket] = {}
         self._room = asyncio.Event()
-        self._quiet = asyncio.Event()  # nothing is being made
-        self._quiet.set()
-        self._outbox = Outbox(put=queue.put, quiet=self._quiet)
+        self._idle = asyncio.Event()  # no group is in generation or scoring
+        self._idle.set()
+        self._outbox = Outbox(put=queue.put, idle=self._idle)
         self._over = asyncio.Event()
-        self._winding_up = False
+        self._is_closing = False
         self._fatal: BaseException | None = None
-        self._doing = ""
+        self._activity = ""
         self._span = ExitStack()
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until the queue says that no ticket will come any more. Raises what ends a run, and `EngineDied`."""
+        """Run until the queue issues no more tickets. Raises errors that end a run, and `EngineDied`."""
         posting = asyncio.create_task(self._outbox.run())
-        posting.add_done_callback(self._look_at)
-        self._note()
+        posting.add_done_callback(self._check_task)
+        self._update_activity()
         try:
             while not self._over.is_set() and await self._admit():
                 pass
         finally:
-            await self._wind_up(posting)
+            await self._end_tasks(posting)
         if self._fatal is not None:
             raise self._fatal
 
-    async def _wind_up(self, posting: asyncio.Task[None]) -> None:
-        self._winding_up = True
-        for task in self._making:
+    async def _end_tasks(self, posting: asyncio.Task[None]) -> None:
+        self._is_closing = True
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._making, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         posting.cancel()
         await asyncio.gather(posting, return_exceptions=True)
 
@@ -162,129 +135,119 @@ class Rollouter:
         finally:
             await self.rewards.close()
 
-    def _look_at(self, task: asyncio.Task[None]) -> None:
-        """What a task of ours raises (the queue is gone, say) ends `run`: nobody else would hear of it."""
+    def _check_task(self, task: asyncio.Task[None]) -> None:
+        """End `run` with the exception of a background task (such as a lost queue): nobody else would see it."""
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
+            self._end_with(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def _end_with(self, error: BaseException) -> None:
         self._fatal = self._fatal or error
         self._over.set()
         self._room.set()
 
     async def _admit(self) -> bool:
-        """One look for tickets. False: none will come any more."""
+        """Request tickets once. Returns False if no more will be issued."""
         if not self._lookahead.want:
             self._room.clear()
-            await wait(self._room, ADMIT_WAIT_S)  # set when responses leave the engine
+            await wait_for_event(self._room, ADMIT_WAIT_S)  # set when responses leave the engine
             return True
-        admission = await self._asked()
+        holding = [ticket.sequence for ticket in self.tickets()]
+        want, load = self._lookahead.want, self._lookahead.load
+        request = self._queue.admit(self.name, want=want, load=load, wait_s=ADMIT_WAIT_S, holding=holding)
+        admission = await unless_stopped(request, self._over)
         if admission is None:
             return False
         self._generating += len(admission.tickets)
         self._lookahead.admit(len(admission.tickets))
         for ticket in admission.tickets:
-            task = asyncio.create_task(self._make(ticket))
-            self._making[task] = ticket
-            self._quiet.clear()
-            task.add_done_callback(self._made)
-        self._note()
+            task = asyncio.create_task(self._process(ticket))
+            self._tasks[task] = ticket
+            self._idle.clear()
+            task.add_done_callback(self._finish_task)
+        self._update_activity()
         if admission.tickets and self._interval_s:
             self._room.clear()
-            if not self._lookahead.has_room:  # else there is no time to lose
-                await wait(self._room, self._interval_s)
+            if not self._lookahead.has_room:  # otherwise the engine has free slots, so don't pause
+                await wait_for_event(self._room, self._interval_s)
         return not admission.closed
 
-    async def _asked(self) -> Admission | None:
-        """The queue's answer; None where `run` is over before it comes."""
-        holding = [ticket.sequence for ticket in self.tickets()]
-        want, load = self._lookahead.want, self._lookahead.load
-        asking = asyncio.ensure_future(
-            self._queue.admit(self.name, want=want, load=load, wait_s=ADMIT_WAIT_S, holding=holding)
-        )
-        ending = asyncio.ensure_future(self._over.wait())
-        try:
-            await asyncio.wait([asking, ending], return_when=asyncio.FIRST_COMPLETED)
-            return asking.result() if asking.done() else None
-        finally:
-            asking.cancel()
-            ending.cancel()
+    def _finish_task(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not self._tasks:
+            self._idle.set()
+        self._check_task(task)
+        self._update_activity()
 
-    def _made(self, task: asyncio.Task[None]) -> None:
-        del self._making[task]
-        if not self._making:
-            self._quiet.set()
-        self._look_at(task)
-        self._note()
-
-    def _note(self) -> None:
-        """What this rollouter does now, for the accounts of who waits for whom."""
-        now = "generate" if self._generating else "wait_reward" if self._making else "wait_room"
-        if now != self._doing:
-            self._doing = now
+    def _update_activity(self) -> None:
+        """Record what this rollouter does or waits for now, for the report of the bottleneck."""
+        activity = "generate" if self._generating else "wait_reward" if self._tasks else "wait_room"
+        if activity != self._activity:
+            self._activity = activity
             self._span.close()
-            self._span.enter_context(self.spans(now))
+            self._span.enter_context(self.spans(activity))
 
     # -- one group ----------------------------------------------------------------------------------------------------
 
-    async def _make(self, ticket: Ticket) -> None:
-        """From a ticket to its one end: put, abandoned or failed."""
+    async def _process(self, ticket: Ticket) -> None:
+        """Bring a ticket to its one end: put, abandoned or failed."""
         try:
-            group = await self._group(ticket)
-            encoded = EncodedGroup.of(group)  # a row that cannot travel is its prompt's failure
-        except EngineDied as error:  # with all that it made: the queue hears it from who starts another
-            self._fail(error)
+            group = await self._make_group(ticket)
+            encoded = EncodedGroup.of(group)  # a row that cannot be encoded is the prompt's failure
+        except EngineDied as error:  # the supervisor reports the lost groups when it replaces this rollouter
+            self._end_with(error)
         except PromptRefused as error:
-            await self._failed(ticket, data_failure("prompt", error))
+            await self._report(ticket, data_failure("prompt", error))
         except GenerationTimeout as error:
-            await self._failed(ticket, infra_failure("timeout", error))
+            await self._report(ticket, infra_failure("timeout", error))
         except EngineError as error:
-            await self._failed(ticket, infra_failure("engine", error))
+            await self._report(ticket, infra_failure("engine", error))
         except ScoringFailed as error:
-            await self._failed(ticket, (infra_failure if error.is_infra else data_failure)("reward", error))
+            await self._report(ticket, (infra_failure if error.is_infra else data_failure)("reward", error))
         except asyncio.CancelledError:
-            if self._winding_up:
+            if self._is_closing:
                 raise
-            await self._failed(ticket, infra_failure("lost", "something that it awaited was cancelled"))
-        except Exception as error:  # a user's task, hook or reward stage may raise anything; the run goes on
-            log.exception("Prompt %d failed", ticket.ordinal, extra=self._about(ticket))
+            await self._report(ticket, infra_failure("lost", "something that it awaited was cancelled"))
+        except Exception as error:  # a user's task, hook or reward may raise anything; the run continues
+            log.exception("Prompt %d failed", ticket.ordinal, extra=self._log_fields(ticket))
             if isinstance(error, FatalRewardFailure):
-                self._fail(error)
-            await self._failed(ticket, data_failure("hook", f"{type(error).__name__}: {error}"))
+                self._end_with(error)
+            await self._report(ticket, data_failure("hook", f"{type(error).__name__}: {error}"))
         else:
-            offer_sample(group, replica=self.name, decode=self._decode)
+            samples.offer(lambda: sample_of(group, replica=self.name, decode=self._decode, wall_s=time.time()))
             if self._drop_zero_variance and has_no_variance(group):
                 self.dropped_zero_variance += len(group)
                 await self._queue.abandon(ticket, "zero_variance")
             else:
                 self._outbox.add(encoded)
 
-    async def _failed(self, ticket: Ticket, failure: Failure) -> None:
+    async def _report(self, ticket: Ticket, failure: Failure) -> None:
         self.generation_errors += 1
-        told = (ticket.ordinal, ticket.attempt, failure.reason, failure.detail)
-        log.warning("Prompt %d, attempt %d failed (%s): %s", *told, extra=self._about(ticket))
+        about = (ticket.ordinal, ticket.attempt, failure.reason, failure.detail)
+        log.warning("Prompt %d, attempt %d failed (%s): %s", *about, extra=self._log_fields(ticket))
         await self._queue.fail(ticket, failure)
 
-    def _about(self, ticket: Ticket) -> dict[str, int]:
-        """For the log."""
+    def _log_fields(self, ticket: Ticket) -> dict[str, int]:
         return {"ordinal": ticket.ordinal, "version": self.engine.version}
 
-    async def _group(self, ticket: Ticket) -> PromptGroup:
-        created_s, began_s = self._wall_clock(), trace.now()
-        scoring: GroupScoring | None = None
+    async def _make_group(self, ticket: Ticket) -> PromptGroup:
+        created_s, start_s = self._wall_clock(), trace.now()
+        n, scoring = self.sampling.n, None
         try:
             prompt = self._render(ticket)
-            scoring = self.rewards.group(ticket, prompt, self.sampling.n)
-            responses = await self._responses(ticket, prompt, scoring, began_s)
+            scoring = self.rewards.group(ticket, prompt, n)
+            responses = await generate_and_score(
+                self._generate(ticket, prompt), n, partial(self._score, scoring, start_s)
+            )
         except BaseException:
             if scoring is not None:
-                scoring.cancel()  # no judge is paid for what nobody will use
+                scoring.cancel()  # no judge is paid for responses that nobody will use
             raise
         finally:
             self._generating -= 1
-            self._note()
-            self._leave(scoring.missing if scoring is not None else self.sampling.n)
-        note_generated(ticket, responses, began_s)
+            self._update_activity()
+            self._release(scoring.missing if scoring is not None else n)
+        tokens = sum(len(response.tokens) for response in responses)
+        trace.phase("generate", ticket.ordinal, start_s, attempt=ticket.attempt, responses=n, tokens=tokens)
         return PromptGroup.of(ticket, prompt, await scoring.result(), created_s)
 
     def _render(self, ticket: Ticket) -> Prompt:
@@ -293,70 +256,56 @@ class Rollouter:
         except Exception as error:
             raise PromptRefused(f"the task could not render it: {type(error).__name__}: {error}") from error
 
-    async def _responses(self, ticket: Ticket, prompt: Prompt, scoring: GroupScoring, began_s: float) -> list[Response]:
-        if type(self)._custom_generation_logic is not Rollouter._custom_generation_logic:
-            responses = await generate_by_hook(
-                self._custom_generation_logic,
-                ticket,
-                prompt,
-                n=self.sampling.n,
-                version=self.engine.version,
-                generation_timeout_s=self.generation_timeout_s,
-                pad_token_id=self._pad_token_id,
-                stop_token_ids=self.sampling.stop_token_ids,
-            )
-            for index, response in enumerate(responses):
-                self._score(scoring, index, response, began_s)
-            return responses
-        found: dict[int, Response] = {}
-        async with aclosing(self._generate(ticket, prompt)) as generated:
-            async for index, response in generated:
-                found[index] = response
-                self._score(scoring, index, response, began_s)
-        return [found[index] for index in range(self.sampling.n)]
-
-    async def _generate(self, ticket: Ticket, prompt: Prompt) -> AsyncGenerator[tuple[int, Response], None]:
-        request = GenerationRequest(
-            id=f"{ticket.sequence}",
-            prompt=prompt.tokens,
-            samples=self.sampling.params(ticket.ordinal),
-            timeout_s=self.generation_timeout_s,
+    def _generate(self, ticket: Ticket, prompt: Prompt) -> AsyncIterator[tuple[int, Response]]:
+        timeout_s = self.generation_timeout_s
+        if type(self)._custom_generation_logic is Rollouter._custom_generation_logic:
+            request = self.sampling.request(f"{ticket.sequence}", ticket.ordinal, prompt, timeout_s=timeout_s)
+            return self.engine.generate(request)
+        return generate_by_hook(
+            self._custom_generation_logic,
+            ticket,
+            prompt,
+            sampling=self.sampling,
+            version=self.engine.version,
+            generation_timeout_s=timeout_s,
+            pad_token_id=self._pad_token_id,
         )
-        async for index, response in self.engine.generate(request):
-            yield index, response
 
-    def _score(self, scoring: GroupScoring, index: int, response: Response, began_s: float) -> None:
+    def _score(self, scoring: GroupScoring, start_s: float, index: int, response: Response) -> None:
         self.total_generated_samples += 1
-        trace.phase("response", scoring.ordinal, began_s, index=index, tokens=len(response.tokens))
+        trace.phase("response", scoring.ordinal, start_s, index=index, tokens=len(response.tokens))
         scoring.add(index, self._decode(response.tokens), response)
-        self._leave(1)
+        self._release(1)
 
-    def _leave(self, responses: int) -> None:
-        self._lookahead.made(responses)
+    def _release(self, responses: int) -> None:
+        """These responses have left the engine, or will never enter it."""
+        self._lookahead.release(responses)
         if self._lookahead.has_room:
             self._room.set()
 
     def _custom_generation_logic(self, batch: Any) -> Any:
-        """Hook. `batch`: a DataProto with the prompt, repeated n times. Gives (or awaits to) a DataProto of n rows with
-        `responses`, `response_mask` and `rollout_log_probs`; `self.engine` generates. One that is not `async` is called
-        in threads, for several groups at a time. Not called unless overridden."""
+        """Hook, called only if it is overridden. `batch`: a DataProto with the prompt, repeated n times.
+
+        Returns (or awaits to) a DataProto of n rows with `responses`, `response_mask` and `rollout_log_probs`.
+        `self.engine` generates. A hook that is not `async` runs in threads, for several groups at a time.
+        """
         raise NotImplementedError
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def load_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        """Takes over a version in mid-flight; gives the content sum of what the engine then holds, where `verify`."""
+        """Switch the engine to `version` while it generates. Returns the checksum of the loaded weights if `verify`."""
         self.param_sync_requests += 1
-        if version < self.engine.version:  # an attempt that was given up, and arrives after its successors
+        if version < self.engine.version:  # a sync that was given up arrives after a later one
             raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
         with self.spans("load_weights", version=version):
             return await self.engine.update_weights(version, weights, verify=verify)
 
-    # -- what it knows ------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def tickets(self) -> list[Ticket]:
-        """All that it works on: in generation, in scoring, or not yet stored by the queue."""
-        held = [*self._making.values(), *self._outbox.tickets]
+        """Return the tickets of all groups in generation, in scoring, or not stored by the queue yet."""
+        held = [*self._tasks.values(), *self._outbox.tickets]
         return list({ticket.sequence: ticket for ticket in held}.values())
 
     def stats(self) -> dict[str, Any]:
@@ -367,7 +316,7 @@ class Rollouter:
             "param_sync_requests": self.param_sync_requests,
             "dropped_zero_variance": self.dropped_zero_variance,
             "generating_groups": self._generating,
-            "scoring_groups": len(self._making) - self._generating,
+            "scoring_groups": len(self._tasks) - self._generating,
             "unstored_groups": len(self._outbox),
             "version": engine.version,
             "running": engine.running,
@@ -379,3 +328,122 @@ class Rollouter:
             "rewards": self.rewards.stats(),
             "spans": self.spans.snapshot(),
         }
+
+
+class Lookahead:
+    """How many groups a rollouter requests.
+
+    It counts responses and not groups: a group with one long response leaves the slots of the others free.
+    """
+
+    __slots__ = ("_most", "_n", "capacity", "unfinished")
+
+    def __init__(self, *, capacity: int, n: int) -> None:
+        self.capacity = capacity
+        """Groups whose responses the engine generates at a time."""
+        self.unfinished = 0
+        """Responses that were admitted and have not ended."""
+        self._most = int(capacity * LOOKAHEAD)
+        self._n = n
+
+    def admit(self, groups: int) -> None:
+        self.unfinished += groups * self._n
+
+    def release(self, responses: int = 1) -> None:
+        """These responses have left the engine, or will never enter it."""
+        self.unfinished -= responses
+
+    @property
+    def load(self) -> int:
+        """Unfinished responses, in groups."""
+        return -(-self.unfinished // self._n)
+
+    @property
+    def want(self) -> int:
+        """Groups to request; 0: none now."""
+        return max(0, self._most - self.load)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the engine has free slots, or would have none waiting for the next slots."""
+        return self.load < self.capacity
+
+
+class _Put(Protocol):
+    def __call__(self, groups: EncodedGroups, *, wait_s: float) -> Awaitable[bool]: ...
+
+
+class Outbox:
+    """Finished groups on their way into the queue, kept until they are stored there.
+
+        add ─▶ waiting ─▶ put all waiting groups in one message ─▶ True: stored, forgotten here
+                  ▲                                                False: not yet (a full disk, a restarted queue)
+                  └───────────── put again ◀───────────────────────┘
+
+    Admission bounds how many groups can wait here.
+    """
+
+    def __init__(self, *, put: _Put, idle: asyncio.Event) -> None:
+        """`idle`: set while no other group is about to be added."""
+        self._put = put
+        self._idle = idle
+        self._groups: dict[int, EncodedGroup] = {}  # by sequence
+        self._added_s: dict[int, float] = {}  # by sequence
+        self._has_groups = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [group.ticket for group in self._groups.values()]
+
+    def add(self, group: EncodedGroup) -> None:
+        self._groups[group.ticket.sequence] = group
+        self._added_s[group.ticket.sequence] = trace.now()
+        self._has_groups.set()
+
+    async def run(self) -> None:
+        """Run until cancelled. Raises what `put` raises."""
+        while True:
+            await self._has_groups.wait()
+            await wait_for_event(self._idle, PUT_LINGER_S)
+            self._has_groups.clear()
+            groups = EncodedGroups(self._groups.values())
+            if await self._put(groups, wait_s=PUT_WAIT_S):
+                for ticket, _, _ in groups:
+                    del self._groups[ticket.sequence]
+                    trace.phase("store", ticket.ordinal, self._added_s.pop(ticket.sequence))
+            else:
+                self._has_groups.set()
+                await asyncio.sleep(PUT_RETRY_S)
+
+
+def sample_of(group: PromptGroup, *, replica: str, decode: Callable[[Array], str], wall_s: float) -> dict[str, Any]:
+    """Return a group as text for `freewheel.observe.samples`. docs/traces.md describes the format."""
+    responses = []
+    for response in map(group.response, range(len(group))):
+        verdict = response.verdict
+        assert verdict is not None
+        responses.append(
+            {
+                "segments": samples.segments(decode, response.tokens, response.versions.tolist()),
+                "tokens": len(response.tokens),
+                "finish": response.finish,
+                "value": response.reward,
+                "raw": response.raw_reward,
+                "status": verdict.status,
+                "reason": verdict.summary,
+                "parts": dict(verdict.parts),
+            }
+        )
+    return {
+        "time": round(wall_s, 3),
+        "ordinal": group.ticket.ordinal,
+        "sequence": group.ticket.sequence,
+        "attempt": group.ticket.attempt,
+        "replica": replica,
+        "prompt": decode(group.prompt),
+        "row": dict(group.row),
+        "responses": responses,
+    }

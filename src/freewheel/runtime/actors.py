@@ -33,7 +33,7 @@ from freewheel.sync.weights import WeightsGone
 from freewheel.utils.registry import receive_in_memory
 
 if TYPE_CHECKING:
-    from freewheel.rollout.evaluating import EvalResult
+    from freewheel.rollout.evaluation import EvalResult
 
 log = logging.getLogger("freewheel.runtime")
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
     from freewheel.data.tasks import Task
     from freewheel.queue.client import QueueClient
-    from freewheel.rollout.evaluating import EvalResult, HeldOutScore
+    from freewheel.rollout.evaluation import EvalResult, HeldOutScore
     from freewheel.rollout.reward_functions import RewardFunction
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import Rollouter
@@ -191,7 +191,7 @@ class RolloutSide:
         self.reward = load_reward(config.reward.function, self.task)
 
     def rollouter(self, queue: QueueClient) -> Rollouter:
-        from freewheel.rollout.rollouter import Sampling
+        from freewheel.rollout.generation import Sampling
 
         config = self.config
         kind: type[Rollouter] = find_class("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES)
@@ -235,7 +235,7 @@ class RolloutSide:
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
         """Evaluate every `shares`-th held-out prompt with the engine's current weights. None: this share is empty."""
-        from freewheel.rollout.evaluating import evaluate
+        from freewheel.rollout.evaluation import evaluate
 
         places = range(share, len(self.held_out), shares)
         if not places:
@@ -258,7 +258,7 @@ class RolloutSide:
 
 def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig) -> HeldOutScore:
     """Return the scorer for evaluation: the reward function without judge and retries."""
-    from freewheel.rollout.evaluating import HeldOutScore
+    from freewheel.rollout.evaluation import HeldOutScore
 
     reward = config.reward
     return HeldOutScore(
@@ -272,7 +272,7 @@ def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig
 
 def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float] | None:
     """Merge the replicas' results into metrics, with the parts of the reward by name. None: there were no prompts."""
-    from freewheel.rollout.evaluating import EvalResult
+    from freewheel.rollout.evaluation import EvalResult
 
     found = [result for result in results if result is not None]
     if not found:

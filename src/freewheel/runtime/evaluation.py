@@ -17,7 +17,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
-from freewheel.rollout.evaluating import EvalResult, evaluate
+from freewheel.rollout.evaluation import EvalResult, evaluate
 from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import MOST_SLOTS, Machine

@@ -16,7 +16,7 @@ import pytest
 from freewheel.data.group import Prompt, Response
 from freewheel.judge.verdict import Scored
 from freewheel.rollout.engine import EngineError, GenerationRequest, PromptRefused, generated_response
-from freewheel.rollout.evaluating import EvalResult, HeldOutScore, evaluate
+from freewheel.rollout.evaluation import EvalResult, HeldOutScore, evaluate
 from freewheel.rollout.reward_functions import load_reward
 
 
