@@ -58,7 +58,7 @@ ALLOWED = {
         "_receive",
         ".recv()",
     ): "the parent's end of that pipe; the child runs the user's code",
-    ("integrations/verl/shared_table.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
+    ("integrations/verl/group_scorer.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
     ("runtime/engines.py", "_check_in_child", "pickle.loads"): "what a child of ours says on its own standard output",
     ("runtime/engines.py", "_check", "pickle.load"): "in that child: what its parent gave it",

@@ -5,8 +5,8 @@
                                                                │ texts ─▶ rules (a thread) ─▶ gate
                                                                └ Judge (an engine of its own) ─▶ verdicts ─▶ combine
 
-A failed verdict is `None`, which TRL knows: a row for which every function says `None` has no part in its group's mean
-and gets no advantage. Nothing here imports TRL.
+A failed verdict is `None`, as TRL expects it: a row for which every function returns `None` is left out of its group's
+mean and gets no advantage. This module does not import TRL.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ log = logging.getLogger("freewheel.rewards")
 NO_RULE = Scored(0.0)
 NO_TRUTH = "the row has no ground truth"
 KEYLESS = "EMPTY"
-"""The usual key for servers that need none. It is no secret, so it may travel where a key may not."""
+"""The usual key for servers that need none. It is not a secret, so it may be pickled, unlike a key."""
 
 NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
-"""What TRL passes beside the dataset's columns."""
+"""Arguments that TRL passes next to the dataset's columns."""
 ONLY_WITH_RULE = ("penalty_scale", "max_penalty", "peak_ratio", "outer_ratio", "judge_gate")
-"""Keys of the config that say nothing about the judge's quality alone."""
+"""Settings that have no effect without a rule."""
 MISCONFIGURED = {Reason.AUTH.value: "api_key", Reason.NOT_FOUND.value: "model_name"}
-"""Failures that no retry cures, and the key to look at. If a judge begins with them, the run would train on nothing."""
+"""Failures that no retry can fix, and the setting to check. If a judge starts with them, the run has no rewards."""
 
 
 class JudgeReward:
-    """A reward function for TRL: picklable, asynchronous, and it never takes a failed judgement for a number.
+    """A reward function for TRL: picklable, asynchronous, and a failed judgement is never a number.
 
-    Without `rule` it is the judge's quality alone, to stand beside other functions. With `rule` it is the whole reward:
-    rule + quality − length penalty, as `LengthPenaltyConfig` says.
+    Without `rule` it is the judge's quality alone, for use next to other functions. With `rule` it is the whole reward:
+    rule + quality − length penalty, as configured by `LengthPenaltyConfig`.
 
-    Safe from any number of threads and event loops; the engine starts with the first call in each process, and is
-    shared by all of that process's calls. What the judge cannot do becomes `None` and an error in the log; what the
-    configuration cannot do is a `ConfigError`, here or at the first call.
+    Safe for any number of threads and event loops. The engine starts with the first call in each process, and all calls
+    of that process share it. A judge that fails gives `None` and an error in the log. A configuration that cannot work
+    raises a `ConfigError`, here or at the first call.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class JudgeReward:
         on_failure: OnFailure | str | Mapping[str, float] | None = None,
         name: str | None = None,
     ) -> None:
-        """`rule`: a data source whose rule freewheel knows (`openai/gsm8k`), or a function as verl's `compute_score`.
-        `ground_truth`: the dataset's column with the right answer; the rule needs it, and the judge sees it.
-        `data_source`: the column that a `rule` which is a function gets its `data_source` from, where there is one.
-        `group`: a column whose values tell the groups apart. None: equal prompts are a group.
-        `on_failure`: a number for failed rows after all (`group_mean`, `rule_only`, `fallback: -1`), or `raise`.
-        `name`: what TRL's metrics call it. None: `judge`, with a rule `freewheel`.
+        """`rule`: a data source with a registered rule (`openai/gsm8k`), or a function like verl's `compute_score`.
+        `ground_truth`: the dataset's column with the right answer. The rule needs it, and the judge sees it.
+        `data_source`: the column that is passed as `data_source` to a `rule` which is a function, if it exists.
+        `group`: a column whose values identify the groups. None: rows with equal prompts are a group.
+        `on_failure`: a number for failed rows (`group_mean`, `rule_only`, `fallback: -1`), or `raise`.
+        `name`: the name in TRL's metrics. None: `judge`, or `freewheel` if there is a rule.
         """
         self.config = as_config(config)
         self.rule = rule
@@ -104,12 +104,12 @@ class JudgeReward:
             raise ConfigError(
                 "on_failure",
                 self.config.failure_policy.kind,
-                "TRL leaves a failed row out by itself; to give it a number after all, pass on_failure to JudgeReward",
+                "TRL leaves a failed row out; to give it a number instead, pass on_failure to JudgeReward",
             )
         if self.rule is None:
             for key in ONLY_WITH_RULE:
                 if (value := getattr(self.config, key)) != getattr(LengthPenaltyConfig, key):
-                    raise ConfigError(key, value, "it does nothing for the judge's quality alone; give a rule too")
+                    raise ConfigError(key, value, "it has no effect without a rule; give a rule too")
 
     # -- the judge of this process ------------------------------------------------------------------------------------
 
@@ -117,11 +117,11 @@ class JudgeReward:
         self._lock = threading.Lock()
         self._judge: Judge | None = None
         self._works = False
-        """Whether a judge of this process has ever answered."""
-        self._said: set[str] = set()
+        """A judge of this process has answered before."""
+        self._warned: set[str] = set()
 
     def _open(self) -> Judge | None:
-        """This process's judge; None where it is off. The engine itself starts when it is first used."""
+        """Return this process's judge; None if it is off. The engine starts when it is first used."""
         with self._lock:
             if self._judge is None and self._is_on():
                 self._judge = Judge(self.config.judge_config())
@@ -133,10 +133,10 @@ class JudgeReward:
             return True
         if config.enable_openai_reward is False:
             if self.rule is None:
-                raise ConfigError("enable_openai_reward", False, "without a rule there is nothing else; give a rule")
+                raise ConfigError("enable_openai_reward", False, "without a rule there is no other reward; give a rule")
             return False
         if config.api_key is not None:
-            raise self._key_stayed()
+            raise self._key_error()
         if self.rule is None or config.enable_openai_reward:
             raise ConfigError(
                 "api_key",
@@ -144,10 +144,10 @@ class JudgeReward:
                 f"the judge needs a key: set {self.config.key_variable} and name api_endpoint, or give api_key "
                 f"('{KEYLESS}' for a server that needs none)",
             )
-        self._say_once("no key for the judge is given: the reward is rule score and length penalty only")
+        self._warn_once("no key for the judge is given: the reward is rule score and length penalty only")
         return False
 
-    def _key_stayed(self) -> ConfigError:
+    def _key_error(self) -> ConfigError:
         return ConfigError(
             "api_key",
             self.config.api_key,
@@ -155,13 +155,13 @@ class JudgeReward:
             f"out, name api_endpoint, and set {self.config.key_variable} in the environment",
         )
 
-    def _say_once(self, what: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             log.warning("%s: %s", self.__name__, what)
 
     def close(self) -> None:
-        """Ends this process's engine; the next call starts another. At the process's end this happens by itself."""
+        """End this process's engine. The next call starts another. The engine also ends with the process."""
         with self._lock:
             judge, self._judge = self._judge, None
         if judge is not None:
@@ -169,15 +169,15 @@ class JudgeReward:
 
     def __getstate__(self) -> dict[str, Any]:
         state = {
-            key: value for key, value in self.__dict__.items() if key not in ("_lock", "_judge", "_works", "_said")
+            key: value for key, value in self.__dict__.items() if key not in ("_lock", "_judge", "_works", "_warned")
         }
         key = self.config.api_key
         state["keyless"] = keyless = key is not None and bool(key) and key.reveal() == KEYLESS
         travels = not key or keyless or pickle.loads(pickle.dumps(key)) or Secret.from_env(self.config.key_variable)
         if not travels:
             if get_spawning_popen() is not None:
-                # A child of this process has this environment, so it would have no key: better said before it starts.
-                raise self._key_stayed()
+                # A child process has this environment and would have no key. Raise before it starts.
+                raise self._key_error()
             log.warning(
                 "%s is pickled, and its api_key stays here: another process needs %s in its environment",
                 self.__name__,
@@ -205,7 +205,7 @@ class JudgeReward:
         completion_ids: Sequence[Sequence[int]] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """One reward a row, in order. A failed verdict and a row without a ground truth for the rule are `None`."""
+        """Return one reward per row, in order. `None` for a failed verdict, or without a ground truth for the rule."""
         if not prompts:
             return []
         judge = self._open()
@@ -244,7 +244,7 @@ class JudgeReward:
         columns: Mapping[str, Any],
     ) -> list[Sample]:
         if completion_ids is None and self.config.enable:
-            # Words or characters in their place would be another penalty than the one that was configured.
+            # Counting words or characters instead would be a different penalty.
             raise ConfigError(
                 "completion_ids",
                 None,
@@ -253,7 +253,9 @@ class JudgeReward:
         truths = self._column("ground_truth", self.ground_truth, columns) if self.ground_truth else None
         groups = [_key(one) for one in (self._column("group", self.group, columns) if self.group else prompts)]
         if self.config.enable and len(prompts) > 1 and len(set(groups)) == len(prompts):
-            self._say_once("no two prompts of a batch are equal, so no length is penalised; name the groups' column")
+            self._warn_once(
+                "no two prompts of a batch are equal, so no length is penalised; name the column with group="
+            )
         sources = columns.get(self.data_source)
         return [
             Sample(
@@ -325,13 +327,13 @@ class JudgeReward:
         )
 
     def _unknown(self, samples: Sequence[Sample], verdicts: Sequence[Verdict], ruled: Sequence[bool]) -> list[bool]:
-        """Which rows have no number: those without a ground truth for the rule, and failed ones unless `on_failure`."""
+        """Return which rows have no reward: without a ground truth for the rule, or failed and without `on_failure`."""
         failed = [isinstance(verdict, Failed) for verdict in verdicts]
         if self.rule is not None:
             return [not known or (lost and self._masks) for known, lost in zip(ruled, failed, strict=True)]
         if self._masks or self.config.failure_policy.kind != "group_mean":
             return [lost and self._masks for lost in failed]
-        # Without a rule and without a scored sibling there is no mean to take.
+        # Without a rule and without a scored row in the group there is no mean.
         scored = {sample.group for sample, lost in zip(samples, failed, strict=True) if not lost}
         return [lost and sample.group not in scored for sample, lost in zip(samples, failed, strict=True)]
 
@@ -341,9 +343,9 @@ class JudgeReward:
         log_metric: Callable[[str, float], None] | None,
         log_extra: Callable[[str, list[Any]], None] | None,
     ) -> None:
-        """To TRL's metrics and its table of completions, where the trainer has them (AsyncGRPO's worker has not).
+        """Report to TRL's metrics and its table of completions, if the trainer has them (AsyncGRPO's worker does not).
 
-        Every column is written each time: TRL makes one table of them, which fails where lengths differ.
+        Every column is written each time: TRL makes one table of them, and lengths must not differ.
         """
         verdicts, count = rewards.verdicts, len(rewards)
         scored = [verdict for verdict in verdicts if isinstance(verdict, Scored)]
@@ -352,7 +354,7 @@ class JudgeReward:
             "judge_skipped": sum(isinstance(verdict, Skipped) for verdict in verdicts) / count,
             "judge_cached": sum(verdict.cached for verdict in scored) / count,
         }
-        if scored:  # TRL sums what it gets: one NaN would hide the others
+        if scored:  # TRL sums these numbers: one NaN would hide the others
             figures["judge_score"] = sum(verdict.value for verdict in scored) / len(scored)
         extra: dict[str, list[Any]] = {"judge": [_in_words(verdict) for verdict in verdicts]}
         if self.rule is not None:
@@ -375,7 +377,7 @@ class JudgeReward:
 
 
 def answer_of(completion: Any) -> str:
-    """What the rule reads: the text, or what the assistant said last. A tool's output is not the model's answer."""
+    """Return what the rule reads: the text, or the last assistant message. A tool's output is not the model's answer."""
     if isinstance(completion, str):
         return completion
     said = [message for message in completion or () if message.get("role", "assistant") == "assistant"]
@@ -383,7 +385,7 @@ def answer_of(completion: Any) -> str:
 
 
 def transcript_of(conversation: Any) -> str:
-    """What the judge reads: the text; of several messages (and of tool calls) each under its role."""
+    """Return what the judge reads: the text, or all messages and tool calls, each under its role."""
     if isinstance(conversation, str):
         return conversation
     messages = list(conversation or ())
@@ -393,7 +395,7 @@ def transcript_of(conversation: Any) -> str:
 
 
 def text_of(content: Any) -> str:
-    """A message's content as text; what is not text in it is named."""
+    """Return a message's content as text. Other kinds of content are named."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -415,19 +417,19 @@ def _turn(message: Mapping[str, Any]) -> str:
 
 
 def _as_judged(sample: Sample, completion: Any) -> Sample:
-    """With the whole of the completion as the response, and a reference that is text."""
+    """Return the sample with the whole completion as its response, and with a text reference."""
     truth = sample.ground_truth
     is_number = isinstance(truth, int | float) and not isinstance(truth, bool)
     return replace(sample, response=transcript_of(completion), ground_truth=str(truth) if is_number else truth)
 
 
 def _key(of: Any) -> str:
-    """Equal for equal prompts, or values of the groups' column."""
+    """Return a key that is equal for equal prompts, or equal values of the groups' column."""
     return of if isinstance(of, str) else _plain_json(of)
 
 
 def _plain_json(value: Any) -> str:
-    # An image is decoded anew for each row of a group, so its kind must do.
+    # An image is decoded again for each row of a group, so only its type is compared.
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=lambda other: type(other).__name__)
 
 

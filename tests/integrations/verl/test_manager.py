@@ -64,7 +64,7 @@ def run(tokenizer: PreTrainedTokenizerFast, tokenizer_path: Path, judge: Running
                     some = range(start, min(start + at_once, len(batch)))
                     rows += await asyncio.gather(*(manager.run_single(batch[row : row + 1]) for row in some))
             finally:
-                manager.table.close()
+                manager.scorer.close()
             return rows
 
         return asyncio.run(all_rows())
@@ -205,7 +205,7 @@ async def test_a_group_that_settles_does_not_wait_for_an_older_ones_deadline(
     row = await asyncio.wait_for(manager.run_single(batch[1:2]), 20)
     assert row["reward_extra_info"]["group_complete"] == 1 and not older.done()
     older.cancel()
-    manager.table.close()
+    manager.scorer.close()
 
 
 def test_a_judge_that_cannot_be_started_fails_its_rows_and_not_the_run(
@@ -241,7 +241,7 @@ def test_a_judge_that_is_asked_for_without_endpoint_and_key_is_said_once(
 
 
 def test_a_uid_that_comes_again_is_a_new_group(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("freewheel.integrations.meeting.LATE_S", 0.0)
+    monkeypatch.setattr("freewheel.integrations.grouping.LATE_S", 0.0)
     answers = [Answer("x" * (length - 7) + " #### 4", "own") for length in (20, 20, 20, 20, 60, 60, 60, 60)]
     rows = run(answers, at_once=4)
     assert column(rows, "median_length") == [20.0] * 4 + [60.0] * 4 and row_scores(rows) == [1.7] * 8
@@ -289,7 +289,7 @@ async def test_rows_that_come_together_are_one_batch_for_the_judge(
     with MockJudge().in_process() as mock:
         manager = FreewheelRewardManager(verl_config(tokenizer_path, *ours(mock.url)), tokenizer, None)
         await asyncio.gather(*(manager.run_single(batch[row : row + 1]) for row in range(len(batch))))
-        manager.table.close()
+        manager.scorer.close()
     assert sum(sizes) == 64 and len(sizes) < 32
 
 

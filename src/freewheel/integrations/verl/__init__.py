@@ -1,11 +1,11 @@
-"""freewheel inside verl: `FreewheelRewardManager` where verl has a reward loop, `length_penalty` for earlier versions.
+"""freewheel inside verl: `FreewheelRewardManager` for versions with a reward loop, `length_penalty` for earlier ones.
 
     reward.reward_manager.source=importlib
     reward.reward_manager.module.path=pkg://freewheel.integrations.verl
     reward.reward_manager.name=FreewheelRewardManager
 
-Importing this module also registers a manager as `length_penalty`, in each registry that the installed verl has. verl
-imports it by itself where the environment says `VERL_USE_EXTERNAL_MODULES=freewheel.integrations.verl`.
+Importing this module also registers a manager as `length_penalty` in each registry that the installed verl has. verl
+imports it if the environment has `VERL_USE_EXTERNAL_MODULES=freewheel.integrations.verl`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import importlib.util
 
 NAME = "length_penalty"
-"""In verl's registries."""
+"""The managers' name in verl's registries."""
 __all__ = ["NAME"]
 
 
 def _has(module: str) -> bool:
-    """verl moves its modules between versions; a missing parent counts as missing."""
+    """Return whether verl has this module. Modules move between versions, so the parent may be missing too."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -28,12 +28,12 @@ def _has(module: str) -> bool:
 if not _has("verl"):
     raise ImportError("freewheel.integrations.verl needs verl: pip install 'freewheel[verl]'")
 
-if _has("verl.workers.reward_manager.registry"):  # read by verl up to 0.7.0, still there in 0.9
+if _has("verl.workers.reward_manager.registry"):  # verl reads it up to 0.7.0; it still exists in 0.9
     from verl.workers.reward_manager import (  # type: ignore[import-not-found,unused-ignore]
         register as _register_legacy,
     )
 
-    from freewheel.integrations.verl.legacy import LegacyRewardManager
+    from freewheel.integrations.verl.rows import LegacyRewardManager
 
     _register_legacy(NAME)(LegacyRewardManager)
     __all__ += ["LegacyRewardManager"]

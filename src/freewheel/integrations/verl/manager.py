@@ -6,8 +6,8 @@
 
 verl makes one in each reward worker and awaits `run_single` for each response as soon as it is generated.
 
-    DataProto ─▶ decode ─▶ compute_score ─▶ Row ─▶ table (here, or the run's actor) ─▶ reward, extra info
-                 (threads)  (threads, or awaited)     waits for: the judge, then the group
+    DataProto ─▶ decode ─▶ compute_score ─▶ Row ─▶ GroupScorer (here, or the run's actor) ─▶ reward, extra info
+                 (threads)  (threads, or awaited)     waits for the judge, then for the group
 """
 
 from __future__ import annotations
@@ -24,17 +24,21 @@ from verl.experimental.reward_loop.reward_manager.base import (  # type: ignore[
 )
 from verl.utils.reward_score import default_compute_score  # type: ignore[import-not-found,unused-ignore]
 
+from freewheel.integrations.verl.group_scorer import (
+    GroupScorer,
+    RepeatedLog,
+    ScorerLost,
+    SharedGroupScorer,
+    plain_rule,
+)
 from freewheel.integrations.verl.rows import Row, plain, question_of, response_length, score_info, truth_of
-from freewheel.integrations.verl.saying import Sayings
 from freewheel.integrations.verl.settings import Settings
-from freewheel.integrations.verl.shared_table import SharedTable, TableLost
-from freewheel.integrations.verl.table import Table, plain_rule
 from freewheel.rewards.rules import rule_score
 from freewheel.rewards.scoring import Sample, as_scored, judge_requests
 
 
 class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ignore]
-    """Rule score + judge quality − length penalty, by group. No row ends verl's run, and no failure is a score."""
+    """Rule score + judge quality − length penalty, by group. No row can end verl's run, and no failure is a score."""
 
     def __init__(
         self,
@@ -53,48 +57,48 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
         if reward_router_address is not None:
             self._more_arguments["reward_router_address"] = reward_router_address
             self._more_arguments["reward_model_tokenizer"] = reward_model_tokenizer
-        self.table: Table | SharedTable = (
-            Table(self.settings) if self.settings.workers == 1 else SharedTable(self.settings)
+        self.scorer: GroupScorer | SharedGroupScorer = (
+            GroupScorer(self.settings) if self.settings.workers == 1 else SharedGroupScorer(self.settings)
         )
-        self._sayings = Sayings()
+        self._log = RepeatedLog()
         data = config.get("data") or {}
         self.settings.check_room(data.get("train_batch_size"))
 
     async def run_single(self, data: Any) -> dict[str, Any]:
-        """The reward of one response; of several sequences the last, as verl's own managers do."""
+        """Return the reward of one response; of several sequences the last, like verl's own managers."""
         row = await self._row(data[-1:][0])
         try:
-            return await self.table.reward(row)
-        except TableLost as error:
-            # The row is a group of its own, and failed.
-            self._sayings.failed("the reward actor", error)
+            return await self.scorer.reward(row)
+        except ScorerLost as error:
+            # The row becomes a failed group of its own.
+            self._log.failed("the reward actor", error)
             sample = dataclasses.replace(row.sample, group=row.id)
             alone = dataclasses.replace(row, sample=sample, sizes=(1,), request=None, failure="the reward actor died")
-            return await Table(self.settings.without_judge()).reward(alone)
+            return await GroupScorer(self.settings.without_judge()).reward(alone)
 
     async def _row(self, item: Any) -> Row:
-        told = item.non_tensor_batch
+        columns = item.non_tensor_batch
         row_id = uuid.uuid4().hex
-        uid = told.get("uid")
+        uid = columns.get("uid")
         if uid is None:
-            self._sayings.once("rows have no uid: each is a group of its own, without a median or a mean of others")
+            self._log.once("rows have no uid: each is a group of its own, without a median or a mean of others")
         response_ids = item.batch["responses"]
         length = response_length(item)
-        info = score_info(told)
+        info = score_info(columns)
         sizes = self.settings.sizes(info.get("split"))
         if uid is not None and len(sizes) > 1:
-            self._sayings.once(
+            self._log.once(
                 f"rows do not say extra_info.split, and rollout.n={self.settings.train_rows} differs from "
-                f"val_kwargs.n={self.settings.validation_rows}: a validation row waits {self.settings.settle_s:g} s to "
-                "see whether more come; put split ('train', 'test') into extra_info"
+                f"val_kwargs.n={self.settings.validation_rows}: a validation row waits {self.settings.settle_s:g} s for "
+                "more rows; put split ('train', 'test') into extra_info"
             )
         sample = Sample(
             response="",
             length=length,
             group=row_id if uid is None else str(uid),
-            data_source=str(told.get("data_source", "")),
-            ground_truth=truth_of(told),
-            question=question_of(told),
+            data_source=str(columns.get("data_source", "")),
+            ground_truth=truth_of(columns),
+            question=question_of(columns),
             extra_info=info,
         )
         row = Row(row_id, sample, (1,) if uid is None else sizes, rule=None, request=None)
@@ -105,15 +109,15 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
             found = await self._score(sample)
             rule = plain_rule(as_scored(found))
             extra = self._extra(found if isinstance(found, Mapping) else {})
-        except Exception as error:  # noqa: BLE001  # a user's function may raise anything; the row is failed, and it is said
-            self._sayings.failed(f"compute_score: {type(error).__name__}", error)
+        except Exception as error:  # noqa: BLE001  # a user's function may raise anything: the row has failed
+            self._log.failed(f"compute_score: {type(error).__name__}", error)
             failure = f"{type(error).__name__}: {error}"
             return dataclasses.replace(row, sample=_light(sample), failure=failure, extra=self._extra({}))
         request = judge_requests([sample], [rule], self.rewards)[0] if self.settings.wants_judge else None
         return dataclasses.replace(row, sample=_light(sample), rule=rule, request=request, extra=extra)
 
     async def _score(self, sample: Sample) -> Any:
-        """The user's function, or verl's own for the data sources it knows and freewheel's for the rest."""
+        """Call the user's function, or verl's default for data sources that it knows and freewheel's rule for others."""
         arguments = {
             "data_source": sample.data_source,
             "solution_str": sample.response,
@@ -133,15 +137,15 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
     def _extra(self, found: Mapping[str, Any]) -> dict[str, Any]:
         more = [key for key in found if key not in ("score", "format", "acc", *self.settings.extra_keys)]
         if more:
-            self._sayings.once(
-                f"compute_score also gives {', '.join(map(str, more))}; to report them, name them in "
+            self._log.once(
+                f"compute_score also returns {', '.join(map(str, more))}; to report them, name them in "
                 "reward.reward_kwargs.extra_keys: verl needs the same keys in every row"
             )
         return {key: plain(found.get(key)) for key in self.settings.extra_keys}
 
 
 def _light(sample: Sample) -> Sample:
-    """As it travels to the table: the text is in the request, where there is one."""
+    """Return the sample as it is sent to the scorer: the text is in the request, if there is one."""
     return dataclasses.replace(sample, response="", ground_truth=None, question="", extra_info={})
 
 

@@ -1,13 +1,17 @@
-"""A row on its way in and out: from verl's `DataProto` to a `Row`, and from a group's rewards to what verl collates.
+"""Rows from and to verl: a `DataProto` of one row becomes a `Row`, and rewards become what verl collates.
 
-DataProto (1 row) ─▶ Sample ─▶ compute_score ─▶ Row ─▶ table ─▶ {"reward_score", "reward_extra_info"}
+    DataProto (1 row) ─▶ Sample ─▶ compute_score ─▶ Row ─▶ GroupScorer ─▶ {"reward_score", "reward_extra_info"}
+
+Also `LegacyRewardManager`: verl up to 0.6 takes whole batches and averages every column of the extra info.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,30 +19,31 @@ import numpy as np
 
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.verdict import Failed, Scored, Verdict
-from freewheel.rewards.scoring import Rewards, Sample, rule_value
+from freewheel.rewards.manager import LengthPenaltyRewardManager
+from freewheel.rewards.scoring import Rewards, Sample, reason_of, rule_value
 
 
 @dataclass(frozen=True)
 class Row:
-    """One response as it goes to its table: decoded, scored by the rule, not yet judged."""
+    """One response, decoded and scored by the rule, not yet judged."""
 
     id: str
-    """Of this row alone: asked for twice, it is still one row."""
+    """Unique per row. A row that is submitted twice is still one row."""
     sample: Sample
-    """Without its text where no judge needs it."""
+    """Without its text if no judge needs it."""
     sizes: tuple[int, ...]
     rule: Scored | None
-    """None where `compute_score` raised."""
+    """None if `compute_score` raised."""
     request: JudgeRequest | None
-    """None where the judge is off, or `compute_score` raised."""
+    """None if the judge is off or `compute_score` raised."""
     failure: str = ""
-    """Why it will have no verdict, where that is known already."""
+    """Why the row will have no verdict, if that is known already."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The reported parts of `compute_score`'s dict, plain."""
 
 
 def response_length(item: Any) -> int:
-    """In tokens. The agent loop counts them; its mask is shifted where one trajectory has several sequences."""
+    """Return the length in tokens. The agent loop counts them; its mask is shifted if a trajectory has several sequences."""
     told = item.non_tensor_batch.get("response_len")
     if told is not None:
         return int(told)
@@ -47,7 +52,7 @@ def response_length(item: Any) -> int:
 
 
 def question_of(item: Any) -> str:
-    """What the response answers: the dataset's own wording, or the last thing that the user said."""
+    """Return the question: the dataset's own wording, or the last user message."""
     info = item.get("extra_info")
     if isinstance(info, Mapping) and isinstance(info.get("question"), str):
         return str(info["question"])
@@ -71,7 +76,7 @@ def truth_of(item: Any) -> Any:
 
 
 def score_info(item: Any) -> dict[str, Any]:
-    """`extra_info` as verl's own managers hand it to `compute_score`; a copy, since verl's rows share theirs."""
+    """Return `extra_info` as verl's own managers pass it to `compute_score`. A copy: verl's rows share one object."""
     info = dict(item.get("extra_info") or {})
     info.update(item.get("tool_extra_fields") or {})
     info["num_turns"] = item.get("__num_turns__")
@@ -80,7 +85,7 @@ def score_info(item: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> float | int | str | None:
-    """One value that NumPy collates whatever the other rows hold: lists of unequal length would end verl's run."""
+    """Return a value that NumPy can collate with any other: lists of unequal length would end verl's run."""
     if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.ndim == 0):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
@@ -93,14 +98,14 @@ def plain(value: Any) -> float | int | str | None:
 def results(
     rows: Sequence[Row], verdicts: Sequence[Verdict], rewards: Rewards, accuracy: Sequence[float], *, whole: bool
 ) -> list[dict[str, Any]]:
-    """What verl gets for each row of a group: the same keys with plain, finite values, whatever happened to it.
+    """Return verl's result for each row of a group: always the same keys, with plain, finite values.
 
-    A failed row's `openai_quality_reward` and `raw_reward` are the mean of its group's scored ones, as its reward is:
-    verl averages these keys and may filter by them, and knows neither NaN nor None there.
+    A failed row's `openai_quality_reward` and `raw_reward` are the means of its group's scored rows, like its reward:
+    verl averages these keys and may filter by them, and cannot handle NaN or None.
     """
     quality = _filled(rewards.quality, otherwise=0.0)
     raw = _filled(rewards.raw, otherwise=[rule_value(rule) for rule in rewards.rules])
-    told = []
+    found = []
     for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
         info: dict[str, Any] = {
             "acc": float(accuracy[index]),
@@ -112,13 +117,58 @@ def results(
             "raw_reward": float(raw[index]),
             "reward_mask": int(not isinstance(verdict, Failed)),
             "judge_status": verdict.status,
-            "judge_reason": "" if isinstance(verdict, Scored) else verdict.reason,
+            "judge_reason": reason_of(verdict),
             "group_complete": int(whole),
         }
-        told.append({"reward_score": float(rewards.reward[index]), "reward_extra_info": {**row.extra, **info}})
-    return told
+        found.append({"reward_score": float(rewards.reward[index]), "reward_extra_info": {**row.extra, **info}})
+    return found
 
 
 def _filled(values: Any, *, otherwise: Any) -> Any:
     known = np.isfinite(values)
     return np.where(known, values, values[known].mean() if known.any() else otherwise)
+
+
+# -- verl up to 0.6 ---------------------------------------------------------------------------------------------------
+
+
+class LegacyRewardManager(LengthPenaltyRewardManager):
+    """Registered as `length_penalty`. Its extra info has one plain, finite value per row under every key."""
+
+    def __call__(self, data: Any, return_dict: bool = False) -> Any:
+        result = super().__call__(data, return_dict)
+        if not return_dict:
+            return result
+        uids = data.non_tensor_batch.get("uid")
+        # Without uids, rows with equal prompts are a group, as in `LengthPenaltyRewardManager`.
+        prompts = data.batch["prompts"]
+        groups = [str(uid) for uid in uids] if uids is not None else [tuple(row) for row in prompts.tolist()]
+        return {**result, "reward_extra_info": fill_columns(result["reward_extra_info"], groups)}
+
+
+def fill_columns(columns: Mapping[str, Sequence[Any]], groups: Sequence[Hashable]) -> dict[str, list[Any]]:
+    """Fill each missing number with its group's mean, as `results` does. Columns with text hold only text.
+
+    If a whole group has no number: the rule scores for `raw_reward`, 0 for `openai_quality_reward`, and the mean of all
+    rows for the rest.
+    """
+    filled: dict[str, list[Any]] = {}
+    for key, values in columns.items():
+        found = [plain(value) for value in values]
+        if any(isinstance(value, str) for value in found):
+            filled[key] = ["" if value is None else str(value) for value in found]
+            continue
+        known: dict[Hashable, list[float]] = defaultdict(list)
+        for group, value in zip(groups, found, strict=True):
+            if value is not None:
+                known[group].append(float(value))
+        every = [value for some in known.values() for value in some]
+        mean = statistics.fmean(every) if every and key != "openai_quality_reward" else 0.0
+        otherwise = (
+            filled["original_score"] if key == "raw_reward" and "original_score" in filled else [mean] * len(found)
+        )
+        filled[key] = [
+            value if value is not None else statistics.fmean(known[group]) if known[group] else otherwise[row]
+            for row, (group, value) in enumerate(zip(groups, found, strict=True))
+        ]
+    return filled

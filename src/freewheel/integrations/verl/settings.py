@@ -1,7 +1,7 @@
-"""What the integration reads from verl's configuration, checked when a reward worker starts.
+"""The settings that the integration reads from verl's configuration. A reward worker checks them when it starts.
 
 reward.reward_kwargs:
-  length_penalty_config: {…}     as freewheel.rewards.LengthPenaltyConfig; YAML text or a .yaml file as well
+  length_penalty_config: {…}     as freewheel.rewards.LengthPenaltyConfig; YAML text or a .yaml file also works
   group_deadline_s: 600
   extra_keys: [pred]
 """
@@ -21,45 +21,45 @@ from freewheel.rewards.config import LengthPenaltyConfig, as_config
 log = logging.getLogger("freewheel.integrations.verl")
 
 GROUP_DEADLINE_S = 600.0
-"""How long a group waits for its next row. Longer than the judge's batch timeout and than most generations, because
-giving up costs the group its penalty; finite, because verl never tells that a row died elsewhere."""
+"""How long a group waits for its next row. Longer than the judge's batch timeout and most generations, because a group
+that is given up gets no penalty. Finite, because verl does not report a row that died elsewhere."""
 SETTLE_S = 30.0
-"""Where rows do not say whether they are of training or of validation, a group of the smaller size waits this long for
+"""If rows do not tell whether they belong to training or to validation, a group of the smaller size waits this long for
 more rows: long enough for the siblings of a training row, short enough for a validation."""
 ROWS_PER_WORKER = 1000
-"""Ray runs this many calls of an asynchronous actor at once, and verl leaves it at that. A row that waits holds one."""
+"""Ray's default for concurrent calls of an asynchronous actor, which verl does not change. A waiting row holds one."""
 KEYLESS = "EMPTY"
-"""The usual key for servers that need none. It is no secret, so it may travel where a key may not."""
+"""The usual key for servers that need none. It is not a secret, so it may be pickled, unlike a key."""
 
 _OURS = ("length_penalty_config", "group_deadline_s", "extra_keys")
 _VERLS = ("overlong_buffer_cfg", "max_resp_len")
-"""Other keys that verl 0.9.1 knows under `reward_kwargs`."""
+"""Other keys of verl 0.9.1 under `reward_kwargs`."""
 _TRAIN = "train"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run's. Made in every reward worker from the same configuration, so equal in all of them.
+    """The settings of one run. Every reward worker reads the same configuration, so they are equal in all workers.
 
-    Ray keeps a pickle of it with the actor that the workers share, so a key is in it as a `Secret`, which stays behind.
+    Ray pickles them for the actor that the workers share. A `Secret` is pickled without its key.
     """
 
     length_penalty_config: LengthPenaltyConfig
     train_rows: int
     """Responses to a prompt in training: `rollout.n`."""
     validation_rows: int
-    """And in validation: `rollout.val_kwargs.n`."""
+    """Responses to a prompt in validation: `rollout.val_kwargs.n`."""
     workers: int
     group_deadline_s: float = GROUP_DEADLINE_S
     settle_s: float = SETTLE_S
     extra_keys: tuple[str, ...] = ()
-    """Keys of `compute_score`'s dict that are reported for every row."""
+    """Keys of the dict from `compute_score` that are reported for every row."""
     keyless: bool = False
-    """The key is `EMPTY`, here and wherever this is unpickled."""
+    """The key is `EMPTY`, also after unpickling."""
 
     @classmethod
     def of(cls, config: Any) -> Settings:
-        """From verl's whole configuration (an OmegaConf node)."""
+        """Read verl's whole configuration (an OmegaConf node)."""
         from omegaconf import OmegaConf
 
         found = config.reward.get("reward_kwargs")
@@ -73,7 +73,7 @@ class Settings:
         extra_keys = kwargs.get("extra_keys") or []
         if not isinstance(extra_keys, list) or not all(isinstance(key, str) for key in extra_keys):
             raise ConfigError("reward.reward_kwargs.extra_keys", extra_keys, "give a list of names")
-        rewards = as_config(kwargs.get("length_penalty_config") or {})  # what is wrong in it is said at the start
+        rewards = as_config(kwargs.get("length_penalty_config") or {})  # raises now, not at the first row
         workers = int(config.reward.num_workers)
         keyless = rewards.api_key == Secret(KEYLESS)
         if workers > 1 and not keyless:
@@ -91,7 +91,7 @@ class Settings:
         )
 
     def rewards(self) -> LengthPenaltyConfig:
-        """A copy, with a key where this process has one."""
+        """Return a copy of the reward settings, with the key if this process has one."""
         config = as_config(self.length_penalty_config)
         if self.keyless:
             config.api_key = Secret(KEYLESS)
@@ -99,8 +99,8 @@ class Settings:
 
     @property
     def wants_judge(self) -> bool:
-        """Whether a judge is asked for. Whether there is a key for it is seen where the table is: a worker on another
-        node may have another environment, and no row may go unjudged for that."""
+        """Whether the user wants a judge. Only the process of the scorer checks for a key: a worker on another node may
+        have another environment, and its rows must be judged all the same."""
         config = self.length_penalty_config
         wanted = config.enable_openai_reward or config.api_key is not None or config.names_endpoint
         return bool(wanted) and config.enable_openai_reward is not False
@@ -111,14 +111,14 @@ class Settings:
         return dataclasses.replace(self, length_penalty_config=config)
 
     def identity(self) -> str:
-        """Equal in all workers of a run; says nothing about the key."""
-        told = {key: value for key, value in vars(self.length_penalty_config).items() if key != "api_key"}
+        """Return a hash that is equal in all workers of a run and does not depend on the key."""
+        values = {key: value for key, value in vars(self.length_penalty_config).items() if key != "api_key"}
         rest = (self.train_rows, self.validation_rows, self.group_deadline_s, self.extra_keys)
-        return hashlib.sha256(repr((sorted(told.items()), rest)).encode()).hexdigest()[:12]
+        return hashlib.sha256(repr((sorted(values.items()), rest)).encode()).hexdigest()[:12]
 
     def sizes(self, split: object) -> tuple[int, ...]:
-        """How many rows a row's group may have. verl does not say whether a row is of training or of validation; its
-        data preparation does, as `extra_info.split`."""
+        """Return the possible sizes of a row's group. verl does not tell whether a row belongs to training or to
+        validation; its data preparation does, as `extra_info.split`."""
         if self.train_rows == self.validation_rows:
             return (self.train_rows,)
         if isinstance(split, str) and split:
@@ -126,7 +126,7 @@ class Settings:
         return (self.train_rows, self.validation_rows)
 
     def check_room(self, prompts: Any) -> None:
-        """Says so where a step has more rows than the workers can hold at once: its groups would never be whole."""
+        """Warn if a step has more rows than the workers can hold at once: its groups would never be complete."""
         if not isinstance(prompts, int) or prompts * self.train_rows <= ROWS_PER_WORKER * self.workers:
             return
         rows = prompts * self.train_rows
@@ -141,7 +141,7 @@ class Settings:
 
 
 def _check_key_travels(config: LengthPenaltyConfig) -> None:
-    """Several workers share a judge in a process of its own, and a key given as text does not go there."""
+    """Check the key of several workers: they share a judge in another process, which a key given as text cannot reach."""
     if config.api_key is None or config.enable_openai_reward is False:
         return
     there = as_config(config)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from freewheel.integrations.gathering import Gathering
+from freewheel.integrations.grouping import RequestBatcher
 from freewheel.judge import Judge, JudgeConfig, JudgeRequest, Scored, Verdict
 from freewheel.judge.testing import JudgeProfile, MockJudge
 from freewheel.judge.tracker import Handle
@@ -40,8 +40,8 @@ async def test_what_comes_together_is_one_batch_and_each_gets_its_own_verdict() 
     profile = JudgeProfile(scores={f"<{number}>": str(number) for number in range(1, 10)})
     with MockJudge(profile).in_thread() as mock, Judge(config(mock.url)) as judge:
         counting = Counting(judge)
-        gathering = Gathering(counting)
-        verdicts = await asyncio.gather(*(gathering.score(JudgeRequest(f"<{n}>")) for n in range(1, 10)))
+        batcher = RequestBatcher(counting)
+        verdicts = await asyncio.gather(*(batcher.score(JudgeRequest(f"<{n}>")) for n in range(1, 10)))
     assert [verdict.value for verdict in verdicts if isinstance(verdict, Scored)] == list(range(1, 10))
     assert counting.sizes == [9]
 
@@ -49,8 +49,8 @@ async def test_what_comes_together_is_one_batch_and_each_gets_its_own_verdict() 
 async def test_a_verdict_does_not_wait_for_the_rest_of_its_batch() -> None:
     profile = JudgeProfile(hang_share=0.5, scores={"": "5"}, seed=3)
     with MockJudge(profile).in_thread() as mock, Judge(config(mock.url)) as judge:
-        gathering = Gathering(judge)
-        tasks = [asyncio.ensure_future(gathering.score(JudgeRequest(f"answer {n}"))) for n in range(16)]
+        batcher = RequestBatcher(judge)
+        tasks = [asyncio.ensure_future(batcher.score(JudgeRequest(f"answer {n}"))) for n in range(16)]
         done, pending = await asyncio.wait(tasks, timeout=10, return_when=asyncio.FIRST_COMPLETED)
         assert done and pending
         for task in pending:
@@ -59,9 +59,9 @@ async def test_a_verdict_does_not_wait_for_the_rest_of_its_batch() -> None:
 
 async def test_a_caller_that_goes_away_leaves_the_others_alone() -> None:
     with MockJudge(JudgeProfile(latency_s=0.2)).in_thread() as mock, Judge(config(mock.url)) as judge:
-        gathering = Gathering(judge)
-        first = asyncio.ensure_future(gathering.score(JudgeRequest("one")))
-        second = asyncio.ensure_future(gathering.score(JudgeRequest("two")))
+        batcher = RequestBatcher(judge)
+        first = asyncio.ensure_future(batcher.score(JudgeRequest("one")))
+        second = asyncio.ensure_future(batcher.score(JudgeRequest("two")))
         await asyncio.sleep(0.05)
         first.cancel()
         assert isinstance(await second, Scored)
@@ -70,18 +70,18 @@ async def test_a_caller_that_goes_away_leaves_the_others_alone() -> None:
 async def test_a_closed_judge_is_said_to_every_caller() -> None:
     judge = Judge(config("http://127.0.0.1:9"))
     judge.close()
-    gathering = Gathering(judge)
-    answers = await asyncio.gather(*(gathering.score(JudgeRequest("x")) for _ in range(3)), return_exceptions=True)
+    batcher = RequestBatcher(judge)
+    answers = await asyncio.gather(*(batcher.score(JudgeRequest("x")) for _ in range(3)), return_exceptions=True)
     assert [type(answer) for answer in answers] == [JudgeClosed] * 3
 
 
 def test_several_loops_share_one_judge() -> None:
     with MockJudge(JudgeProfile(latency_s=0.05)).in_thread() as mock, Judge(config(mock.url)) as judge:
-        gathering = Gathering(judge)
+        batcher = RequestBatcher(judge)
         found: list[object] = []
 
         def run(number: int) -> None:
-            found.append(asyncio.run(gathering.score(JudgeRequest(f"loop {number}"))))
+            found.append(asyncio.run(batcher.score(JudgeRequest(f"loop {number}"))))
 
         threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -93,7 +93,7 @@ def test_several_loops_share_one_judge() -> None:
 
 async def test_a_request_that_is_to_be_skipped_is_skipped() -> None:
     with Judge(config("http://127.0.0.1:9")) as judge:
-        verdict = await Gathering(judge).score(JudgeRequest("x", skip="the gate"))
+        verdict = await RequestBatcher(judge).score(JudgeRequest("x", skip="the gate"))
     assert verdict.status == "skipped"
 
 
@@ -107,8 +107,8 @@ async def test_a_handle_that_breaks_is_said_to_every_caller_that_still_waits(mon
 
     monkeypatch.setattr(Handle, "as_completed", one_then_broken)
     with MockJudge(JudgeProfile(latency_s=0.05)).in_thread() as mock, Judge(config(mock.url)) as judge:
-        gathering = Gathering(judge)
-        scoring = asyncio.gather(*(gathering.score(JudgeRequest(f"{n}")) for n in range(3)), return_exceptions=True)
+        batcher = RequestBatcher(judge)
+        scoring = asyncio.gather(*(batcher.score(JudgeRequest(f"{n}")) for n in range(3)), return_exceptions=True)
         answers = await asyncio.wait_for(scoring, 20)
     assert sorted(type(answer).__name__ for answer in answers) == ["JudgeClosed", "JudgeClosed", "Scored"]
 
@@ -118,9 +118,9 @@ async def test_a_handle_that_breaks_is_said_to_every_caller_that_still_waits(mon
 )
 async def test_a_sending_that_is_cancelled_leaves_nobody_waiting_and_later_rows_go_on(wait_s: float) -> None:
     with MockJudge(JudgeProfile(latency_s=0.5)).in_thread() as mock, Judge(config(mock.url)) as judge:
-        gathering = Gathering(judge, gather_s=0.2)
+        batcher = RequestBatcher(judge, gather_s=0.2)
         before = asyncio.all_tasks()
-        scoring = [asyncio.ensure_future(gathering.score(JudgeRequest(f"{n}"))) for n in range(2)]
+        scoring = [asyncio.ensure_future(batcher.score(JudgeRequest(f"{n}"))) for n in range(2)]
         while not (sending := asyncio.all_tasks() - before - set(scoring)):
             await asyncio.sleep(0)
         if wait_s:
@@ -129,18 +129,18 @@ async def test_a_sending_that_is_cancelled_leaves_nobody_waiting_and_later_rows_
             task.cancel()
         answers = await asyncio.wait_for(asyncio.gather(*scoring, return_exceptions=True), 20)
         assert [type(answer) for answer in answers] == [JudgeClosed] * 2
-        assert isinstance(await asyncio.wait_for(gathering.score(JudgeRequest("later")), 20), Scored)
+        assert isinstance(await asyncio.wait_for(batcher.score(JudgeRequest("later")), 20), Scored)
 
 
 async def test_rules_that_hold_all_of_the_loops_threads_do_not_hold_up_the_judge() -> None:
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     over = threading.Event()
     with MockJudge(JudgeProfile()).in_thread() as mock, Judge(config(mock.url)) as judge:
-        gathering = Gathering(judge)
-        await gathering.score(JudgeRequest("the first starts the engine"))
+        batcher = RequestBatcher(judge)
+        await batcher.score(JudgeRequest("the first starts the engine"))
         rule = asyncio.ensure_future(asyncio.to_thread(over.wait, 30))
         try:
-            assert isinstance(await asyncio.wait_for(gathering.score(JudgeRequest("x")), 10), Scored)
+            assert isinstance(await asyncio.wait_for(batcher.score(JudgeRequest("x")), 10), Scored)
         finally:
             over.set()
             await rule

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import ray
 
-from freewheel.integrations.verl import shared_table
+from freewheel.integrations.verl import group_scorer
+from freewheel.integrations.verl.group_scorer import GroupScorerActor, ScorerLost, SharedGroupScorer
 from freewheel.integrations.verl.rows import Row
 from freewheel.integrations.verl.settings import Settings
-from freewheel.integrations.verl.shared_table import SharedTable, TableActor, TableLost
 from freewheel.judge.verdict import Scored
 from freewheel.rewards import RewardFailed, Sample
 from freewheel.rewards.config import as_config
@@ -30,7 +30,7 @@ def row(number: int, uid: str, **more: Any) -> Row:
 
 
 async def test_one_worker_after_another_batch(ray_session: None) -> None:
-    table = SharedTable(settings("turns"))
+    table = SharedGroupScorer(settings("turns"))
     for turn in range(3):
         answers = await asyncio.gather(*(table.reward(row(number, f"turn {turn}")) for number in range(2)))
         assert [answer["reward_score"] for answer in answers] == [1.0, 1.0]
@@ -39,7 +39,7 @@ async def test_one_worker_after_another_batch(ray_session: None) -> None:
 async def test_rows_that_wait_while_the_actor_dies_are_put_again(
     ray_session: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = SharedTable(settings("dies"))
+    table = SharedGroupScorer(settings("dies"))
     first = asyncio.ensure_future(table.reward(row(0, "u")))
     while table._actor is None:
         await asyncio.sleep(0.05)
@@ -54,7 +54,7 @@ async def test_rows_that_wait_while_the_actor_dies_are_put_again(
 async def test_a_table_that_cannot_be_kept_alive_is_given_up(
     ray_session: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_table, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(group_scorer, "FIRST_PAUSE_S", 0.001)
 
     class Dead:
         class Method:
@@ -64,14 +64,14 @@ async def test_a_table_that_cannot_be_kept_alive_is_given_up(
 
         put = take = Method()
 
-    table = SharedTable(settings("dead"))
+    table = SharedGroupScorer(settings("dead"))
     monkeypatch.setattr(table, "_find", Dead)
-    with caplog.at_level(logging.CRITICAL), pytest.raises(TableLost):
+    with caplog.at_level(logging.CRITICAL), pytest.raises(ScorerLost):
         await table.reward(row(0, "u"))
 
 
 async def test_what_on_failure_raises_reaches_the_rows_caller(ray_session: None) -> None:
-    table = SharedTable(settings("raises", on_failure="raise"))
+    table = SharedGroupScorer(settings("raises", on_failure="raise"))
     failed = [row(number, "u", rule=None, failure="it broke") for number in range(2)]
     with pytest.raises(RewardFailed, match="it broke"):
         await asyncio.gather(*map(table.reward, failed))
@@ -80,7 +80,7 @@ async def test_what_on_failure_raises_reaches_the_rows_caller(ray_session: None)
 async def test_a_row_that_cannot_be_sent_fails_alone_and_meets_its_group(
     ray_session: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    table = SharedTable(settings("pickles"))
+    table = SharedGroupScorer(settings("pickles"))
     await asyncio.gather(*(table.reward(row(number, "first")) for number in range(2)))  # the actor is there
     bad = {"rule": Scored(5.0, parts={"acc": 0.5, "lock": threading.Lock()}), "extra": {"match": threading.Lock()}}
     rows = [row(0, "u"), row(1, "u", **bad), row(0, "v"), row(1, "v")]
@@ -98,18 +98,18 @@ async def test_a_row_that_cannot_be_sent_fails_alone_and_meets_its_group(
 
 
 async def test_a_row_that_cannot_be_sent_at_all_is_lost_by_itself(ray_session: None) -> None:
-    table = SharedTable(settings("never"))
+    table = SharedGroupScorer(settings("never"))
     await asyncio.gather(*(table.reward(row(number, "first")) for number in range(2)))
     bad = Row("bad", Sample("", 10, "u", extra_info={"lock": threading.Lock()}), (2,), Scored(1.0), None)
     good = asyncio.gather(*(table.reward(row(number, "v")) for number in range(2)))
-    with pytest.raises(TableLost):
+    with pytest.raises(ScorerLost):
         await asyncio.wait_for(table.reward(bad), 30)
     assert len(await asyncio.wait_for(good, 30)) == 2
 
 
 async def test_a_reply_that_is_lost_loses_no_row() -> None:
     """The actor survives an `ActorUnavailableError`, and so does the `take` whose caller has given it up."""
-    actor = TableActor(settings("local"))
+    actor = GroupScorerActor(settings("local"))
     gone = asyncio.ensure_future(actor.take("w", []))
     await asyncio.sleep(0)
     asked = asyncio.ensure_future(actor.take("w", []))
@@ -127,8 +127,8 @@ async def test_a_reply_that_is_lost_loses_no_row() -> None:
 async def test_a_worker_gets_its_answers_though_a_reply_was_lost(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shared_table, "FIRST_PAUSE_S", 0.001)
-    actor = TableActor(settings("lossy"))
+    monkeypatch.setattr(group_scorer, "FIRST_PAUSE_S", 0.001)
+    actor = GroupScorerActor(settings("lossy"))
     lost: list[str] = []
 
     class Lossy:
@@ -147,7 +147,7 @@ async def test_a_worker_gets_its_answers_though_a_reply_was_lost(
     class Way:
         put, take = Lossy("put"), Lossy("take")
 
-    table = SharedTable(settings("lossy"))
+    table = SharedGroupScorer(settings("lossy"))
     monkeypatch.setattr(table, "_find", Way)
     for uid in "uv":
         answers = await asyncio.wait_for(asyncio.gather(*(table.reward(row(n, uid)) for n in range(2))), 20)
@@ -164,7 +164,7 @@ async def test_an_answer_that_does_not_pickle_does_not_hold_up_the_others(monkey
     async def odd(row: Row) -> None:
         raise Odd("it ", "broke")
 
-    actor = TableActor(settings("odd"))
+    actor = GroupScorerActor(settings("odd"))
     monkeypatch.setattr(actor._table, "reward", odd)
     await actor.put("w", [row(0, "u")])
     [(_, answer)] = await asyncio.wait_for(actor.take("w", []), 10)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.integrations.meeting import LATE_S, Closed, Meeting
+from freewheel.integrations.grouping import LATE_S, Closed, GroupCollector
 
 DEADLINE_S = 60.0
 SETTLE_S = 5.0
@@ -21,9 +21,9 @@ class Clock:
         return self.now
 
 
-def meeting() -> tuple[Meeting[int], Clock]:
+def meeting() -> tuple[GroupCollector[int], Clock]:
     clock = Clock()
-    return Meeting(deadline_s=DEADLINE_S, settle_s=SETTLE_S, clock=clock), clock
+    return GroupCollector(deadline_s=DEADLINE_S, settle_s=SETTLE_S, clock=clock), clock
 
 
 def answered(closed: Closed[int]) -> tuple[int, ...]:

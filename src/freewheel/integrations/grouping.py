@@ -1,0 +1,232 @@
+"""For trainers that pass rows one by one: batches for the judge, and groups for the rewards.
+
+    score(request) ─┐
+    score(request) ─┼─▶ RequestBatcher: GATHER_S ─▶ Judge.submit([…]) ─▶ each verdict to its caller as it arrives
+    score(request) ─┘
+
+    join(uid, row) ──▶ GroupCollector: open group ──▶ as many rows as expected ───────────▶ Closed(whole)
+                            │──▶ as many as a group may have, and quiet for settle_s ─────▶ Closed(whole)     due()
+                            └──▶ no row for deadline_s ───────────────────────────────────▶ Closed(given up)  due()
+    join(uid, row) within LATE_S of that ──▶ Closed(late): answered at once, with the rows that were there
+    join(uid, row) after LATE_S ──▶ the uid is used again: a new group, which is given up after settle_s already
+
+A length penalty needs its group's median, and a failed row needs its group's mean, so a row is answered with its group.
+`freewheel.integrations.verl` uses both classes. This module does not import verl.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from freewheel.judge.request import JudgeRequest
+from freewheel.judge.tracker import Handle
+from freewheel.judge.verdict import JudgeClosed, Verdict
+
+T = TypeVar("T")
+
+GATHER_S = 0.005
+"""How long the first request of a batch waits for others: short compared with a judge's seconds, and long enough for a
+loop's backlog."""
+LATE_S = 10.0
+"""How long a group that was answered accepts more rows. verl fills a batch with copies of its first rows, so a group
+may have a few too many. They come with their batch, and verl drops them. Rows that come later use the uid again, as the
+next validation does with a dataset's own uids; no whole validation ends within these seconds."""
+
+
+# -- batches for the judge --------------------------------------------------------------------------------------------
+
+
+class Submits(Protocol):
+    """What the batcher uses of a `Judge`."""
+
+    @property
+    def running(self) -> bool: ...
+
+    def submit(self, requests: list[JudgeRequest]) -> Handle: ...
+
+
+_Waiter = tuple[JudgeRequest, "asyncio.Future[Verdict]"]
+
+
+class RequestBatcher:
+    """Scores single requests, and sends requests that come together as one batch. Safe on any number of event loops.
+
+    Each loop has its own batches, so a loop that ends affects only its own callers.
+    """
+
+    def __init__(self, judge: Submits, gather_s: float = GATHER_S) -> None:
+        self._judge = judge
+        self._gather_s = gather_s
+        self._lock = threading.Lock()
+        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Batches] = weakref.WeakKeyDictionary()
+
+    async def score(self, request: JudgeRequest) -> Verdict:
+        """Return the verdict on one request. Cancelling a caller does not affect the others of its batch.
+
+        Raises what `submit` or the batch's handle raised, and `JudgeClosed` if sending was cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            batches = self._by_loop.get(loop)
+            if batches is None:
+                batches = self._by_loop[loop] = _Batches(self._judge, self._gather_s)
+        return await batches.join(request)
+
+
+class _Batches:
+    """The batches of one loop. It holds no reference to that loop, so that the loop can be collected."""
+
+    def __init__(self, judge: Submits, gather_s: float) -> None:
+        self._judge = judge
+        self._gather_s = gather_s
+        self._waiting: list[_Waiter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def join(self, request: JudgeRequest) -> asyncio.Future[Verdict]:
+        answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        if len(self._waiting) == 1:
+            task = asyncio.ensure_future(self._send(self._waiting))
+            self._tasks.add(task)  # a loop holds its tasks weakly
+            task.add_done_callback(functools.partial(self._end, self._waiting))
+        return answer
+
+    async def _send(self, batch: list[_Waiter]) -> None:
+        await asyncio.sleep(self._gather_s)
+        self._waiting = []  # requests that come from now on belong to the next batch
+        waiting = [(request, answer) for request, answer in batch if not answer.done()]
+        if not waiting:
+            return
+        requests = [request for request, _ in waiting]
+        if self._judge.running:
+            handle = self._judge.submit(requests)  # not in the loop's threads: slow rules may occupy all of them
+        else:
+            # The first submit starts the engine's process, which would block the loop for a moment.
+            handle = await asyncio.to_thread(self._judge.submit, requests)
+        try:
+            async for index, verdict in handle.as_completed():
+                answer = waiting[index][1]
+                if not answer.done():
+                    answer.set_result(verdict)
+        finally:
+            handle.cancel()
+
+    def _end(self, batch: list[_Waiter], task: asyncio.Task[None]) -> None:
+        """However the batch ended, even before it was sent: no caller may wait for it any longer."""
+        self._tasks.discard(task)
+        if self._waiting is batch:
+            self._waiting = []
+        error = None if task.cancelled() else task.exception()
+        for _, answer in batch:
+            if not answer.done():
+                answer.set_exception(error or JudgeClosed("the judging was cancelled"))
+
+
+# -- groups for the rewards -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Closed(Generic[T]):
+    """A group that waits no longer. Its last `unanswered` rows must be answered now."""
+
+    key: Hashable
+    rows: tuple[T, ...]
+    unanswered: int
+    expected: int
+    """The size of the complete group."""
+    whole: bool
+    """All rows are there, so their median is the group's."""
+    late: bool = False
+    """The rows came after rows of this key had been answered, and are not a group of their own."""
+
+
+@dataclass
+class _Open(Generic[T]):
+    last_at: float
+    again: bool
+    """Another group of this key was answered not long ago."""
+    sizes: frozenset[int] = frozenset()
+    rows: list[T] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Past(Generic[T]):
+    rows: tuple[T, ...]
+    expected: int
+    whole: bool
+    closed_at: float
+
+
+class GroupCollector(Generic[T]):
+    """Every row that joins is answered once: with its whole group, or with the rows that came in time.
+
+    `deadline_s` counts from the last row of a group, not from the first: a slow group is not a lost group. A row is
+    never compared with a group that was answered more than `LATE_S` before it came. Pure: the clock is injected.
+    """
+
+    def __init__(self, *, deadline_s: float, settle_s: float, clock: Callable[[], float]) -> None:
+        self.deadline_s = deadline_s
+        self.settle_s = settle_s
+        self._clock = clock
+        self._open: dict[Hashable, _Open[T]] = {}
+        self._past: OrderedDict[Hashable, _Past[T]] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Return the number of waiting rows."""
+        return sum(len(group.rows) for group in self._open.values())
+
+    def join(self, key: Hashable, row: T, sizes: Sequence[int]) -> Closed[T] | None:
+        """Add a row. `sizes`: how many rows its group may have; several if the caller cannot know which."""
+        now = self._clock()
+        self._forget(now)
+        past = self._past.get(key)
+        if past is not None and now < past.closed_at + LATE_S:
+            return Closed(key, (*past.rows, row), 1, past.expected, past.whole, late=True)
+        group = self._open.setdefault(key, _Open(now, again=past is not None))
+        group.rows.append(row)
+        group.last_at = now
+        group.sizes |= frozenset(sizes)
+        return self._close(key, whole=True, sure=True) if len(group.rows) >= max(group.sizes) else None
+
+    def due(self) -> list[Closed[T]]:
+        """Close and return the groups whose time is over."""
+        now = self._clock()
+        over = [key for key, group in self._open.items() if self._due_at(group) <= now]
+        return [self._close(key, whole=_may_be_whole(self._open[key]), sure=False) for key in over]
+
+    def next_due_at(self) -> float:
+        """Return when `due` must be called next, on the given clock; infinity if no row waits."""
+        return min(map(self._due_at, self._open.values()), default=math.inf)
+
+    def _due_at(self, group: _Open[T]) -> float:
+        # A uid that seems to be used again may be a copy that verl adds and drops: no run may wait long for that.
+        return group.last_at + (self.settle_s if group.again or _may_be_whole(group) else self.deadline_s)
+
+    def _close(self, key: Hashable, *, whole: bool, sure: bool) -> Closed[T]:
+        group = self._open.pop(key)
+        rows, expected = tuple(group.rows), max(group.sizes)
+        if expected > 1:  # one row alone says nothing about another
+            # If one more row comes, a group that only seemed whole was not: that row has no valid median.
+            self._past[key] = _Past(rows, expected, whole and sure, self._clock())
+            self._past.move_to_end(key)
+        return Closed(key, rows, len(rows), len(rows) if whole else expected, whole, late=group.again and not whole)
+
+    def _forget(self, now: float) -> None:
+        """Forget past groups, oldest first: a dataset may have its own uids, and the next epoch uses them again."""
+        while self._past:
+            key, past = next(iter(self._past.items()))
+            if past.closed_at + self.deadline_s > now:
+                return
+            del self._past[key]
+
+
+def _may_be_whole(group: _Open[T]) -> bool:
+    return len(group.rows) in group.sizes
