@@ -377,7 +377,7 @@ class JudgeReward:
 
 
 def answer_of(completion: Any) -> str:
-    """Return what the rule reads: the text, or the last assistant message. A tool's output is not the model's answer."""
+    """Return what the rule reads: the text, or the last assistant message. A tool's output is no answer."""
     if isinstance(completion, str):
         return completion
     said = [message for message in completion or () if message.get("role", "assistant") == "assistant"]

@@ -220,7 +220,7 @@ class _RuleMeans:
         self._accuracy = 0.0
 
     def fill(self, rules: Sequence[Scored | None], *, fresh: int) -> tuple[list[Scored], list[float]]:
-        """Return a score and an accuracy for every row. If `compute_score` raised, the group's mean, or the mean of all."""
+        """Return a score and an accuracy for every row: its own, else the group's mean, else the mean of all rows."""
         known = [rule for rule in rules if rule is not None]
         for rule in rules[-fresh:]:
             if rule is not None:

@@ -89,8 +89,8 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
         if uid is not None and len(sizes) > 1:
             self._log.once(
                 f"rows do not say extra_info.split, and rollout.n={self.settings.train_rows} differs from "
-                f"val_kwargs.n={self.settings.validation_rows}: a validation row waits {self.settings.settle_s:g} s for "
-                "more rows; put split ('train', 'test') into extra_info"
+                f"val_kwargs.n={self.settings.validation_rows}: a validation row waits "
+                f"{self.settings.settle_s:g} s for more rows; put split ('train', 'test') into extra_info"
             )
         sample = Sample(
             response="",
