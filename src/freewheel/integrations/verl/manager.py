@@ -117,7 +117,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
         return dataclasses.replace(row, sample=_light(sample), rule=rule, request=request, extra=extra)
 
     async def _score(self, sample: Sample) -> Any:
-        """Call the user's function, or verl's default for data sources that it knows and freewheel's rule for others."""
+        """Call the user's function, or verl's default; for data sources that verl does not know, freewheel's rule."""
         arguments = {
             "data_source": sample.data_source,
             "solution_str": sample.response,

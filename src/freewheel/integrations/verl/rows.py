@@ -43,7 +43,7 @@ class Row:
 
 
 def response_length(item: Any) -> int:
-    """Return the length in tokens. The agent loop counts them; its mask is shifted if a trajectory has several sequences."""
+    """Return the length in tokens, as the agent loop counted it. Its mask shifts if a trajectory has several parts."""
     told = item.non_tensor_batch.get("response_len")
     if told is not None:
         return int(told)

@@ -141,7 +141,7 @@ class Settings:
 
 
 def _check_key_travels(config: LengthPenaltyConfig) -> None:
-    """Check the key of several workers: they share a judge in another process, which a key given as text cannot reach."""
+    """Raise if the judge of several workers would have no key: a key given as text does not reach its process."""
     if config.api_key is None or config.enable_openai_reward is False:
         return
     there = as_config(config)
