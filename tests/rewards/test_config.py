@@ -39,12 +39,9 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize(("key", "value"), DEFAULTS.items())
-def test_each_key_has_the_promised_default(key: str, value: Any) -> None:
-    assert getattr(LengthPenaltyConfig(), key) == value
-
-
-def test_it_is_a_dataclass_whose_keys_are_those_of_the_spec_and_more() -> None:
+def test_it_is_a_dataclass_with_the_promised_keys_and_defaults() -> None:
+    config = LengthPenaltyConfig()
+    assert {key: getattr(config, key) for key in DEFAULTS} == DEFAULTS
     assert dataclasses.is_dataclass(LengthPenaltyConfig)
     names = {one.name for one in dataclasses.fields(LengthPenaltyConfig)}
     assert names >= {*DEFAULTS, "enable_openai_reward", "system_prompt"}
@@ -398,13 +395,6 @@ def test_an_error_of_the_engine_is_told_under_the_name_that_the_user_wrote() -> 
         as_config({"judge": {"rubrik": "x"}})
     with pytest.raises(ConfigError, match=r"^api_endpoint = 'ftp://x'"):
         as_config({"api_endpoint": "ftp://x"})
-
-
-def test_a_misspelt_key_is_not_shown() -> None:
-    for name in ("api_kee", "apikey", "token"):
-        with pytest.raises(ConfigError) as caught:
-            as_config({name: "sk-secret-0123456789"})
-        assert "sk-secret" not in str(caught.value)
 
 
 def test_a_config_error_survives_a_pickle() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.judge import ConfigError, Failed, JudgeClosed, JudgeRequest, Scored, Skipped
+from freewheel.judge import Failed, JudgeClosed, JudgeRequest, Scored, Skipped
 from freewheel.rewards import AsyncOpenAIManager, AsyncOpenAIWorker, LengthPenaltyConfig, get_request_hash
 from freewheel.rewards.openai_manager import run_privately
 
@@ -97,17 +97,6 @@ def test_a_verdict_without_a_score_has_no_reward(make: Make) -> None:
     assert manager.reward(Failed("deadline")) is None and manager.reward(Skipped("gate")) is None
 
 
-def test_submitting_starts_it_and_it_stays_for_the_next_batch(mock: Mock, make: Make) -> None:
-    manager = make(mock().url)
-    assert not manager.running
-    manager.submit(["a"]).result(WAIT_S)
-    assert manager.running
-    thread = [one for one in threading.enumerate() if one.name == "freewheel-judge"]
-    manager.submit(["b"]).result(WAIT_S)
-    assert [one for one in threading.enumerate() if one.name == "freewheel-judge"] == thread
-    assert manager.stats().scored == 2
-
-
 def test_max_concurrent_is_an_upper_bound(mock: Mock, make: Make) -> None:
     judge = mock(latency_s=0.05)
     manager = make(judge.url, max_concurrent_requests=4)
@@ -163,17 +152,6 @@ def test_a_batch_that_times_out_is_marked_and_nothing_is_invented(mock: Mock, ma
     assert [(one.status, one.reason) for one in verdicts] == [("failed", "deadline")] * 2
 
 
-def test_progress_tells_how_far_a_batch_is(mock: Mock, make: Make) -> None:
-    judge = mock(scores={"": "5"}, hang_share=0.5, seed=1)
-    handle = make(judge.url).submit([f"answer {number}" for number in range(8)])
-    until = time.monotonic() + WAIT_S
-    while not 0 < handle.progress().share < 1 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert 0 < handle.progress().share < 1
-    handle.cancel()
-    assert handle.progress().share == 1.0
-
-
 async def test_score_does_not_block_the_loop_and_a_cancelled_caller_cancels_the_batch(mock: Mock, make: Make) -> None:
     judge = mock(hang_share=1.0)
     manager = make(judge.url)
@@ -185,13 +163,6 @@ async def test_score_does_not_block_the_loop_and_a_cancelled_caller_cancels_the_
         await scoring
     while judge.counts().in_flight:
         await asyncio.sleep(0.01)
-
-
-def test_errors_are_handled_and_retried(mock: Mock, make: Make) -> None:
-    judge = mock(error_share=0.5, disconnect_share=0.5, faults_per_content=1, scores={"": "5"})
-    verdicts = make(judge.url).submit([f"answer {number}" for number in range(6)]).result(WAIT_S)
-    assert [verdict.value for verdict in verdicts] == [5.0] * 6
-    assert judge.counts().received == 12
 
 
 def test_the_key_goes_into_no_print_and_no_pickle_and_comes_from_the_environment_where_none_is_given(
@@ -214,13 +185,6 @@ def test_the_key_is_in_no_file_of_the_cache(mock: Mock, make: Make, tmp_path: Pa
     assert files and not [one for one in files if KEY.encode() in one.read_bytes()]
 
 
-@pytest.mark.parametrize(("name", "value"), [("max_concurrent", 0), ("api_endpoint", "nowhere"), ("model_name", "")])
-def test_what_cannot_work_is_refused_at_construction(name: str, value: Any) -> None:
-    given = {"api_key": KEY, "model_name": "m", "api_endpoint": URL, "system_prompt": PROMPT, name: value}
-    with pytest.raises(ConfigError):
-        AsyncOpenAIManager(**given)
-
-
 # -- the worker -------------------------------------------------------------------------------------------------------
 
 
@@ -234,20 +198,6 @@ async def test_a_worker_scores_on_the_running_loop_over_few_connections(mock: Mo
     assert judge.counts().connections <= 3, "they are pooled"
     assert judge.requests()[0].json()["messages"][0]["content"].startswith(PROMPT)
     assert threading.active_count() <= before + 1  # the loop's executor may keep a thread
-
-
-async def test_a_worker_shares_what_is_in_flight_and_retries_errors(mock: Mock) -> None:
-    judge = mock(latency_s=0.1, error_share=1.0, faults_per_content=1)
-    async with AsyncOpenAIWorker(KEY, "m", judge.url, PROMPT) as worker:
-        one, other = await asyncio.gather(worker.score(["x", "x"]), worker.score(["x"]))
-    assert {verdict.status for verdict in one + other} == {"scored"}
-    assert judge.counts().received == 2
-
-
-async def test_a_worker_that_is_not_open_says_so() -> None:
-    worker = AsyncOpenAIWorker(KEY, "m", URL, PROMPT)
-    with pytest.raises(JudgeClosed, match="async with"):
-        await worker.score(["x"])
 
 
 # -- the hash ---------------------------------------------------------------------------------------------------------
@@ -310,10 +260,6 @@ def test_a_hash_differs_where_the_reply_may() -> None:
         hash_of(judge={"sampling": {"seed": 1}}),
     ]
     assert len(set(hashes)) == len(hashes)
-
-
-def test_a_lone_surrogate_has_a_hash_too() -> None:
-    assert len(hash_of("\ud800")) == 64
 
 
 # -- run_privately ----------------------------------------------------------------------------------------------------
