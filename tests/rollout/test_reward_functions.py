@@ -182,26 +182,19 @@ def refusal(spec: object) -> str:
     return str(caught.value)
 
 
-def test_a_module_that_does_not_exist_is_named():
-    assert "no module nowhere_at_all" in refusal("nowhere_at_all.rewards:score")
-
-
-def test_a_module_that_does_not_import_says_why(module):
-    assert "failed: NameError: name 'undefined' is not defined" in refusal(module("undefined") + ":score")
-    assert "No module named 'not_installed_here'" in refusal(module("import not_installed_here") + ":score")
-
-
-def test_a_name_that_is_not_there_lists_what_is(module):
-    name = module("def scores(response, row): return 1.0")
-    assert "has no score; it has scores" in refusal(f"{name}:score")
-
-
-def test_a_file_is_not_a_module():
-    assert "PYTHONPATH" in refusal("rewards/mine.py:score")
-
-
-def test_something_that_is_no_function_is_refused(module):
-    assert "it is of type int" in refusal(module("score = 3") + ":score")
+@pytest.mark.parametrize(
+    ("source", "spec", "message"),
+    [
+        ("", "nowhere_at_all.rewards:score", "no module nowhere_at_all"),
+        ("", "rewards/mine.py:score", "PYTHONPATH"),
+        ("undefined", "{}:score", "failed: NameError: name 'undefined' is not defined"),
+        ("import not_installed_here", "{}:score", "No module named 'not_installed_here'"),
+        ("def scores(response, row): return 1.0", "{}:score", "has no score; it has scores"),
+        ("score = 3", "{}:score", "it is of type int"),
+    ],
+)
+def test_a_name_that_leads_to_no_function_is_refused_with_the_reason(module, source: str, spec: str, message: str):
+    assert message in refusal(spec.format(module(source)))
 
 
 def test_a_class_is_made_without_arguments(module):

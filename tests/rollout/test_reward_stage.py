@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ import pytest
 from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.judge import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
-from freewheel.judge.verdict import Scored
+from freewheel.judge.verdict import Failed, Scored, Skipped
 from freewheel.rollout import reward_stage, reward_workers
 from freewheel.rollout.reward_functions import load_reward
-from freewheel.rollout.reward_stage import FatalRewardFailure, GroupScoring, RewardStage, ScoringFailed
+from freewheel.rollout.reward_stage import FatalRewardFailure, GroupPolicy, GroupScoring, RewardStage, ScoringFailed
 
 WAIT_S = 30.0
 """Longer than anything here takes on a busy machine, shorter than pytest's own limit."""
@@ -148,27 +149,6 @@ async def test_no_more_than_concurrency_responses_are_scored_at_a_time(make_stag
     stage = make_stage(score, concurrency=3)
     await scored(stage, *"abcdefghij")
     assert most == 3
-
-
-async def test_a_task_of_the_data_scores_where_no_function_is_named(make_stage: MakeStage):
-    from freewheel.data.tasks import get_task
-
-    stage = RewardStage(
-        score=load_reward(None, get_task("gsm8k")),
-        judge=None,
-        concurrency=8,
-        timeout_s=WAIT_S,
-        workers=1,
-        executor="thread",
-        retries=0,
-        on_failure="mask",
-    )
-    row = {"reward_model": {"ground_truth": "42"}, "extra_info": {}}
-    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=row), 2)
-    group.add(0, "#### 42", response("x"))
-    group.add(1, "#### 41", response("x"))
-    assert numbers(await group.result()) == [1.0, 0.0]
-    await stage.close()
 
 
 async def test_named_parts_travel_with_the_reward(make_stage: MakeStage):
@@ -336,19 +316,35 @@ async def test_on_failure_fallback_gives_the_number_and_keeps_the_status(make_st
     assert rewards[1].verdict.status == "failed" and math.isnan(rewards[1].raw_reward)
 
 
-@pytest.mark.parametrize("on_failure", ["zero", "rule_only", "fallback: nan"])
-def test_an_unknown_policy_is_refused(on_failure: str):
-    with pytest.raises(ConfigError, match=r"reward\.on_failure"):
-        RewardStage(
-            score=load_reward(yes),
-            judge=None,
-            concurrency=1,
-            timeout_s=1,
-            workers=1,
-            executor="thread",
-            retries=0,
-            on_failure=on_failure,
-        )
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        *(({"on_failure": policy}, r"reward\.on_failure") for policy in ("zero", "rule_only", "fallback: nan")),
+        ({"judge": {"on_failure": "raise"}}, r"reward\.judge\.on_failure"),
+    ],
+)
+async def test_an_unknown_policy_is_refused(make_stage: MakeStage, settings: dict[str, Any], key: str):
+    with pytest.raises(ConfigError, match=key):
+        make_stage(**settings)
+
+
+def settled(*verdicts: Any) -> list[Response]:
+    rewards = [one.value if isinstance(one, Scored) else math.nan for one in verdicts]
+    return [replace(response("x"), verdict=one, reward=r) for one, r in zip(verdicts, rewards, strict=True)]
+
+
+def test_a_fallback_replaces_failures_and_not_what_was_skipped():
+    responses = settled(Scored(1.0), Failed("timeout"), Skipped("none"))
+    decided = GroupPolicy(retries=0, fallback=-1.0).decide(responses, [Failed("timeout")], tries=0)
+    assert isinstance(decided, list) and numbers(decided) == [1.0, -1.0, None]
+
+
+@pytest.mark.parametrize("infra", [(True, True), (True, False), (False, False)])
+def test_a_group_is_lost_to_infrastructure_only_if_every_failure_is(infra: tuple[bool, bool]):
+    failures = [Failed("down", infra=one) for one in infra]
+    with pytest.raises(ScoringFailed) as caught:
+        GroupPolicy(retries=0).decide(settled(*failures), failures, tries=0)
+    assert caught.value.is_infra == all(infra)
 
 
 async def test_a_function_that_never_scored_anything_is_called_broken(make_stage: MakeStage, caplog):
@@ -599,21 +595,6 @@ async def test_the_judges_own_numbers_are_told_and_nobody_waits_for_them(make_st
     assert "judge" not in make_stage(judge=None).stats()
 
 
-async def test_a_judge_that_throttles_and_talks_nonsense_costs_time_and_no_reward(make_stage: MakeStage):
-    profile = JudgeProfile(
-        scores={"good": "7"}, garbage_share=0.3, error_share=0.2, faults_per_content=1, reject_above=4,
-        retry_after_s=0.02, latency_s=0.005,
-    )  # fmt: skip
-    async with MockJudge(profile) as mock:
-        stage = make_stage(judge=judged(mock))
-        found = await asyncio.gather(
-            *(scored(stage, *(f"good {ordinal} {n}" for n in range(8)), ordinal=ordinal) for ordinal in range(6))
-        )
-        assert mock.counts().rejected > 0
-        await stage.close()
-    assert [numbers(rewards) for rewards in found] == [[7.0] * 8] * 6
-
-
 async def test_a_verdict_that_fails_is_masked_and_not_a_zero(make_stage: MakeStage, caplog):
     async with MockJudge(JudgeProfile(scores={"bad": "no score at all", "good": "5"})) as mock:
         stage = make_stage(judge=judged(mock))
@@ -677,20 +658,6 @@ async def test_what_another_wrote_into_a_response_is_not_its_length(make_stage: 
     group.add(1, "yes", response("yes"))
     group.add(2, "yes", response("y" * 20, mask=holes))
     assert numbers(await group.result()) == [1.0, 1.0, 1.0]
-
-
-def test_the_judges_own_policy_does_not_compete_with_the_stages():
-    with pytest.raises(ConfigError, match=r"reward\.judge\.on_failure"):
-        RewardStage(
-            score=load_reward(yes),
-            judge={"on_failure": "raise"},
-            concurrency=1,
-            timeout_s=1,
-            workers=1,
-            executor="thread",
-            retries=0,
-            on_failure="mask",
-        )
 
 
 # -- life -------------------------------------------------------------------------------------------------------------

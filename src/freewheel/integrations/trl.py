@@ -380,8 +380,8 @@ def answer_of(completion: Any) -> str:
     """Return what the rule reads: the text, or the last assistant message. A tool's output is no answer."""
     if isinstance(completion, str):
         return completion
-    said = [message for message in completion or () if message.get("role", "assistant") == "assistant"]
-    return text_of(said[-1].get("content")) if said else ""
+    turns = [message for message in completion or () if message.get("role", "assistant") == "assistant"]
+    return text_of(turns[-1].get("content")) if turns else ""
 
 
 def transcript_of(conversation: Any) -> str:

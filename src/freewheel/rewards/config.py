@@ -82,12 +82,12 @@ class LengthPenaltyConfig:
     outer_ratio: float = 0.5
     """From this distance on the penalty is `max_penalty`."""
     enable_openai_reward: bool | None = None
-    """Judge on. None: where a key is given."""
+    """Judge on. None: on if a key is given."""
     api_key: Secret | None = None
     """The judge's key; text is taken as well. None: `OPENAI_API_KEY`, but only where `api_endpoint` is given. A server
     that needs no key takes any: `EMPTY`."""
     model_name: str = DEFAULT_MODEL
-    """The judge's name as its endpoint knows it."""
+    """The judge's model name at its endpoint."""
     api_endpoint: str = DEFAULT_ENDPOINT
     """Any OpenAI-compatible chat-completions URL."""
     use_async_io: bool = False
@@ -101,9 +101,9 @@ class LengthPenaltyConfig:
     judge_gate: Gate | bool = "on"
     """`on`: a response with rule score 0 is not judged. `format`: one whose format is wrong. `off`: all are judged."""
     on_failure: OnFailure | str | Mapping[str, float] = "group_mean"
-    """What a row whose judging failed gets: `group_mean`, `rule_only`, `fallback: <number>`, or `raise`."""
+    """The reward of a row whose judging failed: `group_mean`, `rule_only`, `fallback: <number>`, or `raise`."""
     batch_timeout_s: float = BATCH_TIMEOUT_S
-    """Longest time for the judging of a batch; what is missing then is a failed verdict."""
+    """Time limit for judging a batch. A verdict that is missing by then is a failure."""
     judge: Mapping[str, Any] = field(default_factory=dict)
     """Further keys of `JudgeConfig`, such as `rubric`, `placement`, `cache_dir`, `prices`, `max_cost`."""
     num_async_workers: int | None = None

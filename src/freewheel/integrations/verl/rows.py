@@ -44,9 +44,9 @@ class Row:
 
 def response_length(item: Any) -> int:
     """Return the length in tokens, as the agent loop counted it. Its mask shifts if a trajectory has several parts."""
-    told = item.non_tensor_batch.get("response_len")
-    if told is not None:
-        return int(told)
+    length = item.non_tensor_batch.get("response_len")
+    if length is not None:
+        return int(length)
     width = item.batch["responses"].shape[-1]
     return int(item.batch["attention_mask"][-width:].sum()) if width else 0
 
@@ -71,8 +71,8 @@ def _text(content: Any) -> str:
 
 
 def truth_of(item: Any) -> Any:
-    told = item.get("reward_model")
-    return told.get("ground_truth") if isinstance(told, Mapping) else None
+    model = item.get("reward_model")
+    return model.get("ground_truth") if isinstance(model, Mapping) else None
 
 
 def score_info(item: Any) -> dict[str, Any]:
