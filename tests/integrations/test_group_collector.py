@@ -1,9 +1,10 @@
-"""The meeting of a group's rows: nobody is lost, nobody is answered twice, nobody waits longer than was said."""
+"""`GroupCollector`: every row is answered once, with its group, and within the time limits."""
 
 from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ class Clock:
         return self.now
 
 
-def meeting() -> tuple[GroupCollector[int], Clock]:
+def make_collector() -> tuple[GroupCollector[int], Clock]:
     clock = Clock()
     return GroupCollector(deadline_s=DEADLINE_S, settle_s=SETTLE_S, clock=clock), clock
 
@@ -30,124 +31,103 @@ def answered(closed: Closed[int]) -> tuple[int, ...]:
     return closed.rows[len(closed.rows) - closed.unanswered :]
 
 
-def test_a_group_is_answered_when_its_last_row_comes() -> None:
-    met, _ = meeting()
-    assert met.join("u", 1, [3]) is None
-    assert met.join("u", 2, [3]) is None
-    assert met.join("u", 3, [3]) == Closed("u", (1, 2, 3), 3, 3, whole=True)
-    assert len(met) == 0
+Join = tuple[str, int, list[int]]
 
 
-def test_a_group_of_one_never_waits() -> None:
-    met, _ = meeting()
-    assert met.join("u", 1, [1]) == Closed("u", (1,), 1, 1, whole=True)
+def events(*steps: Join | float) -> list[Closed[int]]:
+    """Join rows and let seconds pass; return every group in the order in which it was closed."""
+    collector, clock = make_collector()
+    closed = []
+    for step in steps:
+        if isinstance(step, tuple):
+            closed += [group for group in [collector.join(*step)] if group is not None]
+        else:
+            clock.now += step
+            closed += collector.due()
+    return closed
 
 
-def test_groups_do_not_mix() -> None:
-    met, _ = meeting()
-    met.join("u", 1, [2])
-    met.join("v", 2, [2])
-    closed = met.join("v", 3, [2])
-    assert closed is not None and closed.rows == (2, 3)
+PAIR = [("u", 1, [2]), ("u", 2, [2])]
+WHOLE_PAIR = Closed("u", (1, 2), 2, 2, whole=True)
 
 
-def test_a_group_that_never_completes_is_given_up_after_the_deadline() -> None:
-    met, clock = meeting()
-    met.join("u", 1, [3])
-    clock.now += DEADLINE_S - 1
-    assert met.due() == []
-    clock.now += 1
-    assert met.due() == [Closed("u", (1,), 1, 3, whole=False)]
-
-
-def test_the_deadline_counts_from_the_last_row_that_came() -> None:
-    met, clock = meeting()
-    met.join("u", 1, [3])
-    clock.now += DEADLINE_S - 1
-    met.join("u", 2, [3])
-    clock.now += DEADLINE_S - 1
-    assert met.due() == []
-
-
-def test_a_group_that_may_be_whole_waits_only_for_quiet() -> None:
-    met, clock = meeting()
-    met.join("validation", 1, [8, 1])
-    met.join("training", 2, [8, 1])
-    met.join("training", 3, [8, 1])
-    clock.now += SETTLE_S
-    assert met.due() == [Closed("validation", (1,), 1, 1, whole=True)]
-
-
-def test_a_row_too_many_is_measured_by_the_group_that_was_answered() -> None:
-    met, _ = meeting()
-    met.join("u", 1, [2])
-    met.join("u", 2, [2])
-    assert met.join("u", 3, [2]) == Closed("u", (1, 2, 3), 1, 2, whole=True, late=True)
-
-
-def test_a_row_that_comes_after_its_group_was_given_up_has_no_median() -> None:
-    met, clock = meeting()
-    met.join("u", 1, [2])
-    clock.now += DEADLINE_S
-    met.due()
-    closed = met.join("u", 2, [2])
-    assert closed is not None and closed.late and not closed.whole and answered(closed) == (2,)
-
-
-def test_a_row_that_shows_that_a_group_only_seemed_whole_has_no_median() -> None:
-    met, clock = meeting()
-    met.join("u", 1, [8, 1])
-    clock.now += SETTLE_S
-    met.due()
-    closed = met.join("u", 2, [8, 1])
-    assert closed is not None and closed.late and not closed.whole
-
-
-def test_an_old_group_is_forgotten_and_its_uid_may_be_used_again() -> None:
-    met, clock = meeting()
-    met.join("u", 1, [2])
-    met.join("u", 2, [2])
-    clock.now += DEADLINE_S
-    assert met.join("u", 3, [2]) is None
-    assert met.join("u", 4, [2]) == Closed("u", (3, 4), 2, 2, whole=True)
-
-
-def test_a_uid_that_is_used_again_is_a_group_of_its_own_and_not_measured_by_the_old_one() -> None:
-    met, clock = meeting()
-    met.join("u", 1, [2])
-    met.join("u", 2, [2])
-    clock.now += LATE_S
-    assert met.join("u", 3, [2]) is None
-    assert met.join("u", 4, [2]) == Closed("u", (3, 4), 2, 2, whole=True)
-    assert met.join("u", 5, [2]) == Closed("u", (3, 4, 5), 1, 2, whole=True, late=True)
-
-
-def test_what_only_seems_to_be_a_uid_used_again_does_not_hold_up_a_run_for_long() -> None:
-    met, clock = meeting()
-    for row in range(3):
-        met.join("u", row, [3])
-    clock.now += LATE_S
-    met.join("u", 3, [3])
-    clock.now += SETTLE_S
-    assert met.due() == [Closed("u", (3,), 1, 3, whole=False, late=True)]
+@pytest.mark.parametrize(
+    ("steps", "closed"),
+    [
+        pytest.param(
+            [("u", row, [3]) for row in (1, 2, 3)],
+            [Closed("u", (1, 2, 3), 3, 3, whole=True)],
+            id="the last row closes it",
+        ),
+        pytest.param([("u", 1, [1])], [Closed("u", (1,), 1, 1, whole=True)], id="a group of one does not wait"),
+        pytest.param(
+            [("u", 1, [2]), ("v", 2, [2]), ("v", 3, [2])],
+            [Closed("v", (2, 3), 2, 2, whole=True)],
+            id="groups do not mix",
+        ),
+        pytest.param([("u", 1, [3]), DEADLINE_S - 1], [], id="it waits until the deadline"),
+        pytest.param(
+            [("u", 1, [3]), DEADLINE_S - 1, 1.0],
+            [Closed("u", (1,), 1, 3, whole=False)],
+            id="it is given up at the deadline",
+        ),
+        pytest.param(
+            [("u", 1, [3]), DEADLINE_S - 1, ("u", 2, [3]), DEADLINE_S - 1],
+            [],
+            id="the deadline counts from the last row",
+        ),
+        pytest.param(
+            [("validation", 1, [8, 1]), ("training", 2, [8, 1]), ("training", 3, [8, 1]), SETTLE_S],
+            [Closed("validation", (1,), 1, 1, whole=True)],
+            id="a group that may be whole waits only for quiet",
+        ),
+        pytest.param(
+            [*PAIR, ("u", 3, [2])],
+            [WHOLE_PAIR, Closed("u", (1, 2, 3), 1, 2, whole=True, late=True)],
+            id="an extra row is measured by the answered group",
+        ),
+        pytest.param(
+            [("u", 1, [2]), DEADLINE_S, ("u", 2, [2])],
+            [Closed("u", (1,), 1, 2, whole=False), Closed("u", (1, 2), 1, 2, whole=False, late=True)],
+            id="a row after its group was given up has no median",
+        ),
+        pytest.param(
+            [("u", 1, [8, 1]), SETTLE_S, ("u", 2, [8, 1])],
+            [Closed("u", (1,), 1, 1, whole=True), Closed("u", (1, 2), 1, 1, whole=False, late=True)],
+            id="one more row shows that a group only seemed whole",
+        ),
+        pytest.param(
+            [*PAIR, DEADLINE_S, ("u", 3, [2]), ("u", 4, [2])],
+            [WHOLE_PAIR, Closed("u", (3, 4), 2, 2, whole=True)],
+            id="the uid of a forgotten group is used again",
+        ),
+        pytest.param(
+            [*PAIR, LATE_S, ("u", 3, [2]), ("u", 4, [2]), ("u", 5, [2])],
+            [WHOLE_PAIR, Closed("u", (3, 4), 2, 2, whole=True), Closed("u", (3, 4, 5), 1, 2, whole=True, late=True)],
+            id="a uid used again is not measured by the old group",
+        ),
+        pytest.param(
+            [*PAIR, LATE_S, ("u", 3, [2]), SETTLE_S],
+            [WHOLE_PAIR, Closed("u", (3,), 1, 2, whole=False, late=True)],
+            id="a copy that only seems a new group waits briefly",
+        ),
+        pytest.param(
+            [("u", 1, [1]), ("u", 2, [1])],
+            [Closed("u", (1,), 1, 1, whole=True), Closed("u", (2,), 1, 1, whole=True)],
+            id="a group of one does not measure the next",
+        ),
+    ],
+)
+def test_a_group_closes_when_it_is_complete_or_its_time_is_over(
+    steps: list[Join | float], closed: list[Closed[int]]
+) -> None:
+    assert events(*steps) == closed
 
 
 def test_the_past_of_a_uid_that_is_used_again_counts_from_its_last_group() -> None:
-    met, clock = meeting()
-    for name in ("u", "v", "u"):
-        met.join(name, 1, [2])
-        met.join(name, 2, [2])
-        clock.now += DEADLINE_S / 2
-    assert met.join("v", 3, [2]) is None  # forgotten, though a group that is older in name is not
-    met.join("u", 3, [2])
-    clock.now += SETTLE_S
-    assert [closed.key for closed in met.due()] == ["u"]
-
-
-def test_a_group_of_one_is_no_measure_for_the_next_of_its_uid() -> None:
-    met, _ = meeting()
-    met.join("u", 1, [1])
-    assert met.join("u", 2, [1]) == Closed("u", (2,), 1, 1, whole=True)
+    again = [step for name in ("u", "v", "u") for step in ((name, 1, [2]), (name, 2, [2]), DEADLINE_S / 2)]
+    closed = events(*again, ("v", 3, [2]), ("u", 3, [2]), SETTLE_S)  # v is forgotten, and u is not
+    assert [group.key for group in closed[3:]] == ["u"]
 
 
 Steps = st.lists(
@@ -161,7 +141,7 @@ Steps = st.lists(
 
 @given(Steps)
 def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps: list[tuple[object, ...]]) -> None:
-    met, clock = meeting()
+    collector, clock = make_collector()
     sizes_of: dict[int, set[int]] = {}
     came: dict[int, float] = {}
     done: list[int] = []
@@ -184,21 +164,21 @@ def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps
             row = len(came)
             came[row] = clock.now
             sizes_of.setdefault(value, set()).update(sizes)
-            closed = met.join(value, row, sizes)
+            closed = collector.join(value, row, sizes)
             if closed is not None:
                 take(closed)
         else:
             # As its caller does: `due` is asked whenever something is.
             until = clock.now + value
-            while met.next_due_at() <= until:
-                clock.now = max(clock.now, met.next_due_at())
-                for closed in met.due():
+            while collector.next_due_at() <= until:
+                clock.now = max(clock.now, collector.next_due_at())
+                for closed in collector.due():
                     take(closed)
             clock.now = until
-        assert len(met) == len(came) - len(done)
-    while met.next_due_at() < math.inf:
-        clock.now = met.next_due_at()
-        for closed in met.due():
+        assert len(collector) == len(came) - len(done)
+    while collector.next_due_at() < math.inf:
+        clock.now = collector.next_due_at()
+        for closed in collector.due():
             take(closed)
     assert sorted(done) == sorted(came)
 
@@ -212,15 +192,15 @@ def test_whatever_comes_when_each_row_is_answered_exactly_once_and_in_time(steps
 def test_a_second_validation_is_answered_as_the_first_was_whatever_copies_filled_it_up(
     gap_s: float, size: int, extra: int, pauses: list[float]
 ) -> None:
-    met, clock = meeting()
+    collector, clock = make_collector()
     for row in range(size + extra):
-        met.join("u", row, [size])
+        collector.join("u", row, [size])
     clock.now += gap_s
     again = range(100, 100 + size)
     closed: Closed[int] | None = None
     for row, pause_s in zip(again, pauses, strict=False):
         assert closed is None
-        closed = met.join("u", row, [size])
+        closed = collector.join("u", row, [size])
         clock.now += pause_s
-        assert met.due() == []
+        assert collector.due() == []
     assert closed == Closed("u", tuple(again), size, size, whole=True)
