@@ -93,7 +93,7 @@ WHOLE_PAIR = Closed("u", (1, 2), 2, 2, whole=True)
         ),
         pytest.param(
             [("u", 1, [8, 1]), SETTLE_S, ("u", 2, [8, 1])],
-            [Closed("u", (1,), 1, 1, whole=True), Closed("u", (1, 2), 1, 1, whole=False, late=True)],
+            [Closed("u", (1,), 1, 1, whole=True), Closed("u", (1, 2), 1, 8, whole=False, late=True)],
             id="one more row shows that a group only seemed whole",
         ),
         pytest.param(

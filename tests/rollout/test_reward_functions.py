@@ -246,6 +246,14 @@ def test_answers_that_are_failures_have_a_reason_and_no_number(found, said):
     assert isinstance(outcome, Failed) and said in outcome.summary
 
 
+@pytest.mark.parametrize(
+    ("reason", "infra"), [("throttled", True), ("deadline", True), ("unparseable", False), ("rejected", False)]
+)
+def test_a_failure_of_the_judge_is_infrastructure_unless_it_is_about_the_response(reason: str, infra: bool):
+    found = as_verdict(Failed(reason))
+    assert isinstance(found, Failed) and found.infra == infra
+
+
 @pytest.mark.parametrize("found", [None, Skipped("not mine")])
 def test_a_function_may_leave_a_response_out(found):
     outcome = as_verdict(found)
