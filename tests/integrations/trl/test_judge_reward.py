@@ -43,7 +43,7 @@ def name_of_source(data_source: str, solution_str: str, ground_truth: Any, extra
     [
         (NAMED, {}, "api_key = None: the judge needs a key: set OPENAI_API_KEY"),
         ({"model_name": "m"}, {}, "name api_endpoint"),
-        ({**NAMED, "api_key": "k", "enable_openai_reward": False}, {}, "without a rule there is nothing else"),
+        ({**NAMED, "api_key": "k", "enable_openai_reward": False}, {}, "without a rule there is no other reward"),
         ({**NAMED, "api_key": "k", "penalty_scale": 2.0}, {}, "penalty_scale = 2.0: .*give a rule"),
         ({**NAMED, "api_key": "k", "judge_gate": "format"}, {}, "judge_gate = 'format'"),
         ({**NAMED, "api_key": "k", "on_failure": "rule_only"}, {}, "TRL leaves a failed row out"),

@@ -165,7 +165,7 @@ async def test_an_answer_that_does_not_pickle_does_not_hold_up_the_others(monkey
         raise Odd("it ", "broke")
 
     actor = GroupScorerActor(settings("odd"))
-    monkeypatch.setattr(actor._table, "reward", odd)
+    monkeypatch.setattr(actor._scorer, "reward", odd)
     await actor.put("w", [row(0, "u")])
     [(_, answer)] = await asyncio.wait_for(actor.take("w", []), 10)
     assert type(answer) is RuntimeError and str(answer) == "Odd: it broke"
