@@ -24,8 +24,8 @@ import typer
 
 import freewheel
 from freewheel.cli.console import plain_errors
-from freewheel.cli.judge_flags import judge_config, parse_sampling, parse_temperature
-from freewheel.cli.mock_judge import mock_judge
+from freewheel.cli.flags import judge_config, parse_sampling, parse_temperature
+from freewheel.cli.servers import mock_judge
 from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 

@@ -1,4 +1,4 @@
-"""The `freewheel` command, one module per subcommand. Nothing heavy is imported before a command runs."""
+"""The `freewheel` command, one module per group of commands. Nothing heavy is imported before a command runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import freewheel
-from freewheel.cli import cache, dashboard, doctor, inspect, mock_judge, plan, score, serve, trace, train
+from freewheel.cli import doctor, plan, runs, score, servers, train
 from freewheel.cli.console import guarded_stdout, print_text
 
 app = typer.Typer(
@@ -36,14 +36,14 @@ def _options(
 
 
 app.command("score", epilog=score.EPILOG)(score.score)
-app.add_typer(cache.cache_app, name="cache")
-app.command("mock-judge")(mock_judge.mock_judge)
-app.command("serve")(serve.serve)
+app.add_typer(score.cache_app, name="cache")
+app.command("mock-judge")(servers.mock_judge)
+app.command("serve")(servers.serve)
 app.command("train", epilog=train.EPILOG)(train.train)
 app.command("eval")(train.evaluate)
-app.command("inspect", epilog=inspect.EPILOG)(inspect.inspect_run)
-app.command("dashboard", epilog=dashboard.EPILOG)(dashboard.dashboard)
-app.command("trace", epilog=trace.EPILOG)(trace.trace_run)
+app.command("inspect", epilog=runs.INSPECT_EPILOG)(runs.inspect_run)
+app.command("dashboard", epilog=runs.DASHBOARD_EPILOG)(runs.dashboard)
+app.command("trace", epilog=runs.TRACE_EPILOG)(runs.trace_run)
 app.command("plan", epilog=plan.EPILOG)(plan.plan)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 

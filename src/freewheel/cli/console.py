@@ -1,4 +1,4 @@
-"""What the commands share: exit codes, messages on stderr, JSON on stdout."""
+"""Exit codes, messages on stderr and JSON on stdout, for all commands."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from freewheel.judge.verdict import JudgeError
 class ExitCode(IntEnum):
     OK = 0
     INCOMPLETE = 1
-    """It ran to its end, and something in it failed."""
+    """It ran to the end, and part of it failed."""
     USAGE = 2
     """A flag, a file or a setting that cannot work."""
     STOPPED = 3
-    """It had to stop early and can be continued."""
+    """It stopped early and can be continued."""
     BROKEN_PIPE = 141
-    """Nobody reads the output any more: 128 + SIGPIPE, as a shell says it."""
+    """The reader of the output is gone: 128 + SIGPIPE, as in a shell."""
 
 
 def say(text: str) -> None:
-    """One line for a person. A stderr that is closed or full does not matter."""
+    """Write one line to stderr. A stderr that is closed or full does not matter."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"freewheel: {text}\n")
         sys.stderr.flush()
 
 
 def print_json(value: object) -> None:
-    """One JSON object on stdout, indented."""
+    """Print one indented JSON object."""
     print_text(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
@@ -49,7 +49,7 @@ def print_text(text: str) -> None:
 
 @contextlib.contextmanager
 def writing_stdout() -> Iterator[None]:
-    """Ends the program when stdout takes no more: in silence when its reader has gone, else with the reason."""
+    """End the program when stdout cannot be written: silently when its reader is gone, else with the reason."""
     try:
         yield
     except BrokenPipeError:
@@ -62,7 +62,7 @@ def writing_stdout() -> Iterator[None]:
 
 
 class GuardedStdout(io.TextIOWrapper):
-    """stdout for those who write to it without `writing_stdout`: Typer, with its help."""
+    """stdout for code that writes without `writing_stdout`: Typer's help."""
 
     def write(self, text: str, /) -> int:
         with writing_stdout():
@@ -75,7 +75,7 @@ class GuardedStdout(io.TextIOWrapper):
 
 @contextlib.contextmanager
 def guarded_stdout() -> Iterator[None]:
-    """What is written to stdout within is out at the end, or the program has ended and said why not."""
+    """Flush everything written to stdout in the block, or end the program with the reason."""
     plain = sys.stdout
     if not isinstance(plain, io.TextIOWrapper):  # None where it is closed
         yield
@@ -97,14 +97,14 @@ def guarded_stdout() -> Iterator[None]:
 
 
 def mute_stdout() -> None:
-    """So that the interpreter's last flush does not meet the trouble again."""
+    """Redirect stdout to nowhere, so that the interpreter's last flush does not fail again."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def plain_errors() -> Iterator[None]:
-    """A setting that cannot work ends the program with its message and no traceback."""
+    """End the program with a message and no traceback when a setting cannot work."""
     try:
         yield
     except ConfigError as error:
@@ -119,7 +119,7 @@ def plain_errors() -> Iterator[None]:
 
 
 class LogLines(logging.Handler):
-    """The library's warnings, each text once: a judge that refuses a key refuses every call in flight."""
+    """Writes the library's warnings, each text once: a judge that refuses a key refuses every call in flight."""
 
     def __init__(self, write: Callable[[str], None] = say) -> None:
         super().__init__(logging.WARNING)

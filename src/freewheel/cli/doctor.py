@@ -1,7 +1,7 @@
-"""`freewheel doctor`: a table on a terminal, lines elsewhere, JSON where asked for; exit code 1 where a run would fail.
+"""`freewheel doctor`: check this machine for a run. A table on a terminal, lines elsewhere, or JSON.
 
-Nothing heavy is imported before the command runs, and while it does only what a configuration names; torch where there
-is a GPU, to know whether it can be used.
+Exit code 1 where a run would fail. The command imports only what a configuration names, and torch where there is a GPU,
+to see whether torch can use it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from freewheel.cli.judge_flags import KeyVariableFlag
-from freewheel.cli.train import ConfigNameFlag, ConfigPathFlag
+from freewheel.cli.flags import ConfigNameFlag, ConfigPathFlag, KeyVariableFlag
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,9 +32,9 @@ Exit codes: 0 nothing stands in the way of a run; 1 something does; 2 a flag can
 """
 _JUDGE = "Judge"
 READ_S = 240.0
-"""For a configuration: a child of it may look at vLLM."""
+"""Time to read a configuration: a child process may check vLLM."""
 JUDGE_S = 40.0
-"""For an endpoint: its call and its list of models have limits of their own. A name's resolution has none."""
+"""Time for an endpoint. Its calls have their own limits, but resolving its name has none."""
 STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 
 
@@ -119,7 +118,7 @@ def _findings(
 
 
 def _driver(begun: Callable[[str], None]) -> GpuDriver:
-    """What nvidia-smi tells; where it could not be asked, why."""
+    """Return what nvidia-smi reports, or why it could not be asked."""
     from freewheel.doctor import machine
     from freewheel.doctor import run as doctor_run
     from freewheel.utils.findings import Check, run_checks
@@ -194,7 +193,7 @@ def _of_judges(run: Run, judges: list[JudgeConfig]) -> Iterator[Check]:
 
 @contextmanager
 def _told(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """On a terminal: what is being looked at, on a line of its own that is gone at the end."""
+    """Show the current check on a terminal, on a line that disappears at the end."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -242,7 +241,7 @@ def _table(findings: list[Finding]) -> RenderableType:
 
 
 def _lines(findings: list[Finding]) -> Iterator[str]:
-    """One a finding, and one for what mends it."""
+    """Yield a line for each finding, and one for its remedy."""
     state, what = (max(map(len, words)) for words in (STYLES, [one.what for one in findings]))
     for one in findings:
         yield f"{one.state:<{state}}  {one.what:<{what}}  {one.detail}"

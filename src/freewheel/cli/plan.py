@@ -1,6 +1,6 @@
-"""`freewheel plan`: what a run, or a model on so many accelerators, would give. Tables or JSON, and a picture.
+"""`freewheel plan`: predict the throughput of a run, or of a model on N accelerators, as tables, JSON or a picture.
 
-Nothing heavy is imported before the command runs, and neither torch nor ray while it does.
+Neither torch nor Ray is imported.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ Simulated with the classes that decide in a run, under a virtual clock. Every li
 extrapolated. Exit codes: 0; 2 a flag or a folder that cannot work.
 """
 LARGEST = 4096
-"""Accelerators up to which scaling is shown where nothing is said..."""
+"""Scaling is shown up to this many accelerators by default..."""
 EIGHTFOLD = 8
-"""...but not more than so many times those that were asked for."""
+"""...and up to this many times the number that was asked for."""
 USUAL_LATENCY_S = 1.0
-"""Of a judge of which only the limits are given."""
+"""Latency of a judge for which only limits are given."""
 MOST_ACCELERATORS = 16_384
-"""Thousands are planned for: above this the table of links and shares says nothing any more."""
+"""Above this the table of links and shares has no meaning."""
 MOST_GROUPS = 16 * MOST_ACCELERATORS
-"""A step: as many for each of those as where nothing is said."""
+"""Groups per step: the default number for each of those accelerators."""
 MOST_AHEAD = 100
-"""Versions, and steps of one: a simulation must be some times as long as generation runs ahead."""
+"""Versions ahead, and steps per version: a simulation must be several times as long as generation runs ahead."""
 MOST_N, MOST_TOKENS, MOST_KNEE, MOST_LATENCY_S, MOST_RATE, MOST_PRICE = 4096, 10_000_000, 10**9, 86_400.0, 1e9, 1e9
-"""Of the other flags: far above anything that there is."""
+"""Bounds of the other flags, far above anything real."""
 OF_A_MODEL = {
     "accelerator": "--accelerator",
     "n": "--n",
@@ -42,7 +42,7 @@ OF_A_MODEL = {
     "response_tokens": "--response-tokens",
     "max_new_tokens": "--max-new-tokens",
 }
-"""Flags that only --model has a use for, by their parameter."""
+"""Flags that only work with --model, by their parameter."""
 DRAWN = ".svg"
 _WHAT, _WORK, _SHOW = "What is planned", "The work", "Output"
 
@@ -210,7 +210,7 @@ def plan(
 
 
 def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
-    """What a run has of its own is not taken from the command line in silence."""
+    """Refuse a flag for something that the run itself determines."""
     from freewheel.errors import ConfigError
 
     for parameter, flag in flags.items():
@@ -221,7 +221,7 @@ def _refuse_given(context: typer.Context, flags: Mapping[str, str]) -> None:
 
 
 def _scores(latency_s: float | None, rate_per_s: float | None, knee: int | None) -> Scores | None:
-    """None: nothing was said of it."""
+    """Return the judge that the flags describe, or None."""
     from freewheel.plan.scene import Constant, Scores
 
     if latency_s is None and rate_per_s is None and knee is None:

@@ -1,15 +1,21 @@
-"""`freewheel score`: flags in, a `ScoringJob` run, words and an exit code out."""
+"""`freewheel score` scores a file of responses with an LLM judge; `freewheel cache` manages the stored replies."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import stat
+import sys
+import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO, Protocol
 
 import typer
 
-from freewheel.cli.judge_flags import (
+from freewheel.cli.console import say
+from freewheel.cli.flags import (
     PANEL,
     CacheDirFlag,
     ConcurrencyFlag,
@@ -29,7 +35,8 @@ from freewheel.cli.judge_flags import (
 
 if TYPE_CHECKING:
     from freewheel.judge.row_files import Tally
-    from freewheel.judge.scoring import ScoringJob, Stopped, Summary
+    from freewheel.judge.scoring import Progress, ScoringJob, Stopped, Summary
+    from freewheel.judge.store import Store, StoreStats
 
 EPILOG = """
 Exit codes: 0 every row was scored or skipped; 1 some rows failed or were malformed; 2 a flag, a file or a setting
@@ -40,7 +47,7 @@ A run that ended early continues with the same command. What was answered is cac
 """
 
 MALFORMED_SHOWN = 20
-"""Malformed lines that are named one by one; a file of another format would fill the screen."""
+"""Malformed lines that are reported one by one: a file of another format would fill the screen."""
 TO_CONTINUE = "run the same command again to continue"
 
 _ROWS, _RUN, _SHOW = "Rows", "Run", "Output"
@@ -102,8 +109,7 @@ def score(
     is passed through. The output has the rows in the order of the input, each with a "verdict".
     """
     from freewheel.cli.console import ExitCode, log_to, mute_stdout, plain_errors, print_json, say
-    from freewheel.cli.judge_flags import check_start, judge_config, parse_sampling, parse_temperature
-    from freewheel.cli.progress import make_reporter
+    from freewheel.cli.flags import check_start, judge_config, parse_sampling, parse_temperature
     from freewheel.errors import ConfigError
     from freewheel.judge.row_files import Fields
     from freewheel.judge.scoring import open_job
@@ -168,7 +174,7 @@ def score(
 
 @contextlib.contextmanager
 def stop_on_signals(job: ScoringJob) -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM stop the job in order; a second one ends the program at once. Yields the signals that came."""
+    """Stop the job in order on Ctrl-C and SIGTERM; a second one ends the program. Yields the received signals."""
     came: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -186,7 +192,7 @@ def stop_on_signals(job: ScoringJob) -> Iterator[list[int]]:
 
 
 def describe(summary: Summary, *, shown: int) -> str:
-    """The summary in words: first how the rows ended, then what it took."""
+    """Describe a summary: first how the rows ended, then the cost."""
     tally, calls = summary.tally, summary.calls
     parts = [f"{tally.scored:,} scored", f"{tally.failed:,} failed", f"{tally.skipped:,} skipped"]
     if tally.malformed:
@@ -204,7 +210,7 @@ def describe(summary: Summary, *, shown: int) -> str:
 
 
 def explain_failed(tally: Tally, *, target: str) -> str:
-    """What went wrong first, and how to score those rows again: the same command keeps them as they are."""
+    """Say what failed first and how to score those rows again. The same command would keep them as they are."""
     from freewheel.judge.row_files import is_stream
 
     text = f"the first that failed: {tally.first_failure}"
@@ -212,7 +218,7 @@ def explain_failed(tally: Tally, *, target: str) -> str:
 
 
 def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_env: str | None) -> str:
-    """Why it stopped, what to do about it, and how to go on."""
+    """Say why the job stopped, what to do about it, and how to continue."""
     from freewheel.judge.row_files import is_stream
 
     key = api_key_env or "the key"
@@ -237,7 +243,7 @@ def explain_stop(stopped: Stopped, *, target: str, retry_failed: bool, api_key_e
 
 
 def as_plain(summary: Summary, *, exit_code: int) -> dict[str, object]:
-    """The summary as one flat JSON object."""
+    """Return the summary as one flat JSON object."""
     import msgspec
 
     tally, calls = msgspec.to_builtins(summary.tally), msgspec.to_builtins(summary.calls)
@@ -246,3 +252,300 @@ def as_plain(summary: Summary, *, exit_code: int) -> dict[str, object]:
     stopped = msgspec.to_builtins(summary.stopped)
     rest = {"before": summary.before, "blank": summary.blank, "elapsed_s": round(summary.elapsed_s, 3)}
     return {**tally, **rest, "calls": calls, "stopped": stopped, "exit_code": exit_code}
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+LOG_EVERY_S = 10.0
+"""Often enough to show that the program is alive, seldom enough for a log that is kept."""
+RATE_WINDOW_S = 10.0
+"""The rate covers this recent time, so that a resumed start and a burst from the cache drop out of it."""
+
+
+class Reporter(Protocol):
+    def show(self, progress: Progress) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+class Rate:
+    """Rows and bytes per second over the last `RATE_WINDOW_S`."""
+
+    def __init__(self) -> None:
+        self._samples: list[tuple[float, int, int]] = []
+
+    def add(self, progress: Progress) -> tuple[float, float | None]:
+        """Return rows per second, and seconds to the end where they are known."""
+        samples = self._samples
+        samples.append((progress.elapsed_s, progress.decided, progress.bytes_done))
+        while samples[0][0] < progress.elapsed_s - RATE_WINDOW_S:
+            samples.pop(0)
+        began_s, rows, size = samples[0]
+        took_s = progress.elapsed_s - began_s
+        if took_s <= 0:
+            return 0.0, None
+        bytes_per_s = (progress.bytes_done - size) / took_s
+        left_s = None
+        if progress.bytes_total is not None and bytes_per_s > 0:
+            left_s = (progress.bytes_total - progress.bytes_done) / bytes_per_s
+        return (progress.decided - rows) / took_s, left_s
+
+
+def words(progress: Progress, rows_per_s: float, left_s: float | None) -> str:
+    tally, calls = progress.tally, progress.calls
+    parts = [f"{progress.decided:,} rows", f"{rows_per_s:,.0f}/s"]
+    if left_s is not None:
+        parts.append(f"ETA {duration(left_s)}")
+    parts += [f"{calls.in_flight}/{calls.limit} in flight", f"{calls.throttled:,} 429s"]
+    parts.append(f"{tally.failed + tally.malformed:,} failed")
+    if calls.cost:
+        parts.append(f"cost {calls.cost:.4f}")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole // 60 % 60
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+class Silent:
+    def show(self, progress: Progress) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        say(text)
+
+
+class LogLine:
+    def __init__(self) -> None:
+        self._rate = Rate()
+        self._said_s = 0.0
+
+    def show(self, progress: Progress) -> None:
+        rate = self._rate.add(progress)
+        if progress.elapsed_s - self._said_s >= LOG_EVERY_S:
+            self._said_s = progress.elapsed_s
+            say(words(progress, *rate))
+
+    def say(self, text: str) -> None:
+        say(text)
+
+
+@contextlib.contextmanager
+def make_reporter(*, quiet: bool, rows_on_stdout: bool) -> Iterator[Reporter]:
+    if quiet:
+        yield Silent()
+    elif not sys.stderr.isatty() or (rows_on_stdout and sys.stdout.isatty()):
+        yield LogLine()
+    else:
+        with _bar() as bar:
+            yield bar
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Reporter]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+    from rich.progress import Progress as RichProgress
+
+    console = Console(stderr=True)
+    columns = (BarColumn(bar_width=24), TaskProgressColumn(), TextColumn("{task.fields[words]}", markup=False))
+    with RichProgress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task("", total=None, words="starting")
+        rate = Rate()
+
+        class Bar:
+            def show(self, progress: Progress) -> None:
+                text = words(progress, *rate.add(progress))
+                shown.update(task, total=progress.bytes_total, completed=progress.bytes_done, words=text)
+
+            def say(self, text: str) -> None:
+                console.print(f"freewheel: {text}", markup=False, highlight=False, soft_wrap=True)
+
+        yield Bar()
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+cache_app = typer.Typer(help="The replies that were paid for once: show, clear or export them.", no_args_is_help=True)
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+
+_OF_A_JUDGE = ("expired", "max_bytes", "ttl_s")
+"""Not reported here: each judge has its own bounds, and the file does not know them."""
+_NO_BOUND_BYTES = sys.maxsize
+"""These commands store nothing, so they never remove anything to keep a bound."""
+
+CacheDir = Annotated[
+    str | None,
+    typer.Option("--cache-dir", metavar="DIR", help="Where it lies, if not in $FREEWHEEL_CACHE_DIR or ~/.cache."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The report as JSON on stdout.")]
+
+
+@cache_app.command("stats")
+def stats(cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Show how many replies there are, and how much room they take."""
+    from freewheel.cli.console import plain_errors, print_json, print_text
+
+    with plain_errors(), _store(cache_dir) as (store, path):
+        found = store.stats() if path.exists() else None
+        if as_json:
+            import msgspec
+
+            known = msgspec.to_builtins(found) if found is not None else {"path": str(path), "entries": 0}
+            print_json({key: value for key, value in known.items() if key not in _OF_A_JUDGE})
+        else:
+            print_text(_describe(found) if found is not None else f"{path}: there is no cache yet")
+
+
+@cache_app.command("clear")
+def clear(
+    older_than: Annotated[
+        str | None,
+        typer.Option("--older-than", metavar="AGE", help="Only replies stored longer ago: 90s, 30m, 12h, 7d, 2w."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove replies. They will be asked for, and paid for, again."""
+    from freewheel.cli.console import plain_errors, print_json, print_text
+    from freewheel.errors import ConfigError
+
+    with plain_errors(), _store(cache_dir) as (store, path):
+        age_s = parse_age_s(older_than) if older_than is not None else None
+        removed = 0
+        if path.exists():
+            if not yes:
+                if not sys.stdin.isatty():
+                    raise ConfigError("--yes", False, "nobody can be asked here; add --yes to remove replies")
+                which = f"replies older than {older_than}" if older_than else f"all {store.stats().entries:,} replies"
+                typer.confirm(f"Remove {which} from {path}?", abort=True, err=True)
+            removed = store.clear(older_than_s=age_s)
+        if as_json:
+            print_json({"path": str(path), "removed": removed})
+        else:
+            print_text(f"{path}: {removed:,} replies removed")
+
+
+@cache_app.command("export")
+def export(
+    target: Annotated[str, typer.Argument(metavar="FILE", help="Where the JSON lines go; - is stdout.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace FILE where it exists.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write every reply, however old, as a JSON line: key, text, tokens, times."""
+    from freewheel.cli.console import plain_errors, print_json, say, writing_stdout
+    from freewheel.errors import ConfigError
+
+    with plain_errors(), _store(cache_dir) as (store, path):
+        if as_json and target == "-":
+            raise ConfigError("--json", True, "stdout takes the replies already; write them to a file")
+        entries: Iterator[dict[str, object]] = store.export() if path.exists() else iter(())
+        if target == "-":
+            with writing_stdout():
+                _write_lines(sys.stdout.buffer, entries)
+            return
+        try:
+            count = _write_file(target, entries, overwrite=overwrite)
+        except OSError as error:
+            raise ConfigError("FILE", target, f"it cannot be written: {error.strerror}") from None
+    if as_json:
+        print_json({"path": str(path), "exported": count, "file": target})
+    else:
+        say(f"{count:,} replies written to {target}")
+
+
+def _write_file(target: str, entries: Iterator[dict[str, object]], *, overwrite: bool) -> int:
+    """Write lines to a file for this user only, whole or not at all. A device or a FIFO is written as it is.
+
+    A link is followed: its target is replaced, and the link stays.
+    """
+    from freewheel.errors import ConfigError
+
+    try:
+        is_file = stat.S_ISREG(Path(target).stat().st_mode)
+    except FileNotFoundError:
+        pass
+    else:
+        if not is_file:
+            with os.fdopen(os.open(target, os.O_WRONLY | os.O_CLOEXEC), "wb") as stream:
+                return _write_lines(stream, entries)
+        if not overwrite:
+            raise ConfigError("FILE", target, "it exists already; give another file, or --overwrite to replace it")
+    path = Path(target).resolve()
+    fd, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.", suffix=".part")  # its mode is 0600
+    part = Path(name)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            count = _write_lines(file, entries)
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def _write_lines(file: BinaryIO, entries: Iterator[dict[str, object]]) -> int:
+    import msgspec
+
+    encode, count = msgspec.json.Encoder().encode, 0
+    for entry in entries:
+        file.write(encode(_encodable(entry)) + b"\n")
+        count += 1
+    file.flush()
+    return count
+
+
+def parse_age_s(text: str) -> float:
+    """Convert an age such as `7d` to seconds."""
+    from freewheel.errors import ConfigError
+
+    try:
+        age_s = float(text[:-1]) * _UNITS_S[text[-1:]]
+    except (ValueError, KeyError):
+        raise ConfigError("--older-than", text, "give a number and s, m, h, d or w, as in 7d") from None
+    if not 0 <= age_s < float("inf"):
+        raise ConfigError("--older-than", text, "give an age of 0 or more")
+    return age_s
+
+
+@contextlib.contextmanager
+def _store(configured: str | None) -> Iterator[tuple[Store, Path]]:
+    from freewheel.judge.cache import CACHE_FILE, cache_dir
+    from freewheel.judge.store import Store
+
+    path = cache_dir(configured) / CACHE_FILE
+    store = Store(path, max_bytes=_NO_BOUND_BYTES, ttl_s=None)
+    try:
+        yield store, path
+    finally:
+        store.close()
+
+
+def _describe(found: StoreStats) -> str:
+    import datetime
+
+    def when(at: float | None) -> str:
+        return datetime.datetime.fromtimestamp(at).isoformat(" ", "seconds") if at is not None else "-"
+
+    lines = [
+        ("file", found.path),
+        ("replies", f"{found.entries:,}"),
+        ("text", f"{found.payload_bytes / 1e6:,.1f} MB"),
+        ("on disk", f"{found.file_bytes / 1e6:,.1f} MB"),
+        ("stored", f"{when(found.oldest_at)} to {when(found.newest_at)}"),
+        *(("set aside", name) for name in found.set_aside),
+    ]
+    return "\n".join(f"{name:<10}{value}" for name, value in lines)
+
+
+def _encodable(entry: dict[str, object]) -> dict[str, object]:
+    """Replace lone surrogates, which a judge may have sent and UTF-8 cannot encode."""
+    text = entry["text"]
+    assert isinstance(text, str)
+    return entry if text.isascii() else {**entry, "text": text.encode("utf-8", "replace").decode()}

@@ -1,9 +1,7 @@
-"""`freewheel train` and `freewheel eval`: a command line in, a run or a measurement, words and an exit code out.
+"""`freewheel train` and `freewheel eval`: shells over `freewheel.api` and `freewheel.runtime`.
 
-`python fully_async_main.py` and `python -m freewheel.fully_async_main` are `freewheel train` under the name that its
-users know. Nothing heavy is imported before a command runs.
-
-Flags that several commands of this package share, each with one name and one help text.
+`python fully_async_main.py` and `python -m freewheel.fully_async_main` are `freewheel train` under a name that users of
+verl know. Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
@@ -16,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from freewheel.cli.flags import ConfigNameFlag, ConfigPathFlag
+
 if TYPE_CHECKING:
     from freewheel.rollout.evaluation import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
 
 MERGES = ("hydra",)
-"""What it takes to read a configuration."""
+"""Packages that reading a configuration needs."""
 TRAINS = ("hydra", "torch", "transformers", "safetensors", "ray")
 EVALUATES = ("hydra", "torch", "transformers", "safetensors")
 
@@ -133,7 +133,7 @@ def evaluate(
 
 
 def _show(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
-    """The plan, in colour on a terminal; what wraps is wrapped already. Without one: everything that is refused."""
+    """Print the plan, in colour on a terminal. Without a plan, print every setting that is refused."""
     from rich.console import Console
 
     from freewheel.cli.console import writing_stdout
@@ -169,7 +169,7 @@ def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, 
 
 
 def _number(value: float) -> float | None:
-    """JSON has no NaN."""
+    """Return None for NaN, which JSON does not have."""
     return None if value != value else value
 
 
@@ -185,13 +185,13 @@ def _in_words(target: str, config: TrainConfig, result: EvalResult) -> str:
 
 
 def _with_error(found: Estimate) -> str:
-    """`0.412 ± 0.022`; of one prompt there is no error."""
+    """Format as `0.412 ± 0.022`. A single prompt has no error."""
     return f"{found.mean:.3f}" if found.error != found.error else f"{found.mean:.3f} ± {found.error:.3f}"
 
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """A setting or a file that cannot work ends the program with one line and no traceback."""
+    """End the program with one line and no traceback when a setting or a file cannot work."""
     from freewheel.errors import ConfigError, DataError
 
     try:
@@ -201,7 +201,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _refuse(errors: Iterable[str]) -> NoReturn:
-    """A line each, red on a terminal."""
+    """Print a line for each error, red on a terminal, and end the program."""
     from freewheel.cli.console import ExitCode
 
     for error in errors:
@@ -219,12 +219,12 @@ FLAGS = {
     "eval.temperature": ("temperature", "--temperature"),
     "rollout.engine": ("engine", "--engine"),
 }
-"""By which `eval` takes a key's value: its parameter and its name."""
+"""The parameter and the flag with which `eval` takes the value of a key."""
 
 
 @contextlib.contextmanager
 def _said_by_flag(given: Mapping[str, Any]) -> Iterator[None]:
-    """What was given by a flag is refused by the flag's name."""
+    """Refuse a value that came from a flag by the flag's name."""
     from freewheel.errors import ConfigError
 
     try:
@@ -247,18 +247,3 @@ def _need(packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         _refuse([f"training needs {', '.join(missing)}: pip install 'freewheel[train]'"])
-
-
-CONFIG_PANEL = "Configuration"
-
-ConfigPathFlag = Annotated[
-    str | None,
-    typer.Option(
-        help="The folder with your YAML files. Without it: those that come with freewheel.",
-        metavar="DIR",
-        rich_help_panel=CONFIG_PANEL,
-    ),
-]
-ConfigNameFlag = Annotated[
-    str | None, typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL)
-]

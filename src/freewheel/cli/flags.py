@@ -1,6 +1,6 @@
-"""The judge's settings as flags: `freewheel score` and `freewheel serve` take the same ones, in the same words.
+"""Flags that several commands share, each with one name and one help text, and the judge's configuration from flags.
 
-A `JudgeConfig` from a file and flags. Flags that were not given are left out, so every default is the config's.
+A flag that is not given leaves its setting out, so every default is the configuration's own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,21 @@ from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.parse import make_reader
 from freewheel.judge.rubric import PARSERS
+
+CONFIG_PANEL = "Configuration"
+
+ConfigPathFlag = Annotated[
+    str | None,
+    typer.Option(
+        help="The folder with your YAML files. Without it: those that come with freewheel.",
+        metavar="DIR",
+        rich_help_panel=CONFIG_PANEL,
+    ),
+]
+ConfigNameFlag = Annotated[
+    str | None, typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL)
+]
+
 
 PANEL = "Judge"
 
@@ -89,11 +104,11 @@ ConfigFlag = Annotated[
 
 
 LEFT_OUT = "none"
-"""A temperature that is not sent, as reasoning models want it: TOML has no null, and a flag cannot be one."""
+"""Leaves the temperature out of requests, as reasoning models require. TOML and flags have no null."""
 
 
 def parse_temperature(text: str | None) -> float | str | None:
-    """What `--temperature` says: a number, or `LEFT_OUT`."""
+    """Parse `--temperature`: a number, or `LEFT_OUT`."""
     if text is None or text == LEFT_OUT:
         return text
     try:
@@ -103,7 +118,7 @@ def parse_temperature(text: str | None) -> float | str | None:
 
 
 def parse_sampling(pairs: list[str] | None) -> dict[str, Any] | None:
-    """`KEY=VALUE` each: the value as JSON where it is that, else as the text it is."""
+    """Parse `KEY=VALUE` pairs. A value that is not JSON is text."""
     fields: dict[str, Any] = {}
     for pair in pairs or ():
         key, equals, text = pair.partition("=")
@@ -119,7 +134,7 @@ def parse_sampling(pairs: list[str] | None) -> dict[str, Any] | None:
 def judge_config(
     file: Path | None, flags: dict[str, Any], *, price_in: float | None = None, price_out: float | None = None
 ) -> JudgeConfig:
-    """The file's settings with the given flags (those that are not None) over them."""
+    """Return the file's settings with the given flags (those that are not None) on top."""
     values = _read(file) if file is not None else {}
     given = {key: value for key, value in flags.items() if value is not None}
     if isinstance(given.get("sampling"), dict) and isinstance(values.get("sampling"), dict):
@@ -145,10 +160,10 @@ def judge_config(
 
 
 def check_start(config: JudgeConfig) -> None:
-    """What the engine would meet at its start and could only break of. `ConfigError` names it with its remedy.
+    """Raise what would break the engine at its start, as a `ConfigError` with a remedy.
 
-    A parser of the user's own is looked for in the current directory as well, after all else: nothing there can take
-    the place of an installed module. The engine's process takes over where this one looks.
+    A parser of the user's own may be in the current directory. It comes last in the search, so that nothing there
+    replaces an installed module. The engine's process searches where this one does.
     """
     rubric = config.loaded_rubric
     if rubric.parser not in PARSERS:

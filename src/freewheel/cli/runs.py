@@ -1,13 +1,19 @@
-"""`freewheel inspect`: is anything of a run lost, and what became of one prompt? A table or JSON, and an exit code.
+"""Look at runs: `freewheel inspect` accounts for prompts, `trace` writes a timeline, `dashboard` serves a page.
 
-Nothing heavy is imported before the command runs, and neither torch nor ray while it does.
+Each reads run directories, live or finished, and changes nothing in them. None imports torch or Ray.
 """
 
 from __future__ import annotations
 
+import gzip
+import os
 import sys
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,8 +23,9 @@ if TYPE_CHECKING:
 
     from freewheel.inspect.prompt import GroupLife, ResponseLife
     from freewheel.inspect.run import JournalFacts, Report
+    from freewheel.observe.trace import Event
 
-EPILOG = """
+INSPECT_EPILOG = """
 Exit codes: 0 every prompt is accounted for; 1 something is lost, repeated or contradicts itself; 2 there is no run, or
 it cannot be read. With --group: 0 or 2.
 """
@@ -63,7 +70,7 @@ def inspect_run(
 
 
 def _print(*parts: RenderableType) -> None:
-    """In colour on a terminal, plain elsewhere."""
+    """Print in colour on a terminal, plain elsewhere."""
     from rich.console import Console
 
     from freewheel.cli.console import writing_stdout
@@ -179,7 +186,7 @@ def _response(number: int, response: ResponseLife) -> list[RenderableType]:
 
 
 def _said(text: str | None, tokens: list[int]) -> str:
-    """Indented, so that no response passes for a line of this program's."""
+    """Indent the text, so that no response looks like a line of this program."""
     from freewheel.inspect.run import shown
 
     return "\n".join(f"  | {line}" for line in shown(str(tokens) if text is None else text).split("\n"))
@@ -187,3 +194,169 @@ def _said(text: str | None, tokens: list[int]) -> str:
 
 def _clock(wall_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(wall_s))
+
+
+# -- freewheel trace --------------------------------------------------------------------------------------------------
+
+
+STANDARD_OUTPUT = Path("-")
+ZIPPED = ".gz"
+"""A file with this ending is compressed; Perfetto opens it as it is."""
+LEVEL = 3
+"""Compression level: a trace already shrinks by nine tenths, and a higher level takes many times as long."""
+NAMED = 4
+"""Most files that a message names."""
+
+TRACE_EPILOG = """
+Exit codes: 0 it is written; 2 there is no run, nothing was traced, or the file cannot be written.
+"""
+
+
+def trace_run(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or dead. Nothing in it is changed.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The file to write; it is compressed where its name ends with .gz. "
+                     "With - it is standard output.", metavar="FILE"),
+    ] = Path("trace.json"),
+) -> None:  # fmt: skip
+    """Write one trace of what every part of a run did when, and of the life of each group.
+
+    Open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
+    """
+    from freewheel.cli.console import plain_errors, print_text, say
+
+    with plain_errors():
+        from freewheel.errors import ConfigError
+        from freewheel.inspect.run import find_run
+
+        folder, no_events = find_run(run).folder, Counter[Path]()
+        events = _some(run, folder, no_events)
+        try:
+            count = _write(output, events)
+        except OSError as error:
+            raise ConfigError("--output", str(output), f"it cannot be written ({error.strerror})") from error
+        where, tell = ("standard output", say) if output == STANDARD_OUTPUT else (output, print_text)
+        tell(f"{where}: {count:,} events. Open it at https://ui.perfetto.dev or in chrome://tracing")
+        if no_events:
+            say(f"warning: {_left_out(no_events)}")
+
+
+def _some(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
+    """Return the events of a run. A run without any is refused before a file is touched."""
+    from freewheel.errors import ConfigError
+    from freewheel.observe.lines import files_of
+    from freewheel.observe.run_folder import TRACE
+    from freewheel.observe.trace import EXPLAINS
+
+    with _reading(run):
+        found = [file.path for file in files_of(folder / TRACE)]
+    if not found:
+        raise ConfigError("RUN", run, "nothing was traced in it: train with observe.trace_mb above 0")
+    events = _events(run, folder, no_events)
+    begun: list[Event] = []
+    for event in events:
+        begun.append(event)
+        if event["ph"] != EXPLAINS:
+            return chain(begun, events)
+    what = f"no event is in {_named(found)}"
+    if no_events:
+        what += f" ({no_events.total():,} lines are none)"
+    raise ConfigError("RUN", run, f"{what}: copy the run's folder anew, or train with observe.trace_mb above 0")
+
+
+def _left_out(no_events: Counter[Path]) -> str:
+    count = no_events.total()
+    of = f"{count:,} lines are no events and are left out" if count > 1 else "a line is no event and is left out"
+    return f"{of}, in {_named(sorted(no_events))}"
+
+
+def _named(paths: Sequence[Path]) -> str:
+    more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
+    return ", ".join(map(str, paths[:NAMED])) + more
+
+
+def _events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
+    from freewheel.observe.trace import merged
+
+    with _reading(run):
+        yield from merged(folder, refused=lambda path: no_events.update([path]))
+
+
+@contextmanager
+def _reading(run: str) -> Iterator[None]:
+    from freewheel.errors import ConfigError
+
+    try:
+        yield
+    except OSError as error:
+        which = error.filename or "a file of its trace"
+        raise ConfigError("RUN", run, f"{which} cannot be read ({error.strerror})") from error
+
+
+def _write(output: Path, events: Iterable[Event]) -> int:
+    """Write a file for this user only: a trace shows what a run was about."""
+
+    from freewheel.cli.console import writing_stdout
+    from freewheel.observe.trace import write_json
+    from freewheel.utils.files import open_private
+
+    if output == STANDARD_OUTPUT:
+        with writing_stdout():
+            count = write_json(events, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+        return count
+    with os.fdopen(open_private(output, os.O_WRONLY | os.O_TRUNC), "wb") as file:
+        if output.suffix != ZIPPED:
+            return write_json(events, file)
+        with gzip.open(file, "wb", compresslevel=LEVEL) as zipped:
+            return write_json(events, zipped)
+
+
+# -- freewheel dashboard ----------------------------------------------------------------------------------------------
+
+
+DASHBOARD_EPILOG = """
+It serves until Ctrl-C. A run that is going on has a page of its own, whose address it says at its start.
+"""
+
+
+def dashboard(
+    runs: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Runs' folders, or folders with runs in them (runs/). Nothing is changed "
+                       "in them."),
+    ],
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any that is free.", min=0, max=65535)] = 0,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Any other than loopback shows the runs, unencrypted, to who has "
+                          "the token.")
+    ] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser of this machine.")] = False,
+) -> None:  # fmt: skip
+    """Look at runs in a browser: curves, waits, judge, weights, timeline, samples, ledger, and runs side by side."""
+    import time
+    import webbrowser
+
+    from freewheel.cli.console import plain_errors, print_text, say
+    from freewheel.dashboard.web.runs import Runs
+    from freewheel.dashboard.web.server import make_token, serve
+    from freewheel.utils.http import address, is_loopback, listen_or_say
+
+    with plain_errors():
+        found = Runs(runs, clock=time.monotonic)
+        token = make_token()
+        with listen_or_say(host, port) as listening:
+            url = address(listening, token)
+            if not is_loopback(host):
+                say(
+                    f"warning: {host} can be reached from other machines: who has the address sees prompts and "
+                    "responses, and so does who listens on the way. An SSH tunnel to 127.0.0.1 is safer"
+                )
+
+            def ready() -> None:
+                print_text(f"the page is at {url}")
+                if open_browser:
+                    webbrowser.open(url)
+
+            serve(found, listening, token, ready)
