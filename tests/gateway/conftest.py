@@ -14,8 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from freewheel.gateway.auth import TOKEN_ENV, Doorkeeper
-from freewheel.gateway.limits import Limits
+from freewheel.gateway.limits import TOKEN_ENV, Doorkeeper, Limits
 from freewheel.gateway.server import Gateway
 from freewheel.judge import JudgeConfig, Secret
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from freewheel.gateway.auth import Doorkeeper
+from freewheel.gateway.limits import Doorkeeper
 from freewheel.gateway.problem import Problem
 from freewheel.judge import ConfigError, Secret
 

@@ -9,7 +9,7 @@ from typer.main import get_command
 
 from freewheel.cli import app
 from freewheel.gateway.limits import Limits
-from freewheel.gateway.serving import DEFAULT_HOST, DEFAULT_PORT
+from freewheel.gateway.server import DEFAULT_HOST, DEFAULT_PORT
 
 PAGE = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
 LIMITS = Limits()

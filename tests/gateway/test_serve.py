@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from freewheel.gateway.auth import TOKEN_ENV
+from freewheel.gateway.limits import TOKEN_ENV
 from freewheel.judge.testing import RunningJudge
 
 from .conftest import MODEL, WAIT_S, Program, chat

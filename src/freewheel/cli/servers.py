@@ -100,10 +100,9 @@ def serve(
     """
     from freewheel.cli.console import plain_errors
     from freewheel.cli.flags import check_start, judge_config, parse_sampling, parse_temperature
-    from freewheel.gateway.auth import Doorkeeper
-    from freewheel.gateway.limits import Limits
-    from freewheel.gateway.serving import DEFAULT_HOST, DEFAULT_PORT
-    from freewheel.gateway.serving import serve as run
+    from freewheel.gateway.limits import Doorkeeper, Limits
+    from freewheel.gateway.server import DEFAULT_HOST, DEFAULT_PORT
+    from freewheel.gateway.server import serve as run
 
     with plain_errors(), _logging():
         flags = {
@@ -145,7 +144,7 @@ def _refuse_itself(settings: JudgeConfig, port: int) -> None:
 def _token(name: str | None) -> tuple[Secret | None, str]:
     """Return the token and the name of its variable. A variable that was named must be set."""
     from freewheel.errors import ConfigError
-    from freewheel.gateway.auth import TOKEN_ENV
+    from freewheel.gateway.limits import TOKEN_ENV
     from freewheel.judge.config import Secret
 
     token = Secret.from_env(name or TOKEN_ENV)

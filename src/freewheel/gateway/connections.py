@@ -1,9 +1,12 @@
-"""aiohttp's low-level server with books about its connections: how many, which are idle, which never said anything.
+"""Connections, event streams and counters of the gateway.
 
     accept ──▶ connection_made ──▶ room? ──▶ serving ──▶ idle ──▶ … ──▶ connection_lost
-                                    └ no: the longest idle one makes way, else 503
+                                    └ no: the longest idle one is closed, else 503
 
-Waits for: nothing. `none_busy` and `none_open` are what a drain waits for.
+`Connections` is aiohttp's low-level server with a record of its connections; `none_busy` and `none_open` are what a
+drain waits for. An `EventStream` begins with the first chunk from upstream, because a failure before it has a status.
+The engine calls `write` with each chunk and continues to read upstream when that returns: a slow client slows its own
+stream only. `Counts` is what `/metrics` reports of the gateway itself.
 """
 
 from __future__ import annotations
@@ -12,15 +15,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http import RawRequestMessage
 from aiohttp.streams import StreamReader
 from aiohttp.web_protocol import RequestHandler
 
-from freewheel.gateway.counts import Counts
 from freewheel.gateway.limits import Limits
 from freewheel.gateway.problem import Problem
 from freewheel.utils.http import server_log
@@ -156,3 +159,105 @@ def _raw(problem: Problem) -> bytes:
     lines = [f"HTTP/1.1 {problem.status.value} {problem.status.phrase}"]
     lines += [f"{name}: {value}" for name, value in {**headers, **problem.headers}.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+# -- counters ---------------------------------------------------------------------------------------------------------
+
+
+PREFIX = "freewheel_gateway_"
+
+
+class Counts:
+    """Counters only grow."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()
+        """By (route, status). A client that hung up before its reply counts as `GONE`."""
+        self.rejected: Counter[str] = Counter()
+        """By the limit that was met: the error's `code`, or `connections`."""
+        self.connections = 0
+
+    def prometheus(self, *, open_connections: int, in_flight: int, waiting: int, draining: bool) -> str:
+        """Prometheus text exposition, every name under `freewheel_gateway_`."""
+        gauges = {
+            "open_connections": open_connections,
+            "in_flight": in_flight,
+            "waiting": waiting,
+            "draining": int(draining),
+        }
+        return "\n".join([*self._counters(), *_gauges(gauges)]) + "\n"
+
+    def _counters(self) -> Iterator[str]:
+        yield f"# TYPE {PREFIX}requests_total counter"
+        for (route, status), number in sorted(self.requests.items()):
+            yield f'{PREFIX}requests_total{{route="{route}",status="{status}"}} {number}'
+        yield f"# TYPE {PREFIX}rejected_total counter"
+        for limit, number in sorted(self.rejected.items()):
+            yield f'{PREFIX}rejected_total{{limit="{limit}"}} {number}'
+        yield f"# TYPE {PREFIX}connections_total counter"
+        yield f"{PREFIX}connections_total {self.connections}"
+
+
+GONE = 499
+"""The status that proxies write down for a client that closed its connection; no client ever sees it."""
+
+
+def _gauges(values: dict[str, int]) -> Iterator[str]:
+    for name, value in values.items():
+        yield f"# TYPE {PREFIX}{name} gauge"
+        yield f"{PREFIX}{name} {value}"
+
+
+# -- event streams ----------------------------------------------------------------------------------------------------
+
+
+EVENTS_TYPE = "text/event-stream; charset=utf-8"
+
+
+class Ended(web.StreamResponse):
+    """Tells aiohttp that nothing is left to be sent, and that the connection does not go on."""
+
+    @property
+    def keep_alive(self) -> bool | None:
+        return False
+
+    async def prepare(self, request: web.BaseRequest) -> None:
+        """Nothing is left to do."""
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        """Nothing is left to do."""
+
+
+class EventStream:
+    """One streamed chat completion."""
+
+    def __init__(self, request: web.BaseRequest, write_timeout_s: float, headers: Mapping[str, str]) -> None:
+        self._request = request
+        self._timeout_s = write_timeout_s
+        self._gone = False
+        # Proxies that buffer (nginx) would turn a stream into one late reply.
+        said = {hdrs.CONTENT_TYPE: EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
+        self.response = web.StreamResponse(headers={**said, **headers, "x-freewheel-cache": "miss"})
+
+    @property
+    def begun(self) -> bool:
+        return self.response.prepared
+
+    async def write(self, chunk: bytes) -> None:
+        """`OSError` where the client is gone, or takes nothing for too long: the engine gives its slot free then."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self.response.prepared:
+                    await self.response.prepare(self._request)
+                await self.response.write(chunk)
+        except OSError:
+            self._gone = True
+            raise
+
+    async def break_off(self, problem: Problem) -> web.StreamResponse:
+        """The upstream failed in the middle. The OpenAI clients raise on such an event; others see a cut connection."""
+        if not self._gone:
+            await self.write(b"data: " + problem.body() + b"\n\n")
+        elif self._request.transport is not None:
+            self._request.transport.abort()
+        return Ended()  # without the last chunk: nobody may take this for the end
