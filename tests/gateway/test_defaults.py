@@ -38,10 +38,10 @@ def test_the_help_names_the_default_that_holds(flag: str, default: str):
         f"http://{DEFAULT_HOST}:{DEFAULT_PORT}/v1",
         f"| {LIMITS.max_body_bytes >> 20} MiB a body",
         f"| {LIMITS.max_connections:,} connections |",
-        f"| {LIMITS.max_waiting:,} judgements taken",
+        f"| {LIMITS.max_waiting:,} open judgements |",
         f"| {LIMITS.max_waiting_bytes >> 20} MiB of bodies waiting |",
         f"| {LIMITS.header_timeout_s:g} s for the first headers, {LIMITS.body_timeout_s:g} s for a body |",
-        f"| {LIMITS.write_timeout_s:g} s without taking anything of a reply |",
+        f"| {LIMITS.write_timeout_s:g} s without reading the reply |",
         f"`--drain-s` ({LIMITS.drain_s:g} s)",
     ],
 )
