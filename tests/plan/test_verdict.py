@@ -36,6 +36,8 @@ def of(trainer, rollouter, setting=STREAMING, scoring=None):
         # weights and checkpoints
         ({"train": 0.7, "wait_batch": 0.3}, {"generate": 0.7, "load_weights": 0.3}, "sync", 0.3),
         ({"train": 0.5, "pack": 0.4, "wait_batch": 0.1}, {"generate": 0.9, "wait_room": 0.1}, "sync", 0.4),
+        # generation is not charged with the time in which engines load weights
+        ({"train": 0.4, "wait_batch": 0.6}, {"generate": 0.8, "load_weights": 0.2}, "generation", 0.4),
         ({"train": 0.6, "save": 0.4}, {"generate": 0.7, "wait_room": 0.3}, "save", 0.4),
         # engines that pause while the trainer never starves hold nobody up
         ({"train": 1.0, "wait_batch": 0.0}, {"generate": 0.7, "load_weights": 0.3}, "balanced", 0.0),

@@ -573,10 +573,10 @@ def test_prompts_too_long_for_a_model_are_a_plain_error(elsewhere: Path):
 
 def test_an_evaluation_with_fewer_prompts_than_requested_warns(caplog: pytest.LogCaptureFixture):
     assert freewheel("eval", "embedded", "--prompts", "2").exit_code == 0
-    assert "all that there are" not in caplog.text
+    assert "There are only" not in caplog.text
     done = freewheel("eval", "embedded", "--prompts", "1000000", "--json")
     count = json.loads(done.stdout)["prompts"]
-    assert f"{count} prompts: all that there are (1000000 were asked for)" in caplog.text
+    assert f"There are only {count} prompts; 1000000 were requested" in caplog.text
 
 
 def test_another_engine_starts_with_its_own_defaults(run_dir: Path):
