@@ -1,4 +1,4 @@
-"""Every token that has something to teach is in exactly one micro-batch, and no other is."""
+"""Every trained token is in exactly one micro-batch."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def test_prompts_are_shared_only_where_that_is_cheaper() -> None:
     assert rows == {0: 1, 1: 4}
 
 
-def test_similar_lengths_come_together_longest_first() -> None:
+def test_similar_lengths_are_batched_together_longest_first() -> None:
     lengths = [3, 17, 4, 16, 3, 18]
     groups = [make_group(i, [make_response([5] * n, value=1.0)], prompt=[1, 2]) for i, n in enumerate(lengths)]
     found = [batch.inputs["input_ids"].shape for batch in batches_of(groups, budget=60)]
     assert [tuple(shape) for shape in found] == [(3, 20), (3, 6)]
 
 
-def test_the_order_of_arrival_changes_nothing() -> None:
+def test_the_order_of_arrival_is_irrelevant() -> None:
     groups = [random_group(ordinal) for ordinal in range(5)]
     forwards, backwards = batches_of(groups, 40, mini_batches=2), batches_of(groups[::-1], 40, mini_batches=2)
     assert len(forwards) == len(backwards)

@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all: after kills, full disks, damage, and with two runs in one folder."""
+"""A checkpoint is whole or absent: after kills, full disks, damage, and with two runs in one folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ import pytest
 import torch
 
 from freewheel.trainer import checkpoint as module
-from freewheel.trainer.checkpoint import CheckpointDamaged, CheckpointFailed, CheckpointStore, RunLock, RunLocked
+from freewheel.trainer.checkpoint import (
+    STATE,
+    CheckpointDamaged,
+    CheckpointFailed,
+    CheckpointStore,
+    RunLock,
+    RunLocked,
+    _difference,
+    _looks_whole,
+    _measure,
+    visible_damage,
+    write_state,
+)
 
 
 def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -54,7 +66,7 @@ def flip(path: Path) -> None:
 # -- what comes back --------------------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_comes_back(store: CheckpointStore):
+def test_a_checkpoint_loads_what_was_saved(store: CheckpointStore):
     state = {"frontier": {"low": 3, "ended": [5, 7]}, "rng": 2**63, "config": {"seed": 0}}
     path = store.save(40, tensors=tensors(40), state=state, hf=write_hf)
     assert path == store.run_dir / "checkpoints" / "step_000040" == store.latest()
@@ -92,7 +104,7 @@ def test_an_empty_run_has_no_checkpoint(store: CheckpointStore):
 # -- which are kept ---------------------------------------------------------------------------------------------------
 
 
-def test_the_last_ones_are_kept(store: CheckpointStore):
+def test_the_newest_checkpoints_are_kept(store: CheckpointStore):
     for step in (1, 2, 3, 1000000):
         save(store, step)
     assert steps(store) == ["step_000003", "step_1000000"]
@@ -104,7 +116,7 @@ def test_saving_a_step_again_replaces_it(store: CheckpointStore):
     assert store.load(path).state["note"] == "second" and steps(store) == ["step_000001"]
 
 
-def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(store: CheckpointStore):
+def test_a_damaged_checkpoint_does_not_count_as_kept(store: CheckpointStore):
     save(store, 1)
     (save(store, 2) / "training/whole.safetensors").unlink()
     save(store, 3)
@@ -113,7 +125,7 @@ def test_a_damaged_checkpoint_takes_no_place_among_those_that_are_kept(store: Ch
     assert steps(store) == ["step_000003", "step_000004"]
 
 
-def test_checkpoints_of_a_path_that_was_left_are_removed(store: CheckpointStore):
+def test_checkpoints_after_the_one_that_was_resumed_are_removed(store: CheckpointStore):
     save(store, 20)
     save(store, 40)
     save(store, 30)  # by a run that resumed from 20
@@ -121,10 +133,10 @@ def test_checkpoints_of_a_path_that_was_left_are_removed(store: CheckpointStore)
     assert steps(store) == ["step_000020", "step_000030"]
 
 
-def test_how_far_back_a_resume_may_go_is_the_oldest_that_is_whole(tmp_path: Path):
+def test_a_resume_may_go_back_to_the_oldest_whole_checkpoint(tmp_path: Path):
     store = CheckpointStore(tmp_path, keep_last=3)
     save(store, 10)
-    assert store.oldest() == 0, "were the only one damaged, the run would begin anew"
+    assert store.oldest() == 0, "if the only checkpoint were damaged, the run would start again"
     save(store, 20)
     assert store.oldest() == 10
     save(store, 30)
@@ -135,10 +147,10 @@ def test_how_far_back_a_resume_may_go_is_the_oldest_that_is_whole(tmp_path: Path
     assert store.oldest() == 30
     only = CheckpointStore(tmp_path / "one", keep_last=1)
     save(only, 10)
-    assert only.oldest() == 10, "nothing else was asked for"
+    assert only.oldest() == 10, "only one is kept"
 
 
-def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(tmp_path: Path):
+def test_only_the_owner_can_read_a_checkpoint_whatever_the_umask(tmp_path: Path):
     before = os.umask(0o000)
     try:
         store = CheckpointStore(tmp_path, keep_last=2)
@@ -160,7 +172,7 @@ def test_a_checkpoint_is_its_owners_alone_whatever_the_umask(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["training/whole.safetensors", "config.json", "tokenizer/vocab.txt", "state.json"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(store: CheckpointStore, name, harm, caplog):
+def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(store: CheckpointStore, name, harm, caplog):
     save(store, 1)
     path = save(store, 2) / name
     {"flip": lambda: flip(path), "cut": lambda: os.truncate(path, 1), "remove": path.unlink}[harm]()
@@ -171,7 +183,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(store: Checkpoin
         store.load(store.folder / "step_000002")
 
 
-def test_a_format_of_the_future_is_refused_by_its_number(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
+def test_a_later_format_is_refused_with_its_number(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "FORMAT", 99)
     path = save(store, 1)
     monkeypatch.undo()
@@ -191,10 +203,41 @@ def test_a_table_of_files_that_leads_out_of_the_checkpoint_is_refused(store: Che
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{}", '{"checksum": 1}', "null"])
-def test_a_state_of_another_shape_is_damage_and_no_crash(store: CheckpointStore, text: str):
+def test_a_malformed_state_counts_as_damage(store: CheckpointStore, text: str):
     path = save(store, 1)
     (path / "state.json").write_text(text)
     assert store.latest() is None and store.oldest() == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"bytes": 1_633_376, "crc32": 7}, ""),
+        ({"bytes": 1_633_376}, ""),
+        ({"bytes": 100, "crc32": 8}, "cut off: 100 of 1,633,376 bytes"),
+        ({"bytes": 1_633_377}, "too long: 1,633,377 bytes, and 1,633,376 were written"),
+        ({"bytes": 1_633_376, "crc32": 8}, "its checksum does not match"),
+    ],
+)
+def test_a_difference_between_files_is_described(found: dict[str, int], said: str):
+    assert _difference({"bytes": 1_633_376, "crc32": 7}, found) == said
+
+
+def test_damage_that_shows_without_reading_files_names_the_file(tmp_path: Path):
+    weights = tmp_path / "weights"
+    weights.write_bytes(b"1234")
+    told = _measure(weights)
+    write_state(tmp_path, STATE, {"step": 1})
+    assert visible_damage(tmp_path, STATE) == "" and _looks_whole(tmp_path)
+    weights.write_bytes(b"4321")
+    assert visible_damage(tmp_path, STATE) == "", "the files are not read"
+    assert _difference(told, _measure(weights)) == "its checksum does not match"
+    weights.write_bytes(b"1")
+    assert visible_damage(tmp_path, STATE) == "weights: cut off: 1 of 4 bytes" and not _looks_whole(tmp_path)
+    weights.unlink()
+    assert visible_damage(tmp_path, STATE) == f"{weights}: No such file or directory"
+    (tmp_path / STATE).write_text("{")
+    assert visible_damage(tmp_path, STATE).startswith(f"{tmp_path / STATE}: ")
 
 
 # -- trouble while writing --------------------------------------------------------------------------------------------
@@ -205,7 +248,7 @@ def no_room(folder: Path) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_disk_says_where_and_how_much_and_leaves_the_old_checkpoint(store: CheckpointStore):
+def test_a_full_disk_is_reported_with_the_space_needed_and_leaves_the_old_checkpoint(store: CheckpointStore):
     save(store, 1)
     big = {"training": {"w": torch.zeros(1_500_000)}}
     with pytest.raises(CheckpointFailed, match=r"step_000002.*No space left.*about 6 MB, and \d+ MB are free"):
@@ -214,8 +257,8 @@ def test_a_full_disk_says_where_and_how_much_and_leaves_the_old_checkpoint(store
     assert store.latest() == store.folder / "step_000001"
 
 
-def test_a_limit_of_the_system_on_file_sizes_is_met_the_same_way(tmp_path: Path):
-    """In a process of its own: the limit holds for all that a process writes."""
+def test_a_limit_on_file_sizes_is_reported_like_a_full_disk(tmp_path: Path):
+    """In a separate process, because the limit holds for all files of a process."""
     code = """
         import resource, sys, torch
         from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
@@ -234,7 +277,7 @@ def test_a_limit_of_the_system_on_file_sizes_is_met_the_same_way(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_export_that_fails_is_a_failed_checkpoint_and_not_the_end(store: CheckpointStore):
+def test_a_failing_export_is_a_failed_checkpoint(store: CheckpointStore):
     def broken(folder: Path) -> None:
         raise ValueError("this tokenizer cannot be saved")
 
@@ -243,12 +286,12 @@ def test_an_export_that_fails_is_a_failed_checkpoint_and_not_the_end(store: Chec
     assert steps(store) == []
 
 
-def test_a_state_that_is_no_json_is_a_failed_checkpoint(store: CheckpointStore):
+def test_a_state_that_is_not_json_is_a_failed_checkpoint(store: CheckpointStore):
     with pytest.raises(CheckpointFailed, match="JSON serializable"):
         store.save(1, tensors={}, state={"rng": object()})
 
 
-def test_what_a_killed_save_left_is_cleaned_but_not_what_a_living_one_writes(store: CheckpointStore):
+def test_leftovers_of_a_killed_save_are_removed_but_not_the_files_of_a_running_one(store: CheckpointStore):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     host = module.socket.gethostname()
@@ -264,39 +307,15 @@ def test_what_a_killed_save_left_is_cleaned_but_not_what_a_living_one_writes(sto
     assert not alive.exists()
 
 
-def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(store: CheckpointStore, monkeypatch):
-    save(store, 1, note="first")
-
-    class Killed(BaseException):
-        pass
-
-    real = Path.replace
-
-    def replace(self: Path, target: Path) -> Path:
-        if self.name.startswith(".tmp-"):
-            raise Killed
-        return real(self, target)
-
-    monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises(Killed):
-        save(store, 1, note="second")
-    monkeypatch.undo()
-    again = CheckpointStore(store.run_dir, keep_last=2)
-    found = again.latest()
-    assert found is not None and again.load(found).state["note"] == "first"
-    save(again, 1, note="third")
-    assert steps(again) == ["step_000001"]
-
-
 class Killed(BaseException):
-    """Nobody handles it."""
+    """No code handles it."""
 
 
 CHANGES = ("mkdir", "rename", "replace", "fsync", "unlink", "rmdir", "chmod")
-"""Of `os`: what pathlib and shutil go through."""
+"""Functions of `os` that pathlib and shutil use."""
 
 
-def mortal(real: Any, left: Iterator[int]) -> Any:
+def killable(real: Any, left: Iterator[int]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if next(left) <= 0:
             raise Killed
@@ -306,9 +325,8 @@ def mortal(real: Any, left: Iterator[int]) -> Any:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])
-def test_a_kill_before_any_change_of_the_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch, again: bool):
-    """Every call in turn that makes, moves, removes or secures something: all that were before it are done, none is
-    after it."""
+def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch, again: bool):
+    """Kill each call in turn that creates, moves, removes or syncs something."""
     for last in range(1, 200):
         run = tmp_path / str(last)
         store = CheckpointStore(run, keep_last=2)
@@ -317,7 +335,7 @@ def test_a_kill_before_any_change_of_the_disk_leaves_a_whole_checkpoint(tmp_path
         left = itertools.count(last, -1)
         with monkeypatch.context() as patch:
             for name in CHANGES:
-                patch.setattr(os, name, mortal(getattr(os, name), left))
+                patch.setattr(os, name, killable(getattr(os, name), left))
             try:
                 save(store, 2 if again else 3, note="newer")
                 ended = True
@@ -418,7 +436,7 @@ def test_pruning_leaves_the_best_alone(store: CheckpointStore):
     assert best is not None and best.step == 1 and (best.path / "config.json").exists()
 
 
-def test_a_best_that_cannot_be_written_leaves_the_one_before(store: CheckpointStore):
+def test_if_the_best_cannot_be_written_the_previous_one_stays(store: CheckpointStore):
     store.save_best(1, 0.1, write_hf)
     with pytest.raises(CheckpointFailed, match="best"):
         store.save_best(2, 0.9, no_room)
@@ -429,7 +447,7 @@ def test_a_best_that_cannot_be_written_leaves_the_one_before(store: CheckpointSt
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_is_there_whole_or_as_it_was(store: CheckpointStore):
+def test_an_export_is_replaced_whole_or_not_at_all(store: CheckpointStore):
     final = store.run_dir / "final"
 
     def half(folder: Path) -> None:
@@ -450,7 +468,7 @@ def test_an_export_is_there_whole_or_as_it_was(store: CheckpointStore):
     assert sorted(path.name for path in store.run_dir.iterdir()) == ["final"]
 
 
-def test_a_run_that_goes_on_has_no_end_any_more(store: CheckpointStore):
+def test_a_run_that_continues_loses_its_final_weights(store: CheckpointStore):
     save(store, 4)
     store.export(store.run_dir / "final", 4, write_hf)
     assert (store.run_dir / "final").is_dir()
@@ -472,7 +490,7 @@ def test_the_newest_weights_are_those_of_the_last_step(store: CheckpointStore):
 # -- the lock ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_run_in_one_directory_is_refused_by_the_first_ones_process(tmp_path: Path):
+def test_a_second_run_in_one_directory_is_refused_with_the_process_of_the_first(tmp_path: Path):
     with RunLock(tmp_path), pytest.raises(RunLocked, match=rf"{tmp_path} is in use by process {os.getpid()} on"):
         RunLock(tmp_path).acquire()
     with RunLock(tmp_path):

@@ -1,4 +1,4 @@
-"""Compiling changes nothing but the speed, and where it fails the run goes on without."""
+"""Compiling changes only the speed, and a failure to compile is no failure of the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batch_of() -> MicroBatch:
 
 
 def traced(model: Any) -> None:
-    """Traced and not compiled: no C++ compiler is asked for."""
+    """Trace without a C++ compiler."""
     for layer in decoder_layers(model):
         layer.compile(dynamic=True, backend="aot_eager")
 
@@ -61,7 +61,7 @@ def test_a_compiled_decoder_gives_the_same_gradients(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(found, wanted[name], atol=1e-4, rtol=1e-4)
 
 
-def test_a_compiler_that_fails_is_said_and_done_without(
+def test_a_failing_compiler_is_logged_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(policy_module, "compile_layers", broken)
@@ -75,7 +75,7 @@ def test_a_compiler_that_fails_is_said_and_done_without(
         assert torch.equal(backend.weights()[name], tensor)
 
 
-def test_a_compiled_decoder_that_is_off_is_not_used(
+def test_a_compiled_decoder_with_wrong_results_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def off(model: Any) -> None:
@@ -91,7 +91,7 @@ def test_a_compiled_decoder_that_is_off_is_not_used(
     assert torch.equal(policy.logprobs(batch)[0], wanted)
 
 
-def test_the_reference_of_a_compiled_policy_is_compiled_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_of_a_compiled_policy_is_compiled_and_does_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy_module, "compile_layers", traced)
     policy, batch = Policy(tiny_qwen(), device=CPU), batch_of()
     assert policy.compile(packed=False)

@@ -1,5 +1,6 @@
-"""Weights that stay on a GPU: training goes on, checkpoints and the best are written from them, and none is kept there
-for longer than somebody reads it. (The device is the CPU here; what holds a slot of memory is the same.)"""
+"""Weights that stay on a GPU: checkpoints and the best are written from them, and their memory is soon free again.
+
+The device is the CPU here; slots of memory are counted in the same way."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ async def test_a_run_trains_and_saves_from_few_slots(packer: DevicePacker) -> No
     assert packer.slots <= IN_USE
 
 
-async def test_an_evaluation_that_takes_long_keeps_versions_on_the_host(packer: DevicePacker) -> None:
-    """And still finds the weights of what it measured, though the device has used their memory again."""
+async def test_a_long_evaluation_keeps_versions_on_the_host(packer: DevicePacker) -> None:
+    """The weights are still available, although the device has reused their memory."""
     gate = asyncio.Event()
 
     async def evaluate(step: int) -> dict[str, float] | None:

@@ -1,4 +1,4 @@
-"""Several ranks learn what one process learns: the same gradients, weights and metrics, but for rounding."""
+"""Several ranks learn what one process learns: the same gradients, weights and metrics, up to rounding."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ pytestmark = pytest.mark.timeout(300)
 GROUPS = [random_group(ordinal, holes=True, lengths=(2, 14), failed=(1,) * (ordinal == 2)) for ordinal in range(5)]
 STEPS = [GROUPS, GROUPS[:3], GROUPS[1:]]
 FIRM = {"optimizer": {"eps": 1e-3}}
-"""With AdamW's own ε a gradient of 1e-8 makes as large an update as one of 1, and rounding decides its sign."""
+"""With AdamW's default ε, a gradient of 1e-8 makes as large an update as one of 1, and rounding decides its sign."""
 
 
 def same(found: Learnt, wanted: Learnt) -> None:
-    """The first gradient to rounding; later ones are of weights that rounding has moved."""
+    """The first gradients agree up to rounding. Later ones belong to weights that rounding has moved."""
     assert len(found.gradients) == len(wanted.gradients) > 0
     for update, (mine, its) in enumerate(zip(found.gradients, wanted.gradients, strict=True)):
         assert mine.keys() == its.keys()
@@ -76,7 +76,7 @@ def test_two_ranks_learn_what_one_process_learns(algorithm: dict[str, Any]) -> N
     ],
     ids=str,
 )
-def test_so_they_do_with_any_model_and_any_way_to_save_memory(options: dict[str, Any]) -> None:
+def test_two_ranks_learn_the_same_with_any_model_and_any_way_to_save_memory(options: dict[str, Any]) -> None:
     lead, _ = ranks(2).run(learn, STEPS, **FIRM, **options)
     options.pop("crowded", None)
     same(lead, learn(None, STEPS, **FIRM, **options))
@@ -94,7 +94,7 @@ def test_a_rank_without_samples_changes_nothing(algorithm: dict[str, Any], world
     assert all(other.metrics == lead.metrics for other in others)
 
 
-def test_nothing_to_learn_from_takes_no_step() -> None:
+def test_groups_without_rewards_change_nothing() -> None:
     nothing = [random_group(0, failed=range(4))]
     lead, other = ranks(2).run(learn, [nothing])
     assert lead.updates == other.updates == 0
@@ -114,7 +114,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_applied_on_none() -> None:
     assert sorted(has_poison for *_, has_poison in (lead, other)) == [False, True], "the poison is on one rank only"
 
 
-def test_three_such_updates_in_a_row_end_the_run_on_every_rank() -> None:
+def test_three_refused_updates_in_a_row_end_the_run_on_every_rank() -> None:
     lead, other = ranks(2).run(learn, [long_and_poisoned()] * 4)
     assert "3 updates in a row" in lead.error and lead.error == other.error
     assert lead.updates == other.updates == 0
@@ -135,7 +135,7 @@ def test_in_bfloat16_gradients_are_those_of_float32_within_its_rounding() -> Non
     assert all(weight.dtype == np.float32 for weight in lead.weights.values())
 
 
-def test_what_rank_0_saves_is_an_ordinary_folder(tmp_path: Path) -> None:
+def test_rank_0_saves_an_ordinary_folder(tmp_path: Path) -> None:
     lead, _ = ranks(2).run(rank_tasks.learn_and_save, [GROUPS], str(tmp_path))
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(opened).__name__ == "Qwen2ForCausalLM"

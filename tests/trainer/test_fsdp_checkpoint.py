@@ -1,4 +1,4 @@
-"""Training state in shards: written by some ranks, read by others to the bit, and never half of it."""
+"""Training state in shards: written by some ranks, read by any number bit for bit, and never in part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def saved_by(world: int, folder: Path, **options: Any) -> Arrays:
     return whole
 
 
-def test_every_rank_writes_a_part_and_nothing_is_a_pickle(tmp_path: Path) -> None:
+def test_every_rank_writes_a_safetensors_file(tmp_path: Path) -> None:
     whole = saved_by(2, tmp_path, **PPO)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["shard_00001_of_00002.safetensors", "shard_00002_of_00002.safetensors"]
@@ -47,7 +47,7 @@ def test_every_rank_writes_a_part_and_nothing_is_a_pickle(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_two_ranks_saved_is_loaded_to_the_bit_by_any_number(tmp_path: Path, world: int) -> None:
+def test_any_number_of_ranks_loads_what_two_ranks_saved(tmp_path: Path, world: int) -> None:
     whole = saved_by(2, tmp_path, **PPO)
     files = sorted(tmp_path.iterdir())
     if world == 1:
@@ -60,7 +60,7 @@ def test_what_two_ranks_saved_is_loaded_to_the_bit_by_any_number(tmp_path: Path,
 
 
 @pytest.mark.parametrize("options", [PPO, {"lora": {"rank": 2}}], ids=str)
-def test_what_one_process_saved_is_loaded_to_the_bit_by_two_ranks(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_two_ranks_load_what_one_process_saved(tmp_path: Path, options: dict[str, Any]) -> None:
     backend = make_backend(None, **options)
     learn(None, [GROUPS, GROUPS], backend=backend)
     state = backend.state()
@@ -72,7 +72,7 @@ def test_what_one_process_saved_is_loaded_to_the_bit_by_two_ranks(tmp_path: Path
     assert bitwise(ranks(2).run(rank_tasks.loaded_whole, state, **options)[0], found)
 
 
-def test_training_goes_on_at_another_number_of_ranks_as_it_would_have(tmp_path: Path) -> None:
+def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path) -> None:
     saved_by(2, tmp_path, **PPO)
     files = list(map(str, sorted(tmp_path.iterdir())))
     lead, *_ = ranks(3).run(rank_tasks.learn_from, files, [GROUPS[:3], GROUPS], **PPO)
@@ -81,7 +81,7 @@ def test_training_goes_on_at_another_number_of_ranks_as_it_would_have(tmp_path: 
     same(lead, learn(None, [GROUPS[:3], GROUPS], start=2, backend=backend))
 
 
-def test_what_is_written_is_what_was_copied_while_training_goes_on(tmp_path: Path) -> None:
+def test_a_state_is_written_as_it_was_copied_while_training_continues(tmp_path: Path) -> None:
     """The write runs in a thread of its own, beside steps."""
     lead, _ = ranks(2).run(rank_tasks.write_beside_steps, GROUPS, str(tmp_path))
     before, after = lead
@@ -89,13 +89,13 @@ def test_what_is_written_is_what_was_copied_while_training_goes_on(tmp_path: Pat
     assert bitwise(arrays(read_shards(sorted(tmp_path.iterdir()))), before)
 
 
-def test_a_rank_that_cannot_write_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_delays_no_other(tmp_path: Path) -> None:
     for metrics in ranks(2).run(rank_tasks.write_in_vain, GROUPS, str(tmp_path)):
         assert "actor/loss" in metrics
 
 
 @given(count=st.integers(0, 50), size=st.integers(1, 12))
-def test_every_row_is_one_ranks_as_torch_has_it(count: int, size: int) -> None:
+def test_rows_are_distributed_as_torch_does(count: int, size: int) -> None:
     found = [list(own_rows(count, rank, size)) for rank in range(size)]
     chunks = [part.tolist() for part in torch.arange(count).chunk(size)] if count else []
     assert found == chunks + [[]] * (size - len(chunks))
@@ -115,7 +115,7 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
         read_shards([])
 
 
-def test_a_rank_that_alone_does_not_see_the_files_is_told_by_all(tmp_path: Path) -> None:
+def test_all_ranks_report_a_rank_that_cannot_see_the_files(tmp_path: Path) -> None:
     saved_by(2, tmp_path)
     files = list(map(str, sorted(tmp_path.iterdir())))
     first, second = ranks(2).run(rank_tasks.seen_by_rank_0_only, files)
@@ -128,7 +128,7 @@ def test_a_state_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> No
         assert "resume with the model and the settings" in error
 
 
-def test_a_file_says_what_it_holds(tmp_path: Path) -> None:
+def test_a_file_records_the_rows_it_holds(tmp_path: Path) -> None:
     whole = saved_by(3, tmp_path)
     seen = {name: np.full(array.shape, np.nan, np.float32) for name, array in whole.items()}
     for file in sorted(tmp_path.iterdir()):

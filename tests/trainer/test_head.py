@@ -1,4 +1,4 @@
-"""The output head in parts gives what the whole logits would, and never has them."""
+"""The output head in parts gives the results of whole logits without storing them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_whole_logits(tokens, at_once, kep
 
 
 @pytest.mark.parametrize("kept", [0, 3])
-def test_no_more_rows_of_logits_are_there_at_a_time_than_allowed(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+def test_only_the_allowed_rows_of_logits_exist_at_a_time(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     made: list[tuple[int, ...]] = []
     product = head._product
 
@@ -71,14 +71,14 @@ def test_no_more_rows_of_logits_are_there_at_a_time_than_allowed(monkeypatch: py
     assert sum(rows for rows, _ in logits) == 2 * 7 - kept
 
 
-def test_what_was_kept_serves_one_backward_pass_and_a_second_makes_it_again() -> None:
+def test_a_second_backward_pass_computes_kept_logits_again() -> None:
     hidden, weight, targets = scene(5)
     logp, _ = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=2, kept=5)
     first, second = (torch.autograd.grad(logp.sum(), hidden, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
 
 
-def test_a_frozen_head_gets_no_gradient_and_passes_it_on() -> None:
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_do() -> None:
     hidden, weight, targets = scene(4)
     weight = weight.detach()
     logp, entropy = head_logprobs(hidden, weight, targets, temperature=1.0, entropy_grad=False, at_once=2)
@@ -121,7 +121,7 @@ for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.02)):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with torch for GPUs only")
-def test_the_kernels_say_what_their_twins_say() -> None:
+def test_the_kernels_agree_with_plain_torch() -> None:
     """On a GPU, or by Triton's interpreter where there is none."""
     interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", KERNELS], env={**os.environ, **interpreted}, check=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A copy in bfloat16 computes, and what is learnt is in float32."""
+"""A copy in bfloat16 computes, and parameters in float32 learn."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_a_refused_update_leaves_the_copy_as_it_was() -> None:
     assert torch.equal(policy.logprobs(batch)[0].detach(), first)
 
 
-def test_what_is_published_is_what_computes() -> None:
+def test_the_published_weights_are_those_that_compute() -> None:
     policy, plain = make_policy(), tiny_qwen().to(torch.bfloat16)
     plain.load_state_dict(policy.weights(), strict=False)
     for name, tensor in policy._computing_model().named_parameters():
         assert torch.equal(tensor, plain.get_parameter(name))
 
 
-def test_a_reference_holds_bfloat16_alone_and_stays() -> None:
+def test_a_reference_is_in_bfloat16_and_does_not_change() -> None:
     policy, (batch,) = make_policy(), batches()
     reference = policy.frozen_copy()
     assert {parameter.dtype for parameter in reference.plain.parameters()} == {torch.bfloat16}
@@ -102,7 +102,7 @@ def test_a_reference_holds_bfloat16_alone_and_stays() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"lora": LoraConfig(rank=2)}], ids=["copy", "adapters"])
-def test_frequencies_of_positions_are_not_rounded(options) -> None:
+def test_rotary_frequencies_are_not_rounded(options) -> None:
     exact = tiny_qwen().model.rotary_emb.inv_freq
     assert torch.equal(make_policy(**options)._computing_model().model.rotary_emb.inv_freq, exact)
 

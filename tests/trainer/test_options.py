@@ -1,4 +1,4 @@
-"""Settings that cannot work are refused, and those that can say what they do together."""
+"""Settings that cannot work are refused, and the others describe what they do together."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_adapters_need_a_rank() -> None:
         LoraConfig(rank=0)
 
 
-def test_settings_are_read_from_plain_values() -> None:
+def test_settings_are_converted_from_plain_values() -> None:
     config = msgspec.convert({"name": "rloo", "clip_low": 0.1}, AlgorithmConfig)
     assert (config.name, config.clip_low, config.normalisation) == ("rloo", 0.1, "none")
     assert msgspec.convert({"betas": [0.9, 0.99]}, OptimizerConfig).betas == (0.9, 0.99)
@@ -102,7 +102,7 @@ def test_settings_are_read_from_plain_values() -> None:
         ),
     ],
 )
-def test_a_combination_says_what_it_does(settings, wanted) -> None:
+def test_a_combination_of_settings_is_described(settings, wanted) -> None:
     said = describe(AlgorithmConfig(**settings))
     assert [part for part in wanted if part not in said] == []
 
@@ -122,7 +122,7 @@ def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() ->
     assert (own.normalisation, own.uses_critic, own.compares_responses) == ("std", False, False)
 
 
-def test_the_clipping_remark_goes_where_there_are_several_updates() -> None:
+def test_the_remark_about_clipping_disappears_with_several_updates() -> None:
     assert "nothing is clipped" not in describe(AlgorithmConfig(proximal="recomputed", mini_batches=2))
 
 
@@ -141,7 +141,7 @@ def test_the_learning_rate_follows_its_schedule(settings, wanted) -> None:
     assert [lr_factor(config, step, 5) for step in range(5)] == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_run_that_goes_on_past_its_end_keeps_the_last_rate() -> None:
+def test_a_run_that_continues_past_its_end_keeps_the_last_rate() -> None:
     config = OptimizerConfig(schedule="cosine", min_lr_ratio=0.1, warmup_steps=3)
     assert lr_factor(config, 9, 5) == pytest.approx(0.1)
     assert lr_factor(config, 3, 3) == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""Packed rows hold every token once, and each token sees its prompt and itself, and no one else."""
+"""Packed rows hold every token once, and each token sees only its prompt and its own response."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def samples_of(groups: list[PromptGroup]) -> list[Sample]:
 
 
 def seen_by(batch: MicroBatch) -> list[list[int]]:
-    """Of each token of the row: the tokens that it sees."""
+    """Return the tokens that each token of the row sees."""
     tree = batch.tree
     assert tree is not None
     n = batch.n_row_tokens
@@ -89,20 +89,20 @@ def test_every_token_is_predicted_once_from_its_prompt_and_what_came_before(shap
     assert found == wanted
 
 
-def test_parts_are_as_equal_as_the_trees_allow() -> None:
+def test_micro_batches_are_as_equal_as_possible() -> None:
     groups = [make_group(i, [make_response([5] * 100, value=1.0)] * 2, prompt=[1] * 56) for i in range(5)]
     sizes = [batch.n_row_tokens for batch in packed_batches(samples_of(groups), 768, share=True)]
     assert sizes == [768, 512]
 
 
-def test_a_group_over_the_budget_is_split_and_keeps_to_it() -> None:
+def test_a_group_larger_than_the_budget_is_split() -> None:
     group = make_group(0, [make_response([5] * 100, value=1.0)] * 8, prompt=[1] * 28)
     batches = packed_batches(samples_of([group]), 384, share=True)
     assert [batch.n_sequences for batch in batches] == [3, 3, 2]
     assert max(batch.n_row_tokens for batch in batches) <= 384
 
 
-def test_the_order_of_arrival_changes_nothing() -> None:
+def test_the_order_of_arrival_is_irrelevant() -> None:
     forwards, backwards = (packed_batches(samples_of(groups), 150, share=True) for groups in (GROUPS, GROUPS[::-1]))
     assert [batch.keys for batch in forwards] == [batch.keys for batch in backwards]
 
@@ -132,14 +132,14 @@ def test_a_packed_row_gives_the_log_probabilities_and_gradients_of_each_sequence
         torch.testing.assert_close(packed_slopes[name], slope, atol=2e-3, rtol=1e-3)
 
 
-def test_a_model_that_cannot_take_packed_rows_stays_as_it_was() -> None:
+def test_a_model_that_does_not_support_packed_rows_is_unchanged() -> None:
     policy, samples = Policy(tiny_gemma2(), device=CPU), samples_of(GROUPS)
     before = policy.logprobs(micro_batches(samples, 10_000)[0])[0]
     assert not policy.can_pack()
     assert torch.equal(policy.logprobs(micro_batches(samples, 10_000)[0])[0], before)
 
 
-def test_a_kernel_that_refuses_a_models_heads_costs_speed_and_not_the_run(
+def test_a_kernel_that_rejects_a_models_heads_only_costs_speed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, samples = Policy(tiny_qwen(), device=CPU), samples_of(GROUPS)

@@ -1,4 +1,4 @@
-"""The policy gives a HF model's own log-probabilities, and hands out its weights as that model would."""
+"""The policy gives a Hugging Face model's own log-probabilities, and its weights under that model's names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUPS = [random_group(ordinal, holes=True) for ordinal in range(3)]
 
 
 def by_the_model(model: Any, groups: list[PromptGroup], temperature: float = 1.0) -> dict[tuple[int, int], Tensor]:
-    """Log-probabilities of each response's own tokens, one at a time and without any cleverness."""
+    """Return the log-probabilities of each response's own tokens, one response at a time."""
     found = {}
     for group in groups:
         for index in range(len(group)):
@@ -69,7 +69,7 @@ def test_log_probabilities_are_the_models_own(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2"])
-def test_log_probabilities_are_the_same_where_responses_share_a_prompt(name) -> None:
+def test_log_probabilities_are_the_same_if_responses_share_a_prompt(name) -> None:
     batch = batch_of(GROUPS, ALWAYS_SHARE)
     assert len(batch.inputs["input_ids"]) == len(GROUPS)
     policy = make_policy(MODELS[name]())
@@ -102,7 +102,7 @@ def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], tensor, atol=1e-4, rtol=1e-4)
 
 
-def test_logits_made_in_parts_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_in_parts_give_the_same_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of(GROUPS)
     whole = gradients(make_policy(), batch)
     monkeypatch.setattr(head_module, "LOGITS_AT_A_TIME", 100)
@@ -120,7 +120,7 @@ def test_dropout_is_off() -> None:
     assert torch.equal(policy.logprobs(batch)[0], policy.logprobs(batch)[0])
 
 
-def test_entropy_has_a_gradient_only_where_it_is_wanted() -> None:
+def test_entropy_has_a_gradient_only_on_request() -> None:
     batch, policy = batch_of(GROUPS), make_policy()
     logp, entropy = policy.logprobs(batch)
     assert logp.requires_grad and not entropy.requires_grad
@@ -137,7 +137,7 @@ def changed(policy: Policy) -> Policy:
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_weights_make_a_plain_model_that_agrees(name, lora) -> None:
+def test_the_weights_load_into_a_plain_model_with_the_same_results(name, lora) -> None:
     policy, plain = changed(make_policy(MODELS[name](), lora=lora)), MODELS[name]()
     before = {name: one.clone() for name, one in plain.state_dict().items()}
     weights = policy.weights()
@@ -150,7 +150,7 @@ def test_the_weights_make_a_plain_model_that_agrees(name, lora) -> None:
     assert_same(batch, logp, by_the_model(plain, GROUPS), tolerance=1e-4 if lora else 1e-5)
 
 
-def test_adapters_are_all_that_is_trained() -> None:
+def test_only_adapters_are_trained() -> None:
     policy = make_policy(lora=LoraConfig(rank=2))
     assert policy.trainable() and all("lora_" in name for name in policy.trainable())
 
@@ -163,14 +163,14 @@ def test_adapters_with_activation_checkpointing_get_gradients() -> None:
     assert all(bool(grad.any()) for grad in plain.values())
 
 
-def test_adapters_without_peft_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_without_peft_are_an_error_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"model\.lora = .*pip install peft"):
         make_policy(lora=LoraConfig())
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
-def test_a_reference_stays_as_it_was(lora) -> None:
+def test_a_reference_does_not_change(lora) -> None:
     batch, policy = batch_of(GROUPS), make_policy(lora=lora)
     before = policy.logprobs(batch)[0].detach()
     reference = policy.frozen_copy()
@@ -199,7 +199,7 @@ def test_a_bfloat16_model_is_trained_in_float32() -> None:
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-def test_a_base_under_adapters_is_held_in_what_is_computed_in_and_saved_in_what_was_given(
+def test_a_base_under_adapters_is_kept_in_the_computing_type_and_saved_in_its_own(
     tmp_path: Path, given: torch.dtype, computed: Any
 ) -> None:
     policy = make_policy(tiny_qwen().to(given), dtype=computed, lora=LoraConfig(rank=2))
@@ -210,7 +210,7 @@ def test_a_base_under_adapters_is_held_in_what_is_computed_in_and_saved_in_what_
     assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype is given
 
 
-def test_bfloat16_computes_in_it_and_publishes_it() -> None:
+def test_bfloat16_is_used_to_compute_and_to_publish() -> None:
     batch = batch_of(GROUPS)
     policy = make_policy(dtype="bfloat16")
     logp, _ = policy.logprobs(batch)

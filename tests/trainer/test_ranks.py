@@ -1,4 +1,4 @@
-"""Who trains on what, and what happens when one of several ranks is not where the others are. Without processes."""
+"""How samples are shared, and what happens when one of several ranks fails. Without processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_sample_has_one_rank_and_shares_are_even_to_within_a_piece(
     ]
 
 
-def test_groups_stay_whole_where_there_are_enough_of_them() -> None:
+def test_groups_stay_whole_if_there_are_enough_of_them() -> None:
     """A prompt that several responses share is computed once a rank that has one of them."""
     samples = samples_of([(100, [10] * 8)] * 32)
     for world in (2, 4, 8):
@@ -186,7 +186,7 @@ def group() -> Group:
     return Group()
 
 
-def test_every_rank_does_what_the_leader_is_asked(group: Group, tmp_path: Path) -> None:
+def test_every_rank_runs_the_leaders_commands(group: Group, tmp_path: Path) -> None:
     leader = group.leader
     assert leader.step(GROUPS, version=3, step=2, total_steps=9) == {"actor/loss": 0.5}
     assert leader.weights() == {"w": 1}
@@ -212,13 +212,13 @@ def test_each_rank_writes_what_it_copied_when_the_leader_did(group: Group, tmp_p
         assert written == [(1, tmp_path / "first"), (3, tmp_path / "second")]
 
 
-def test_a_state_in_shards_is_loaded_from_its_files_and_not_otherwise(group: Group) -> None:
+def test_a_sharded_state_is_loaded_only_from_its_files(group: Group) -> None:
     with pytest.raises(DataError, match="load its files"):
         group.leader.load_state(group.leader.state())
 
 
 @pytest.mark.parametrize("error", [NonFiniteLoss("three in a row"), DataError("a bad group")])
-def test_what_all_ranks_found_alike_is_the_callers_and_the_group_goes_on(group: Group, error: Exception) -> None:
+def test_an_error_that_all_ranks_raise_leaves_the_group_intact(group: Group, error: Exception) -> None:
     for backend in group.backends:
         backend.raises["step"] = error
     with pytest.raises(type(error)):
@@ -235,7 +235,7 @@ def test_an_error_on_rank_0_breaks_the_group(group: Group) -> None:
     assert group.failures == ["rank 0 failed in step (MemoryError: no memory)"]
 
 
-def test_another_ranks_death_is_not_taken_for_rank_0s(group: Group, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_death_of_another_rank_is_not_blamed_on_rank_0(group: Group, caplog: pytest.LogCaptureFixture) -> None:
     """Rank 0 meets it in a collective that breaks."""
     group.others.died = "rank-1 died (killed)"
     group.backends[0].raises["step"] = RuntimeError("Connection closed by peer")
@@ -256,7 +256,7 @@ def test_an_error_on_another_rank_breaks_the_group(group: Group, command: str) -
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error (os error 28)")])
-def test_a_checkpoint_that_a_rank_cannot_write_costs_the_checkpoint_alone(
+def test_a_rank_that_cannot_write_fails_only_the_checkpoint(
     group: Group, tmp_path: Path, rank: int, error: Exception
 ) -> None:
     state = group.leader.state()
@@ -270,7 +270,7 @@ def test_a_checkpoint_that_a_rank_cannot_write_costs_the_checkpoint_alone(
     assert group.leader.weights() == {"w": 1}
 
 
-def test_what_another_machine_wrote_elsewhere_is_missed(group: Group, tmp_path: Path) -> None:
+def test_a_file_that_rank_0_cannot_see_fails_the_checkpoint(group: Group, tmp_path: Path) -> None:
     """Under the same name, on a disk of its own."""
     state = group.leader.state()
     group.backends[0].writes = "shard_1"
@@ -286,7 +286,7 @@ def test_what_another_machine_wrote_elsewhere_is_missed(group: Group, tmp_path: 
     assert not group.failures
 
 
-def test_a_folder_that_cannot_be_exported_to_is_the_callers(group: Group, tmp_path: Path) -> None:
+def test_a_failed_export_is_raised_to_the_caller(group: Group, tmp_path: Path) -> None:
     """What rank 0 writes was gathered before."""
     group.backends[0].raises["save_hf"] = OSError(28, "No space left on device")
     with pytest.raises(OSError, match="No space left"):
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_exported_to_is_the_callers(group: Group, tmp_pa
     assert not group.failures
 
 
-def test_a_pulse_is_silent_when_it_was_not_heard_for_as_long_as_was_allowed() -> None:
+def test_a_pulse_is_silent_after_the_allowed_time() -> None:
     pulse = Pulse(silent_s=60.0, now=0.0)
     assert not pulse.is_silent(60.0) and pulse.is_silent(60.1)
     pulse.heard(100.0)

@@ -1,4 +1,4 @@
-"""What a step's row says of the rewards it was trained on."""
+"""Metrics about the rewards of a step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rewarded(value: float = 1.0, **parts: Any) -> Response:
     return replace(make_response([5], value=value), verdict=Scored(value, parts=parts))
 
 
-def test_parts_of_rewards_are_averaged_apart():
+def test_parts_of_rewards_are_averaged_separately():
     found = rollout_metrics([group_of(rewarded(1.2, correct=1, format=1), rewarded(0.2, correct=0, format=1))])
     assert (found["reward/correct"], found["reward/format"]) == (0.5, 1.0)
     assert found["rollout/reward_mean"] == pytest.approx(0.7)
@@ -38,5 +38,5 @@ def test_a_part_is_averaged_over_the_responses_that_have_it():
     assert found["reward/rule"] == 0.5, "what is known of a response whose judge failed counts"
 
 
-def test_rewards_without_parts_make_no_names():
+def test_rewards_without_parts_have_no_part_metrics():
     assert not any(name.startswith("reward/") for name in rollout_metrics([group_of(rewarded(), rewarded())]))

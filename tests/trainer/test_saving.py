@@ -1,4 +1,4 @@
-"""A checkpoint is a HF folder that anybody opens, and all that a resumed trainer needs."""
+"""A checkpoint is an ordinary Hugging Face folder with everything that a resumed trainer needs."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_a_checkpoint_opens_as_an_ordinary_model_with_its_tokenizer(
     assert model.generation_config.eos_token_id == before.generation_config.eos_token_id
 
 
-def test_beside_a_models_weights_lie_no_other_tensors(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
+def test_no_other_tensors_lie_next_to_a_models_weights(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
     """vLLM takes every such file in a folder for weights of its model, and a run resumes from this one."""
     saver.save(3, 1, FRONTIER, backend.state(), packed(backend))
     (folder,) = tmp_path.glob("checkpoints/step_*")
     assert [file.name for file in folder.glob("*.safetensors")] == ["model.safetensors"]
 
 
-def test_a_trainer_that_resumes_goes_on_to_the_bit(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
+def test_a_resumed_trainer_continues_bit_for_bit(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
     train(backend, 0)
     saver.save(1, 1, FRONTIER, backend.state(), packed(backend))
     train(backend, 1)
@@ -89,7 +89,7 @@ def test_a_trainer_that_resumes_goes_on_to_the_bit(saver: RunSaver, backend: Tor
         assert torch.equal(again.weights()[name], tensor)
 
 
-def test_where_a_checkpoint_goes_on_from_is_read_back(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
+def test_a_checkpoint_records_where_to_resume(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
     saver.save(4, 2, FRONTIER, backend.state(), packed(backend))
     store = CheckpointStore(tmp_path, keep_last=2)
     path = store.latest()
@@ -101,7 +101,7 @@ def test_where_a_checkpoint_goes_on_from_is_read_back(saver: RunSaver, backend: 
     assert state["config"] == {"seed": 3}
 
 
-def test_what_is_saved_does_not_move_with_the_training_beside_it(
+def test_a_saved_state_does_not_change_while_training_continues(
     saver: RunSaver, backend: TorchBackend, tmp_path: Path
 ) -> None:
     state, weights = backend.state(), packed(backend)
@@ -130,9 +130,7 @@ def test_the_best_weights_are_kept_and_worse_ones_are_not(
     assert best is not None and best.versions == (1, 2)
 
 
-def test_a_folder_says_the_type_of_its_weights_whatever_the_models_files_had(
-    saver: RunSaver, backend: TorchBackend, tmp_path: Path
-) -> None:
+def test_a_folder_records_the_type_of_its_weights(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:
     half = pack({name: tensor.bfloat16() for name, tensor in backend.weights().items()})
     saver.write_hf(tmp_path / "half", half)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "half", dtype="auto").dtype is torch.bfloat16
@@ -140,7 +138,7 @@ def test_a_folder_says_the_type_of_its_weights_whatever_the_models_files_had(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype="auto").dtype is torch.float32
 
 
-def test_a_tokenizer_that_cannot_be_written_is_a_failed_checkpoint_and_leaves_nothing(
+def test_a_tokenizer_that_cannot_be_written_fails_the_checkpoint_and_leaves_nothing(
     saver: RunSaver, backend: TorchBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""Steps on tiny models: what changes the weights, what must not, and that learning learns."""
+"""Steps on tiny models: which inputs change the weights, which must not, and that the policy learns."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_response_without_a_reward_changes_nothing(algorithm) -> None:
     assert found["actor/loss"] == wanted["actor/loss"]
 
 
-def test_a_hole_is_seen_and_not_trained_on() -> None:
+def test_a_tool_reply_is_seen_and_not_trained_on() -> None:
     def group(hole: int, logp: float) -> PromptGroup:
         good = make_response([5, hole, 6], value=1.0, logprobs=[-2, logp, -2], mask=[1, 0, 1])
         return make_group(0, [good, make_response([7], value=0.0)])
@@ -110,7 +110,7 @@ def test_a_hole_is_seen_and_not_trained_on() -> None:
     assert not equal(first, token_changed)
 
 
-def test_nothing_to_learn_from_takes_no_step() -> None:
+def test_groups_without_rewards_change_nothing() -> None:
     backend = make_backend()
     before = copied(backend)
     found = trained(backend, [random_group(0, failed=range(4))])
@@ -120,7 +120,7 @@ def test_nothing_to_learn_from_takes_no_step() -> None:
 
 
 def poisoned(group: PromptGroup) -> PromptGroup:
-    """With a log-probability that is not a number."""
+    """Return the group with a log-probability that is NaN."""
     bad = [group.response(i) for i in range(len(group))]
     logprobs = bad[0].logprobs.copy()
     logprobs[0] = NAN
@@ -141,7 +141,7 @@ def test_a_loss_that_is_not_finite_leaves_weights_and_moments_untouched() -> Non
     assert backend.state().values["nonfinite"] == 0
 
 
-def test_three_such_losses_in_a_row_end_it_with_a_remedy() -> None:
+def test_three_losses_in_a_row_that_are_not_finite_end_the_run_with_a_remedy() -> None:
     backend = make_backend()
     before = copied(backend)
     bad = [poisoned(group) for group in GROUPS]
@@ -170,7 +170,7 @@ SETUPS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_a_resumed_backend_goes_on_to_the_bit(tmp_path: Path, setup) -> None:
+def test_a_resumed_backend_continues_bit_for_bit(tmp_path: Path, setup) -> None:
     torch.manual_seed(1)  # peft draws its first adapters, from the backend's seed and not from this one
     whole = make_backend(**setup)
     trained(whole, GROUPS, steps=2)
@@ -233,7 +233,7 @@ def test_the_gap_to_the_engine_is_measured_on_tokens_of_the_version_in_training(
     assert not any("gap" in name for name in between)
 
 
-def test_what_failed_and_what_is_not_scored_are_counted_apart() -> None:
+def test_failed_and_skipped_responses_are_counted_separately() -> None:
     plain = [make_response([5], value=float(place)) for place in range(8)]
     lost = replace(plain[0], verdict=Failed("timeout"), reward=NAN)
     fallback = replace(lost, reward=-1.0)
@@ -243,10 +243,10 @@ def test_what_failed_and_what_is_not_scored_are_counted_apart() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"mini_batches": 2}, {"name": "ppo", "updates_per_batch": 2}], ids=str)
-def test_a_backend_says_how_many_updates_reached_the_weights(
+def test_a_backend_reports_how_many_updates_reached_the_weights(
     algorithm: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that a step is tried again only where it would not train twice on a part of its batch."""
+    """A step is retried only if no part of its batch would be trained on twice."""
     backend = make_backend(algorithm=algorithm)
     assert backend.updates_applied == 0
     trained(backend, GROUPS)
@@ -270,7 +270,7 @@ def test_a_backend_says_how_many_updates_reached_the_weights(
         assert (backend.updates_applied == applied) == equal(copied(backend), before) == (last == 1)
 
 
-def test_an_update_that_was_refused_is_not_counted() -> None:
+def test_a_refused_update_is_not_counted() -> None:
     backend = make_backend()
     with torch.no_grad():
         next(iter(backend.policy.trainable().values())).fill_(NAN)
@@ -306,7 +306,7 @@ def test_the_learning_rate_follows_the_step() -> None:
     assert found == pytest.approx([0.005, 0.01, 0.01, 0.005])
 
 
-def test_clipping_bounds_the_step_that_a_gradient_makes() -> None:
+def test_clipping_bounds_the_size_of_an_update() -> None:
     free, held = (make_backend(optimizer={"grad_clip": clip, "eps": 1.0}, lr=1.0) for clip in (None, 1e-3))
     before = copied(free)
     norm = trained(free, GROUPS)["actor/grad_norm"]
@@ -320,7 +320,7 @@ def test_clipping_bounds_the_step_that_a_gradient_makes() -> None:
     assert moved(free) > 5 * moved(held)
 
 
-def test_weight_decay_spares_vectors() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     backend = make_backend(optimizer={"weight_decay": 0.5}, lr=0.1)
     before = copied(backend)
     equal_rewards = [make_group(0, [make_response([5], value=1.0), make_response([6], value=1.0)])]
@@ -329,7 +329,7 @@ def test_weight_decay_spares_vectors() -> None:
         torch.testing.assert_close(tensor, before[name] * (0.95 if tensor.ndim == 2 else 1.0))
 
 
-def test_auto_is_no_learning_rate() -> None:
+def test_a_backend_needs_a_resolved_learning_rate() -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.lr = 'auto'"):
         TorchBackend(tiny_qwen(), micro_batch_tokens=16384)
     assert (
@@ -340,7 +340,7 @@ def test_auto_is_no_learning_rate() -> None:
     )
 
 
-def test_the_start_is_described() -> None:
+def test_a_backend_describes_its_algorithm() -> None:
     assert make_backend().describe().startswith("grpo: each reward against its group's mean")
 
 
@@ -384,7 +384,7 @@ def sampled(backend: TorchBackend, ordinal: int, version: int, rng: np.random.Ge
     ],
     ids=str,
 )
-def test_a_bandit_is_learnt_in_a_few_steps(setup, wanted) -> None:
+def test_a_bandit_is_learned_in_a_few_steps(setup, wanted) -> None:
     backend, rng = make_backend(**setup), np.random.default_rng(0)
     rewards = []
     for step in range(24):
