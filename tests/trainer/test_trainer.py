@@ -625,12 +625,13 @@ async def test_an_evaluation_keeps_only_a_few_versions(scene: Build) -> None:
         if step == 1:
             await one.until(lambda: one.publisher.version == 12)
             held.extend(one.trainer._evaluation._kept)
-        return one.scored(0.5)
+        return one.scored(0.5, oldest=1)
 
     one = scene(evaluate=slow, schedule={"eval_every": 1, "total_steps": 12})
     await one.run()
     assert held == list(range(5, 13))
     assert one.trainer._evaluation._kept == {}
+    assert one.saver.best[0] == (12, 0.5, 12), "only the weights of the newest version matter"
 
 
 async def test_an_evaluation_waits_for_the_version_of_its_own_step(scene: Build) -> None:
