@@ -166,6 +166,17 @@ def test_a_damaged_page_never_yields_a_wrong_reply(path: Path, caplog: pytest.Lo
             leftover.unlink()
 
 
+def test_a_reply_whose_checksum_is_wrong_is_a_miss(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make_whole(path, entries=2)
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as conn:
+        conn.execute("UPDATE replies SET text = CAST('10' AS BLOB) WHERE id = 1")
+    store = Store(path, max_bytes=64 * MIB, ttl_s=None)
+    store.open()
+    with contextlib.closing(store):
+        assert len(present(store, range(2))) == 1
+    assert "damaged replies" in warnings_in(caplog)[0]
+
+
 def test_a_disk_that_damages_every_file_is_not_filled_with_copies(
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
