@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +95,8 @@ not flags but `key=value`: [configuration of training](training-configuration.md
 """
 
 MARKS = ("<!-- from observe/names.py, by docs/generate.py -->\n", "<!-- until here -->\n")
+WAY_MARKS = ("<!-- way of a prompt, from scripts/house.py -->\n", "<!-- end of the way -->\n")
+ORDER_MARKS = ("<!-- import order, from scripts/house.py -->\n", "<!-- end of the order -->\n")
 """What stands between them in metrics.md is generated."""
 
 
@@ -287,14 +291,34 @@ def metrics_table() -> str:
 
 
 def metrics() -> str:
-    """The page with its table as the registry has it; the rest is written by hand."""
-    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
-    begin, end = MARKS
+    """The page with its table from the registry; the rest is written by hand."""
+    return _filled("metrics.md", (DOCS / "metrics.md").read_text(encoding="utf-8"), MARKS, metrics_table())
+
+
+def architecture() -> str:
+    """The page with the way of a prompt and the import order from scripts/house.py; the rest is written by hand."""
+    house = _load(DOCS.parent / "scripts" / "house.py")
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    text = _filled("architecture.md", text, WAY_MARKS, house.way_table())
+    return _filled("architecture.md", text, ORDER_MARKS, f"```text\n{house.order_text()}\n```")
+
+
+def _filled(name: str, text: str, marks: tuple[str, str], content: str) -> str:
+    """`text` with `content` between the two marks."""
+    begin, end = marks
     before, found_begin, rest = text.partition(begin)
     _, found_end, after = rest.partition(end)
     if not (found_begin and found_end):
-        raise SystemExit(f"docs/metrics.md has lost its marks {begin!r} and {end!r}: put them around the table")
-    return f"{before}{begin}\n{metrics_table()}\n\n{end}{after}"
+        raise SystemExit(f"docs/{name} has lost its marks {begin!r} and {end!r}: put them around the table")
+    return f"{before}{begin}\n{content}\n\n{end}{after}"
+
+
+def _load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pages() -> dict[Path, str]:
@@ -303,6 +327,7 @@ def pages() -> dict[Path, str]:
         DOCS / "training-configuration.md": training_configuration(),
         DOCS / "cli.md": command_line(),
         DOCS / "metrics.md": metrics(),
+        DOCS / "architecture.md": architecture(),
     }
 
 
