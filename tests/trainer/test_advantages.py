@@ -77,7 +77,7 @@ def test_a_failed_response_is_in_no_baseline_and_gets_nothing(estimator) -> None
 
 
 @pytest.mark.parametrize("estimator", BUILT_IN)
-@pytest.mark.parametrize("lost", [[5.0, NAN, NAN], [0.1, 0.1, 0.1], [NAN, NAN, NAN], [7.0]])
+@pytest.mark.parametrize("lost", [[5.0, NAN, NAN], [0.1, 0.1, 0.1], [0.3, 0.1 + 0.2], [NAN, NAN, NAN], [7.0]])
 def test_a_group_with_nothing_to_compare_has_no_advantage(estimator, lost) -> None:
     found = estimator(inputs(lost, [0, 1]))
     assert np.abs(found[0]).max() == 0

@@ -182,6 +182,8 @@ def test_metrics_of_a_policy_loss() -> None:
             "actor/ess_sequence": wholes.sum() ** 2 / (2 * (wholes**2).sum()),
         }
     )
+    flipped = apply_loss(ppo_clip, inputs(given.logprobs, advantages=tensor(-1, -1, -1, 1)))[1].values()
+    assert (flipped["actor/clip_ratio_high"], flipped["actor/clip_ratio_low"]) == (0, 1 / 4), "only 0.4 is clipped"
     masked = inputs(given.logprobs, AlgorithmConfig(importance="token_mask", importance_cap=1.5))
     assert apply_loss(ppo_clip, masked)[1].values()["actor/importance_masked"] == pytest.approx(1 / 4)
 
