@@ -88,6 +88,7 @@ def test_a_sample_without_a_new_token_is_late_and_one_with_new_tokens_is_not() -
         watch.begin(name, 10.0, 0.0)
     assert watch.look(5.0, {"stuck": 1, "goes on": 1}) == {}
     assert watch.look(10.0, {"stuck": 1, "goes on": 5}) == {}
+    assert watch.look(15.0, {"stuck": 1, "goes on": 7}) == {}, "exactly at its timeout"
     assert watch.look(16.0, {"stuck": 1, "goes on": 9}) == {"stuck": 11.0}
     watch.end("stuck", 16.0)
     assert watch.look(17.0, {"goes on": 9}) == {}

@@ -86,3 +86,14 @@ def test_low_slots_are_taken_first() -> None:
         scheduler.release(slot)
     scheduler.add("b", 2)
     assert [p.slot for p in scheduler.admit()] == [0, 2]
+
+
+def test_samples_enter_next_to_running_ones_once_enough_slots_are_free_or_all_samples_fit() -> None:
+    scheduler: Scheduler[str] = Scheduler(slots=8, refill=4)
+    scheduler.add("first", 8)
+    assert len(scheduler.admit()) == 8
+    scheduler.release(0)
+    scheduler.add("second", 2)
+    assert scheduler.admit() == []
+    scheduler.release(1)
+    assert [placement.slot for placement in scheduler.admit()] == [0, 1]
