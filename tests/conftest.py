@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -24,6 +25,14 @@ FOREIGN = (
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background job of a script, and in what that starts
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with contextlib.suppress(ImportError):  # an integration's environment may lack it
+    from hypothesis import settings
+
+    # On a busy machine an example may take any time, so the time of one example says nothing about the code.
+    settings.register_profile("freewheel", deadline=None)
+    settings.load_profile("freewheel")
 
 
 @pytest.fixture(autouse=True)
