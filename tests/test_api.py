@@ -281,7 +281,7 @@ def test_a_function_of_a_module_that_no_other_process_can_import_travels_by_valu
         ({"data": ["what?"], "reward": importable_reward}, "data.train, row 0 = 'what?': give a mapping"),
         ({"data": [{"prompt": "?", "image": object()}]}, "data.train, row 0 cannot be written as JSON"),
         ({"data": {"train": ROWS}}, "Of several splits give one"),
-        ({"data": ROWS}, "no rule is for its data_source ''"),
+        ({"data": ROWS}, "there is no rule for its data_source ''"),
         ({"data": []}, "has no rows"),
         ({"data": ROWS, "reward": lambda x: x}, "fit no convention"),
         ({"reward": (lambda lock: lambda response, row: lock)(threading.Lock())}, "cannot be sent to the processes"),
