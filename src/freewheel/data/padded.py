@@ -1,4 +1,4 @@
-"""Groups as a padded `DataProto`, and back: for hooks and reward managers, which know nothing else.
+"""Converts groups to a padded `DataProto` and back, for hooks and reward managers.
 
     PromptGroup … ──to_data_proto──▶ DataProto ─▶ reward manager, _compute_custom_metrics
     Prompt … ──prompts_to_data_proto──▶ DataProto ─▶ _custom_generation_logic ─▶ DataProto ──from_data_proto──▶ Response
@@ -6,7 +6,7 @@
     prompts [P]  . . p p p   padded on the left,    responses [R]  r r h r . .   padded on the right; h is a hole:
                              so that both meet                                   seen by the model, not trained on
 
-Within the program everything stays ragged (`freewheel.data.group`).
+Everywhere else groups are ragged (`freewheel.data.group`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROW_DEFAULTS: Mapping[str, Any] = {
     "tools_kwargs": {},
     "interaction_kwargs": {},
 }
-"""Columns that every batch has, and what stands there where a row says nothing. verl's code looks them up unasked."""
+"""Columns of every batch, with the value for rows that do not set them. verl's code expects them."""
 
 
 def to_data_proto(
@@ -40,11 +40,12 @@ def to_data_proto(
     prompt_length: int | None = None,
     response_length: int | None = None,
 ) -> DataProto:
-    """One row a response, group by group; `uid` is the same within a group and differs between groups.
+    """Return one row per response, group by group. `uid` identifies the group.
 
-    Beside the fields of a sample: `rollout_log_probs` and `versions` [R], `token_level_scores` [R] with the reward on
-    the last token, and `reward_mask`, 0 for a response whose scoring failed (its score is then 0: do not read it).
-    The lengths default to the longest there is; a longer one than they allow is a `DataError`."""
+    Additional columns: `rollout_log_probs` and `versions` [R], `token_level_scores` [R] with the reward on the last
+    token, and `reward_mask`, 0 for a response whose scoring failed (its score is then 0: do not read it). The lengths
+    default to the longest; a longer response than they allow is a `DataError`.
+    """
     responses = [group.response(index) for group in groups for index in range(len(group))]
     if not responses:
         raise DataError("groups = []: a batch needs at least one response")
@@ -97,8 +98,8 @@ def prompts_to_data_proto(
     prompt_length: int | None = None,
     meta_info: Mapping[str, Any] | None = None,
 ) -> DataProto:
-    """Each prompt n times in a row, as a generation hook takes them: `prompts`, `input_ids`, `attention_mask`,
-    `position_ids` [P], and the columns of the rows. `uid` is the ordinal as text, without ordinals the place."""
+    """Return each prompt n times in a row, for a generation hook: `prompts`, `input_ids`, `attention_mask`,
+    `position_ids` [P], and the columns of the rows. `uid` is the ordinal as text, or the position without ordinals."""
     if not prompts:
         raise DataError("prompts = []: a batch needs at least one prompt")
     numbers = list(range(len(prompts))) if ordinals is None else list(ordinals)
@@ -119,11 +120,12 @@ def prompts_to_data_proto(
 def from_data_proto(
     data: DataProto, ticket: Ticket, prompt: Prompt, version: int, *, stop_token_ids: Collection[int] = ()
 ) -> list[Response]:
-    """What a generation hook returned for one prompt, a `Response` a row.
+    """Return one `Response` per row of what a generation hook returned for one prompt.
 
-    It needs `responses`, `rollout_log_probs`, and `response_mask` or `attention_mask`. `versions` says which weights
-    made each token; without it all are `version`. A column `finish` says how each ended; without it a response ended by
-    itself if its last token is one of `stop_token_ids`, or, where none are given, if it does not fill its row."""
+    Needs `responses`, `rollout_log_probs`, and `response_mask` or `attention_mask`. `versions` says which weights made
+    each token; without it all are `version`. A column `finish` says how each response ended. Without it a response
+    ended by itself if its last token is one of `stop_token_ids`, or, without any, if it does not fill its row.
+    """
     where = f"ordinal {ticket.ordinal}: what the generation hook returned"
     found = {} if data.batch is None else tensors_of(data.batch)
     tensors: dict[str, Array] = {key: value.detach().cpu().numpy() for key, value in found.items()}
@@ -139,7 +141,7 @@ def from_data_proto(
             raise DataError(f"{where} has a {key} of the shape {shapes}: give one entry a token")
     if "prompts" in tensors:
         _check_prompts(tensors["prompts"], prompt, where)
-    # The end of an attention mask over prompt and response is the response's.
+    # The response's part of an attention mask over prompt and response.
     seen = tensors["attention_mask"][:, -width:] if "attention_mask" in tensors else tensors["response_mask"]
     lengths = [int(np.flatnonzero(row).max(initial=-1)) + 1 for row in seen]
     finishes = data.non_tensor_batch.get("finish")
@@ -197,14 +199,14 @@ def _finish(said: object, last_token: int, stop_token_ids: Collection[int], *, i
 
 
 def _check_prompts(rows: Array, prompt: Prompt, where: str) -> None:
-    """A hook that generates from another prompt than it returns would train the policy on what it never saw."""
+    """A hook that generates from another prompt than it returns would train the policy on something it never saw."""
     size = len(prompt.tokens)
     if rows.shape[1] < size or (rows[:, rows.shape[1] - size :] != prompt.tokens).any():
         raise DataError(f"{where} has other prompts than it was given: leave them, or put what is added into responses")
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], ordinals: Sequence[int]) -> dict[str, Array]:
-    """The rows' values by key. Each row of the batch owns its dicts and lists: a hook may write into them."""
+    """Return the rows' values by key. Each row owns its dicts and lists, because a hook may write to them."""
     keys = dict.fromkeys([*ROW_DEFAULTS, *(key for row in rows for key in row)])
     columns = {key: object_array(plain_copy(row.get(key, ROW_DEFAULTS.get(key))) for row in rows) for key in keys}
     columns["index"] = object_array(row.get("index", ordinal) for row, ordinal in zip(rows, ordinals, strict=True))

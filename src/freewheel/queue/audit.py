@@ -1,11 +1,11 @@
-"""`audit`: does every prompt of a run end once, and was nothing trained that was too old? Pure, and read-only.
+"""Audits a run: does every prompt end once, and was nothing trained that was too old? Pure and read-only.
 
     journal: stored, failures, abandoned, steps ┐
-    checkpoints: frontiers ─────────────────────┴─▶ a state for every ordinal, and what contradicts itself
+    checkpoints: frontiers ─────────────────────┴─▶ a state for every ordinal, and contradictions
 
-Called by `freewheel inspect`, also beside a live writer: the journal is read as it was at one moment, but for the lags
-of its groups, which do not change. Checkpoints must have been read before it, since a step is in the journal first.
-Memory: a few bytes an ordinal.
+Called by `freewheel inspect`, also during a run: the journal is read as of one moment, except the lags of its groups,
+which do not change. Checkpoints must be read first, because a step reaches the journal before a checkpoint. Needs a few
+bytes of memory per ordinal.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Ends = np.ndarray[Any, np.dtype[np.int32]]
 Which = np.ndarray[Any, np.dtype[np.bool_]]
 
 STATES = ("trained", "abandoned", "ended", "taken", "queued", "failed", "open")
-"""`ended`: a frontier says that it has, and its own record is gone. `failed`: it waits for another attempt, or is in
-one. `open`: nothing is recorded of it yet; in flight while a run lives, issued again when it is resumed."""
+"""`ended`: a frontier says so, and its own record is gone. `failed`: it waits for another attempt or is in one. `open`:
+nothing is recorded; in flight during a run, issued again by a resume."""
 MOST_TOLD = 10
-"""Violations of one kind that are told one by one: the eleventh says nothing that the first ten do not."""
+"""Violations of one kind that are listed; more would say nothing new."""
 
 NOT_ENDED, ABANDONED = 0, -1
-"""In place of the step that an ordinal was trained in: steps count from 1."""
+"""Instead of the step in which an ordinal was trained: steps count from 1."""
 
 
 class Recorded(Protocol):
@@ -49,27 +49,27 @@ class Recorded(Protocol):
 
 
 class Audit(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found. `violations` is empty where all promises were kept."""
+    """The result. `violations` is empty if all promises were kept."""
 
     step: int
-    """Steps that are committed."""
+    """Committed steps."""
     version: int
     states: dict[str, int]
-    """Ordinals by state, from 0 to the highest that is known."""
+    """Ordinals by state, from 0 to the highest known one."""
     abandoned: dict[str, int]
     failures: dict[str, int]
     """Failed attempts by reason."""
     lost: int
-    """Prompts that count as ended, and that nobody trained on or abandoned."""
+    """Prompts that count as ended but were neither trained on nor abandoned."""
     repeated: int
     """Ends beyond the first: trained on twice, or trained on and abandoned."""
     stale_trained: int
-    """Groups that were trained on and lagged more than allowed."""
+    """Groups that were trained on with a lag beyond the bound."""
     lags_checked: int
-    """Trained groups of which that is still known."""
+    """Trained groups whose lag is still known."""
     stored_groups: int
     recorded: tuple[int, int] | None
-    """The first and the last step of which there is a row."""
+    """First and last step with a row."""
     base: int | None
     """The step that the journal can go back to."""
     violations: list[str]
@@ -83,8 +83,8 @@ def audit(
     max_lag: int | None = None,
     capacity: int | None = None,
 ) -> Audit:
-    """`journal` None: only what checkpoints tell. `max_lag`: versions that a group may have lagged when it was trained
-    on; `capacity`: groups that can be alive at once. None: not checked."""
+    """Audit a run. `journal` None: use only the checkpoints. `max_lag`: largest allowed lag at training; `capacity`:
+    most groups alive at once. None: not checked."""
     book = _Book(max_lag=max_lag)
     if journal is not None:
         book.read(journal)
@@ -105,7 +105,7 @@ class _Book:
         self._failed: set[int] = set()
         self._sequences = array("q")
         self._versions: dict[int, int] = {}  # after each committed step
-        self._oldest: dict[int, tuple[int, int]] = {}  # step → version of its oldest group, and how many it had
+        self._oldest: dict[int, tuple[int, int]] = {}  # step → version of its oldest group, and its number of groups
         self._base: CheckpointMark | None = None
         self._stored = self._checked = self._stale = self._lost = self._again = 0
         self._abandoned: Counter[str] = Counter()
@@ -163,7 +163,7 @@ class _Book:
 
     def _one_step(self, step: Step) -> None:
         for ticket in step.tickets:
-            if ticket.sequence >= 0:  # of a step that was compacted, sequences are gone
+            if ticket.sequence >= 0:  # a compacted step has no sequences any more
                 self._sequences.append(ticket.sequence)
             if ticket.ordinal in self._queued:
                 self._violate("queued again", f"prompt {ticket.ordinal} is in step {step.step} and in the queue")
@@ -224,7 +224,7 @@ class _Book:
     # -- frontiers ----------------------------------------------------------------------------------------------------
 
     def compare(self, name: str, step: int, version: int, frontier: Frontier) -> None:
-        """A frontier against what is known of the steps up to it."""
+        """Compare a frontier with what is known about the steps up to it."""
         size = max(len(self._ends), len(self._covered), frontier.low, max(frontier.ended, default=-1) + 1)
         ends, covered = self._padded(size), np.zeros(size, bool)
         covered[: frontier.low] = True
@@ -234,7 +234,7 @@ class _Book:
         surplus = int(covered.sum()) - told
         if surplus:
             self._violate("count", f"{name} has {covered.sum()} ended prompts, and counts {told} trained or abandoned")
-        # Where the rows account for its counts, they are complete: what else counts as ended was lost.
+        # If the rows explain the frontier's counts, they are complete: any other ended prompt was lost.
         complete = self._base is not None and told == (covered & (trained | abandoned)).sum()
         unknown = covered & (ends == NOT_ENDED)
         if complete:

@@ -1,10 +1,10 @@
-"""How large a model is, and how much memory a run with it takes, without loading it.
+"""Estimates how large a model is and how much memory a run needs, without loading it.
 
     config.json ┐
                 ├─▶ ModelSize ─▶ trainer_memory, replica_memory: estimates by part
-    safetensors ┘ headers alone: names and shapes
+    safetensors ┘ headers only: names and shapes
 
-`freewheel.runtime.plan` shows them. They are estimates: allocators, kernels and Ray add to them.
+`freewheel.runtime.plan` shows them. Allocators, kernels and Ray need more.
 """
 
 from __future__ import annotations
@@ -23,38 +23,39 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.options import LOGITS_AT_A_TIME
 
 MASTER_BYTES = 4
-"""Trained parameters and their gradients are kept in float32: small updates would be lost in bfloat16."""
+"""Trained parameters and gradients are float32: small updates would be lost in bfloat16."""
 MOMENT_BYTES = 8
-"""AdamW's two moments of a parameter, in float32."""
+"""AdamW's two moments per parameter, in float32."""
 ACTIVATIONS_PER_LAYER = 24
-"""Numbers of the hidden size that a layer keeps a token for the backward pass, its attention not materialised: from the
-peaks of a 1.5B model on an H200, compiled (34 where it is not; Korthikanti et al. 2022 count 17 for a narrower one)."""
+"""Numbers of the hidden size that a layer keeps per token for the backward pass, without materialised attention.
+Measured with a 1.5B model on an H200, compiled (34 uncompiled; Korthikanti et al. 2022 count 17 for a narrower model).
+"""
 CHECKPOINTED_PER_LAYER = 1
-"""The same with gradient checkpointing: the layer's input."""
+"""With gradient checkpointing: the layer's input."""
 LOGIT_COPIES = 3
 """Logits in float32, their log-softmax, and the gradient."""
 HEADER_LENGTH = 8
 LARGEST_HEADER = 100 << 20
-"""The bound that the safetensors format itself sets."""
+"""The bound of the safetensors format."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """What memory depends on."""
+    """The numbers that memory depends on."""
 
     parameters: int
     layers: int
     hidden: int
     vocabulary: int
     kv_width: int
-    """Key heads times their size: numbers that a token leaves in each of a layer's two caches."""
+    """Number of key heads times their size: numbers per token in each of a layer's two caches."""
     architecture: str = ""
     positions: int | None = None
-    """Longest sequence that it can take."""
+    """Longest sequence that it supports."""
 
 
 def find_folder(config: TrainConfig) -> Path | None:
-    """Where the model's files are on this machine. None: they would have to be fetched first."""
+    """Return the model's folder on this machine. None: it must be downloaded first."""
     if config.uses_embedded_model:
         from freewheel.data.tasks.word_problems import model_path
 
@@ -68,7 +69,7 @@ def find_folder(config: TrainConfig) -> Path | None:
 
 
 def read_model_size(folder: Path) -> ModelSize | None:
-    """Of a HF folder; None where its files do not say it."""
+    """Read the size of a Hugging Face folder; None if its files do not say it."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         parameters = sum(_parameters(file) for file in sorted(folder.glob("*.safetensors")))
@@ -94,7 +95,7 @@ def _size(config: Mapping[str, Any], parameters: int) -> ModelSize:
 
 
 def _guess(text: Mapping[str, Any], hidden: int, layers: int, vocabulary: int) -> int:
-    """Where there are no safetensors: attention 4·h², a gated feed-forward 3·h·f, and the embeddings."""
+    """Estimate without safetensors: attention 4·h², a gated feed-forward 3·h·f, and the embeddings."""
     inner = int(text.get("intermediate_size") or 4 * hidden)
     tied = bool(text.get("tie_word_embeddings", True))
     return layers * (4 * hidden**2 + 3 * hidden * inner) + vocabulary * hidden * (1 if tied else 2)
@@ -119,7 +120,7 @@ def _parameters(file: Path) -> int:
 def trainer_memory(
     config: TrainConfig, size: ModelSize, *, dtype: str, longest_tokens: int, processes: int = 1
 ) -> dict[str, int]:
-    """Bytes by part, of one of the processes that share the training."""
+    """Return bytes by part, for one training process."""
     lora = config.model.lora
     trained = size.parameters if lora is None else 4 * size.layers * lora.rank * 2 * size.hidden
     base = 0 if lora is None else size.parameters * NUMBER_BYTES[dtype]
@@ -145,7 +146,7 @@ def trainer_memory(
 
 
 def replica_memory(size: ModelSize, *, dtype: str, slots: int, longest_tokens: int) -> dict[str, int]:
-    """Bytes by part, of one rollouter."""
+    """Return bytes by part, for one rollouter."""
     return {
         "weights": size.parameters * NUMBER_BYTES[dtype],
         "KV cache": slots * longest_tokens * size.layers * 2 * size.kv_width * NUMBER_BYTES[dtype],

@@ -1,9 +1,9 @@
-"""What the machine has, and which part of a run gets which of it.
+"""Describes the machine and decides which part of a run gets which devices.
 
-    Machine.here() ─▶ place(config, machine) ─▶ Placement: devices, replicas, GPU shares, and what stands against it
+    Machine.here() ─▶ place(config, machine) ─▶ Placement: devices, replicas, GPU shares, problems
 
-`place` is pure; `Machine.here` asks the operating system and nvidia-smi, and torch only where there is a GPU. A setting
-that this machine cannot serve is kept as a problem, so that a plan can be shown for a machine that is elsewhere.
+`place` is pure. `Machine.here` asks the operating system and nvidia-smi, and torch only if there is a GPU. A setting
+that this machine cannot serve becomes a problem, so that a plan can be shown for another machine.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 
 BFLOAT16_CAPABILITY = (8, 0)
-"""NVIDIA's Ampere: the first that computes in bfloat16 without emulation."""
+"""NVIDIA's Ampere: the first generation with native bfloat16."""
 SMI_TIMEOUT_S = 10.0
-"""A driver that is stuck must not hold up the start."""
+"""A stuck driver must not block the start."""
 SMI_QUERY = "index,uuid,name,memory.total,compute_cap"
 SHARED = 0.5
-"""The part of a GPU that the trainer asks Ray for where generation is on the same one."""
+"""The part of a GPU that the trainer requests from Ray if generation shares it."""
 MEMORY_SHARE, MEMORY_SHARE_BESIDE_TRAINER = 0.9, 0.4
-"""Of a GPU's memory, for a vLLM engine: what vLLM itself takes by default, and what leaves training the larger part."""
+"""A vLLM engine's share of GPU memory: vLLM's default, and what leaves training the larger part."""
 MIB = 1 << 20
 MOST_SLOTS = 256
-"""Sequences at a time where nobody says otherwise: more gain little on one device, and cost KV cache."""
+"""Default limit of sequences at a time: more gain little on one device and cost KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU that this process may use."""
+    """A GPU that this process may use."""
 
     name: str
     memory_bytes: int
@@ -52,7 +52,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What there is to run on."""
+    """The hardware of this machine."""
 
     cpus: int
     memory_bytes: int
@@ -64,13 +64,13 @@ class Machine:
 
     @classmethod
     def of_host(cls) -> Machine:
-        """Without its GPUs: nobody is asked but the operating system."""
+        """Describe the machine without its GPUs, from the operating system only."""
         return cls(cpus=_cpus(), memory_bytes=_memory_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Who runs where."""
+    """Which part runs where."""
 
     device_trainer: Device
     device_rollout: Device
@@ -78,36 +78,36 @@ class Placement:
     slots: int
     dtype: Dtype
     world_size: int
-    """Training processes."""
+    """Number of training processes."""
     gpus_trainer: float
-    """What each of them asks Ray for."""
+    """GPUs that each of them requests from Ray."""
     gpus_per_replica: float
-    """What each rollouter asks Ray for."""
+    """GPUs that each rollouter requests from Ray."""
     shared_gpu: bool
-    """Trainer and rollouters are on one GPU."""
+    """Whether trainer and rollouters are on one GPU."""
     gpu_memory_share: float
-    """Of a GPU's memory, for one engine."""
+    """An engine's share of GPU memory."""
     transport: Transport
-    """The way of the weights."""
+    """How weights travel."""
     problems: tuple[ConfigError, ...]
 
     @property
     def engines_on_a_gpu(self) -> int:
-        """At most. 0: generation is on the CPU, or elsewhere."""
+        """Most engines on one GPU. 0: generation is on the CPU, or elsewhere."""
         if self.shared_gpu:
             return self.replicas
         return round(1 / min(1.0, self.gpus_per_replica)) if self.gpus_per_replica else 0
 
 
 def place(config: TrainConfig, machine: Machine) -> Placement:
-    """Resolves every `auto` of placement. With `ray.address` the GPUs are the cluster's, and Ray counts them."""
+    """Resolve every `auto` of placement. With `ray.address` the GPUs are the cluster's, and Ray counts them."""
     problems: list[ConfigError] = []
     elsewhere = config.ray.address is not None
     gpus_here = len(machine.gpus)
     trainer = _device(config.trainer.device, config.trainer.n_gpus_per_node, gpus_here)
     rollout = _device(config.rollout.device, config.rollout.n_gpus_per_node, gpus_here)
     if config.rollout.urls is not None:
-        rollout = "cpu"  # what generates is elsewhere
+        rollout = "cpu"  # generation is elsewhere
     wanted_trainer = _wanted_by_trainer(config, trainer)
     wanted_rollout = _wanted_by_rollout(config, rollout, gpus_here - wanted_trainer)
     if not elsewhere:
@@ -136,12 +136,12 @@ def place(config: TrainConfig, machine: Machine) -> Placement:
 
 
 def _memory_share(replicas: int, gpus_each: float, shared: bool) -> float:
-    """Those that share a GPU share what one of them would have."""
+    """Engines that share a GPU divide the share of a single one."""
     return MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
 
 
 def _over_committed(placed: Placement) -> list[ConfigError]:
-    """Engines that were given more of a GPU than there is."""
+    """Report engines that together exceed a GPU."""
     engines, share = placed.engines_on_a_gpu, placed.gpu_memory_share
     if engines * share <= 1:
         return []
@@ -158,7 +158,7 @@ def _world_size(config: TrainConfig, trainer: Device, gpus: int) -> int:
 
 
 def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> tuple[int, float]:
-    """How many rollouters, and the GPUs of each."""
+    """Return the number of rollouters, and the GPUs of each."""
     r = config.rollout
     if r.urls is not None:
         return len(r.urls), 0.0
@@ -172,7 +172,7 @@ def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> 
 
 
 def _does_not_fit(config: TrainConfig, by_trainer: int, by_rollout: int, shared: bool) -> list[ConfigError]:
-    """Engines and GPUs that do not come out even."""
+    """Report numbers of engines and GPUs that do not match."""
     r, found = config.rollout, []
     each = r.tensor_parallel_size * r.pipeline_parallel_size
     per_node = r.n_gpus_per_node if r.n_gpus_per_node != "auto" else by_rollout
@@ -225,7 +225,7 @@ def _wanted_by_trainer(config: TrainConfig, device: Device) -> int:
 
 
 def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
-    """GPUs of its own; 0 on a GPU means that it shares the trainer's."""
+    """Return the GPUs that generation requests; 0 on a GPU means sharing the trainer's."""
     if device == "cpu":
         return 0
     per_node = config.rollout.n_gpus_per_node
@@ -240,7 +240,7 @@ def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
 def _missing(
     config: TrainConfig, trainer: Device, rollout: Device, here: int, by_trainer: int, by_rollout: int
 ) -> list[ConfigError]:
-    """GPUs and machines that are asked for and not there."""
+    """Report requested GPUs and machines that do not exist."""
     found = []
     for name, section, device in (("trainer", config.trainer, trainer), ("rollout", config.rollout, rollout)):
         if section.nnodes > 1:
@@ -255,7 +255,7 @@ def _missing(
                 ConfigError(f"{name}.{key}", value, remedy + ("auto or cpu" if key == "device" else "auto or 0"))
             )
     if here and by_trainer + by_rollout > here:
-        # Sharing is chosen by leaving the rollouts' number out, never by asking for more than there is.
+        # Sharing is chosen by leaving out the number of rollout GPUs, never by asking for more than there are.
         name = "trainer" if by_trainer > here else "rollout"
         section = config.trainer if name == "trainer" else config.rollout
         remedy = (
@@ -276,7 +276,7 @@ def _dtype(config: TrainConfig, machine: Machine, trainer: Device, rollout: Devi
 
 
 def _cpus() -> int:
-    """Cores that this process may use: a container often has fewer than its machine."""
+    """Return the cores that this process may use: a container often has fewer than its machine."""
     try:
         allowed = len(os.sched_getaffinity(0))
     except AttributeError:  # not on every system
@@ -321,7 +321,8 @@ def _ask_smi() -> str:
 
 
 def _visible(smi: str, allowed: str | None) -> tuple[Gpu, ...]:
-    """Those of nvidia-smi's table that CUDA_VISIBLE_DEVICES leaves, in its order, up to the first that is not there."""
+    """Return the GPUs of nvidia-smi's table that CUDA_VISIBLE_DEVICES allows, in its order, up to the first unknown
+    one."""
     table: dict[str, Gpu] = {}
     for line in smi.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
@@ -339,7 +340,7 @@ def _visible(smi: str, allowed: str | None) -> tuple[Gpu, ...]:
         return tuple(gpu for key, gpu in table.items() if key.isdigit())
     chosen: list[Gpu] = []
     for key in (part.strip() for part in allowed.split(",")):
-        # An index in full, or the beginning of a UUID.
+        # A full index, or the start of a UUID.
         names = [name for name in table if name == key or (key and not key.isdigit() and name.startswith(key))]
         if not names:
             break
@@ -348,11 +349,11 @@ def _visible(smi: str, allowed: str | None) -> tuple[Gpu, ...]:
 
 
 def _torch_has_cuda() -> bool:
-    """A GPU that torch was not built for is none."""
+    """A GPU counts only if torch was built for it."""
     try:
         import torch
     except ModuleNotFoundError:
-        return True  # a plan is possible without it, and a run says what is missing
+        return True  # a plan is possible without torch, and a run reports that it is missing
     return torch.cuda.is_available()
 
 
@@ -365,13 +366,13 @@ class Pool:
     """Machines that are reserved together."""
 
     bundles: tuple[Bundle, ...]
-    """One a machine."""
+    """One per machine."""
     spread: bool
-    """Each on a machine of its own."""
+    """Each on a different machine."""
 
 
 def pools(plan: Plan) -> dict[Role, Pool]:
-    """Nothing where the CPUs of one machine are all that is used."""
+    """Return the reservations. Empty if only the CPUs of one machine are used."""
     t, r = plan.config.trainer, plan.config.rollout
     if not plan.gpus_trainer and not plan.gpus_per_replica and t.nnodes == r.nnodes == 1:
         return {}
@@ -388,12 +389,12 @@ def pools(plan: Plan) -> dict[Role, Pool]:
 
 
 def place_of(number: int, count: int, machines: int) -> int:
-    """The machine of the process with this number: neighbours are on one, as collectives want it."""
+    """Return the machine of a process: neighbours share a machine, which suits collectives."""
     return number * machines // count
 
 
 def _bundles(machines: int, count: int, threads: int, gpus: float) -> tuple[Bundle, ...]:
-    """What each machine of a pool must have for its share of `count` processes."""
+    """Return what each machine of a pool needs for its share of `count` processes."""
     shares = [0] * machines
     for number in range(count):
         shares[place_of(number, count, machines)] += 1
@@ -414,7 +415,7 @@ class Pools:
         self._groups: dict[Role, Any] = {}
 
     async def reserve(self) -> None:
-        """Raises what the cluster lacks."""
+        """Reserve everything. Raises what the cluster lacks."""
         from ray.util import placement_group
 
         made: dict[int, Any] = {}
@@ -429,7 +430,7 @@ class Pools:
                 raise self._missing(role)
 
     def options(self, role: Role, number: int) -> dict[str, Any]:
-        """What Ray is told of where this process of a pool goes."""
+        """Return Ray's options for the placement of a process."""
         if role not in self._groups:
             return {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

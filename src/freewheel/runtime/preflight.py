@@ -1,13 +1,13 @@
-"""What a config names is looked for before anything starts: code, a model's folder, rows.
+"""Checks that everything a configuration names exists, before anything starts: code, a model's folder, rows.
 
-    rollout.vllm                                     ┐
+    rollout.engine, rollout.vllm                     ┐
     reward.function, *_class, algorithm.loss, …      ├─ preflight ─▶ nothing, or a `ConfigError`: exit code 2, no folder
     model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
-`freewheel train` calls it, also with `--dry-run`. Each is found by the function that a run's processes load it with.
-What is on the hub is left for them: a check must not download. Whether this machine has the engine that is named, and
-its servers answer, is looked at after that (`freewheel.runtime.engines`): a plan can be shown without.
+`freewheel train` calls it, also with `--dry-run`. Each name is resolved by the function that the run's processes use.
+Names on the hub are left to them, because a check must not download. Afterwards `freewheel.runtime.engines` checks that
+this machine has the engine and that its servers answer.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from freewheel.runtime.building import find_class, find_monitor, is_here, is_mea
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 
 MODEL_CONFIG = "config.json"
-"""What makes a folder a model's."""
+"""A model's folder contains this file."""
 
 
 def preflight(config: TrainConfig) -> int | None:
-    """The number of rows to train on; None where they are not on this machine."""
+    """Check everything. Return the number of training rows; None if they are not on this machine."""
     for check in CHECKS:
         check(config)
     return _rows(config)
 
 
 def refused(config: TrainConfig) -> list[ConfigError | DataError]:
-    """The same, with everything that it would raise and not the first alone."""
+    """Return everything that `preflight` would raise, not only the first error."""
     found: list[ConfigError | DataError] = []
     for check in (*CHECKS, _rows):
         try:
@@ -94,7 +94,7 @@ def _tokenizer(config: TrainConfig) -> None:
 
 
 def _folder(key: str, path: str) -> Path | None:
-    """Where it is on this machine; None for what may be a hub id."""
+    """Return the folder on this machine; None for a possible hub id."""
     place = Path(path).expanduser()
     if place.is_dir():
         return place
@@ -115,4 +115,4 @@ def _rows(config: TrainConfig) -> int | None:
 
 
 CHECKS = (_engine, _reward, _rollouter, _trainer, _algorithm, _monitor, _model, _tokenizer, _held_out)
-"""Each for itself; the rows to train on come last."""
+"""Independent checks; the training rows come last."""

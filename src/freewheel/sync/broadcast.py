@@ -1,13 +1,13 @@
-"""Weights from one sender to all members of a group: a header, then bucket after bucket, whole or not at all.
+"""Broadcasts weights from one sender to all members of a group: a header, then buckets, all or nothing.
 
     sender                                       receivers
-    header: version, what lies where, sum ─────▶ a late one, or one that does not fit: no
+    header: version, layout, checksum ─────────▶ refuse an outdated or unfitting version
        ◀──────────────── agreed? ──────────────▶
-    bucket 0, bucket 1, … ─────────────────────▶ into memory of the receiver's own, or straight into an engine
-       ◀──────────────── agreed? ──────────────▶ all there, and their sum is right ─▶ taken
+    bucket 0, bucket 1, … ─────────────────────▶ into the receiver's memory, or directly into an engine
+       ◀──────────────── agreed? ──────────────▶ complete, and the checksum is right ─▶ used
 
-Nobody takes a version that not all have whole, unless its `Sink` takes buckets as they come: an engine without room for
-a second model holds a mixture when the sender dies between two of them, and says so.
+No member uses a version that another did not receive completely, unless its `Sink` takes buckets directly: an engine
+without room for a second model holds a mixture if the sender dies between two buckets, and reports it.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
 
 class VersionRefused(RuntimeError):
-    """A member of the group does not want this version: it has a later one, or cannot hold it. Nothing was sent."""
+    """A member refuses this version: it has a later one, or cannot hold it. Nothing was sent."""
 
 
 class VersionSpoiled(RuntimeError):
-    """What arrived somewhere is not what was sent. Nobody took it."""
+    """A member received something else than was sent. Nobody uses it."""
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What comes before the buckets."""
+    """What precedes the buckets."""
 
     version: int
     checksum: int
@@ -75,7 +75,7 @@ class Header(msgspec.Struct, frozen=True):
 def send(
     group: Group, version: int, checksum: int, entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]
 ) -> None:
-    """To all members, who `receive` meanwhile; returns when they have it. In a thread: takes as long as the slowest."""
+    """Send to all members, which call `receive` meanwhile. Blocks as long as the slowest; run it in a thread."""
     import torch
 
     header = msgspec.json.encode(Header.of(version, checksum, entries))
@@ -95,21 +95,21 @@ class Sink(Protocol):
     def wants(self, header: Header) -> bool: ...
 
     def buffer(self, size: int) -> torch.Tensor:
-        """For the next bucket."""
+        """Return memory for the next bucket."""
 
     def bucket(self, entries: Mapping[str, Entry], buffer: torch.Tensor) -> None:
-        """It has arrived."""
+        """Take a bucket that has arrived."""
 
     def whole(self, header: Header) -> bool:
-        """All have. False: something is wrong with them."""
+        """Check the complete version. False: something is wrong."""
 
     def take(self, header: Header) -> None:
-        """Everybody has it."""
+        """Use the version: every member has it."""
 
 
 def receive(group: Group, sink: Sink) -> int:
-    """The next version that the sender sends; gives its number. Raises `VersionRefused`, `VersionSpoiled`, and what the
-    group raises where the sender died: then nothing was taken."""
+    """Receive the sender's next version and return its number. Raises `VersionRefused`, `VersionSpoiled`, and what the
+    group raises if the sender died; then nothing was used."""
     import torch
 
     size = torch.zeros(1, dtype=torch.int64, device=group.device)
@@ -131,7 +131,7 @@ def receive(group: Group, sink: Sink) -> int:
 
 
 class Staged:
-    """A `Sink` with room for a second model: a version is all there before anything of it is used."""
+    """A `Sink` with room for a second model: a version is complete before any of it is used."""
 
     def __init__(self, *, device: torch.device, version: int) -> None:
         self.version = version
@@ -166,29 +166,29 @@ SENDER = 0
 
 
 class GroupBroken(RuntimeError):
-    """A member died, or did not come in time. The group is of no use any more."""
+    """A member died or did not arrive in time. The group cannot be used any more."""
 
 
 class Group(Protocol):
-    """One of its members."""
+    """One member's view of a group."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors that are sent must be."""
+        """The device of tensors that are sent."""
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """The sender's content to all. Returns when it is there."""
+        """Send the sender's content to all. Returns when it has arrived."""
 
     def agreed(self, yes: bool) -> bool:
-        """Whether every member said yes."""
+        """Return whether every member said yes."""
 
     def close(self) -> None: ...
 
 
 @contextmanager
 def _waits_with_a_limit() -> Iterator[None]:
-    """NCCL's `wait` gives up in time and raises. As it is, a watchdog would end the whole process instead: the
-    trainer's, for an engine that died."""
+    """Make NCCL's `wait` time out and raise. By default a watchdog would end the whole process: the trainer's, because
+    an engine died."""
     name = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -202,7 +202,7 @@ def _waits_with_a_limit() -> Iterator[None]:
 
 
 class TorchGroup:
-    """By torch's own means, outside of any default group."""
+    """A group by torch's own means, outside of any default group."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class TorchGroup:
         timeout_s: float,
         listening: socket.socket | None = None,
     ) -> None:
-        """Returns when all are there; `address`, `port`: where the sender listens from now on, or does already
+        """Return when all members are there. `address`, `port`: where the sender listens from now on, or already does
         (`listening`). Raises `GroupBroken`."""
         import torch
         import torch.distributed as dist
@@ -260,13 +260,13 @@ class TorchGroup:
 
         try:
             collective([tensor], options).wait()
-            if tensor.is_cuda:  # NCCL's wait only puts the stream behind it
+            if tensor.is_cuda:  # NCCL's wait only orders the stream after it
                 torch.cuda.current_stream(tensor.device).synchronize()
         except RuntimeError as error:
             raise GroupBroken(f"the group broke: {error}") from error
 
     def close(self) -> None:
-        abort = getattr(self._group, "abort", None)  # NCCL's: what waits for somebody who is gone waits no longer
+        abort = getattr(self._group, "abort", None)  # NCCL: end waits for a dead member
         if abort is not None and self.device.type == "cuda":
             abort()
 
@@ -274,20 +274,20 @@ class TorchGroup:
 log = logging.getLogger("freewheel.sync")
 
 GROUP_S = 60.0
-"""For the members of a group to meet, and for each of their broadcasts: a bucket takes a slow network ten seconds."""
+"""Time for members to meet, and for each broadcast: a bucket takes ten seconds on a slow network."""
 LAST_WORD_S = 2.0
-"""For the sender to say what went wrong, where an engine could not take what it sent."""
+"""Time for the sender to report what went wrong if an engine could not take what it sent."""
 LINE_BYTES = 1 << 16
 TOKEN_BYTES = 16
 HERE = secrets.token_hex(TOKEN_BYTES)
-"""This process: one that is started in its place has workers of its own."""
+"""Identifies this process: a successor has its own workers."""
 _OUT_OF_STEP = threading.Event()
-"""The last time went wrong, and the group is not to be used again."""
+"""Set after a failure: the group must not be used again."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a `Desk` is asked, and what shows that one may."""
+    """Where to ask for weights, with the token that allows it."""
 
     host: str
     port: int
@@ -295,7 +295,7 @@ class Address:
 
 
 class SentWeights:
-    """Weights of another process, which sends them when it is asked. What `DeviceWeights` become on their way."""
+    """Weights of another process, sent on request. `DeviceWeights` travel as this."""
 
     def __init__(self, entries: dict[str, Entry], checksum: int, key: int, desk: Address) -> None:
         self.entries = entries
@@ -315,13 +315,13 @@ class SentWeights:
 
     @contextlib.contextmanager
     def sending(self, receiver: str, workers: int) -> Iterator[dict[str, Any]]:
-        """Where the workers of replica `receiver` meet the sender, which sends from now on. Ends when it has; raises
-        what went wrong there, or `WeightsGone` where nobody answers any more."""
+        """Yield where the workers of replica `receiver` meet the sender, which sends from now on. Ends when it has;
+        raises what went wrong there, or `WeightsGone` if nobody answers."""
         asked = {"token": self._desk.token, "receiver": receiver, "process": HERE, "size": 1 + workers}
         try:
             with _line(self._desk) as line:
                 told = _ask(line, asked | {"key": self._key, "anew": _OUT_OF_STEP.is_set()})
-                _OUT_OF_STEP.set()  # until it has gone well
+                _OUT_OF_STEP.set()  # until it has succeeded
                 with _unless_gone(line):
                     yield told
                 _ask(line, None)
@@ -332,12 +332,12 @@ class SentWeights:
 
 @contextlib.contextmanager
 def _unless_gone(line: socket.socket) -> Iterator[None]:
-    """A sender that died breaks the group: what the workers say of that is not the engine's failure."""
+    """Turn a group failure into `WeightsGone` if the sender died: then it is not the engine's failure."""
     try:
         yield
     except Exception:
         line.settimeout(LAST_WORD_S)
-        with contextlib.suppress(TimeoutError, RuntimeError):  # it lives, and will say or has said something
+        with contextlib.suppress(TimeoutError, RuntimeError):  # it lives and reports by itself
             _ask(line, None)
         raise
 
@@ -350,7 +350,7 @@ def _line(desk: Address) -> Iterator[socket.socket]:
 
 
 def _ask(line: socket.socket, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-    """One line each way; None: only the answer."""
+    """Exchange one line each way; None: only read the answer."""
     if asked is not None:
         line.sendall(json.dumps(asked).encode() + b"\n")
     found = b""
@@ -368,7 +368,7 @@ def _ask(line: socket.socket, asked: Mapping[str, Any] | None) -> dict[str, Any]
 
 
 class Desk:
-    """Where engines ask for weights, in the trainer's process."""
+    """Answers engines that ask for weights, in the trainer's process."""
 
     def __init__(self, *, host: str) -> None:
         self._socket = socket.create_server((host, 0))
@@ -376,19 +376,19 @@ class Desk:
         self._offered: weakref.WeakValueDictionary[int, DeviceWeights] = weakref.WeakValueDictionary()
         self._keys = itertools.count(1)
         self._groups: dict[str, tuple[str, Group]] = {}
-        """By replica: of which of its lives, and the group."""
+        """By replica: its incarnation, and the group."""
         self._locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._run, name="freewheel-sending", daemon=True).start()
 
     def offer(self, weights: DeviceWeights) -> SentWeights:
-        """What is pickled in the place of `weights`, which must be held here as long as they may be asked for."""
+        """Return what is pickled instead of `weights`, which must be held here as long as they may be requested."""
         key = next(self._keys)
         self._offered[key] = weights
         return SentWeights(weights.entries, weights.checksum, key, self.address)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes who waits for a call
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a call
         self._socket.close()
 
     def _run(self) -> None:
@@ -431,7 +431,7 @@ class Desk:
         _tell(line, {"error": None})
 
     def _group(self, line: socket.socket, asked: Mapping[str, Any], kind: Kind) -> Group:
-        """That of an engine, which is told where it meets, if it has to be made."""
+        """Return the group of an engine. If it must be made, the engine is told where it meets."""
         receiver, host, size = asked["receiver"], self.address.host, int(asked["size"])
         told = {"key": asked["key"], "kind": kind, "address": host, "port": 0, "size": size}
         if receiver in self._groups:
@@ -456,7 +456,7 @@ def _tell(line: socket.socket, told: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _on(buffer: torch.Tensor) -> Iterator[None]:
-    """A stream of its own: nothing waits for the training thread's, nor that for this."""
+    """Use a separate stream, so that neither this nor the training thread waits for the other."""
     import torch
 
     if not buffer.is_cuda:
@@ -467,7 +467,7 @@ def _on(buffer: torch.Tensor) -> Iterator[None]:
 
 
 def own_address() -> str:
-    """By which other machines reach this one: that of the interface towards them. Sends nothing."""
+    """Return this machine's address on the interface towards other machines. Sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
         try:
             one.connect(("10.255.255.255", 1))
@@ -477,7 +477,7 @@ def own_address() -> str:
 
 
 def packer_for(transport: str) -> Packer:
-    """How weights are copied for a way to the engines."""
+    """Return how weights are copied for a transport."""
     if transport == "object_store":
         return pack
     packer = DevicePacker(bucket_bytes=BUCKET_BYTES)
@@ -485,7 +485,7 @@ def packer_for(transport: str) -> Packer:
 
 
 class BroadcastPacker:
-    """As `DevicePacker`, but what is pickled says whom to ask."""
+    """Like `DevicePacker`, but the pickled form says whom to ask."""
 
     def __init__(self, packer: DevicePacker, desk: Desk) -> None:
         self._packer = packer

@@ -1,16 +1,16 @@
-"""Weights that stay on the GPU: copied into buffers that other processes on the same GPU open in place.
+"""Weights that stay on the GPU, in buffers that other processes on the same GPU open in place.
 
     trainer                                             rollouter ─▶ engine, on the same GPU
     backend.weights() ─▶ DevicePacker ─▶ DeviceWeights ─ pickled: handles, no data ─▶ .tensors(): the trainer's memory
                            │ a slot of the ring
-                           └◀─ used again when nobody in the trainer holds those weights any more
+                           └◀─ reused when nobody in the trainer holds those weights
 
-Who submits weights is told which versions may still be read (`ParameterSynchronizer.in_use`) and holds those; a
-checkpoint that is being written holds its own. So nothing is overwritten that somebody reads, and nothing is copied to
-the host but for who wants it there (`on_host`).
+The synchronizer says which versions may still be read (`ParameterSynchronizer.in_use`); the trainer holds those, and a
+running checkpoint holds its own. So no buffer is overwritten while it is read, and nothing is copied to the host unless
+it is needed there (`on_host`).
 
-CUDA's handles name whole allocations and are made once a slot: opening one takes milliseconds, and readers keep them
-open. They die with the process that made them, and so do these weights (`WeightsGone`).
+CUDA handles refer to whole allocations and are made once per slot, because opening one takes milliseconds; readers keep
+them open. Handles and weights die with the process that made them (`WeightsGone`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     import torch
 
 Handle = dict[str, Any]
-"""A buffer as another process opens it: plain values, which JSON holds too."""
+"""A buffer as another process opens it: plain values that fit into JSON."""
 Share = Callable[["torch.Tensor"], Handle]
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, which no other that gets its number later is taken for."""
+    """A process, safe against reuse of its number."""
 
     pid: int
     started: str
@@ -55,7 +55,7 @@ class Owner:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What fails because the owner has died is `WeightsGone`."""
+        """Raise `WeightsGone` if the body fails because the owner has died."""
         if not self.alive:
             raise self._gone()
         try:
@@ -70,7 +70,7 @@ class Owner:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in the kernel's ticks; empty: there is none."""
+    """Return when a process started, in kernel ticks; empty if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -78,7 +78,7 @@ def _started(pid: int) -> str:
 
 
 class DeviceWeights:
-    """All parameters of one version, on a GPU. In the process that made them, and in those that it was sent to."""
+    """All parameters of one version on a GPU, in the process that made them or one that received them."""
 
     def __init__(
         self, entries: dict[str, Entry], checksum: int, *, owner: Owner, handles: Callable[[], list[Handle]]
@@ -88,7 +88,7 @@ class DeviceWeights:
         self.owner = owner
         self._handles = handles
         self.travels_as: Callable[[DeviceWeights], Any] | None = None
-        """What is pickled in its place, where that is something else."""
+        """What is pickled instead, if it is something else."""
         self._buffers: Sequence[torch.Tensor] | None = None
         """In the owner's process."""
 
@@ -98,11 +98,11 @@ class DeviceWeights:
 
     @property
     def handles(self) -> list[Handle]:
-        """One a bucket."""
+        """One per bucket."""
         return self._handles()
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """One a bucket, in the owner's process."""
+        """One per bucket, in the owner's process."""
         assert self._buffers is not None, "these weights are another process's"
         return self._buffers
 
@@ -112,14 +112,14 @@ class DeviceWeights:
         return _arrived, (self.entries, self.checksum, self.owner, self.handles)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the buffers, as long as these weights are held. Raises `WeightsGone`."""
+        """Return views of the buffers, valid while these weights are held. Raises `WeightsGone`."""
         if self._buffers is not None:
             return views(self.entries, self._buffers)
         with self.owner.watched():
             return views(self.entries, [MAPPINGS.open(handle, self.owner) for handle in self.handles])
 
     def on_host(self) -> Weights:
-        """On a stream of its own: a copy of seconds must not stand in the way of the next step."""
+        """Copy on a separate stream: a copy of seconds must not delay the next step."""
         import torch
 
         held = self.tensors()
@@ -139,7 +139,7 @@ def _itself(arrived: Any) -> Any:
 
 
 class _Slot:
-    """One version's worth of buffers."""
+    """Buffers for one version."""
 
     def __init__(self, buffers: list[torch.Tensor], share: Share) -> None:
         self.buffers = buffers
@@ -157,8 +157,8 @@ class _Slot:
 
 
 class DevicePacker:
-    """Packs into the first slot that nobody reads; makes another where there is none. Called in the training thread,
-    which goes on when the copy is done: for 3 GB of an H200 some milliseconds, the sum included."""
+    """Packs into the first free slot, or makes another. Called in the training thread, which continues when the copy is
+    done: some milliseconds for 3 GB on an H200, checksum included."""
 
     def __init__(self, *, bucket_bytes: int, share: Share | None = None) -> None:
         self._bucket_bytes = bucket_bytes
@@ -182,7 +182,7 @@ class DevicePacker:
         if device.type == "cuda":
             torch.cuda.current_stream(
                 device
-            ).synchronize()  # readers are in other processes, and know no stream of ours
+            ).synchronize()  # readers are in other processes and do not know our streams
         weights = DeviceWeights(entries, checksum, owner=Owner.here(), handles=slot.handles)
         weights._buffers = slot.buffers
         weakref.finalize(weights, slot.release).atexit = False
@@ -204,14 +204,14 @@ class DevicePacker:
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """The same in every process, whatever numbers they give their GPUs."""
+    """Return an id that is the same in every process, however they number their GPUs."""
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def shared(buffer: torch.Tensor) -> Handle:
-    """Another process's way to a CUDA buffer of bytes. To be made once: each counts as one more reader for torch."""
+    """Return a handle to a CUDA buffer. Make it once: each counts as another reader for torch."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, told = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
@@ -231,7 +231,7 @@ def shared(buffer: torch.Tensor) -> Handle:
 
 
 def opened(handle: Handle) -> torch.Tensor:
-    """The buffer behind a handle of another process."""
+    """Open the buffer of another process."""
     import torch
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -267,8 +267,8 @@ def _bytes(text: str) -> bytes:
 
 
 class Mappings:
-    """Buffers of one other process that this one has open. When it dies they are closed, which gives their memory back:
-    who takes its place on the GPU needs the room before it has anything to send."""
+    """Open buffers of one other process. They are closed when it dies, because its successor on the GPU needs the
+    memory."""
 
     def __init__(self, open_one: Callable[[Handle], torch.Tensor]) -> None:
         self._open_one = open_one
@@ -292,13 +292,13 @@ class Mappings:
             self._open.clear()
 
     def _watch(self, owner: Owner) -> None:
-        """Waits for: the owner's end."""
+        """Wait for the owner's end."""
         with suppress(ProcessLookupError):  # it has ended already
             process = os.pidfd_open(owner.pid)
             try:
                 ends = select.poll()
                 ends.register(process, select.POLLIN)
-                while owner.alive:  # else the number is another's by now
+                while owner.alive:  # otherwise the number belongs to another process now
                     ends.poll()
             finally:
                 os.close(process)
@@ -309,4 +309,4 @@ class Mappings:
 
 
 MAPPINGS = Mappings(opened)
-"""Of this process."""
+"""The mappings of this process."""

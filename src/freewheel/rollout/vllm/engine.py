@@ -1,15 +1,15 @@
 """`VllmEngine`: the engine protocol over vLLM's `AsyncLLM`.
 
-    event loop                                              vLLM's engine core, a process of its own
-    generate ─ one request a sample ─▶ Llm.submit ────────▶ scheduler ─▶ step, step, …
+    event loop                                              vLLM's engine core, a separate process
+    generate ─ one request per sample ─▶ Llm.submit ──────▶ scheduler ─▶ step, step, …
     InFlightRequest.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
     update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
 
-A sample waits for: its output. Unblocked by: its end, an abort, the watch (no token in time), the core's death.
-An update waits for: the update before it, and the core's answers. Unblocked by: an answer, the core's death.
+A sample waits for its output; its end, an abort, the watch (no token in time) or the core's death unblock it. An update
+waits for the previous update and the core's answers; an answer or the core's death unblocks it.
 
 An update that fails before the first bucket leaves the old version serving. One that fails later has overwritten some
-weights: nothing is generated until another succeeds; where the next one fails too the engine has died.
+weights: nothing is generated until another update succeeds. If the next one fails too, the engine counts as dead.
 """
 
 from __future__ import annotations
@@ -44,23 +44,24 @@ from freewheel.sync.weights import AnyWeights
 log = logging.getLogger("freewheel.rollout")
 
 Connect = Callable[..., Any]
-"""`Llm` or `RemoteLlm`, but for `version` and `on_death`."""
+"""`Llm` or `RemoteLlm`, without `version` and `on_death`."""
 Shipped = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
-"""Weights as what vLLM's `update_weights` is given, a bucket at a time."""
+"""Turns weights into arguments of vLLM's `update_weights`, one per bucket."""
 
 MOST_FAILED_UPDATES = 2
-"""In a row, of an engine whose weights are a mixture: the second may heal the first, and no third is waited for."""
+"""Consecutive failed updates of an engine with mixed weights: the second update may repair the first, and there is no
+third."""
 CONTENT_SUM = "freewheel_content_sum"
-"""The worker's method that sums up the weights it holds."""
+"""The worker's method that returns the checksum of its weights."""
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
 BY_CALLER, BY_UPDATE = "caller", "update"
-"""Who holds generation back."""
+"""Who pauses generation."""
 
 
 class VllmEngine:
     """Continuous batching by vLLM. Called from one event loop.
 
-    On a CPU a sample's draws follow from its seed; what shares a batch may still change the last bit of a logit.
+    On a CPU a sample's draws follow from its seed; the batch may still change the last bit of a logit.
     """
 
     def __init__(
@@ -76,8 +77,8 @@ class VllmEngine:
         initial: Callable[[], AnyWeights] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`connect`: to a vLLM that is this engine's own from now on. `initial`: the weights of `version`, where that
-        vLLM may hold others; they are loaded before anything is generated."""
+        """`connect` returns a vLLM that belongs to this engine from now on. `initial`: the weights of `version`, if
+        that vLLM may hold others; they are loaded before anything is generated."""
         self._llm = connect(version=version, on_death=self._core_died)
         self._initial = initial
         self._shipped = shipped
@@ -88,26 +89,26 @@ class VllmEngine:
         self._version = version
         self._name = secrets.token_hex(8)
         self._loads = 0
-        """That succeeded."""
+        """Number of successful updates."""
         self._in_flight: dict[str, InFlightRequest] = {}
         self._live: dict[str, InFlightRequest] = {}
         """By sample."""
         self._tasks: set[asyncio.Future[Any]] = set()
-        """Beside what anybody awaits."""
+        """Background tasks that nobody awaits."""
         self._watch = Watch(slots)
         self._looking: asyncio.TimerHandle | None = None
         self._counting = Stopwatch(clock)
-        """Time in which tokens may be expected."""
+        """Time during which tokens may be expected."""
         self._counting.run(True)
         self._busy = Stopwatch(clock)
         self._held: set[str] = set()
         self._free = asyncio.Event()
-        """No update is under way: who begins now begins with the version that it is told."""
+        """Set while no update runs: a request that starts now starts with the current version."""
         if initial is None:
             self._free.set()
         self._updating = asyncio.Lock()
         self._failed_updates = 0
-        """In a row. Above 0 the weights are a mixture."""
+        """Consecutive failures. Above 0 the weights are mixed."""
         self._prompt_tokens = 0
         self._ended_tokens = 0
         self._over: EngineError | None = None
@@ -159,7 +160,7 @@ class VllmEngine:
         await self._let_go(BY_CALLER)
 
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        # In a task of its own: a caller that goes away must not leave half an update behind.
+        # A separate task: a cancelled caller must not leave half an update behind.
         return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
 
     async def abort(self, request_id: str) -> None:
@@ -182,7 +183,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         self._end(GenerationAborted("the engine was closed"))
-        if self._closing is None:  # its end ends what is asked of it, updates included
+        if self._closing is None:  # its end also ends pending requests and updates
             self._closing = asyncio.ensure_future(self._llm.shutdown())
         await asyncio.shield(self._closing)
         self._aside.shutdown(wait=False)
@@ -190,7 +191,7 @@ class VllmEngine:
     # -- one sample ---------------------------------------------------------------------------------------------------
 
     async def _sample(self, entry: InFlightRequest, index: int, prompt: list[int]) -> None:
-        """Puts its response, or the error that ended it, into the request's inbox."""
+        """Put the response, or the error that ended it, into the request's inbox."""
         name = f"{entry.request.id}/{index}"
         self._begin(name, entry)
         try:
@@ -199,7 +200,7 @@ class VllmEngine:
             self._llm.versions.begin(name)
             output = await self._llm.output(name, prompt, entry.request.samples[index], salt=self._salt)
             response = self._response(name, output)
-            self._forget(name, len(response.tokens))  # before `put`: whoever gets the response finds it counted
+            self._forget(name, len(response.tokens))  # before `put`, so that the receiver finds it counted
             entry.put((index, response))
         except asyncio.CancelledError:
             raise
@@ -215,7 +216,7 @@ class VllmEngine:
 
     @property
     def _salt(self) -> str:
-        # Not the version: a server's cache outlives this engine, and a version may come again with other numbers.
+        # Not the version: a server's cache outlives this engine, and a version number may return with other weights.
         return f"{self._name}-{self._loads}"
 
     def _begin(self, name: str, entry: InFlightRequest) -> None:
@@ -265,7 +266,7 @@ class VllmEngine:
     # -- pauses and weights -------------------------------------------------------------------------------------------
 
     async def _hold(self, who: str) -> None:
-        """Returns when no token is being made."""
+        """Return when no token is being made."""
         if not self._held:
             await self._llm.pause()
         self._held.add(who)
@@ -285,7 +286,7 @@ class VllmEngine:
             if version < self._version:  # it has waited for its successor
                 raise ValueError(f"version {version} comes late: the engine holds {self._version}")
             await self._replace(version, weights)
-            return await self._content_sum() if verify else None  # beside the decoding, which only reads them
+            return await self._content_sum() if verify else None  # during decoding, which only reads them
 
     async def _replace(self, version: int, weights: AnyWeights) -> None:
         async with self._prepared(weights) as buckets:
@@ -300,7 +301,7 @@ class VllmEngine:
                         self._free.set()
 
     async def _prime(self) -> None:
-        """The weights of the version that it begins with, unless a later one came first."""
+        """Load the weights of the initial version, unless a later one came first."""
         initial = self._initial
         if initial is None:
             return
@@ -338,7 +339,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _prepared(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
-        """`shipped`, whose copies are made in a thread: generation goes on beside them."""
+        """Run `shipped` in a thread, because it copies while generation continues."""
 
         def aside(what: Callable[..., Any], *args: Any) -> Awaitable[Any]:
             return asyncio.get_running_loop().run_in_executor(self._aside, what, *args)
@@ -367,7 +368,7 @@ class VllmEngine:
     def _looked_at(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and self._over is None:
-            log.debug("vLLM: %r", error)  # who awaits it hears of it; an abort that failed is of no use to anybody
+            log.debug("vLLM: %r", error)  # its awaiter gets the exception; a failed abort concerns nobody
 
     def _check_open(self) -> None:
         if self._over is None and self._llm.is_dead:
@@ -381,7 +382,7 @@ class VllmEngine:
         self._end(EngineDied("vLLM's engine core has died"))
 
     def _end(self, reason: EngineError) -> EngineError:
-        """Nobody may wait any longer. What ended it first stays the reason."""
+        """End all waits. The first reason stays."""
         self._over = self._over or reason
         for entry in self._in_flight.values():
             entry.put(reason)

@@ -1,11 +1,11 @@
-"""A `vllm serve` in place of an `AsyncLLM` of our own: the calls of `Llm`, over HTTP.
+"""Uses a `vllm serve` server instead of an `AsyncLLM`: the calls of `Llm` over HTTP.
 
     VllmEngine ─▶ RemoteLlm ─▶ /v1/completions: tokens in, a stream of tokens out
                            └─▶ /pause, /start_weight_update, /update_weights, /finish_weight_update, /resume
 
-The server is somebody else's process on this machine, as weights travel through its shared memory. What is in flight
-when the version changes keeps the version that it began with for all of its tokens: a stream does not say which weights
-made a token, and none may be taken for newer than it is. A server that cannot be reached has died for us.
+The server runs on this machine, because weights travel through shared memory. A response during which the version
+changes keeps its first version for all tokens: a stream does not say which weights made a token, and no token may be
+labelled newer than it is. A server that cannot be reached counts as dead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from freewheel.rollout.vllm.tracking import TokenVersions
 
 KEY = "rollout.urls"
 LOOK_S = 10.0
-"""For a server to say what it is."""
+"""Time for a server to describe itself."""
 KEPT_S = 2.0
-"""A connection without a call: vLLM closes one after 5 s, and a call that crosses that would count as its death."""
+"""Idle time of a connection. vLLM closes one after 5 s, and a call that meets the close would count as the server's
+death."""
 EVENT = b"data: "
 END = b"[DONE]"
 DETAIL_CHARS = 300
 DTYPE = "freewheel_dtype"
-"""The worker's method that says what the model computes in."""
+"""The worker's method that returns the dtype it computes in."""
 START = (
     "start it with VLLM_SERVER_DEV_MODE=1, --worker-extension-cls freewheel.rollout.vllm.worker.WorkerExtension and "
     '--weight-transfer-config \'{"backend": "freewheel_shm"}\''
@@ -44,17 +45,17 @@ START = (
 
 @dataclass(frozen=True)
 class Server:
-    """What one says of itself."""
+    """What a server says about itself."""
 
     url: str
     model: str
-    """The name that it serves it under."""
+    """The model's name on the server."""
     max_model_len: int
 
 
 def find_server(url: str, max_model_len: int, dtype: str) -> Server:
-    """Raises where it cannot be reached, is too short, cannot be given weights, or computes in another type than
-    `dtype`, the run's."""
+    """Return the server. Raises if it cannot be reached, its context is too short, it cannot load weights, or it
+    computes in another dtype than the run."""
     url = url.rstrip("/")
     status, said = _asked(f"{url}/v1/models")
     if status != 200:
@@ -104,7 +105,7 @@ class RemoteLlm:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def output(self, name: str, prompt: list[int], sample: SamplingParams, *, salt: str) -> Output:
-        """A whole sample. Cancelling the call ends the request: the server sees the connection close."""
+        """Return a whole sample. Cancelling the call ends the request: the server sees the connection close."""
         self._made[name] = 0
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -151,7 +152,7 @@ class RemoteLlm:
                             ended = choice["finish_reason"] is not None
                             scores = (choice.get("logprobs") or {}).get("token_logprobs") or ()
                             yield Output(choice.get("token_ids") or (), scores, choice["finish_reason"])
-                        await asyncio.sleep(0)  # one that has arrived whole must not keep others from their turn
+                        await asyncio.sleep(0)  # a response that has arrived whole must not delay others
         except aiohttp.ClientError as error:
             raise self._died(error) from error
         if not ended:
@@ -203,7 +204,7 @@ class RemoteLlm:
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # Answers take as long as they take: the engine watches over tokens itself.
+            # No time limit here: the engine watches tokens itself.
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_S)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
         return self._session
@@ -219,8 +220,8 @@ class RemoteLlm:
         return isinstance(error, EngineDied)
 
     async def shutdown(self) -> None:
-        """The server goes on; what we asked of it ends."""
+        """End our requests. The server continues."""
         self.is_dead = True
         if self._session is not None:
             await self._session.close()
-            await asyncio.sleep(0)  # for its connections to hear of it
+            await asyncio.sleep(0)  # let its connections notice

@@ -1,11 +1,11 @@
-"""Which weights made which token, where an engine says it of a batch at best.
+"""Determines which weights made which token, from information per batch at best. Pure.
 
-    batch of new tokens ─▶ its version ─────────▶ TokenVersions.batch ─▶ spans of each request ─▶ int32, one a token
-                           │ by its label, or                │ counts tokens only where the version changes
-                           └ Timeline: by when it was made   ▼
-                                                     nothing is done for a token
+    batch of new tokens ─▶ its version ─────────▶ TokenVersions.batch ─▶ spans of each request ─▶ int32, one per token
+                           │ from its label, or              │ counts tokens only where the version changes
+                           └ Timeline: from its time         ▼
+                                                     no work per token
 
-Pure. A token is never taken for newer than the weights that made it: staleness must not be told smaller than it is.
+A token is never labelled newer than the weights that made it: staleness must not be understated.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from freewheel.data.group import Array
 
 
 class Timeline:
-    """From when on which version served. Times are those of one clock."""
+    """Which version served from when on. All times are of one clock."""
 
     def __init__(self, version: int) -> None:
         self._since = [float("-inf")]
         self._versions = [version]
 
     def changed(self, since_s: float, version: int) -> None:
-        """Nothing is being generated at `since_s`: what was made before is older, what is made after is `version`."""
+        """Record a change at `since_s`, while nothing is generated: earlier tokens are older, later tokens are of
+        `version`."""
         assert since_s >= self._since[-1], "time goes on"
         self._since.append(since_s)
         self._versions.append(version)
 
     def at(self, made_s: float) -> int:
-        """The version that served at that time; at the very moment of a change, the older one."""
+        """Return the version that served at that time; at the moment of a change, the older one."""
         place = bisect_right(self._since, made_s) - 1
         if place > 0 and self._since[place] == made_s:
             place -= 1
@@ -42,22 +43,22 @@ class Timeline:
 
 
 class TokenVersions:
-    """Spans of versions over the tokens of all requests under way."""
+    """Spans of versions over the tokens of all open requests."""
 
     def __init__(self, version: int) -> None:
         self.version = version
-        """Of the batch that was seen last."""
+        """Version of the last batch."""
         self._spans: dict[str, list[tuple[int, int]]] = {}
         """(first token, version), ascending."""
 
     def begin(self, request: str) -> None:
-        """Before the engine hears of it. Until a batch says otherwise its tokens are of the version that was seen
-        last."""
+        """Register a request before the engine knows it. Until a batch says otherwise, its tokens are of the last seen
+        version."""
         self._spans[request] = [(0, self.version)]
 
     def batch(self, version: int, made: Mapping[str, int]) -> None:
-        """The next tokens are of `version`; `made`: how many each unfinished request has by now. A request that is not
-        among them has ended, or has not yet been heard of: nothing changes for it."""
+        """Record that the next tokens are of `version`. `made`: tokens of each unfinished request so far. Other
+        requests have ended or are not known yet, and do not change."""
         if version == self.version:
             return
         self.version = version
@@ -65,12 +66,12 @@ class TokenVersions:
             spans = self._spans.get(request)
             if spans is None:
                 continue
-            if spans[-1][0] == count:  # none of its tokens is of the version before
+            if spans[-1][0] == count:  # none of its tokens is of the earlier version
                 spans.pop()
             spans.append((count, version))
 
     def of(self, request: str, tokens: int) -> Array:
-        """The version of each of its first `tokens` tokens."""
+        """Return the version of each of the first `tokens` tokens."""
         found = np.empty(tokens, np.int32)
         for first, version in self._spans[request]:
             found[first:] = version
@@ -81,7 +82,7 @@ class TokenVersions:
 
 
 LOOKS = 4
-"""Looks within a timeout: it is noticed at most a quarter late."""
+"""Looks per timeout: a timeout is noticed at most a quarter late."""
 
 
 class Stopwatch:
@@ -93,7 +94,7 @@ class Stopwatch:
         self._since: float | None = None
 
     def run(self, running: bool) -> None:
-        """Starts or stops it, where it is not so already."""
+        """Start or stop it if needed."""
         now = self._clock()
         if self._since is not None:
             self._total_s += now - self._since
@@ -108,22 +109,22 @@ class Stopwatch:
 class _Sample:
     timeout_s: float
     since_s: float
-    """Since when it has had no new token, as far as it holds a slot."""
+    """Since when it has had no new token while it holds a slot."""
     tokens: int = 0
 
 
 class Watch:
-    """Samples in the order in which they came, and how long each has had no new token."""
+    """Samples in order of arrival, and how long each has had no new token."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._samples: dict[str, _Sample] = {}
         self._moved_s = 0.0
-        """When any sample was last seen to get a token, or to end."""
+        """When any sample last got a token or ended."""
 
     @property
     def look_every_s(self) -> float | None:
-        """None: there is nothing to look at."""
+        """None: nothing to watch."""
         shortest = min((sample.timeout_s for sample in self._samples.values()), default=None)
         return None if shortest is None else shortest / LOOKS
 
@@ -135,10 +136,10 @@ class Watch:
             self._moved_s = now_s
 
     def look(self, now_s: float, tokens: Mapping[str, int]) -> dict[str, float]:
-        """Samples that are over their time, with how long they have waited.
+        """Return samples over their time limit, with their waiting time.
 
-        One that has tokens holds a slot. Of the others the first hold those that are left, and have waited since
-        anybody got a token: memory for their keys and values may be what they wait for.
+        A sample with tokens holds a slot. The remaining slots belong to the first samples without tokens. Their wait
+        counts from the last progress of any sample, because they may wait for KV memory.
         """
         for name, sample in self._samples.items():
             made = tokens.get(name, 0)

@@ -1,12 +1,12 @@
-"""The way of weights into vLLM: what its workers are told of a version.
+"""Brings weights into vLLM: what its workers are told about a version.
 
-    Weights ───────▶ a file in /dev/shm, private ─▶ infos: its path, what lies where ─┐
-    DeviceWeights ─▶ nothing moves ───────────────▶ infos: CUDA handles, what where ──┼▶ vLLM's update_weights, one by
-    SentWeights ───▶ the trainer is asked to send ▶ info: where its group meets ──────┘  one ─▶ its workers
+    Weights ───────▶ a private file in /dev/shm ──▶ infos: its path and layout ────────┐
+    DeviceWeights ─▶ nothing moves ───────────────▶ infos: CUDA handles and layout ────┼▶ vLLM's update_weights, one by
+    SentWeights ───▶ the trainer is asked to send ▶ info: where its group meets ───────┘  one ─▶ its workers
 
-In the rollouter's process, around `AsyncLLM` or a client of `vllm serve`: `shipped` prepares before the engine pauses.
-The worker's side (`freewheel.rollout.vllm.worker`) is registered with vLLM by the import of `WORKER_EXTENSION`, which
-vLLM does in each of its processes; all that goes there is plain values, which JSON and msgpack hold.
+Runs in the rollouter's process, around `AsyncLLM` or a client of `vllm serve`. `shipped` prepares before the engine
+pauses. The worker's side (`freewheel.rollout.vllm.worker`) registers with vLLM when `WORKER_EXTENSION` is imported,
+which vLLM does in each of its processes. Only plain values (JSON, msgpack) go there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SHARED_MEMORY = Path("/dev/shm")
 FILE = "freewheel-weights-"
 """Followed by the number of the process that wrote it."""
 INTACT = 1 << 26
-"""Bytes of shared memory that are left to others."""
+"""Bytes of shared memory left to others."""
 
 Info = dict[str, Any]
 """`update_info` of one bucket."""
@@ -44,9 +44,9 @@ Info = dict[str, Any]
 
 @contextlib.contextmanager
 def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator[list[Info]]:
-    """What vLLM's workers need to know, one a bucket; what it refers to is there until the context ends. May copy: in a
-    thread, and before the pause. `workers`: how many this replica has. Raises `WeightsGone`, also where what is done
-    inside fails for that reason."""
+    """Yield what vLLM's workers need to know, one item per bucket, valid until the context ends. May copy: run it in a
+    thread, before the pause. `workers`: number of workers of this replica. Raises `WeightsGone`, also if the body fails
+    because the trainer died."""
     if isinstance(weights, SentWeights):
         with weights.sending(f"rollouter-{replica}", workers) as told:
             yield [told]
@@ -61,7 +61,7 @@ def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Itera
 
 
 def _numbered(infos: Iterable[Info]) -> list[Info]:
-    """The receiver begins with the first and is done after the last."""
+    """Mark the first and last bucket, at which the receiver starts and ends."""
     found = list(infos)
     return [info | {"part": part, "parts": len(found)} for part, info in enumerate(found)]
 
@@ -82,7 +82,7 @@ def _contents(part: Mapping[str, Entry]) -> Info:
 
 
 def _parts(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
-    """So much at a time that a worker that copies needs no second model's memory."""
+    """Split into parts, so that a worker that copies needs no memory for a second model."""
     found: list[dict[str, Entry]] = []
     left = 0
     for name, entry in entries.items():
@@ -96,7 +96,7 @@ def _parts(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 
 @contextlib.contextmanager
 def _in_file(weights: Weights) -> Iterator[str]:
-    """A copy of the buffer that other processes of this user map."""
+    """Yield a copy of the buffer that other processes of this user can map."""
     _clear_away()
     path = _room(weights.n_bytes) / f"{FILE}{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
@@ -112,7 +112,7 @@ def _in_file(weights: Weights) -> Iterator[str]:
 
 
 def _clear_away() -> None:
-    """A rollouter that was killed in the middle of an update has left a model's worth of memory behind."""
+    """Remove files of killed rollouters, each as large as a model."""
     for folder in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for path in folder.glob(f"{FILE}*"):
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ def _in_use(path: Path) -> bool:
     pid = path.name.removeprefix(FILE).partition("-")[0]
     if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
         return True
-    # Another container's process may share the memory and have no number here: it has the lock.
+    # A process of another container may share the memory and have no number here: it holds the lock.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -136,7 +136,7 @@ def _in_use(path: Path) -> bool:
 
 
 def _room(n_bytes: int) -> Path:
-    """Shared memory, or a disk where that is too small (64 MB in many containers)."""
+    """Return shared memory, or a disk if it is too small (64 MB in many containers)."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free >= n_bytes + INTACT:
             return SHARED_MEMORY
@@ -144,7 +144,7 @@ def _room(n_bytes: int) -> Path:
 
 
 def whole_sum(parts: Iterable[int | None]) -> int | None:
-    """Of what workers' `freewheel_content_sum` gives; None: they hold weights in a form that cannot be compared."""
+    """Add the results of `freewheel_content_sum`; None if weights cannot be compared."""
     found = list(parts)
     if any(part is None for part in found):
         return None
