@@ -112,11 +112,11 @@ async def test_running_out_of_open_files_is_said_and_not_taken_for_an_outage(
     assert caplog.text.count("ulimit -n") == 1 and "does not answer" not in caplog.text
 
 
-async def test_who_joins_a_flight_late_gets_a_whole_deadline(mock: Mock, bench: Any) -> None:
-    judge = mock(latency_s=1.2)
-    async with bench(judge.url, request_deadline_s=0.8) as engine:
+async def test_a_request_that_joins_a_running_call_late_gets_a_whole_deadline(mock: Mock, bench: Any) -> None:
+    judge = mock(latency_s=2.4)
+    async with bench(judge.url, request_deadline_s=2.0) as engine:
         first = asyncio.create_task(engine.score(["same"]))
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(1.0)
         second = asyncio.create_task(engine.score(["same"]))
         assert statuses(await first) == {"deadline"}
         assert statuses(await second) == {"scored"}
