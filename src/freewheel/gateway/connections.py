@@ -31,17 +31,18 @@ from freewheel.utils.http import server_log
 log = logging.getLogger("freewheel.gateway")
 
 SWEEP_S = 1.0
-"""How often connections that say nothing are looked for; their time limit is ten times as long."""
+"""How often silent connections are looked for; their time limit is ten times as long."""
 EVICT_IDLE_S = 5.0
-"""Idle for less, a connection may be about to be used: closing it would break a request on its way."""
+"""A connection that has been idle for less may be about to be used: closing it would break a request on its way."""
 LINGER_S = 5.0
-"""A body that is refused unread is read away for this long: closed at once, the client would not see why."""
+"""A refused body is read and discarded for this long; if the connection closed at once, the client would not see why.
+"""
 
 Handle = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class _Connection:
-    """One connection's state."""
+    """The state of one connection."""
 
     __slots__ = ("busy", "idle_since", "served", "transport")
 
@@ -53,13 +54,13 @@ class _Connection:
 
 
 class Connections(web.Server):
-    """Accepts, counts and refuses connections; requests on them go to `handle`."""
+    """Accepts, counts and refuses connections; requests go to `handle`."""
 
     def __init__(self, handle: Handle, limits: Limits, counts: Counts, refusal: Problem) -> None:
         super().__init__(
             handle,
             request_factory=self._request,
-            handler_cancellation=True,  # a client that hangs up gives its place in the queue free
+            handler_cancellation=True,  # a client that hangs up frees its place in the queue
             access_log=None,
             logger=server_log("freewheel.gateway.http"),
             keepalive_timeout=limits.keepalive_s,
@@ -101,7 +102,7 @@ class Connections(web.Server):
 
     @contextlib.contextmanager
     def serving(self, handler: RequestHandler) -> Iterator[None]:
-        """While a request of this connection is answered."""
+        """Mark the connection as busy while a request is answered."""
         connection = self._open.get(handler)
         if connection is not None:
             connection.busy += 1
@@ -128,12 +129,12 @@ class Connections(web.Server):
         idle = [h for h, c in self._open.items() if not c.busy and now - c.idle_since >= EVICT_IDLE_S]
         if not idle:
             return False
-        # Off the books at once: its loss is heard of later, and one more may come before that.
+        # Forget it now: its loss is reported later, and another connection may arrive before that.
         self._open.pop(min(idle, key=lambda handler: self._open[handler].idle_since)).transport.abort()
         return True
 
     def _sweep(self) -> None:
-        """Closes connections that never sent a whole request head: aiohttp gives those its keep-alive time."""
+        """Close connections that never sent a complete request head: aiohttp gives them its keep-alive time."""
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep) if self._open else None
         since = time.monotonic() - self._limits.header_timeout_s
         for connection in [c for c in self._open.values() if not c.served and c.idle_since < since]:
@@ -153,7 +154,7 @@ class Connections(web.Server):
 
 
 def _raw(problem: Problem) -> bytes:
-    """A whole reply for a connection that gets no HTTP handler."""
+    """Return a complete reply for a connection without an HTTP handler."""
     body = problem.body()
     headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), "Connection": "close"}
     lines = [f"HTTP/1.1 {problem.status.value} {problem.status.phrase}"]
@@ -168,17 +169,17 @@ PREFIX = "freewheel_gateway_"
 
 
 class Counts:
-    """Counters only grow."""
+    """Counters, which only grow."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         """By (route, status). A client that hung up before its reply counts as `GONE`."""
         self.rejected: Counter[str] = Counter()
-        """By the limit that was met: the error's `code`, or `connections`."""
+        """By the limit that was reached: the error's `code`, or `connections`."""
         self.connections = 0
 
     def prometheus(self, *, open_connections: int, in_flight: int, waiting: int, draining: bool) -> str:
-        """Prometheus text exposition, every name under `freewheel_gateway_`."""
+        """Return Prometheus text; every name starts with `freewheel_gateway_`."""
         gauges = {
             "open_connections": open_connections,
             "in_flight": in_flight,
@@ -199,7 +200,7 @@ class Counts:
 
 
 GONE = 499
-"""The status that proxies write down for a client that closed its connection; no client ever sees it."""
+"""The status that proxies log for a client that closed its connection. No client sees it."""
 
 
 def _gauges(values: dict[str, int]) -> Iterator[str]:
@@ -215,17 +216,17 @@ EVENTS_TYPE = "text/event-stream; charset=utf-8"
 
 
 class Ended(web.StreamResponse):
-    """Tells aiohttp that nothing is left to be sent, and that the connection does not go on."""
+    """Tells aiohttp that nothing is left to send and that the connection ends."""
 
     @property
     def keep_alive(self) -> bool | None:
         return False
 
     async def prepare(self, request: web.BaseRequest) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     async def write_eof(self, data: bytes = b"") -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 class EventStream:
@@ -235,7 +236,7 @@ class EventStream:
         self._request = request
         self._timeout_s = write_timeout_s
         self._gone = False
-        # Proxies that buffer (nginx) would turn a stream into one late reply.
+        # Buffering proxies (nginx) would turn a stream into one late reply.
         said = {hdrs.CONTENT_TYPE: EVENTS_TYPE, hdrs.CACHE_CONTROL: "no-cache", "X-Accel-Buffering": "no"}
         self.response = web.StreamResponse(headers={**said, **headers, "x-freewheel-cache": "miss"})
 
@@ -244,7 +245,8 @@ class EventStream:
         return self.response.prepared
 
     async def write(self, chunk: bytes) -> None:
-        """`OSError` where the client is gone, or takes nothing for too long: the engine gives its slot free then."""
+        """Write a chunk. Raises `OSError` if the client is gone or does not read for too long; the engine then frees
+        its slot."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 if not self.response.prepared:
@@ -255,9 +257,9 @@ class EventStream:
             raise
 
     async def break_off(self, problem: Problem) -> web.StreamResponse:
-        """The upstream failed in the middle. The OpenAI clients raise on such an event; others see a cut connection."""
+        """End a stream whose upstream failed. OpenAI clients raise on this event; others see a closed connection."""
         if not self._gone:
             await self.write(b"data: " + problem.body() + b"\n\n")
         elif self._request.transport is not None:
             self._request.transport.abort()
-        return Ended()  # without the last chunk: nobody may take this for the end
+        return Ended()  # without the last chunk, so that nobody takes this for the end

@@ -1,10 +1,10 @@
-"""Which requests the gateway takes: bounds for all clients together, and one token. No I/O.
+"""Decides which requests the gateway accepts: limits for all clients together, and one token. No I/O.
 
     Content-Length ─▶ Load.hold_bytes      body parsed ─▶ Load.hold_requests      answered ─▶ both released
 
-A token comes as `Authorization: Bearer TOKEN` (the OpenAI clients' `api_key`) or as the password of
-`Authorization: Basic`, as clients send it for `http://any:TOKEN@HOST:PORT/slime`. Without a token only this machine is
-served, and no web page that is open on it. A client's headers are never sent upstream.
+The token arrives as `Authorization: Bearer TOKEN` (the OpenAI clients' `api_key`) or as the password of `Authorization:
+Basic`, as in `http://any:TOKEN@HOST:PORT/slime`. Without a token only this machine is served, and no web page open on
+it. Client headers are never sent upstream.
 """
 
 from __future__ import annotations
@@ -27,26 +27,27 @@ from freewheel.utils.http import is_loopback
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds that keep one client, broken or hostile, from taking the gateway from the others."""
+    """Limits that keep one broken or hostile client from blocking the others."""
 
     max_body_bytes: int = 8 << 20
-    """Largest request body, decompressed. A thousand responses of 8 KB are one such body."""
+    """Largest request body, decompressed. A thousand responses of 8 KB fit into one."""
     max_connections: int = 4096
-    """Most connections. Beyond, the longest idle one makes way; where none is idle the new one gets a 503."""
+    """Most connections. Beyond this the longest idle one is closed; if none is idle, the new one gets a 503."""
     max_waiting: int = 32_768
-    """Most judgements that are taken and not answered yet, all clients together. Beyond: 429."""
+    """Most open judgements of all clients together. Beyond this: 429."""
     max_waiting_bytes: int = 512 << 20
-    """The same in bytes of their bodies: what bounds the gateway's memory."""
+    """Most bytes of their bodies, which bounds the gateway's memory."""
     header_timeout_s: float = 10.0
-    """A new connection that has not sent its first request's headers by then is closed."""
+    """A new connection that has not sent its first headers by then is closed."""
     body_timeout_s: float = 60.0
-    """A body that has not come by then: 408."""
+    """A body that has not arrived by then: 408."""
     write_timeout_s: float = 60.0
-    """A client that takes nothing of its reply for this long is cut off: it may hold one of the judge's slots."""
+    """A client that does not read its reply for this long is disconnected, because it may hold one of the judge's
+    slots."""
     keepalive_s: float = 300.0
-    """Idle connections live this long: they outlast the pause between two training steps."""
+    """Lifetime of idle connections: longer than the pause between two training steps."""
     drain_s: float = 25.0
-    """How long open requests may go on after SIGTERM: orchestrators kill after 30 s by default."""
+    """How long open requests may continue after SIGTERM: orchestrators kill after 30 s by default."""
 
     def __post_init__(self) -> None:
         for key in ("max_body_bytes", "max_connections", "max_waiting", "max_waiting_bytes"):
@@ -63,7 +64,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load:
-    """What is open at this moment, against the limits."""
+    """What is open now, compared with the limits."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -72,7 +73,7 @@ class Load:
 
     @contextlib.contextmanager
     def hold_bytes(self, length: int | None) -> Iterator[Callable[[int], None]]:
-        """Room for a body while it is read and judged. None: its length is not known, so it may be the largest.
+        """Reserve room for a body while it is read and judged. None: its length is unknown, so it may be the largest.
 
         Yields a function that takes its true length, once that is known.
         """
@@ -96,7 +97,7 @@ class Load:
 
     @contextlib.contextmanager
     def hold_requests(self, count: int) -> Iterator[None]:
-        """Room for judgements until they are answered."""
+        """Reserve room for judgements until they are answered."""
         most = self._limits.max_waiting
         if count > most:
             # Waiting would not help: it never fits.
@@ -123,7 +124,7 @@ def too_large(what: str, most: int) -> Problem:
 
 
 def _full(why: str) -> Problem:
-    # 429 and not 503: it asks the client to slow down and does not say that the gateway is unwell.
+    # 429 instead of 503: it asks the client to slow down and does not say that the gateway is broken.
     return Problem(HTTPStatus.TOO_MANY_REQUESTS, "queue_full", f"{why}; ask again later", passes=True)
 
 
@@ -132,11 +133,12 @@ def _full(why: str) -> Problem:
 
 TOKEN_ENV = "FREEWHEEL_GATEWAY_TOKEN"
 LEAST_TOKEN_CHARS = 16
-"""A shorter one could be guessed at the rate at which the gateway answers. `openssl rand -hex 32` makes a good one."""
+"""A shorter token could be guessed at the rate at which the gateway answers. `openssl rand -hex 32` makes a good one.
+"""
 
 
 class Doorkeeper:
-    """Lets a request in or raises the `Problem` that it gets."""
+    """Accepts a request or raises its `Problem`."""
 
     def __init__(self, host: str, token: Secret | None = None, token_env: str = TOKEN_ENV) -> None:
         self.open_here = is_loopback(host)
@@ -151,7 +153,7 @@ class Doorkeeper:
 
     def check(self, headers: Mapping[str, str]) -> None:
         if self._digest is None:
-            # A page in this machine's browser may post to loopback without being asked; programs send no Origin.
+            # A page in this machine's browser may post to loopback unasked; programs send no Origin.
             if "Origin" in headers:
                 message = "a web page may not use a gateway without a token"
                 raise Problem(HTTPStatus.FORBIDDEN, "origin_refused", message)
@@ -165,10 +167,10 @@ class Doorkeeper:
             )
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """True where the request may see all: it has the token, or needs none."""
+        """Return whether the request may see everything: it has the token, or needs none."""
         if self._digest is None:
             return True
-        # Digests of equal length, compared in constant time: neither content nor length shows in the time it takes.
+        # Compare digests in constant time, so that time reveals neither content nor length.
         return hmac.compare_digest(_digest(_given(headers.get("Authorization", ""))), self._digest)
 
 

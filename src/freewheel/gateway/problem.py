@@ -1,11 +1,11 @@
-"""What a client is told when it gets no answer: an HTTP status and an error in the OpenAI API's JSON shape. Pure.
+"""Errors for clients: an HTTP status and the OpenAI API's JSON shape. Pure.
 
     bad input, no token, too much at once ─▶ Problem ◀─ problem_of(Failed)
                                                 │
                                        status, headers, body
 
-The engine has tried again by itself before anything ends as `Failed`. A failure that a further try cannot mend carries
-`x-should-retry: false`, which the openai SDK obeys; one that may pass carries `Retry-After` instead.
+The engine has already retried before anything ends as `Failed`. A permanent failure carries `x-should-retry: false`,
+which the openai SDK respects; a temporary one carries `Retry-After`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from freewheel.errors import VALUE_CHARS
 from freewheel.judge.verdict import Failed, Reason
 
 RETRY_AFTER_S: Final = 5
-"""Long enough for a queue or an outage to have changed, short enough that a worker which obeys it loses little."""
+"""Long enough for a queue or an outage to change, short enough that an obedient worker loses little."""
 
 STATUSES: Final[Mapping[str, HTTPStatus]] = {
     Reason.UNPARSEABLE: HTTPStatus.BAD_GATEWAY,
@@ -28,19 +28,19 @@ STATUSES: Final[Mapping[str, HTTPStatus]] = {
     Reason.THROTTLED: HTTPStatus.TOO_MANY_REQUESTS,
     Reason.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
     Reason.REJECTED: HTTPStatus.BAD_REQUEST,
-    # The key and the model's name upstream are the gateway's own affair: a 401 or 404 would blame the client.
+    # The key and the model's name upstream belong to the gateway: a 401 or 404 would blame the client.
     Reason.AUTH: HTTPStatus.BAD_GATEWAY,
     Reason.NOT_FOUND: HTTPStatus.BAD_GATEWAY,
-    # Not 429, which says "later": these end when somebody pays.
+    # Not 429, which means "later": these end when somebody pays.
     Reason.QUOTA: HTTPStatus.PAYMENT_REQUIRED,
     Reason.BUDGET: HTTPStatus.PAYMENT_REQUIRED,
     Reason.CANCELLED: HTTPStatus.SERVICE_UNAVAILABLE,
     Reason.ENGINE: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
-"""How a failed verdict reads in HTTP."""
+"""HTTP statuses of failed verdicts."""
 
 PASSING: Final = frozenset({Reason.THROTTLED, Reason.UNAVAILABLE, Reason.CANCELLED})
-"""Failures that a later try may not meet."""
+"""Failures that a later try may avoid."""
 
 _TYPES: Final[Mapping[int, str]] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -50,7 +50,7 @@ _TYPES: Final[Mapping[int, str]] = {
 
 
 class Problem(Exception):
-    """A request that gets no answer, as its client will see it."""
+    """A request that gets an error, as its client sees it."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Problem(Exception):
 
 
 def bad_field(field: str, value: object, remedy: str) -> Problem:
-    """A body that is JSON and says something that cannot work."""
+    """Return the error for a JSON body with an invalid field."""
     shown = repr(value)
     if len(shown) > VALUE_CHARS:
         shown = shown[:VALUE_CHARS] + "…"
@@ -88,7 +88,7 @@ def bad_field(field: str, value: object, remedy: str) -> Problem:
 
 
 def problem_of(failed: Failed) -> Problem:
-    """A failed verdict as an HTTP reply. Its detail is fit to be shown: the engine takes keys out of it."""
+    """Return a failed verdict as an HTTP reply. Its detail may be shown: the engine removes keys from it."""
     status = STATUSES.get(failed.reason, HTTPStatus.INTERNAL_SERVER_ERROR)
     message = failed.detail or f"the judge's answer is missing ({failed.reason})"
     headers = {"x-freewheel-attempts": str(failed.attempts)}
@@ -96,7 +96,7 @@ def problem_of(failed: Failed) -> Problem:
 
 
 def draining() -> Problem:
-    """For all that comes while the gateway ends."""
+    """Return the reply to everything that arrives during the shutdown."""
     return Problem(
         HTTPStatus.SERVICE_UNAVAILABLE, "draining", "the gateway is shutting down; ask again later", passes=True
     )

@@ -1,12 +1,11 @@
-"""The gateway's HTTP side: finds the route, lets in who may, reads, asks the engine, replies.
+"""The gateway's HTTP server: routes, access, bodies, replies.
 
     POST /v1/chat/completions ─┐                                        ┌─▶ the upstream's JSON, or its event stream
     POST /score                ├─▶ token ─▶ body ─▶ shape ─▶ engine ────┼─▶ verdicts
     POST /openrlhf, /slime    ─┘   Doorkeeper  Load   shapes  InlineJudge └─▶ rewards, or an error
     GET  /v1/models, /healthz, /metrics
 
-Waits for: the engine's verdicts. Unblocked by: these, a deadline, the client's hanging up, the end of a drain.
-`serving.serve` runs one until a signal comes.
+A request waits for the engine's verdicts, a deadline, the client's disconnect, or the end of the shutdown.
 
 `serve` runs a gateway as a program:
 
@@ -47,16 +46,16 @@ from freewheel.judge.verdict import Failed, JudgeClosed, Reason, Verdict
 log = logging.getLogger("freewheel.gateway")
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: workers that start together must not see one fail by chance."""
+"""Connections that may wait to be accepted, for workers that start together."""
 CLOSE_GRACE_S = 5.0
-"""How long replies that are ready may take to leave at the end."""
+"""Time for finished replies to be sent at the end."""
 OPENRLHF_DEADLINE_S = 170.0
-"""OpenRLHF gives up a call after 180 s; told before, it says why, and asks for the missing ones alone."""
+"""OpenRLHF gives up after 180 s. An earlier answer gives the reason, and it asks only for the missing ones."""
 SLIME_DEADLINE_S = 110.0
-"""slime gives up a call after 120 s, likewise."""
+"""slime gives up after 120 s."""
 
 LIMIT_CODES = frozenset({"body_too_large", "batch_too_large", "body_timeout", "queue_full", "draining"})
-"""Problems that are a limit met, and counted as such."""
+"""Problems that count as a reached limit."""
 DEADLINE_HEADER = "x-freewheel-deadline-s"
 SERVER_NAME = "freewheel"
 JSON_TYPE = "application/json"
@@ -67,14 +66,14 @@ Route = Callable[["Gateway", web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class Gateway:
-    """One engine for all who ask over HTTP. On the loop that starts it, between `start` and `stop`."""
+    """One engine for all HTTP clients, on the loop that starts it, between `start` and `stop`."""
 
     def __init__(self, config: JudgeConfig, limits: Limits | None = None, *, shares_samples: bool = False) -> None:
         self.limits = limits or Limits()
         self.judge = InlineJudge(config)
         self.counts = Counts()
         self.lag_s = 0.0
-        """How late this loop runs, smoothed; `serving` measures it."""
+        """Smoothed delay of this loop, measured by `serve`."""
         self._config = config
         self._shares_samples = shares_samples
         self._models = served_models(config)
@@ -82,14 +81,14 @@ class Gateway:
         self._draining = False
 
     async def start(self, host: str, port: int, door: Doorkeeper) -> int:
-        """Listens and returns the port; 0 takes a free one. `OSError` where it cannot."""
+        """Listen and return the port; 0 takes a free one. Raises `OSError`."""
         self._door = door
         busy = Problem(
             HTTPStatus.SERVICE_UNAVAILABLE, "connections", "the gateway has no connection to spare", passes=True
         )
         self._connections = Connections(self.handle, self.limits, self.counts, busy)
         loop = asyncio.get_running_loop()
-        # Bound first: a port that is taken must not have opened the cache that the other gateway works with.
+        # Bind first: if the port is taken, the cache of the other gateway must not be opened.
         self._server = await loop.create_server(self._connections, host, port, backlog=BACKLOG, start_serving=False)
         try:
             await self.judge.start()
@@ -101,7 +100,7 @@ class Gateway:
         return bound
 
     async def stop(self, drain_s: float = 0.0, at_once: asyncio.Event | None = None) -> None:
-        """Ends in order. From now on all that is new gets a 503; what is open has `drain_s` or until `at_once`."""
+        """Shut down in order. New requests get a 503 from now on; open ones have `drain_s`, or until `at_once`."""
         self._draining = True
         await self._drained(drain_s, at_once or asyncio.Event())
         await self.judge.close()  # what is still open ends as cancelled, which its client sees as a 503
@@ -125,7 +124,7 @@ class Gateway:
     # -- one request --------------------------------------------------------------------------------------------------
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """aiohttp's entry."""
+        """Entry point of aiohttp."""
         route = request.path if request.path in ROUTES else "other"
         status: int = GONE
         with self._connections.serving(request.protocol):
@@ -139,7 +138,7 @@ class Gateway:
                 await self._send(request, response)
                 status = response.status
                 return response
-            except ConnectionError:  # the client is gone, and nobody needs to hear of it
+            except ConnectionError:  # the client is gone
                 return Ended()
             finally:
                 self.counts.requests[route, status] += 1
@@ -201,13 +200,13 @@ class Gateway:
             except JudgeClosed:
                 raise draining() from None
         if self._draining and any(isinstance(v, Failed) and v.reason == Reason.CANCELLED for v in verdicts):
-            raise draining()  # the drain is over; what was scored beside it is in the cache
+            raise draining()  # the drain is over; everything scored is in the cache
         return verdicts
 
     async def _judge(
         self, request: web.BaseRequest, read: Callable[[bytes], Sequence[Request]], deadline_s: float | None
     ) -> tuple[Sequence[Any], list[Verdict]]:
-        """Reads the body as `read` says, and has it judged."""
+        """Read the body with `read` and judge it."""
         if self._draining:
             raise draining()
         with self._load.hold_bytes(_length(request)) as correct:
@@ -234,7 +233,7 @@ class Gateway:
     async def _chat_stream(self, request: web.BaseRequest, body: bytes) -> web.StreamResponse:
         stream = EventStream(request, self.limits.write_timeout_s, {hdrs.SERVER: SERVER_NAME})
         try:
-            # No deadline unless the client sets one: what has begun to come may come for as long as it likes.
+            # No deadline unless the client sets one: a started stream may take as long as it likes.
             [verdict] = await self._ask(request, [ChatStream(body, stream.write)], None)
             if isinstance(verdict, Failed):
                 raise problem_of(verdict)
@@ -261,13 +260,14 @@ class Gateway:
         return _reply(msgspec.json.encode({"object": "list", "data": listed}))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
-        """200 while it takes requests; whether the judge answers is said beside it, as a restart would not help."""
+        """Answer 200 while it accepts requests. The judge's state is only in the body, because a restart would not
+        help."""
         endpoints = self.stats().endpoints
         health: dict[str, Any] = {
             "status": "draining" if self._draining else "ok",
             "judge": "up" if any(one.up for one in endpoints) else "down",
         }
-        if self._door.knows(request.headers):  # where the judge is, and what it says, is not for strangers
+        if self._door.knows(request.headers):  # the judge's address and messages are not for strangers
             health["endpoints"] = [_health_of(endpoint) for endpoint in endpoints]
         status = HTTPStatus.SERVICE_UNAVAILABLE if self._draining else HTTPStatus.OK
         return _reply(msgspec.json.encode(health), status=status)
@@ -295,7 +295,7 @@ ROUTES: dict[str, dict[str, Route]] = {
 
 
 def served_models(config: JudgeConfig) -> tuple[str, ...]:
-    """Names by which clients may ask: the judge's, and the endpoints' own where all of them have the same one."""
+    """Return the names that clients may use: the judge's, and the endpoints' own if they all share one."""
     own = {endpoint.model or config.model for endpoint in config.endpoints}
     return tuple(dict.fromkeys([config.model, *(own if len(own) == 1 else ())]))
 
@@ -313,7 +313,7 @@ def _told(verdict: Relayed) -> dict[str, str]:
 
 
 def _length(request: web.BaseRequest) -> int | None:
-    """The body's, where it is known before it is read."""
+    """Return the body's length if it is known in advance."""
     return None if hdrs.CONTENT_ENCODING in request.headers else request.content_length
 
 
@@ -342,13 +342,13 @@ def _health_of(endpoint: EndpointStats) -> dict[str, Any]:
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8900
-"""None of the ports that inference servers take by default, nor the mock judge's."""
+"""Not the default port of any inference server or of the mock judge."""
 TICK_S = 1.0
-"""How often the loop's lateness is measured; a gateway that is idle for days should not wake more often."""
+"""How often the loop's delay is measured; an idle gateway should not wake more often."""
 LAG_SMOOTHING = 1 / 4
-"""Weight of one tick: about four seconds of memory."""
+"""Weight of one measurement: about four seconds of memory."""
 UPSTREAM_FILES = 1024
-"""File descriptors kept for calls to the judge, the cache and the rest."""
+"""File descriptors reserved for calls to the judge, the cache and the rest."""
 
 
 def serve(
@@ -361,9 +361,9 @@ def serve(
     shares_samples: bool = False,
     ready: Callable[[str, int], None] = lambda host, port: None,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then drains and returns. To be called in the main thread.
+    """Serve until SIGINT or SIGTERM, then drain and return. Call it in the main thread.
 
-    `ready` gets host and port once requests are taken. `ConfigError` where it cannot listen there.
+    `ready` receives host and port once requests are accepted. Raises `ConfigError` if it cannot listen.
     """
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
@@ -403,7 +403,7 @@ async def _serve(
 
 
 async def _watch(gateway: Gateway) -> None:
-    """Keeps the limiters' memory on disk, says in the log how far it is, and measures how late the loop runs."""
+    """Save the limiters' memory, log the progress of a drain, and measure the loop's delay."""
     said, remembered_at = 0, time.monotonic()
     say_at = remembered_at + STATS_EVERY_S
     while True:
@@ -422,7 +422,7 @@ async def _watch(gateway: Gateway) -> None:
 
 
 def _raise_file_limit(limits: Limits) -> None:
-    """Each connection is a file descriptor, and 1024 of them is a usual limit."""
+    """Raise the file limit: each connection is a file descriptor, and 1024 is a common limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

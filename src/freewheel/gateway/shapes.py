@@ -1,12 +1,12 @@
-"""What clients send and what they get, shape by shape: bytes to requests, verdicts to bytes. Pure; `server` calls it.
+"""The request and reply formats: bytes to requests, verdicts to bytes. Pure.
 
-    /v1/chat/completions   the client's own body        ─▶ Chat (goes upstream as it is)
-    /score                 freewheel's requests         ─▶ JudgeRequests ─▶ verdicts, failed ones among them
+    /v1/chat/completions   the client's own body        ─▶ Chat (goes upstream unchanged)
+    /score                 freewheel's requests         ─▶ JudgeRequests ─▶ verdicts, including failed ones
     /openrlhf              {"query", "prompts", …}      ─▶ JudgeRequests ─▶ {"rewards": [...]}, or an error
     /slime                 {"prompt", "response", …}    ─▶ JudgeRequest  ─▶ a number, or an error
 
-OpenRLHF and slime make a tensor of what they get: null ends their run, NaN spoils it. Both ask again after an error
-status, so a failed verdict is one; what was scored beside it is in the cache by then.
+OpenRLHF and slime make a tensor of the reply: null ends their run, NaN corrupts it. Both retry after an error status,
+so a failed verdict becomes one; scored ones are in the cache by then.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from freewheel.judge.request import JudgeRequest, without_surrogates
 from freewheel.judge.verdict import Failed, Scored, Skipped, Usage, Verdict
 
 MOST_DEPTH: Final = 64
-"""Nesting of a body. No chat completion comes near it; readers further on would fail at about a thousand."""
+"""Most nesting of a body. No chat completion comes near it; later readers would fail at about a thousand."""
 
 END_MARKS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "<eos>", "</s>")
-"""Templates' ends of a turn. OpenRLHF decodes special tokens too; they are no part of what the model wrote."""
+"""End-of-turn marks of templates. OpenRLHF decodes special tokens too; they are not part of the response."""
 
 
 class Chat(NamedTuple):
-    """A chat completion that a client asks for."""
+    """A client's chat completion."""
 
     body: bytes
     streams: bool
 
 
 def read_json(body: bytes) -> Any:
-    """The body's value. `Problem` where it is no JSON, or nested as no honest client nests."""
+    """Parse a body. Raises `Problem` if it is not JSON or nested too deeply."""
     return _read(body)[0]
 
 
 def _read(body: bytes) -> tuple[Any, bool]:
-    """(its value, whether that had to be mended)."""
+    """Return the value, and whether it had to be repaired."""
     mended = False
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
         raise _not_json(f"nested deeper than {MOST_DEPTH}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec refuses lone surrogates, which models do emit and Python's json does write.
+        # msgspec refuses lone surrogates, which models emit and Python's json writes.
         if b"\\ud" not in body and b"\\uD" not in body:
             raise _not_json(str(error)) from None
         value, mended = _read_surrogates(body), True
@@ -61,7 +61,7 @@ def _read(body: bytes) -> tuple[Any, bool]:
 
 
 def read_chat(body: bytes, models: Sequence[str]) -> Chat:
-    """Checked as far as the gateway must know it; all else is the upstream's to judge."""
+    """Check what the gateway must know; the upstream checks the rest."""
     fields, mended = _read(body)
     if not isinstance(fields, dict):
         raise bad_field("body", fields, "send a JSON object with model and messages")
@@ -85,7 +85,7 @@ def read_chat(body: bytes, models: Sequence[str]) -> Chat:
 
 
 def read_score(body: bytes) -> list[JudgeRequest]:
-    """`{"requests": [...]}`, a list, or one request. A null stands for a field that is left out."""
+    """Read `{"requests": [...]}`, a list, or one request. A null means a missing field."""
     given = read_json(body)
     if isinstance(given, dict) and "requests" in given:
         unknown = sorted(set(given) - {"requests"})
@@ -103,7 +103,7 @@ def read_score(body: bytes) -> list[JudgeRequest]:
 
 
 def write_score(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict]) -> bytes:
-    """One entry a request, in their order. Only a scored one has a value."""
+    """Return one entry per request, in order. Only a scored one has a value."""
     entries = [_entry(request, verdict) for request, verdict in zip(requests, verdicts, strict=True)]
     return msgspec.json.encode({"verdicts": entries})
 
@@ -142,7 +142,7 @@ def _entry(request: JudgeRequest, verdict: Verdict) -> dict[str, Any]:
 
 
 def read_openrlhf(body: bytes) -> list[JudgeRequest]:
-    """`{"query": [...], "prompts": [...], "labels": [...]}`: a query is its prompt with the response behind it."""
+    """Read `{"query": [...], "prompts": [...], "labels": [...]}`: a query is its prompt followed by the response."""
     fields = _object(read_json(body), "query")
     queries = fields.get("query")
     queries = [queries] if isinstance(queries, str) else queries
@@ -162,7 +162,7 @@ def write_openrlhf(verdicts: Sequence[Verdict]) -> bytes:
 
 
 def read_slime(body: bytes) -> JudgeRequest:
-    """`{"prompt": text or messages, "response": text, "label": text or null}`."""
+    """Read `{"prompt": text or messages, "response": text, "label": text or null}`."""
     fields = _object(read_json(body), "response")
     prompt = fields.get("prompt")
     question = _messages("prompt", prompt) if isinstance(prompt, list) else _text("prompt", prompt or "")
@@ -170,13 +170,13 @@ def read_slime(body: bytes) -> JudgeRequest:
 
 
 def write_slime(verdict: Verdict, key: str | None = None) -> bytes:
-    """The bare number, or under the name that slime's `--reward-key` says."""
+    """Return the bare number, or the number under the name of slime's `--reward-key`."""
     value = _values([verdict])[0]
     return msgspec.json.encode(value if key is None else {key: value})
 
 
 def _values(verdicts: Sequence[Verdict]) -> list[float]:
-    """All scores. `Problem` where one is missing: these clients can take a number or an error and nothing between."""
+    """Return all scores. Raises `Problem` if one is missing: these clients take a number or an error."""
     missing = [verdict for verdict in verdicts if not isinstance(verdict, Scored)]
     if not missing:
         return [verdict.value for verdict in verdicts if isinstance(verdict, Scored)]
@@ -187,7 +187,7 @@ def _values(verdicts: Sequence[Verdict]) -> list[float]:
 
 
 def _after(query: str, prompt: str) -> str:
-    """What the model wrote. A tokenizer may put its own mark before the prompt, so it is looked for."""
+    """Return the part after the prompt. A tokenizer may put a mark before the prompt, so it is searched."""
     at = query.find(prompt)
     response = query[at + len(prompt) :] if at >= 0 else query
     while (mark := next((mark for mark in END_MARKS if response.rstrip().endswith(mark)), None)) is not None:
@@ -196,7 +196,7 @@ def _after(query: str, prompt: str) -> str:
 
 
 def _beside(fields: dict[str, Any], name: str, count: int) -> list[str]:
-    """A list that goes with the queries, or empty texts where there is none."""
+    """Return a list that belongs to the queries, or empty texts if there is none."""
     given = fields.get(name)
     if given is None:
         return [""] * count
@@ -207,18 +207,18 @@ def _beside(fields: dict[str, Any], name: str, count: int) -> list[str]:
 
 
 def _label(value: Any) -> str:
-    """A reference answer: datasets have them as text, numbers, or richer things."""
+    """Return a reference answer as text: datasets have text, numbers, or structures."""
     if value is None:
         return ""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def _messages(field: str, messages: list[Any]) -> str:
-    """A conversation as one text; a single message is its content."""
+    """Return a conversation as one text; a single message is its content."""
     texts = []
     for i, message in enumerate(messages):
         content = _object(message, f"{field}[{i}]").get("content")
-        if isinstance(content, list):  # parts; what is no text no rubric can show
+        if isinstance(content, list):  # text parts; a rubric cannot show other parts
             content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
         text = _text(f"{field}[{i}].content", content or "")
         texts.append(text if len(messages) == 1 else f"{message.get('role', 'user')}: {text}")
@@ -255,7 +255,7 @@ def _read_surrogates(body: bytes) -> Any:
 
 
 def _mended(value: Any) -> Any:
-    """With U+FFFD for each lone surrogate: UTF-8 cannot carry one."""
+    """Replace each lone surrogate by U+FFFD, because UTF-8 cannot encode it."""
     if isinstance(value, str):
         return without_surrogates(value)
     if isinstance(value, list):
@@ -274,7 +274,7 @@ def _encodable(text: str) -> str:
 
 
 def _deeper_than(value: Any, most: int) -> bool:
-    """Level by level, so that the measuring itself cannot run out of stack."""
+    """Measure level by level, so that the measurement cannot exhaust the stack."""
     level = [value]
     for _ in range(most + 1):
         inner: list[Any] = []
