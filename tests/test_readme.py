@@ -72,7 +72,7 @@ RUN_BY = {
     "freewheel plan runs/…": [DEMO, "tests/plan/test_command.py::test_a_run_is_planned_from_what_it_measured"],
     "freewheel dashboard runs/…": [DEMO, "tests/browser/test_page.py"],
     "freewheel dashboard runs/": [DEMO],
-    "freewheel doctor": ["tests/runtime/test_doctor_command.py::test_where_all_is_well_nothing_stands_in_the_way"],
+    "freewheel doctor": ["tests/doctor/test_command.py::test_where_all_is_well_nothing_stands_in_the_way"],
     "python fully_async_main.py": ["tests/runtime/test_commands.py::test_the_three_programs_are_one"],
     "freewheel mock-judge --latency 0.5 --knee 60 --reject-above 80 --port 8099": [JUDGING],
     "freewheel score in.jsonl out.jsonl --endpoint http://127.0.0.1:8099/v1 --model my-judge": [JUDGING],

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from freewheel.judge import EngineDied, Failed, Handle, JudgeClosed, JudgeRequest, JudgeStats, Scored
+from freewheel.judge import EngineDied, Failed, Handle, JudgeClosed, JudgeRequest, JudgeStats, Scored, Skipped
 from freewheel.judge import tracker as tracker_module
 from freewheel.judge.tracker import CHUNK, CHUNK_CHARS, GRACE_S, WINDOW, RequestTracker
 from freewheel.judge.transport import AskStats, Cancel, Results, StatsReply, Submit
@@ -245,3 +245,10 @@ def test_stats_answer_everyone_who_asked_and_survive_the_engine() -> None:
     second = tracker.ask_stats()
     tracker.engine_lost()
     assert second.result(0).scored == 2 and drain(tracker) == []
+
+
+def test_a_request_to_skip_stays_skipped_when_the_engine_cannot_start() -> None:
+    tracker = RequestTracker()
+    handle = tracker.submit([JudgeRequest("x"), JudgeRequest("y", skip="rule")], None)
+    tracker.break_down("no process")
+    assert handle.result(0) == [Failed("engine", 0, "no process"), Skipped("rule")]

@@ -180,9 +180,11 @@ class Handle:
             self._order.append(index)
 
     def put_missing(self, reason: Reason, detail: str) -> None:
+        """End every open request as failed, except those that were never to be judged: they are skipped."""
         for index, verdict in enumerate(self._verdicts):
             if verdict is None:
-                self.put(index, Failed(reason.value, 0, detail))
+                skip = self.requests[index].skip
+                self.put(index, Skipped(skip) if skip else Failed(reason.value, 0, detail))
 
     def is_complete(self) -> bool:
         return len(self._order) == len(self._verdicts)
