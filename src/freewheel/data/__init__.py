@@ -20,8 +20,7 @@ from freewheel.errors import DataError
 from freewheel.rewards.batch import RewardBatch, TensorColumns
 
 if TYPE_CHECKING:
-    from freewheel.data.columns import object_array
-    from freewheel.data.data_proto import DataProto, DataProtoItem
+    from freewheel.data.data_proto import DataProto, DataProtoItem, object_array
     from freewheel.data.padded import from_data_proto, prompts_to_data_proto, to_data_proto
 
 __all__ = [
@@ -44,7 +43,7 @@ _HEAVY = {
     "DataProto": "freewheel.data.data_proto",
     "DataProtoItem": "freewheel.data.data_proto",
     "from_data_proto": "freewheel.data.padded",
-    "object_array": "freewheel.data.columns",
+    "object_array": "freewheel.data.data_proto",
     "prompts_to_data_proto": "freewheel.data.padded",
     "to_data_proto": "freewheel.data.padded",
 }

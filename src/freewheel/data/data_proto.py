@@ -4,7 +4,7 @@
     non_tensor_batch  numpy arrays    data_source, extra_info, uid, …    ┘ under one index
     meta_info         dict            values for the batch as a whole
 
-The API is the part of verl's `DataProto` that people use. docs/rewards.md lists the differences and their reasons.
+The API is the part of verl's `DataProto` that hooks use. docs/rewards.md lists the differences and their reasons.
 """
 
 from __future__ import annotations
@@ -12,24 +12,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from freewheel.data.columns import (
-    Array,
-    as_column,
-    check_tensor,
-    join_arrays,
-    join_tensors,
-    object_array,
-    plain_copy,
-    same,
-    take_rows,
-    tensors_of,
-)
 from freewheel.errors import DataError, shown
 
 if TYPE_CHECKING:
@@ -38,13 +26,9 @@ if TYPE_CHECKING:
 TOKEN_COUNTS = "global_token_num"
 """The only key of `meta_info` that lists one value per row of the batch."""
 
+Array = np.ndarray[Any, Any]
 Keys = Iterable[str] | str | None
-Rows = Sequence[int] | Sequence[bool] | Array | torch.Tensor
-Missing = Literal["error", "drop"] | Mapping[str, Any]
 Value = TypeVar("Value")
-
-_Slice = slice
-"""The builtin, under a name that the method `slice` does not hide."""
 
 
 @dataclass
@@ -60,8 +44,8 @@ class DataProto:
     """A batch whose columns all have the same number of rows.
 
     Each `DataProto` owns its containers: the keys of `batch` and `non_tensor_batch`, and `meta_info` down to nested
-    dicts and lists. Tensors and arrays are shared; slices, `chunk`, `split`, `select`, `rename` and `union` copy none.
-    Only `pop` and `reorder` change the object they are called on; every other method returns a new `DataProto`.
+    dicts and lists. Tensors and arrays are shared; slices, `chunk`, `split`, `select` and `union` copy none. Only `pop`
+    changes the object it is called on; every other method returns a new `DataProto`.
     """
 
     def __init__(
@@ -73,18 +57,9 @@ class DataProto:
         if batch is not None and not isinstance(batch, TensorDictBase):
             raise DataError(f"batch is a {type(batch).__name__}: give a TensorDict, or use DataProto.from_dict")
         self.batch = None if batch is None else batch.copy()
-        self.non_tensor_batch = {key: as_column(key, values) for key, values in (non_tensor_batch or {}).items()}
-        self.meta_info = dict(meta_info or {})
+        self.non_tensor_batch = {key: _as_column(key, values) for key, values in (non_tensor_batch or {}).items()}
+        self.meta_info: dict[str, Any] = plain_copy(dict(meta_info or {}))
         self.check_consistency()
-
-    @property
-    def meta_info(self) -> dict[str, Any]:
-        """Values for the batch as a whole. An assigned dict is copied."""
-        return self._meta_info
-
-    @meta_info.setter
-    def meta_info(self, value: Mapping[str, Any]) -> None:
-        self._meta_info: dict[str, Any] = plain_copy(dict(value))
 
     @classmethod
     def from_dict(
@@ -98,17 +73,11 @@ class DataProto:
         batch = None
         if tensors:
             for key, tensor in tensors.items():
-                check_tensor(key, tensor)
+                _check_tensor(key, tensor)
             first = len(next(iter(tensors.values())))
             _check_rows("tensors", tensors, first)
             batch = _table(tensors, first)
         return cls(batch, non_tensors, meta_info)
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Build a batch from one dict: tensors go into `batch`, arrays and lists into `non_tensor_batch`."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
-        return cls.from_dict(tensors, {key: value for key, value in data.items() if key not in tensors}, meta_info)
 
     def check_consistency(self) -> None:
         """Raise `DataError` unless all columns have the same number of rows. The constructor calls this."""
@@ -117,11 +86,11 @@ class DataProto:
                 size = list(self.batch.batch_size)
                 raise DataError(f"batch.batch_size = {size}: give one dimension, TensorDict(…, batch_size=[rows])")
             for key, value in self.batch.items():
-                check_tensor(key, value)
+                _check_tensor(key, value)
         for key, column in self.non_tensor_batch.items():
             if not isinstance(key, str):
                 raise DataError(f"non_tensor_batch has the key {key!r}: keys must be text")
-            as_column(key, column)
+            _as_column(key, column)
         _check_rows("non_tensor_batch", self.non_tensor_batch, len(self))
 
     # -- rows ---------------------------------------------------------------------------------------------------------
@@ -136,33 +105,16 @@ class DataProto:
 
     def __getitem__(self, index: Any) -> Any:
         """Return a `DataProtoItem` for an integer. Return a `DataProto` for a slice, or for a list, array or tensor of
-        indices or of truth values."""
-        if isinstance(index, _Slice):
-            return self._slice(index)
+        indices (negative ones count from the end) or of truth values."""
+        if isinstance(index, slice):
+            rows = range(len(self))[index]
+            return self._pick(index if rows.step > 0 else np.array(rows, np.int64))  # tensors have no reversed view
         if isinstance(index, list | range | np.ndarray | torch.Tensor) and getattr(index, "ndim", 1) > 0:
-            return self.select_idxs(index)
+            return self._pick(_row_numbers(index, len(self)))
         truth = isinstance(index, bool) or str(getattr(index, "dtype", "")).endswith("bool")
         if truth or not hasattr(index, "__index__"):  # True would be taken for row 1
             raise TypeError(f"a DataProto has no index {shown(index)}: give an integer, a slice, or a list of rows")
         return self._item(operator.index(index))
-
-    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Return `data[start:end:step]`, with the bounds of a list."""
-        return self._slice(_Slice(start, end, step))
-
-    def select_idxs(self, idxs: Rows) -> Self:
-        """Return the rows with these indices (negative ones count from the end), or those where a mask is true."""
-        return self._take(_row_numbers(idxs, len(self)))
-
-    def reorder(self, indices: Rows) -> None:
-        """Reorder the rows in place, as `list.sort` does. `data[indices]` returns a copy instead."""
-        rows = _row_numbers(indices, len(self))
-        if not np.array_equal(np.sort(rows), np.arange(len(self))):
-            raise DataError(
-                f"indices = {shown(indices)}: name each of {len(self)} rows once; data[indices] may leave some out"
-            )
-        ordered = self._take(rows)
-        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Return each row `repeat_times` times: a a b b with `interleave`, else a b a b.
@@ -172,7 +124,11 @@ class DataProto:
         if repeat_times < 0:
             raise DataError(f"repeat_times = {repeat_times}: give 0 or more")
         rows = np.arange(len(self))
-        return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+        repeated = self._pick(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+        for key, column in repeated.non_tensor_batch.items():
+            if column.dtype == object and column.ndim == 1:
+                repeated.non_tensor_batch[key] = object_array(map(plain_copy, column))
+        return repeated
 
     def chunk(self, chunks: int) -> list[Self]:
         """Return exactly `chunks` parts whose sizes differ by at most one, larger parts first. Parts are empty if there
@@ -194,46 +150,18 @@ class DataProto:
         else:
             sizes = [min(split_size, len(self) - start) for start in range(0, len(self), split_size)]
         ends = np.cumsum(sizes).tolist()
-        return [self._slice(_Slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int = 1,
-        seed: int | None = None,
-        dataloader_kwargs: Mapping[str, bool] | None = None,
-    ) -> Iterator[Self]:
-        """Return mini batches of the rows as they are now, over `epochs` passes.
-
-        A seed shuffles the rows, differently in each pass. `dataloader_kwargs` may override this (`shuffle`), and may
-        leave out a shorter last mini batch (`drop_last`).
-        """
-        options = {"shuffle": seed is not None, "drop_last": False, **(dataloader_kwargs or {})}
-        if unknown := options.keys() - {"shuffle", "drop_last"}:
-            raise DataError(f"dataloader_kwargs has {sorted(unknown)}: only shuffle and drop_last are known")
-        if mini_batch_size < 1 or epochs < 0:
-            raise DataError(f"mini_batch_size = {mini_batch_size}, epochs = {epochs}: give at least 1 and 0")
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        return self.select()._mini_batches(mini_batch_size, epochs, generator, **options)
+        return [self._pick(slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
-    def select(
-        self,
-        batch_keys: Keys = None,
-        non_tensor_batch_keys: Keys = None,
-        meta_info_keys: Keys = None,
-        deepcopy: bool = False,
-    ) -> Self:
-        """Return only these keys; None means all. With `deepcopy`, tensors and arrays are copied too."""
-        tensors = _choose("batch", tensors_of(self.batch), batch_keys)
-        arrays = _choose("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys)
-        meta_info = _choose("meta_info", self.meta_info, meta_info_keys)
-        if deepcopy:
-            tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-            everything = np.arange(len(self))
-            arrays = {key: take_rows(column, everything, everything) for key, column in arrays.items()}
-        return self._like(tensors, arrays, len(self), meta_info)
+    def select(self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None) -> Self:
+        """Return only these keys; None means all."""
+        return self._like(
+            _choose("batch", tensors_of(self.batch), batch_keys),
+            _choose("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
+            len(self),
+            _choose("meta_info", self.meta_info, meta_info_keys),
+        )
 
     def pop(self, batch_keys: Keys = None, non_tensor_batch_keys: Keys = None, meta_info_keys: Keys = None) -> Self:
         """Move these keys from this `DataProto` into a new one; None means none."""
@@ -247,87 +175,41 @@ class DataProto:
             del self.meta_info[key]
         return popped
 
-    def rename(self, old_keys: Sequence[str] | str, new_keys: Sequence[str] | str) -> Self:
-        """Return the batch with columns under other names, tensors or not."""
-        old, new = _as_list(old_keys), _as_list(new_keys)
-        if len(old) != len(new):
-            raise DataError(f"old_keys = {old}, new_keys = {new}: give as many new names as old ones")
-        tensors = tensors_of(self.batch)
-        if unknown := [key for key in old if key not in tensors and key not in self.non_tensor_batch]:
-            raise DataError(f"old_keys has {unknown}: the columns are {[*tensors, *self.non_tensor_batch]}")
-        names = dict(zip(old, new, strict=True))
-        return self._like(_rename(tensors, names), _rename(self.non_tensor_batch, names), len(self), self.meta_info)
-
-    # -- joining ------------------------------------------------------------------------------------------------------
-
-    def union(self, other: DataProto, *, meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Return the columns of both. If both have a key, its values must be equal (NaN equals NaN), in `meta_info`
-        too unless the argument `meta_info` gives the value."""
-        if not _is_bare(self) and not _is_bare(other) and len(self) != len(other):
+    def union(self, other: DataProto) -> Self:
+        """Return the columns and `meta_info` of both. If both have a key, its values must be equal (NaN equals NaN)."""
+        has_rows = [one for one in (self, other) if one.batch is not None or one.non_tensor_batch]
+        if len({len(one) for one in has_rows}) > 1:
             raise DataError(f"union of {len(self)} and {len(other)} rows: both sides must have the same rows")
+        lead = other if self.batch is None else self
         tensors = _unite("batch", tensors_of(self.batch), tensors_of(other.batch))
         arrays = _unite("non_tensor_batch", self.non_tensor_batch, other.non_tensor_batch)
-        merged = _merge_meta([self, other], dict(meta_info or {}), "union")
-        lead = other if self.batch is None else self
-        return type(self)(lead._like(tensors, {}, max(len(self), len(other)), {}).batch, arrays, merged)
+        table = lead._like(tensors, {}, max(len(self), len(other)), {}).batch
+        return type(self)(table, arrays, _unite("meta_info", self.meta_info, other.meta_info))
 
     @classmethod
-    def concat(
-        cls,
-        data: Iterable[DataProto],
-        *,
-        missing: Missing = "error",
-        meta_info: Mapping[str, Any] | None = None,
-    ) -> Self:
+    def concat(cls, data: Iterable[DataProto]) -> Self:
         """Return the rows of all parts, in order.
 
-        - Columns: all parts with rows must have the same keys. `missing={key: value}` fills a key that a part lacks
-          with that value; `missing="drop"` leaves out keys that not all parts have.
-        - Tensors must agree in dtype, device and shape of a row. Arrays of different types become object columns.
-        - `meta_info`: a key that is equal in all parts that have it is kept, and `global_token_num` is joined if each
-          list has an entry per row of its part. Anything else is an error unless the argument `meta_info` gives the
-          value.
+        - Columns: all parts must have the same keys. Tensors must agree in dtype, device and shape of a row. Arrays of
+          different types become object columns.
+        - `meta_info`: a key must be equal in all parts that have it. `global_token_num` is joined if each list has an
+          entry per row of its part.
         """
         parts = list(data)
         if not parts:
             raise DataError("concat of no parts: give at least one DataProto")
-        if isinstance(missing, str) and missing not in ("error", "drop"):
-            raise DataError(f"missing = {missing!r}: 'error', 'drop', or a value for each key that some parts lack")
-        # Parts without rows need not have the same columns: nothing is lost with them.
-        bearing = [(place, part) for place, part in enumerate(parts) if len(part)]
-        if not bearing:
-            has_columns = [bool(part.non_tensor_batch or tensors_of(part.batch)) for part in parts]
-            place = has_columns.index(True) if any(has_columns) else 0
-            bearing = [(place, parts[place])]
-        tensors = _concat("batch", [(p, len(d), tensors_of(d.batch)) for p, d in bearing], missing, join_tensors)
-        arrays = _concat(
-            "non_tensor_batch", [(p, len(d), d.non_tensor_batch) for p, d in bearing], missing, join_arrays
-        )
-        batch = None
-        if tensors or all(part.batch is not None for _, part in bearing):
-            devices = {part.batch.device for _, part in bearing if part.batch is not None}
-            rows = sum(len(part) for _, part in bearing)
-            batch = _table(tensors, rows, devices.pop() if len(devices) == 1 else None)
-        known = dict(meta_info or {})
-        if TOKEN_COUNTS not in known:
-            known = _join_token_counts(parts) | known
-        return cls(batch, arrays, _merge_meta(parts, known, "concat"))
+        tensors = _join("batch", [tensors_of(part.batch) for part in parts], _join_tensors)
+        arrays = _join("non_tensor_batch", [part.non_tensor_batch for part in parts], _join_arrays)
+        counts = _join_token_counts(parts)
+        meta_info: dict[str, Any] = {}
+        for part in parts:
+            meta_info = _unite("meta_info", meta_info, part.meta_info | counts)
+        return cls(parts[0]._like(tensors, {}, sum(map(len, parts)), {}).batch, arrays, meta_info)
 
     def to(self, device: torch.device | str | int) -> Self:
         """Return a copy with the tensors on `device`."""
-        return type(self)(
-            self.batch if self.batch is None else self.batch.to(device), self.non_tensor_batch, self.meta_info
-        )
-
-    # -- transport and comparison -------------------------------------------------------------------------------------
-
-    def __reduce__(self) -> Any:
-        """Pickle for transport between processes. A slice is sent without the rest of its batch."""
-        tensors = device = None
-        if self.batch is not None:
-            tensors = {key: _compact(tensor) for key, tensor in tensors_of(self.batch).items()}
-            device = self.batch.device
-        return _unpickle, (type(self), tensors, len(self), device, self.non_tensor_batch, self.meta_info)
+        batch = None if self.batch is None else self.batch.to(device)
+        return type(self)(batch, self.non_tensor_batch, self.meta_info)
 
     def __eq__(self, other: object) -> bool:
         """Compare columns and `meta_info`; NaN equals NaN."""
@@ -335,9 +217,9 @@ class DataProto:
             return NotImplemented
         return (
             len(self) == len(other)
-            and same(tensors_of(self.batch), tensors_of(other.batch))
-            and same(self.non_tensor_batch, other.non_tensor_batch)
-            and same(self.meta_info, other.meta_info)
+            and _same(tensors_of(self.batch), tensors_of(other.batch))
+            and _same(self.non_tensor_batch, other.non_tensor_batch)
+            and _same(self.meta_info, other.meta_info)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -366,77 +248,72 @@ class DataProto:
             plain_copy(self.meta_info),
         )
 
-    def _slice(self, bounds: _Slice) -> Self:
-        rows = range(len(self))[bounds]
-        if rows.step < 0:  # tensors have no view in reverse
-            return self._take(np.array(rows, dtype=np.int64))
-        tensors = {key: tensor[bounds] for key, tensor in tensors_of(self.batch).items()}
-        arrays = {key: column[bounds] for key, column in self.non_tensor_batch.items()}
-        return self._like(tensors, arrays, len(rows), self.meta_info)
+    def _pick(self, rows: slice | Array) -> Self:
+        """Return views for a slice, copies for row numbers."""
+        places: Any = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        tensors = {
+            key: tensor[places if isinstance(rows, slice) else places.to(tensor.device)]
+            for key, tensor in tensors_of(self.batch).items()
+        }
+        arrays = {key: column[rows] for key, column in self.non_tensor_batch.items()}
+        count = len(range(len(self))[rows]) if isinstance(rows, slice) else len(rows)
+        return self._like(tensors, arrays, count, self.meta_info)
 
-    def _take(self, rows: Array) -> Self:
-        repeated = np.ones(len(rows), dtype=bool)
-        repeated[np.unique(rows, return_index=True)[1]] = False
-        places = torch.from_numpy(rows)
-        tensors = {key: tensor[places.to(tensor.device)] for key, tensor in tensors_of(self.batch).items()}
-        again = np.flatnonzero(repeated)
-        arrays = {key: take_rows(column, rows, again) for key, column in self.non_tensor_batch.items()}
-        return self._like(tensors, arrays, len(rows), self.meta_info)
 
-    def _mini_batches(
-        self, size: int, epochs: int, generator: torch.Generator | None, *, shuffle: bool, drop_last: bool
-    ) -> Iterator[Self]:
-        last = len(self) - size if drop_last else len(self) - 1
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator).numpy() if shuffle else None
-            for start in range(0, last + 1, size):
-                bounds = _Slice(start, start + size)
-                yield self._slice(bounds) if order is None else self._take(order[bounds])
+def object_array(values: Iterable[Any]) -> Array:
+    """Return a column with one entry per value, whatever the values are.
+
+    `np.array([[1], [2]], dtype=object)` would have two dimensions, and its rows would no longer be lists.
+    """
+    rows = list(values)
+    column = np.empty(len(rows), dtype=object)
+    for index, value in enumerate(rows):
+        column[index] = value
+    return column
+
+
+def tensors_of(batch: TensorDictBase | None) -> dict[str, torch.Tensor]:
+    return {} if batch is None else cast("dict[str, torch.Tensor]", dict(batch.items()))  # see `_check_tensor`
+
+
+def plain_copy(value: Any) -> Any:
+    """Copy dicts, lists and tuples at any depth. Tensors, arrays and other objects are shared: they may be large, or
+    impossible to copy."""
+    if isinstance(value, dict):
+        return {key: plain_copy(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [plain_copy(inner) for inner in value]
+    return tuple(map(plain_copy, value)) if type(value) is tuple else value
 
 
 def _table(tensors: Mapping[str, torch.Tensor], rows: int, device: torch.device | None = None) -> TensorDict:
     return TensorDict(dict(tensors), batch_size=[rows], device=device)
 
 
-def _is_bare(data: DataProto) -> bool:
-    """Return whether `data` has nothing with rows: only `meta_info`."""
-    return data.batch is None and not data.non_tensor_batch
+def _as_column(key: str, values: Any) -> Array:
+    """Return a numpy array unchanged, and a list or a tuple as an array of objects."""
+    if isinstance(values, np.ndarray):
+        if values.ndim == 0:
+            raise DataError(f"non_tensor_batch[{key!r}] = {shown(values)}: give an array with one entry per row")
+        return values
+    if isinstance(values, list | tuple):
+        return object_array(values)
+    remedy = "put it into the tensors" if isinstance(values, torch.Tensor) else "give a numpy array or a list"
+    raise DataError(f"non_tensor_batch[{key!r}] is a {type(values).__name__}: {remedy}, with one entry per row")
 
 
-def _unpickle(
-    cls: type[DataProto],
-    tensors: Mapping[str, torch.Tensor] | None,
-    rows: int,
-    device: torch.device | None,
-    non_tensor_batch: Mapping[str, Any],
-    meta_info: Mapping[str, Any],
-) -> DataProto:
-    return cls(None if tensors is None else _table(tensors, rows, device), non_tensor_batch, meta_info)
-
-
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in memory of its own size. A slice would be sent with everything it was cut from."""
-    own = tensor.numel() * tensor.element_size()
-    return tensor if tensor.untyped_storage().nbytes() == own else tensor.clone(memory_format=torch.contiguous_format)
-
-
-# -- rows and keys as callers name them -------------------------------------------------------------------------------
-
-
-def _row_numbers(rows: Rows, count: int) -> Array:
-    """Return indices from 0 to `count` for a list, array or tensor of indices or of truth values."""
-    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
-    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "biu"):
-        raise TypeError(f"rows = {shown(rows)}: give one list of integers, or one of truth values")
-    if numbers.dtype == bool:
-        if len(numbers) != count:
-            raise IndexError(f"a mask of {len(numbers)} entries for {count} rows: give one for each row")
-        return np.flatnonzero(numbers)
-    numbers = numbers.astype(np.int64)
-    outside = numbers[(numbers < -count) | (numbers >= count)]
-    if outside.size:
-        raise IndexError(f"row {outside[0]} of {count}")
-    return np.where(numbers < 0, numbers + count, numbers)
+def _check_tensor(key: object, value: object) -> None:
+    if not isinstance(key, str):
+        raise DataError(f"batch has the key {key!r}: keys must be text")
+    if not isinstance(value, torch.Tensor):
+        raise DataError(
+            f"batch[{key!r}] is a {type(value).__name__}: a batch holds tensors only; flatten nested ones, "
+            "and put other values into non_tensor_batch"
+        )
+    if value.is_nested or value.layout is not torch.strided:
+        raise DataError(f"batch[{key!r}] has rows of different lengths or is sparse: pad it to a dense tensor")
+    if value.dim() == 0:
+        raise DataError(f"batch[{key!r}] = {shown(value)}: give a tensor with one entry per row")
 
 
 def _check_rows(kind: str, columns: Mapping[str, Any], expected: int) -> None:
@@ -448,8 +325,13 @@ def _check_rows(kind: str, columns: Mapping[str, Any], expected: int) -> None:
             )
 
 
-def _as_list(keys: Keys) -> list[str]:
-    return [keys] if isinstance(keys, str) else list(keys or ())
+def _row_numbers(rows: Any, count: int) -> Array:
+    """Return indices from 0 to `count` for a list, array or tensor of indices or of truth values."""
+    numbers = rows.detach().cpu().numpy() if isinstance(rows, torch.Tensor) else np.asarray(rows)
+    if numbers.ndim != 1 or (numbers.size and numbers.dtype.kind not in "biu"):
+        raise TypeError(f"rows = {shown(rows)}: give one list of integers, or one of truth values")
+    chosen: Array = np.arange(count)[numbers if numbers.size else numbers.astype(np.int64)]
+    return chosen
 
 
 def _choose(kind: str, columns: Mapping[str, Value], keys: Keys) -> dict[str, Value]:
@@ -457,88 +339,54 @@ def _choose(kind: str, columns: Mapping[str, Value], keys: Keys) -> dict[str, Va
     the missing column would be noticed much later."""
     if keys is None:
         return dict(columns)
-    names = _as_list(keys)
+    names = [keys] if isinstance(keys, str) else list(keys)
     if unknown := [key for key in names if key not in columns]:
         raise DataError(f"{kind} has no {shown(unknown)}: it has {[*columns]}")
     return {key: columns[key] for key in names}
 
 
-def _rename(columns: Mapping[str, Value], names: Mapping[str, str]) -> dict[str, Value]:
-    result: dict[str, Value] = {}
-    for key, column in columns.items():
-        name = names.get(key, key)
-        if name in result:
-            raise DataError(f"new_keys has {name!r}: there is such a column already; pop it, or choose another name")
-        result[name] = column
-    return result
-
-
-# -- the rules of `union` and `concat` --------------------------------------------------------------------------------
-
-
 def _unite(kind: str, left: Mapping[str, Value], right: Mapping[str, Value]) -> dict[str, Value]:
     for key in left.keys() & right.keys():
-        if not same(left[key], right[key]):
+        if not _same(left[key], right[key]):
             raise DataError(
-                f"{kind}[{key!r}] differs: {shown(left[key])} and {shown(right[key])}; "
-                f"pop it from the wrong side, or rename it"
+                f"{kind}[{key!r}] differs: {shown(left[key])} and {shown(right[key])}; pop it from the wrong side"
             )
-    return {**left, **{key: right[key] for key in right if key not in left}}
+    return {**right, **left}
 
 
-def _concat(
-    kind: str,
-    parts: Sequence[tuple[int, int, Mapping[str, Value]]],
-    missing: Missing,
-    join: Callable[[str, Sequence[Value]], Value],
+def _join(
+    kind: str, parts: Sequence[Mapping[str, Value]], join: Callable[[str, Sequence[Value]], Value]
 ) -> dict[str, Value]:
-    """Join the columns of parts, each given as (place, rows, columns), in the order in which keys are met first."""
-    joined: dict[str, Value] = {}
-    for key in dict.fromkeys(key for _, _, columns in parts for key in columns):
-        lacking = [place for place, _, columns in parts if key not in columns]
-        if lacking and missing == "drop":
-            continue
-        if lacking and (isinstance(missing, str) or key not in missing):
+    for place, columns in enumerate(parts):
+        if columns.keys() != parts[0].keys():
             raise DataError(
-                f"{kind}[{key!r}] is missing in part {lacking[0]}: "
-                f"fill it with concat(parts, missing={{{key!r}: value}}), or leave out keys that not all parts have "
-                "with missing='drop'"
+                f"{kind} of part {place} has the keys {[*columns]}, of part 0 {[*parts[0]]}: pop the keys that not all "
+                "parts have, or add them"
             )
-        like = next(columns[key] for _, _, columns in parts if key in columns)
-        joined[key] = join(
-            key,
-            [
-                columns[key] if key in columns else _fill(key, like, rows, missing[key])  # type: ignore[index]
-                for _, rows, columns in parts
-            ],
+    return {key: join(key, [columns[key] for columns in parts]) for key in parts[0]}
+
+
+def _join_tensors(key: str, columns: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate columns. Types are not promoted: token ids that became floats would be noticed much too late."""
+    forms = {f"{str(column.dtype)[6:]}{list(column.shape[1:])} on {column.device}" for column in columns}
+    if len(forms) > 1:
+        raise DataError(
+            f"batch[{key!r}] is {' and '.join(sorted(forms))} in different parts: pad to one length, "
+            "convert to one dtype, or move to one device first"
         )
-    return joined
+    return torch.cat(list(columns))
 
 
-def _fill(key: str, like: Any, rows: int, value: Any) -> Any:
-    """Return a column of `value`, a tensor or an array as `like` is."""
-    if not isinstance(like, torch.Tensor):
-        return object_array(plain_copy(value) for _ in range(rows))
-    whole = not isinstance(value, float) or value.is_integer()
-    if not isinstance(value, bool | int | float) or not (whole or like.is_floating_point()):
-        raise DataError(f"missing[{key!r}] = {shown(value)}: give a number that {like.dtype} can hold")
-    return torch.full((rows, *like.shape[1:]), value, dtype=like.dtype, device=like.device)
-
-
-def _merge_meta(parts: Iterable[DataProto], known: Mapping[str, Any], operation: str) -> dict[str, Any]:
-    """Merge the `meta_info` of all parts, which must not contradict each other. Keys in `known` have that value."""
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.meta_info.items():
-            if key in known:
-                continue
-            if key in merged and not same(merged[key], value):
-                raise DataError(
-                    f"meta_info[{key!r}] is {shown(merged[key])} in one part and {shown(value)} in another: "
-                    f"choose one with {operation}(..., meta_info={{{key!r}: value}})"
-                )
-            merged.setdefault(key, value)
-    return merged | dict(known)
+def _join_arrays(key: str, columns: Sequence[Array]) -> Array:
+    """Concatenate columns. If their types differ, the result holds objects, so that no value is converted."""
+    shapes = {column.shape[1:] for column in columns}
+    if len(shapes) > 1:
+        raise DataError(
+            f"non_tensor_batch[{key!r}] has rows of the shapes {sorted(shapes)}: make them equal, "
+            "or use object_array(rows), whose rows may differ"
+        )
+    alike = len({column.dtype for column in columns}) == 1 or all(column.dtype.kind == "U" for column in columns)
+    return np.concatenate(columns if alike else [column.astype(object) for column in columns])
 
 
 def _join_token_counts(parts: Sequence[DataProto]) -> dict[str, list[int]]:
@@ -551,6 +399,33 @@ def _join_token_counts(parts: Sequence[DataProto]) -> dict[str, list[int]]:
     ):
         return {}
     return {TOKEN_COUNTS: [count for counts in lists for count in counts or ()]}
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Compare content at any depth. NaN equals NaN; tensors and arrays must also agree in type and shape."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        right = right.to(left.device)
+        return bool(((left == right) | ((left != left) & (right != right))).all())
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        if left.dtype == object:
+            return all(map(_same, left.flat, right.flat))
+        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(value, right[key]) for key, value in left.items())
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(_same, left, right))
+    if type(left) is not type(right) and not (np.isscalar(left) and np.isscalar(right)):
+        return False  # a tensor and a number, for example, whose == gives neither yes nor no
+    try:
+        return bool(left == right or (left != left and right != right))
+    except (TypeError, ValueError, RuntimeError):  # an object of the user whose == raises
+        return False
 
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from freewheel.data.columns import object_array, plain_copy, tensors_of
-from freewheel.data.data_proto import TOKEN_COUNTS, DataProto
+from freewheel.data.data_proto import TOKEN_COUNTS, DataProto, object_array, plain_copy, tensors_of
 from freewheel.data.group import NO_VERSION, Array, Finish, Prompt, PromptGroup, Response, Ticket
 from freewheel.errors import DataError
 
