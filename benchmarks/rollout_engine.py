@@ -127,8 +127,8 @@ async def ours(engine: Any, asked: list[np.ndarray[Any, Any]], sequences: int) -
 
 
 async def measure(shape: str, sequences: list[int], turns: int, folder: Path) -> dict[str, Any]:
+    from freewheel.runtime.building import load_engine
     from freewheel.runtime.config_files import to_config
-    from freewheel.runtime.engines import load_engine
     from freewheel.runtime.placement import Machine
     from freewheel.runtime.plan import resolve
 

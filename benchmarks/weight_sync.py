@@ -213,8 +213,8 @@ class Phases:
 
 async def start(folder: str, streams: int) -> tuple[Any, str]:
     """The engine as a run makes it, and the way of its weights."""
+    from freewheel.runtime.building import load_engine
     from freewheel.runtime.config_files import to_config
-    from freewheel.runtime.engines import load_engine
     from freewheel.runtime.placement import Machine
     from freewheel.runtime.plan import resolve
 

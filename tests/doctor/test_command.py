@@ -25,7 +25,7 @@ from freewheel.queue.journal import Journal
 from freewheel.runtime import cluster, placement
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.plan import Plan, render, resolve
 from freewheel.runtime.start import write_config
 from freewheel.trainer.checkpoint import STATE, RunLock, write_state
 from freewheel.utils.findings import GIB, ChildAnswer, Finding, State
@@ -430,6 +430,6 @@ def test_findings_keep_their_order_by_weight() -> None:
         Finding(what="first", state=State.WARNING, detail="little"),
         Finding(what="second", state=State.PROBLEM, detail="much", remedy="mend it"),
     ]
-    text = resolve(to_config({}), Machine(cpus=2, memory_bytes=GIB)).render(findings).plain
+    text = render(resolve(to_config({}), Machine(cpus=2, memory_bytes=GIB)), findings).plain
     assert text.index("second: much → mend it") < text.index("first: little")
     assert text.count("Against this run here") == 1

@@ -13,11 +13,11 @@ from transformers import GPT2Config, LlamaConfig
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.vllm import api, factory
+from freewheel.runtime.building import engine_settings
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.engines import engine_problems, engine_settings
 from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import resolve
-from freewheel.runtime.preflight import preflight
+from freewheel.runtime.preflight import engine_problems, preflight
 
 KNOWN = ("model", "max_num_batched_tokens", "enforce_eager", "kv_cache_memory_bytes", "max_model_len", "seed")
 GPU_BYTES = 80 << 30

@@ -20,11 +20,10 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import Engine, GenerationRequest
 from freewheel.rollout.engines import EngineFactory, EngineSettings, LoadedEngine, RolloutOptions, find_engine
-from freewheel.runtime import engines, placement
+from freewheel.runtime import placement, preflight
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import Machine
-from freewheel.runtime.plan import Plan, resolve
-from freewheel.runtime.preflight import preflight
+from freewheel.runtime.plan import Plan, render, resolve
 
 from .pipeline import plan_of as pipeline_plan
 from .pipeline import run_pipeline, small_config
@@ -76,7 +75,7 @@ def plan_of(url: str, **rollout: Any) -> Plan:
 
 
 def test_a_server_that_fits_the_run_is_accepted(server: Any) -> None:
-    assert engines.engine_problems(plan_of(server.url), model_path()) == []
+    assert preflight.engine_problems(plan_of(server.url), model_path()) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +90,7 @@ def test_a_server_that_fits_the_run_is_accepted(server: Any) -> None:
 def test_a_server_that_does_not_fit_is_refused_with_the_reason(server: Any, answers: dict[str, Any], says: str) -> None:
     server.answers |= answers
     asked = io.BytesIO(pickle.dumps((plan_of(server.url), model_path())))
-    problem = pickle.loads(engines._check(asked))  # as the child would, without its slow start
+    problem = pickle.loads(preflight._check_engine(asked))  # as the child would, without its slow start
     assert problem.key == "rollout.urls" and server.url in str(problem) and says in str(problem)
 
 
@@ -112,25 +111,25 @@ def test_a_run_whose_server_does_not_answer_is_refused_before_anything_starts(
 def test_nothing_is_checked_for_other_machines_or_for_a_model_that_is_not_here(server: Any) -> None:
     server.answers.clear()
     elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [server.url]}, "ray": {"address": "auto"}})
-    assert engines.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
-    assert engines.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
+    assert preflight.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
+    assert preflight.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
 
 
 def test_a_child_that_dies_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('no kernel image\\n'); sys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    (problem,) = engines.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
+    (problem,) = preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
     assert problem.key == "rollout.engine" and "it cannot be used here: " in str(problem)
 
 
 def test_a_check_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "CHECK_S", 0.01)
-    assert engines.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == []
+    monkeypatch.setattr(preflight, "CHECK_S", 0.01)
+    assert preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == []
 
 
 def test_the_native_engine_is_not_checked_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
-    assert engines.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == []
+    assert preflight.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == []
 
 
 # -- a user's own engine ----------------------------------------------------------------------------------------------
@@ -172,7 +171,7 @@ async def test_a_run_trains_with_an_engine_of_the_users_own(tmp_path: Path) -> N
     done = await run_pipeline(config, run_dir=tmp_path / "own")
     (engine,) = CountingFactory.made
     assert len(done.trained) == 2 and engine.requests >= 2 * config.trainer.groups_per_step
-    assert "counting engine" in pipeline_plan(config).text()
+    assert "counting engine" in render(pipeline_plan(config)).plain
 
 
 @pytest.mark.parametrize(
@@ -185,7 +184,7 @@ async def test_a_run_trains_with_an_engine_of_the_users_own(tmp_path: Path) -> N
 )
 def test_an_engine_that_does_not_exist_is_refused_by_its_name(engine: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        preflight(to_config({"rollout": {"engine": engine}}))
+        preflight.preflight(to_config({"rollout": {"engine": engine}}))
     assert refused.value.key == "rollout.engine" and engine in str(refused.value)
 
 
@@ -206,5 +205,5 @@ def test_reading_a_configuration_does_not_import_the_users_engine() -> None:
 @pytest.mark.parametrize("engine", ["native", COUNTING])
 def test_an_engine_refuses_options_that_it_does_not_have(engine: str, key: str, value: object) -> None:
     with pytest.raises(ConfigError, match="engine does not have it: leave it out, or give") as refused:
-        preflight(to_config({"rollout": {"engine": engine, key: value}}))
+        preflight.preflight(to_config({"rollout": {"engine": engine, key: value}}))
     assert refused.value.key == f"rollout.{key}"

@@ -18,7 +18,7 @@ from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose, to_config
 from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
 from freewheel.runtime.placement import Gpu, Machine
-from freewheel.runtime.plan import Plan, resolve
+from freewheel.runtime.plan import Plan, render, resolve
 
 GIB = 1 << 30
 H200 = Gpu(name="NVIDIA H200", memory_bytes=140 * GIB)
@@ -94,7 +94,7 @@ def test_cpu_can_be_chosen_beside_a_gpu():
 def test_what_this_machine_has_not_is_a_problem_and_not_a_crash(where: Machine, sections: dict[str, Any], key: str):
     found = plan(where, **sections)
     assert found.problems[0].key == key
-    assert str(found.problems[0]) in found.text().replace("\n  ", " ")
+    assert str(found.problems[0]) in render(found).plain.replace("\n  ", " ")
     with pytest.raises(ConfigError) as caught:
         found.check()
     assert caught.value.key == key
@@ -110,7 +110,11 @@ def test_the_shipped_cluster_has_a_plan_wherever_it_is_looked_at():
     found = resolve(compose(config_name="cluster"), LAPTOP)
     assert not found.problems, "its GPUs are counted by Ray"
     assert (found.replicas, found.gpus_per_replica, found.world_size, found.gpus_trainer) == (2, 1.0, 8, 1.0)
-    assert "FullyAsyncTrainer × 8" in found.text() and "FSDP2" in found.text() and "Rollouter × 2" in found.text()
+    assert (
+        "FullyAsyncTrainer × 8" in render(found).plain
+        and "FSDP2" in render(found).plain
+        and "Rollouter × 2" in render(found).plain
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_servers_take_the_place_of_engines_and_of_their_gpus():
     assert (found.replicas, found.gpus_per_replica, found.gpus_trainer) == (2, 0.0, 1.0)
     assert found.dtype == "bfloat16", "as the trainer computes; a server's GPU is not seen from here"
     found.check()
-    text = " ".join(found.text().split())
+    text = " ".join(render(found).plain.split())
     assert "asks the vLLM servers http://a:8000, http://b:8000 for responses, 128 at a time each" in text
     assert "vllm engine" not in text and "vLLM loads" not in text
 
@@ -202,7 +206,7 @@ def test_processes_that_share_the_training_of_a_cpu_are_chosen():
 
 def test_the_plan_says_the_batch_and_the_bound_in_numbers():
     config = to_config({"trainer": {"total_steps": 10, "groups_per_step": 6}, "rollout": {"n": 4}})
-    text = resolve(config, LAPTOP, rows=30).text()
+    text = render(resolve(config, LAPTOP, rows=30)).plain
     assert "6 groups × 4 responses = 24 samples" in text
     assert "24 × (512 prompt + 20 new) = 12,768 tokens" in text
     assert "30 prompts = 5.0 steps; the run goes over them 2.00 times" in text
@@ -216,20 +220,20 @@ def test_epochs_that_end_a_run_early_are_counted():
     config = to_config({"data": {"epochs": 2}, "trainer": {"groups_per_step": 8}})
     found = resolve(config, LAPTOP, rows=30)
     assert (found.total_prompts, found.total_steps) == (60, 8)
-    assert "data.epochs = 2 ends it before trainer.total_steps = 40" in found.text()
+    assert "data.epochs = 2 ends it before trainer.total_steps = 40" in render(found).plain
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
 def test_the_capacity_that_a_plan_names_is_the_one_that_holds(mode: str):
     found = plan(LAPTOP, mode=mode)
     policy = StalenessPolicy(found.bounds)
-    assert f"held back at {policy.room:,} groups" in found.text()
+    assert f"held back at {policy.room:,} groups" in render(found).plain
 
 
 def test_keys_that_the_mode_decides_are_named():
     found = plan(LAPTOP, mode="sync", async_training={"staleness_threshold": 2, "selection_window": 1})
     assert any("staleness_threshold, selection_window" in note for note in found.notes)
-    assert not any("is not used" in note for note in plan(LAPTOP, mode="sync").notes)
+    assert not any("have no effect" in note for note in plan(LAPTOP, mode="sync").notes)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +256,7 @@ def test_what_is_worth_knowing_is_noted(sections: dict[str, Any], says: str, mon
 def test_a_plan_travels_to_actors():
     found = resolve(compose(config_name="cluster"), machine(H200), model=SMALL)
     again = pickle.loads(pickle.dumps(found))
-    assert again.text() == found.text() and again.bounds == found.bounds
+    assert render(again).plain == render(found).plain and again.bounds == found.bounds
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -292,7 +296,7 @@ def test_files_that_say_nothing_leave_the_size_unknown(tmp_path: Path, content: 
     (tmp_path / "config.json").write_text('{"hidden_size": 8, "n_head": 2, "n_layer": 1, "vocab_size": 3}')
     (tmp_path / "model.safetensors").write_bytes(content)
     assert read_model_size(tmp_path) is None
-    assert "not known" in resolve(TrainConfig(), LAPTOP).text()
+    assert "not known" in render(resolve(TrainConfig(), LAPTOP)).plain
 
 
 def memory(**sections: dict[str, Any]) -> dict[str, int]:

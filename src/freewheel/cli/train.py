@@ -138,12 +138,13 @@ def _show(overrides: list[str], config_path: str | None, config_name: str | None
 
     from freewheel.cli.console import writing_stdout
     from freewheel.doctor.run import find_concerns, read_run
+    from freewheel.runtime.plan import render
 
     run = read_run(overrides, config_path, config_name)
     if run.plan is None:
         _refuse(finding.detail for finding in run.findings)
     with writing_stdout():
-        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(run.plan.render(find_concerns(run.plan)))
+        Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(run.plan, find_concerns(run.plan)))
 
 
 def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:

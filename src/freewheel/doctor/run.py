@@ -97,15 +97,8 @@ def run_needs(plan: Plan | None) -> machine.Needs:
     at_once = max(judge_connections(plan), plan.slots if plan.config.rollout.urls else 0)
     if plan.config.ray.address is not None:
         return machine.Needs(connections=at_once, actors=0, threads=0)
-    on_cpu = plan.world_size * sum(plan.memory_trainer.values()) * (plan.device_trainer == "cpu")
-    on_cpu += plan.replicas * sum(plan.memory_replica.values()) * (plan.device_rollout == "cpu")
-    threads = plan.world_size * plan.threads_trainer * (plan.device_trainer == "cpu")
-    threads += plan.replicas * plan.threads_rollout * (plan.device_rollout == "cpu")
     return machine.Needs(
-        connections=at_once,
-        actors=sum(actor.count for actor in plan.actors),
-        memory_bytes=on_cpu,
-        threads=threads,
+        connections=at_once, actors=plan.actor_count, memory_bytes=plan.cpu_bytes, threads=plan.busy_threads
     )
 
 
@@ -122,9 +115,7 @@ def gpu_bytes(plan: Plan | None) -> int:
     """Return what the run needs of one GPU, by the plan's estimate; 0 if it needs none here or it is unknown."""
     if plan is None or plan.config.ray.address is not None:
         return 0
-    trainer = sum(plan.memory_trainer.values()) * (plan.device_trainer == "cuda")
-    engines = sum(plan.memory_replica.values()) * plan.engines_on_a_gpu
-    return trainer + engines if plan.shared_gpu else max(trainer, engines)
+    return plan.gpu_bytes
 
 
 def weights_bytes(plan: Plan | None) -> int:

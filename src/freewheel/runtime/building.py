@@ -43,6 +43,7 @@ from freewheel.queue.journal import (
 )
 from freewheel.queue.message_queue import MessageQueue
 from freewheel.queue.restore import Restored, restore
+from freewheel.rollout.engines import EngineSettings, LoadedEngine, find_engine
 from freewheel.rollout.models import load_causal_lm, loading_errors
 from freewheel.runtime.config import (
     DEFAULT,
@@ -163,12 +164,43 @@ def pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
+def load_engine(
+    *, config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int = 0, replica: int = 0
+) -> LoadedEngine:
+    """Load the engine with its model. `longest_tokens`: of the longest prompt."""
+    settings = engine_settings(config, plan, model_path, longest_tokens, version=version, replica=replica)
+    return find_engine(config.rollout.engine).load(settings)
+
+
+def engine_settings(
+    config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, *, version: int = 0, replica: int = 0
+) -> EngineSettings:
+    return EngineSettings(
+        options=config.rollout,
+        model_path=model_path,
+        trust_remote_code=config.model.trust_remote_code,
+        dtype=plan.dtype,
+        device=plan.device_rollout,
+        transport=plan.transport,
+        slots=plan.slots,
+        longest_prompt=longest_tokens,
+        max_prompt_tokens=plan.max_prompt_tokens,
+        asked_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=plan.max_new_tokens,
+        gpu_memory_share=plan.gpu_memory_share,
+        engines_on_a_gpu=plan.engines_on_a_gpu,
+        seed=config.seed,
+        eval_temperature=config.eval.temperature,
+        version=version,
+        replica=replica,
+    )
+
+
 class RolloutSide:
     """What a rollouter's process holds."""
 
     def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
         from freewheel.rollout.reward_functions import load_reward
-        from freewheel.runtime.engines import load_engine
 
         use_threads(plan.threads_rollout)
         self.config, self.plan, self.name = config, plan, name

@@ -103,8 +103,7 @@ async def run_evaluation(
     """Load the model into this process and evaluate it."""
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
-    from freewheel.runtime.building import Prompts
-    from freewheel.runtime.engines import load_engine
+    from freewheel.runtime.building import Prompts, load_engine
 
     plan = resolve(config, Machine.here())
     building.use_threads(plan.threads_rollout)

@@ -2,95 +2,105 @@
 
     TrainConfig ┐
     Machine     ├─ resolve ─▶ Plan ─▶ FullyAsyncMain and its actors (devices, replicas, slots, tokens)
-    ModelSize   ┘                └──▶ `freewheel train --dry-run` (freewheel.runtime.plan_text)
+    ModelSize   ┘                └── render ─▶ `freewheel train --dry-run`
 
-Pure: what it does not know (the model's size, the number of prompts) it leaves out. What stands against a run on this
-machine is in `problems`; `check` raises the first of them.
+Pure. It leaves out what it does not know (the model's size, the number of prompts). `problems` has the reasons why the
+run cannot start on this machine; `check` raises the first of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
-from freewheel.rollout.engines import GpuShare, Transport, find_engine
+from freewheel.rollout.engines import GpuShare, find_engine
 from freewheel.rollout.models import NUMBER_BYTES
 from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file, step_in_memory
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
-from freewheel.runtime.placement import Device, Dtype, Machine, Placement, place
+from freewheel.runtime.placement import Device, Machine, Placement, place
 from freewheel.trainer.options import describe
+from freewheel.utils.findings import Finding, State
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from freewheel.utils.findings import Finding
-
 SET_BY_MODE = ("staleness_threshold", "selection_window", "in_flight_updates")
 """Keys of `async_training` that `mode` decides in the two synchronous modes."""
+_OTHER_ACTORS = ("MessageQueue", "ParameterSynchronizer")
+"""Actors besides trainer and rollouters, one of each."""
+_GIB = 2**30
+
+_LABEL = 24
+"""Columns of the labels; the longest name of an actor fits."""
+_WIDTH = 110
+_PROBLEMS = "Against this run here"
+_COLOURS = {State.PROBLEM: "red", State.WARNING: "yellow"}
+_WAYS = {"object_store": "through host memory", "ipc": "within the GPU", "nccl": "from GPU to GPU"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Actor:
-    """One process of the run, or several alike."""
-
-    name: str
-    count: int
-    device: Device
-    gpus: float
-    """Of a GPU, each."""
-    detail: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A run's numbers. Actors get it as it is."""
+class Plan(Placement):
+    """A run's numbers: which part runs where (`Placement`), and what it does there. Actors receive the whole plan."""
 
     config: TrainConfig
     machine: Machine
-    device_trainer: Device
-    device_rollout: Device
-    replicas: int
-    slots: int
-    """Sequences at a time, a replica."""
-    dtype: Dtype
-    threads_trainer: int
-    """On a CPU."""
-    threads_rollout: int
-    """Of each replica on a CPU."""
-    world_size: int
-    """Training processes."""
     compile: bool
     """Whether the decoder's layers are compiled for training."""
-    gpus_trainer: float
-    """Of each training process."""
-    gpus_per_replica: float
-    engines_on_a_gpu: int
-    """At most."""
-    shared_gpu: bool
-    """Training and generation are on one GPU."""
-    gpu_memory_share: float
-    """Of a GPU's memory, for one engine."""
-    transport: Transport
-    """The way of the weights."""
     max_prompt_tokens: int
-    """The longest that is allowed and that the model has positions for."""
+    """The longest prompt that is allowed and that the model has positions for."""
     max_new_tokens: int
-    bounds: Bounds
-    actors: tuple[Actor, ...]
     rows: int | None
-    """Prompts in an epoch, before the length filter."""
+    """Prompts in an epoch, before the length filter. None: unknown."""
     sync_bytes: int | None
-    """What a weight version moves to each replica."""
+    """Bytes that a weight version moves to each replica. None: unknown."""
     memory_trainer: dict[str, int] = field(default_factory=dict)
-    """Bytes by part; empty where the model's size is not known."""
+    """Bytes of a training process by part; empty if the model's size is unknown."""
     memory_replica: dict[str, int] = field(default_factory=dict)
+    """The same of a rollouter."""
     notes: tuple[str, ...] = ()
-    problems: tuple[ConfigError, ...] = ()
+
+    @property
+    def bounds(self) -> Bounds:
+        return self.config.bounds
+
+    @property
+    def threads_trainer(self) -> int:
+        """Threads of a training process on a CPU."""
+        return self.config.trainer.threads
+
+    @property
+    def threads_rollout(self) -> int:
+        """Threads of a rollouter on a CPU."""
+        return self.config.rollout.threads
+
+    @property
+    def actor_count(self) -> int:
+        return self.world_size + self.replicas + len(_OTHER_ACTORS)
+
+    @property
+    def busy_threads(self) -> int:
+        """Threads that compute on CPUs."""
+        training = self.world_size * self.threads_trainer * (self.device_trainer == "cpu")
+        return training + self.replicas * self.threads_rollout * (self.device_rollout == "cpu")
+
+    @property
+    def cpu_bytes(self) -> int:
+        """Estimated memory of all processes on CPUs; 0 if the model's size is unknown."""
+        training = self.world_size * sum(self.memory_trainer.values()) * (self.device_trainer == "cpu")
+        return training + self.replicas * sum(self.memory_replica.values()) * (self.device_rollout == "cpu")
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Estimated memory of the fullest GPU; 0 if there is none or the model's size is unknown."""
+        training = sum(self.memory_trainer.values()) * (self.device_trainer == "cuda")
+        engines = sum(self.memory_replica.values()) * self.engines_on_a_gpu
+        return training + engines if self.shared_gpu else max(training, engines)
 
     @property
     def samples_per_step(self) -> int:
@@ -98,7 +108,7 @@ class Plan:
 
     @property
     def tokens_per_sample(self) -> int:
-        """At most."""
+        """Most tokens of a prompt and its response."""
         return self.max_prompt_tokens + self.max_new_tokens
 
     @property
@@ -111,31 +121,21 @@ class Plan:
 
     @property
     def total_steps(self) -> int:
-        """The last may be short."""
+        """Steps of the run; the last may be short."""
         return math.ceil(self.total_prompts / self.config.trainer.groups_per_step)
 
     def check(self) -> None:
-        """Raises what stands against the run on this machine."""
+        """Raise the first reason why the run cannot start on this machine."""
         if self.problems:
             raise self.problems[0]
 
-    def text(self) -> str:
-        """For a log or a pipe."""
-        return self.render().plain
-
-    def render(self, concerns: Sequence[Finding] = ()) -> Text:
-        """For a terminal, or `.plain`. `concerns`: what else is not as it should be for this run here."""
-        from freewheel.runtime.plan_text import render
-
-        return render(self, concerns)
-
 
 def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = None, rows: int | None = None) -> Plan:
-    """Every `auto` resolved. `model` and `rows` make memory and epochs known."""
+    """Resolve every `auto`. `model` and `rows` make memory and epochs known."""
     placed = place(config, machine)
     max_new_tokens = _max_new_tokens(config)
     max_prompt_tokens = config.data.max_prompt_tokens
-    problems, notes = [*placed.problems, *held_out_file(config), *step_in_memory(config, machine.memory_bytes)], []
+    problems = [*placed.problems, *held_out_file(config), *step_in_memory(config, machine.memory_bytes)]
     memory_trainer: dict[str, int] = {}
     memory_replica: dict[str, int] = {}
     if model is not None:
@@ -147,44 +147,25 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
             config, model, dtype=placed.dtype, longest_tokens=tokens, processes=placed.world_size
         )
         memory_replica = _replica_memory(config, machine, placed, model, tokens)
-        notes += _memory_notes(machine, placed, sum(memory_trainer.values()), sum(memory_replica.values()))
-    notes += [describe(config.algorithm), *_notes(config, machine, placed)]
     plan = Plan(
+        **{**vars(placed), "problems": tuple(problems)},
         config=config,
         machine=machine,
-        device_trainer=placed.device_trainer,
-        device_rollout=placed.device_rollout,
-        replicas=placed.replicas,
-        slots=placed.slots,
-        dtype=placed.dtype,
-        threads_trainer=config.trainer.threads,
-        threads_rollout=config.rollout.threads,
-        world_size=placed.world_size,
         compile=placed.device_trainer == "cuda" if config.trainer.compile == "auto" else config.trainer.compile,
-        gpus_trainer=placed.gpus_trainer,
-        gpus_per_replica=placed.gpus_per_replica,
-        engines_on_a_gpu=placed.engines_on_a_gpu,
-        shared_gpu=placed.shared_gpu,
-        gpu_memory_share=placed.gpu_memory_share,
-        transport=placed.transport,
         max_prompt_tokens=max_prompt_tokens,
         max_new_tokens=max_new_tokens,
-        bounds=config.bounds,
-        actors=_actors(config, placed),
         rows=rows,
         sync_bytes=None if model is None else model.parameters * NUMBER_BYTES[placed.dtype],
         memory_trainer=memory_trainer,
         memory_replica=memory_replica,
-        notes=tuple(notes),
-        problems=tuple(problems),
     )
-    return plan
+    return replace(plan, notes=(*_memory_notes(plan), describe(config.algorithm), *_notes(plan)))
 
 
 def _replica_memory(
     config: TrainConfig, machine: Machine, placed: Placement, model: ModelSize, tokens: int
 ) -> dict[str, int]:
-    """Of one GPU, or of the host."""
+    """Return the bytes of a rollouter by part, on its GPU or on the host."""
     needed = replica_memory(model, dtype=placed.dtype, slots=placed.slots, longest_tokens=tokens)
     gpu_bytes = min((one.memory_bytes for one in machine.gpus), default=0)
     gpu = None
@@ -201,32 +182,6 @@ def _max_new_tokens(config: TrainConfig) -> int:
     return get_task(config.data.task).max_new_tokens
 
 
-def _actors(config: TrainConfig, placed: Placement) -> tuple[Actor, ...]:
-    def threads(device: Device, count: int) -> str:
-        return f", {count} thread{'s' * (count != 1)}" if device == "cpu" else ""
-
-    trainer, rollout = placed.device_trainer, placed.device_rollout
-    engine = find_engine(config.rollout.engine)
-    return (
-        Actor(
-            name="FullyAsyncTrainer",
-            count=placed.world_size,
-            device=trainer,
-            gpus=placed.gpus_trainer,
-            detail=placed.dtype + ", FSDP2" * (placed.world_size > 1) + threads(trainer, config.trainer.threads),
-        ),
-        Actor(
-            name="Rollouter",
-            count=placed.replicas,
-            device=rollout,
-            gpus=placed.gpus_per_replica,
-            detail=engine.describe(config.rollout, placed.slots) + threads(rollout, config.rollout.threads),
-        ),
-        Actor(name="MessageQueue", count=1, device="cpu", gpus=0.0),
-        Actor(name="ParameterSynchronizer", count=1, device="cpu", gpus=0.0),
-    )
-
-
 def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[ConfigError]:
     """Whether each prompt fits is known once it is rendered; responses must have room in any case."""
     if max_new_tokens < positions:
@@ -235,24 +190,27 @@ def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[
     return [ConfigError("rollout.max_new_tokens", config.rollout.max_new_tokens, remedy)]
 
 
-def _memory_notes(machine: Machine, placed: Placement, trainer: int, replica: int) -> list[str]:
-    """Estimates err, so a lack of memory is told and not refused."""
-    gpu = min((one.memory_bytes for one in machine.gpus), default=0)
-    on_cpu = trainer * (placed.device_trainer == "cpu") + replica * placed.replicas * (placed.device_rollout == "cpu")
-    engines = replica * placed.engines_on_a_gpu
-    on_gpu = trainer + engines if placed.shared_gpu else max(trainer * (placed.device_trainer == "cuda"), engines)
+def _memory_notes(plan: Plan) -> list[str]:
+    """Warn about a lack of memory. Estimates may be wrong, so the run is not refused."""
+    gpu = min((one.memory_bytes for one in plan.machine.gpus), default=0)
+    host = plan.machine.memory_bytes
     remedy = "lower trainer.micro_batch_tokens, rollout.slots or data.max_prompt_tokens, or turn on "
     remedy += "model.gradient_checkpointing or model.lora"
     found = []
-    if gpu and on_gpu > gpu:
-        found.append(f"A GPU has {gpu / 2**30:.1f} GiB, and {on_gpu / 2**30:.1f} are estimated: {remedy}.")
-    if machine.memory_bytes and on_cpu > machine.memory_bytes:
-        have = machine.memory_bytes / 2**30
-        found.append(f"This machine has {have:.1f} GiB of memory, and {on_cpu / 2**30:.1f} are estimated: {remedy}.")
+    if gpu and plan.gpu_bytes > gpu:
+        found.append(
+            f"A GPU has {gpu / _GIB:.1f} GiB, and the run is estimated to need {plan.gpu_bytes / _GIB:.1f}: {remedy}."
+        )
+    if host and plan.cpu_bytes > host:
+        found.append(
+            f"This machine has {host / _GIB:.1f} GiB of memory, and the run is estimated to need "
+            f"{plan.cpu_bytes / _GIB:.1f}: {remedy}."
+        )
     return found
 
 
-def _notes(config: TrainConfig, machine: Machine, placed: Placement) -> list[str]:
+def _notes(plan: Plan) -> list[str]:
+    config, machine = plan.config, plan.machine
     found = [f"Learning rate {config.lr:g}, {config.optimizer.schedule}."]
     a, r, bounds = config.async_training, config.rollout, config.bounds
     if note := find_engine(r.engine).start_note(r):
@@ -263,27 +221,170 @@ def _notes(config: TrainConfig, machine: Machine, placed: Placement) -> list[str
         usual = AsyncTrainingConfig()
         unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]
         if unused:
-            found.append(f"mode={config.mode} decides async_training.{', '.join(unused)}: what you gave is not used.")
+            found.append(f"mode={config.mode} decides async_training.{', '.join(unused)}: your values have no effect.")
     if bounds.capacity < (bounds.threshold + 1) * bounds.groups_per_version:
         found.append(
             f"async_training.max_queue_size = {a.max_queue_size} holds generation back before staleness_threshold does."
         )
     if r.top_p < 1 or r.top_k:
         found.append(
-            "rollout.top_p and top_k cut the distribution that is sampled from, and the loss is computed without them: "
-            "ratios are then off where tokens were cut."
+            "rollout.top_p and top_k cut the distribution that is sampled from, but the loss is computed without them: "
+            "ratios are wrong where tokens were cut."
         )
     if config.ray.address is not None and "auto" in (config.trainer.device, r.device) and not machine.gpus:
         found.append("device=auto looks at this machine, which has no GPU: give cuda where the cluster has them.")
-    if placed.shared_gpu:
+    if plan.shared_gpu:
         found.append(
             "Training and generation share one GPU: neither is faster for it, but each fills the other's gaps."
         )
-    busy = config.trainer.threads * placed.world_size * (placed.device_trainer == "cpu")
-    busy += r.threads * placed.replicas * (placed.device_rollout == "cpu")
-    if busy > machine.cpus:
+    if plan.busy_threads > machine.cpus:
         found.append(
-            f"{busy} threads compute on {machine.cpus} CPU{'s' * (machine.cpus != 1)}: lower rollout.replicas, "
+            f"{plan.busy_threads} threads compute on {_n(machine.cpus, 'CPU')}: lower rollout.replicas, "
             "rollout.threads or trainer.threads."
         )
     return found
+
+
+# -- the plan in words ------------------------------------------------------------------------------------------------
+
+_Rows = list[tuple[str, str]]
+
+
+def render(plan: Plan, concerns: Sequence[Finding] = ()) -> Text:
+    """Return the plan for a terminal, or `.plain`. `concerns`: findings of `freewheel doctor` about this run."""
+    from rich.text import Text
+
+    text, shown = Text(), ""
+    for title, style, rows in _sections(plan, concerns):
+        if not rows:
+            continue
+        if title != shown:
+            text.append(f"{title}\n", style="bold")
+            shown = title
+        for label, said in rows:
+            indent = " " * (2 + (_LABEL if label else 0))
+            lines = textwrap.wrap(said, _WIDTH - len(indent)) or [""]
+            text.append(f"  {label:<{_LABEL}}" if label else "  ", style="dim")
+            text.append(f"\n{indent}".join(lines) + "\n", style=style)
+    text.rstrip()
+    return text
+
+
+def _sections(plan: Plan, concerns: Sequence[Finding]) -> Iterator[tuple[str, str, _Rows]]:
+    """Title, colour and rows. One title may have rows of two colours."""
+    yield "Run", "", _run(plan)
+    yield "Actors", "", _actors(plan)
+    yield "Batch", "", _batch(plan)
+    yield "Staleness", "", _staleness(plan)
+    yield "Memory (estimate)", "", _memory(plan)
+    yield "Notes", "", [("", note) for note in plan.notes]
+    yield _PROBLEMS, "red", [("", str(problem)) for problem in plan.problems]
+    for state, style in _COLOURS.items():
+        yield _PROBLEMS, style, [("", _concern(one)) for one in concerns if one.state is state]
+
+
+def _concern(finding: Finding) -> str:
+    return f"{finding.what}: {finding.detail}" + (f" → {finding.remedy}" if finding.remedy else "")
+
+
+def _run(plan: Plan) -> _Rows:
+    c, m = plan.config, plan.machine
+    gpus = ", ".join(f"{gpu.name} ({_size(gpu.memory_bytes)})" for gpu in m.gpus) or "no GPU"
+    cluster = f"Ray cluster at {c.ray.address}; here: " if c.ray.address else ""
+    return [
+        ("mode", f"{c.mode}, {_n(plan.total_steps, 'step')}, seed {c.seed}"),
+        ("model", f"{c.model.path}, {plan.dtype}{', LoRA' if c.model.lora else ''}"),
+        ("data", f"{c.data.task}{f' from {c.data.train}' if c.data.train else ''}"),
+        ("machine", f"{cluster}{_n(m.cpus, 'CPU')}, {_size(m.memory_bytes)} memory, {gpus}"),
+        ("run directory", c.run_dir or "a new folder under runs/"),
+    ]
+
+
+def _actors(plan: Plan) -> _Rows:
+    config = plan.config
+    training = plan.dtype + ", FSDP2" * (plan.world_size > 1)
+    generating = find_engine(config.rollout.engine).describe(config.rollout, plan.slots)
+    return [
+        ("FullyAsyncMain", "this process"),
+        _actor(
+            "FullyAsyncTrainer", plan.world_size, plan.device_trainer, plan.gpus_trainer, plan.threads_trainer, training
+        ),
+        _actor(
+            "Rollouter", plan.replicas, plan.device_rollout, plan.gpus_per_replica, plan.threads_rollout, generating
+        ),
+        *((name, "cpu") for name in _OTHER_ACTORS),
+    ]
+
+
+def _actor(name: str, count: int, device: Device, gpus: float, threads: int, detail: str) -> tuple[str, str]:
+    where = f"cuda, {gpus:g} GPU{'s' * (gpus > 1)}{' each' * (count > 1)}" if gpus else str(device)
+    label = name if count == 1 else f"{name} × {count}"
+    return label, f"{where}, {detail}" + (f", {_n(threads, 'thread')}" if device == "cpu" else "")
+
+
+def _batch(plan: Plan) -> _Rows:
+    c, groups = plan.config, plan.config.trainer.groups_per_step
+    most = plan.samples_per_step * plan.tokens_per_sample
+    rows = [
+        ("a step", f"{groups:,} groups × {c.rollout.n} responses = {plan.samples_per_step:,} samples"),
+        (
+            "",
+            f"at most {plan.samples_per_step:,} × ({plan.max_prompt_tokens:,} prompt + {plan.max_new_tokens:,} new) "
+            f"= {most:,} tokens, in micro-batches of {c.trainer.micro_batch_tokens:,}",
+        ),
+        ("the run", f"{_n(plan.total_steps, 'step')}, {plan.total_prompts:,} prompts in all"),
+    ]
+    if plan.rows is not None:
+        steps, used = plan.rows / groups, plan.total_prompts / plan.rows
+        rows.append(
+            ("an epoch", f"{plan.rows:,} prompts = {steps:,.1f} steps; the run goes over them {used:.2f} times")
+        )
+        if plan.total_steps < c.trainer.total_steps:
+            told = f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}"
+            rows.append(("", told))
+    updates = c.algorithm.updates_per_batch * c.algorithm.mini_batches
+    rows.append(("updates", f"{_n(updates, 'optimizer step')} a training step"))
+    return [(label if label else " ", said) for label, said in rows]
+
+
+def _staleness(plan: Plan) -> _Rows:
+    b = plan.bounds
+    every = "each step" if b.steps_per_version == 1 else f"every {b.steps_per_version} steps"
+    how = "once nothing is in progress" if b.drain else "between two tokens of what is in flight"
+    rows = [
+        (
+            "bound",
+            f"a sample lags at most {_n(b.max_lag, 'version')} when it is trained on "
+            f"(threshold {b.threshold} + ⌈(window {b.window} − 1) / {b.groups_per_version} groups a version⌉)",
+        ),
+        ("generation", f"held back at {b.capacity:,} groups alive; the queue never has more"),
+        ("checked again", f"what lags more than {_n(b.max_lag_allowed, 'version')} is never trained on"),
+        ("new weights", f"after {every}, {how}"),
+    ]
+    if plan.sync_bytes is not None:
+        how = _WAYS[plan.transport]
+        rows.append(("weight sync", f"{_size(plan.sync_bytes)} to {_n(plan.replicas, 'replica')}, each version, {how}"))
+    return rows
+
+
+def _memory(plan: Plan) -> _Rows:
+    if not plan.memory_trainer:
+        return [("", "not known: the model's files are not here, or do not say its size")]
+    return [("trainer", _parts(plan.memory_trainer)), ("a rollouter", _parts(plan.memory_replica))]
+
+
+def _parts(parts: dict[str, int]) -> str:
+    return f"{_size(sum(parts.values()))}: " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+
+
+def _size(size_bytes: int) -> str:
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _n(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"

@@ -5,23 +5,46 @@
     model.path, model.tokenizer                      │
     data.train, data.eval                            ┘
 
-`freewheel train` calls it, also with `--dry-run`. Each name is resolved by the function that the run's processes use.
-Names on the hub are left to them, because a check must not download. Afterwards `freewheel.runtime.engines` checks that
-this machine has the engine and that its servers answer.
+    Plan ─ engine_problems ─ child process ─▶ EngineFactory.check ─▶ problems of this machine
+
+`freewheel train` calls both, also with `--dry-run`. Each name is resolved by the function that the run's processes use.
+Names on the hub are left to them, because a check must not download.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 from freewheel.data.tasks import get_task
 from freewheel.errors import ConfigError, DataError
 from freewheel.rollout.engines import find_engine
 from freewheel.rollout.models import check_weights
-from freewheel.runtime.building import find_class, find_monitor, is_here, is_measured, read_rows
+from freewheel.runtime.building import (
+    Prompts,
+    engine_settings,
+    find_class,
+    find_monitor,
+    is_here,
+    is_measured,
+    load_tokenizer,
+    read_rows,
+)
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
 
+if TYPE_CHECKING:
+    from freewheel.runtime.plan import Plan
+
+CHECK_S = 180.0
+"""Time for vLLM's import from a cold disk. A slower check is abandoned, and the rollouters find problems."""
+LAST_CHARS = 300
+"""How much of a dead child's last line is shown."""
 MODEL_CONFIG = "config.json"
 """A model's folder contains this file."""
 
@@ -116,3 +139,73 @@ def _rows(config: TrainConfig) -> int | None:
 
 CHECKS = (_engine, _reward, _rollouter, _trainer, _algorithm, _monitor, _model, _tokenizer, _held_out)
 """Independent checks; the training rows come last."""
+
+
+# -- the engine on this machine ---------------------------------------------------------------------------------------
+
+
+def engine_problems(plan: Plan, model: Path | None) -> list[ConfigError]:
+    """Return why this machine cannot run the engine. `model`: its folder, if it is on this machine.
+
+    Checks in a child process, because vLLM takes seconds to import, keeps threads and memory, and dies of a driver that
+    does not fit. A check cannot download a model or look at other machines: then the rollouters find problems.
+    """
+    rollout = plan.config.rollout
+    factory = find_engine(rollout.engine)
+    try:
+        factory.require(rollout)
+    except ConfigError as error:
+        return [error]
+    if not factory.has_check or plan.config.ray.address is not None or model is None:
+        return []
+    return _check_in_child(plan, str(model))
+
+
+def _check_in_child(plan: Plan, model: str) -> list[ConfigError]:
+    path = os.pathsep.join(filter(None, sys.path))  # a user's task may be in the working directory
+    command = [sys.executable, "-W", "ignore", "-m", __name__]
+    try:
+        done = subprocess.run(
+            command,
+            input=pickle.dumps((plan, model)),
+            capture_output=True,
+            timeout=CHECK_S,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    if done.returncode == 0:
+        found: ConfigError | None = pickle.loads(done.stdout)  # from our own child
+        return [] if found is None else [found]
+    lines = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+    why = lines[-1].strip()[:LAST_CHARS] if lines else f"its import ended with {done.returncode}"
+    return [ConfigError("rollout.engine", plan.config.rollout.engine, f"it cannot be used here: {why}")]
+
+
+def _check_engine(given: BinaryIO) -> bytes:
+    """In the child: return the pickled `ConfigError`, or None."""
+    plan, model = pickle.load(given)  # from our own parent
+    config = plan.config
+    try:
+        longest = 1
+        if is_here(config.data.task, config.data.train):
+            source = Prompts(config, load_tokenizer(config))
+            source.train()
+            longest = source.longest_tokens
+        find_engine(config.rollout.engine).check(engine_settings(config, plan, model, longest))
+    except ConfigError as error:
+        return pickle.dumps(error)
+    return pickle.dumps(None)
+
+
+def main() -> None:
+    """Check an engine in a child process. Standard output is for the answer alone, whatever libraries print."""
+    answer_to = os.dup(1)
+    os.dup2(2, 1)
+    with os.fdopen(answer_to, "wb") as out, contextlib.suppress(BrokenPipeError):
+        out.write(_check_engine(sys.stdin.buffer))
+
+
+if __name__ == "__main__":
+    main()

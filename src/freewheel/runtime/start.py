@@ -104,11 +104,10 @@ def read_config(overrides: Sequence[str], config_path: str | None, config_name: 
 def make_plan(config: TrainConfig) -> Plan:
     """Check `config` on this machine and place its processes. May import vLLM, which is slow."""
     from freewheel.runtime.cluster import check_cluster
-    from freewheel.runtime.engines import engine_problems
     from freewheel.runtime.model_size import find_folder, read_model_size
     from freewheel.runtime.placement import Machine
     from freewheel.runtime.plan import resolve
-    from freewheel.runtime.preflight import preflight
+    from freewheel.runtime.preflight import engine_problems, preflight
 
     rows = preflight(config)
     folder = find_folder(config)

@@ -15,9 +15,9 @@ from freewheel.data.group import Response
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.rollout.engine import Engine, GenerationRequest, SamplingParams, generate_all
 from freewheel.rollout.vllm.engine import VllmEngine
+from freewheel.runtime.building import load_engine
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import to_config
-from freewheel.runtime.engines import load_engine
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import Plan, resolve

@@ -10,7 +10,7 @@ import pytest
 
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.doctor import software
-from freewheel.runtime.engines import engine_problems
+from freewheel.runtime.preflight import engine_problems
 
 from .asking import config_of, plan_of
 

@@ -56,7 +56,7 @@ async def test_the_death_of_the_core_ends_every_wait_and_every_later_one(folder:
 ROLLOUTER = """
 import sys
 from pathlib import Path
-from freewheel.runtime.engines import load_engine
+from freewheel.runtime.building import load_engine
 from freewheel.runtime.model_size import read_model_size
 from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from freewheel.rollout.engine import EngineError
 from freewheel.rollout.vllm import transfer
 from freewheel.rollout.vllm.engine import VllmEngine
-from freewheel.runtime.engines import load_engine
+from freewheel.runtime.building import load_engine
 from freewheel.sync.broadcast import BroadcastPacker, Desk
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import AnyWeights, Packer, pack

@@ -3,7 +3,7 @@
     EngineSettings, the model's own config ─▶ engine_arguments ─▶ AsyncEngineArgs(**…) ─▶ VllmEngine
     rollout.vllm: any argument by vLLM's own name ──▲  except those that freewheel must set (`SET_BY_FREEWHEEL`)
 
-`engine_arguments` is pure. The checks run in a child process before a run starts (`freewheel.runtime.engines`).
+`engine_arguments` is pure. The checks run in a child process before a run starts (`freewheel.runtime.preflight`).
 """
 
 from __future__ import annotations
