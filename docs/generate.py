@@ -1,8 +1,9 @@
-"""Writes what the docs take from the code: two pages about configuration, the command line, and the table of metrics.
+"""Writes what the docs take from the code: settings, the command line, metrics, and the architecture's tables.
 
-    schemas ──────────▶ configuration.md, training-configuration.md
-    the typer app ────▶ cli.md
-    observe/names.py ─▶ the table of metrics.md, between its two marks
+    schemas ────────────▶ configuration.md
+    the typer app ──────▶ cli.md
+    observe/metrics.py ─▶ the table of metrics.md, between its two marks
+    scripts/house.py ───▶ the tables of architecture.md, between their marks
 
 `make docs` runs it before the site is built. A test checks that what it would write is there.
 """
@@ -36,62 +37,67 @@ from freewheel.trainer.options import LoraConfig
 DOCS = Path(__file__).parent
 
 CONFIGURATION = """\
-# Configuration of the judge
+# Configuration
 
-Generated from the schema by `make docs`; the schema is the only place where a default stands.
+Every setting with its default. Written by `make docs` from the schemas, the only place where a default is defined.
 
-Every value is checked when the config is made. A wrong one is an error that names the key, the value and the remedy:
+- [A training run](#a-training-run): `freewheel train`, `fw.train`, YAML files
+- [The judge and rewards](#the-judge-and-rewards): `Judge`, `freewheel score`, reward managers, `reward.judge` of a run
 
-```text
-freewheel.errors.ConfigError: max_attempts = 0: give a whole number of at least 1
-```
-
-A config can be given as `JudgeConfig(...)`, as a mapping (`JudgeConfig.from_dict`), or to `freewheel score` as a TOML
-or JSON file with `--config`.
-"""
-
-TRAINING = """\
-# Configuration of training
-
-Generated from the schema by `make docs`; the schema is the only place where a default stands. The defaults run on the
-machine at hand, CPU included. The judge's own settings are on [another page](configuration.md).
-
-```bash
-freewheel train                                                  # the defaults
-freewheel train trainer.total_steps=100 rollout.n=16             # with settings
-freewheel train --config-path my_configs --config-name first     # my_configs/first.yaml, relative to where you are
-freewheel train --config-name cluster --dry-run                  # what would run where; nothing starts
-freewheel train resume=runs/word_problems-fully_async-20260101-120000 trainer.total_steps=200
-freewheel eval runs/word_problems-fully_async-20260101-120000    # the same model on held-out prompts
-```
-
-`python fully_async_main.py` (at the root of the repository) and `python -m freewheel.fully_async_main` are
-`freewheel train` with the same flags.
-
-A YAML file goes over the defaults, and `key=value` goes over the file. Overrides have Hydra's grammar: lists `[1,2]`,
-mappings `{a: 1}`, `null`, quotes inside the shell's quotes where text has commas or brackets
-(`'data.system_prompt="Be brief, please."'`), and `~key` to go back to the default. `${oc.env:NAME}` and
-`${trainer.total_steps}` are filled in, a file may list others under `defaults:`, and a value `???` must be given. Hydra
-merges and does nothing else: no working directory, log or output folder of its own.
-
-Everything is checked before anything starts: each key, and each pair of keys that must agree. A wrong one ends the
-program with exit code 2 and names the key, the value and the remedy:
+Every value is checked before anything starts. A wrong one is an error that names the key, the value and the remedy.
+On the command line the exit code is then 2:
 
 ```text
 freewheel: error: trainer.total_step = 5: unknown key; did you mean trainer.total_steps?
 freewheel: error: async_training.max_staleness_allowed = 2: it must be at least async_training.staleness_threshold (3)
+freewheel.errors.ConfigError: max_attempts = 0: give a whole number of at least 1
+```
+"""
+
+TRAINING = """
+## A training run
+
+The defaults run on this machine, also without a GPU.
+
+```bash
+freewheel train                                                  # the defaults
+freewheel train trainer.total_steps=100 rollout.n=16             # with settings
+freewheel train --config-path my_configs --config-name first     # my_configs/first.yaml, relative to the current folder
+freewheel train --config-name cluster --dry-run                  # prints the plan; nothing starts
+freewheel train resume=runs/word_problems-fully_async-20260101-120000 trainer.total_steps=200
+freewheel eval runs/word_problems-fully_async-20260101-120000    # the same model on held-out prompts
 ```
 
-What a run used is in `config.yaml` in its folder. `resume=RUN` continues it there and lists what is changed; `seed`,
-`data.*`, `rollout.n`, `trainer.groups_per_step` and the model stay as they were, for a resumed run neither skips nor
-repeats a prompt. An API key in a setting is refused, as it would be written there: give it as `OPENAI_API_KEY`.
+`python fully_async_main.py` (in the root of the repository) and `python -m freewheel.fully_async_main` are
+`freewheel train` with the same flags.
+
+A YAML file overrides the defaults, and `key=value` overrides the file. Overrides have Hydra's grammar: lists `[1,2]`,
+mappings `{a: 1}`, `null`, quotes inside the shell's quotes where text has commas or brackets
+(`'data.system_prompt="Be brief, please."'`), and `~key` to restore the default. `${oc.env:NAME}` and
+`${trainer.total_steps}` are filled in, a file may list others under `defaults:`, and a value `???` must be given. Hydra
+only merges here: it makes no working directory, log or output folder.
+
+The settings of a run are in `config.yaml` in its folder. `resume=RUN` continues it there and lists what has changed.
+`seed`, `data.*`, `rollout.n`, `trainer.groups_per_step` and the model cannot change: a resumed run neither skips nor
+repeats a prompt. An API key in a setting is refused, because it would be written to `config.yaml`: set
+`OPENAI_API_KEY`.
+
+### Configurations that ship with freewheel
+
+"""
+
+JUDGE = """
+## The judge and rewards
+
+Give a configuration as `JudgeConfig(...)`, as a mapping (`JudgeConfig.from_dict`), or to `freewheel score` as a TOML or
+JSON file with `--config`.
 """
 
 COMMAND_LINE = """\
 # Command line
 
 Generated from the program by `make docs`; `freewheel COMMAND --help` says the same in a terminal. Settings of a run are
-not flags but `key=value`: [configuration of training](training-configuration.md).
+not flags but `key=value`: [configuration](configuration.md#a-training-run).
 """
 
 MARKS = ("<!-- from observe/names.py, by docs/generate.py -->\n", "<!-- until here -->\n")
@@ -146,38 +152,37 @@ def reason_table() -> str:
     return table(("reason", "meaning"), ((f"`{reason.value}`", docs[reason.name]) for reason in Reason))
 
 
-def configuration() -> str:
-    sections: list[tuple[str, str, str]] = [
-        ("`JudgeConfig`", inspect.getdoc(JudgeConfig) or "", struct_table(JudgeConfig)),
-        (
-            "`LengthPenaltyConfig`",
-            "What a reward manager needs to know. See [rewards](rewards.md).",
-            dataclass_table(LengthPenaltyConfig),
-        ),
-        ("`Endpoint`", inspect.getdoc(Endpoint) or "", struct_table(Endpoint)),
-        ("`Price`", inspect.getdoc(Price) or "", struct_table(Price)),
-        ("`Rubric`", "See [rubrics](rubrics.md).", struct_table(Rubric)),
-        (
-            "`JudgeProfile`",
-            "How the test judge behaves. See [the test judge](score.md#a-test-judge).",
-            struct_table(JudgeProfile),
-        ),
-        ("`Failed.reason`", "Why a request has no score.", reason_table()),
-    ]
-    return CONFIGURATION + "".join(f"\n## {title}\n\n{intro}\n\n{rows}\n" for title, intro, rows in sections)
+def judge_sections() -> Iterator[tuple[str, str, str]]:
+    """(title, introduction, table) of each part of the judge's configuration."""
+    yield "`JudgeConfig`", inspect.getdoc(JudgeConfig) or "", struct_table(JudgeConfig)
+    introduction = "What a reward manager needs to know. See [rewards](rewards.md)."
+    yield "`LengthPenaltyConfig`", introduction, dataclass_table(LengthPenaltyConfig)
+    yield "`Endpoint`", inspect.getdoc(Endpoint) or "", struct_table(Endpoint)
+    yield "`Price`", inspect.getdoc(Price) or "", struct_table(Price)
+    yield "`Rubric`", "See [rubrics](rubrics.md).", struct_table(Rubric)
+    introduction = "How the test judge behaves. See [the test judge](score.md#a-test-judge)."
+    yield "`JudgeProfile`", introduction, struct_table(JudgeProfile)
+    yield "`Failed.reason`", "Why a request has no score.", reason_table()
 
 
 # -- a run's settings --------------------------------------------------------------------------------------------------
 
 
-def training_configuration() -> str:
-    sections = [("The whole run", "", TrainConfig), *_training_sections()]
-    sections.insert(2, ("`model.lora`", "model.lora.", LoraConfig))
-    sections.append(("`observe.alerts`, by a metric's name", "observe.alerts.NAME.", Alert))
-    parts = [TRAINING, "\n## Files that come with freewheel\n\n", packaged_table(), "\n"]
-    for title, path, struct in sections:
-        parts.append(f"\n## {title}\n\n{inspect.getdoc(struct) or ''}\n\n{typed_table(struct, path)}\n")
-    return "".join(parts)
+def training_sections() -> Iterator[tuple[str, str, str]]:
+    """(title, introduction, table) of each part of a run's configuration."""
+    structs: list[tuple[str, str, Any]] = [("The whole run", "", TrainConfig), *_training_sections()]
+    structs.insert(2, ("`model.lora`", "model.lora.", LoraConfig))
+    structs.append(("`observe.alerts`, by a metric's name", "observe.alerts.NAME.", Alert))
+    for title, path, struct in structs:
+        yield title, inspect.getdoc(struct) or "", typed_table(struct, path)
+
+
+def configuration() -> str:
+    def sections(found: Iterator[tuple[str, str, str]]) -> str:
+        return "".join(f"\n### {title}\n\n{introduction}\n\n{rows}\n" for title, introduction, rows in found)
+
+    training = f"{TRAINING}{packaged_table()}\n{sections(training_sections())}"
+    return f"{CONFIGURATION}{training}{JUDGE}{sections(judge_sections())}"
 
 
 def _training_sections() -> list[tuple[str, str, Any]]:
@@ -324,7 +329,6 @@ def _load(path: Path) -> Any:
 def pages() -> dict[Path, str]:
     return {
         DOCS / "configuration.md": configuration(),
-        DOCS / "training-configuration.md": training_configuration(),
         DOCS / "cli.md": command_line(),
         DOCS / "metrics.md": metrics(),
         DOCS / "architecture.md": architecture(),

@@ -87,6 +87,11 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-")
 
 
+def migration_tables(page: str) -> str:
+    """Return the part of a page that maps the keys of another trainer to ours."""
+    return (DOCS / page).read_text(encoding="utf-8").partition("Move from ")[2]
+
+
 def anchors(page: Path) -> list[str]:
     return [slug(heading) for heading in HEADING.findall(prose(page))]
 

@@ -58,7 +58,7 @@ def test_what_is_generated_is_up_to_date():
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is out of date: run `make docs`"
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "training-configuration.md", "cli.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "cli.md", "metrics.md"])
 def test_every_key_flag_and_metric_is_described(name: str):
     rows = [line for line in (DOCS / name).read_text().splitlines() if line.startswith("| `")]
     assert len(rows) > 20
@@ -67,7 +67,7 @@ def test_every_key_flag_and_metric_is_described(name: str):
 
 
 def test_every_key_of_a_run_and_every_metric_is_on_its_page():
-    settings = (DOCS / "training-configuration.md").read_text()
+    settings = (DOCS / "configuration.md").read_text()
     assert [key for key in all_keys() if f"| `{key}` |" not in settings] == []
     metrics = (DOCS / "metrics.md").read_text()
     assert [name for name in describe() if f"| `{name}` |" not in metrics] == []
@@ -192,7 +192,7 @@ NO_KEYS = ("ray.util.queue",)
 """A module, spelt like a key."""
 OPEN_KEYS = ("rollout.vllm.", "observe.alerts.", "reward.judge.")
 """Under these any name may stand, or another schema's."""
-FOREIGN_KEYS = ("verl.md", "from-verl.md", "from-openrlhf.md")
+FOREIGN_KEYS = ("verl.md", "from-openrlhf.md")
 """Pages that name keys of others, which are checked against the package that has them."""
 
 
@@ -233,7 +233,9 @@ def test_a_symptom_that_users_know_is_answered_with_key_metric_and_remedy(sympto
 
 
 def test_every_row_of_troubleshooting_says_what_to_do():
-    rows = [line for line in (DOCS / "troubleshooting.md").read_text().splitlines() if line.startswith("| ")]
+    symptoms = (DOCS / "troubleshooting.md").read_text().partition("## The doctor")[0]
+    rows = [line for line in symptoms.splitlines() if line.startswith("| ")]
+    assert len(rows) > 40
     for row in rows:
         assert row.strip("| ").count(" | ") == 2 and row.rstrip("| ").rpartition(" | ")[2], row
 

@@ -1,5 +1,8 @@
-"""The pages for those who come from elsewhere: what they are sent to exists. That what they come from is spelt as it is
-there is checked where those packages are installed (tests/integrations), for OpenRLHF by the flags of its release."""
+"""The migration tables: every freewheel key on them exists, and every setting they suggest is accepted.
+
+That the other trainer's names exist is checked where it is installed (tests/integrations), and for OpenRLHF against
+the flags of its release.
+"""
 
 from __future__ import annotations
 
@@ -10,28 +13,28 @@ import pytest
 
 from freewheel.runtime.config_files import all_keys, compose
 
-from .documents import DOCS, INLINE
+from .documents import INLINE, migration_tables
 
-PAGES = ["from-verl.md", "from-trl.md", "from-openrlhf.md"]
+PAGES = ["verl.md", "trl.md", "from-openrlhf.md"]
 KNOWN = {*all_keys(), *(key.rpartition(".")[0] for key in all_keys())}
 OPENRLHF_FLAGS = Path(__file__).parent / "openrlhf_flags.txt"
-"""Names that `openrlhf.cli.train_ppo_ray` of the release on the page takes."""
+"""The flags of `openrlhf.cli.train_ppo_ray` in the release that the page names."""
 NONE = "–"
 COMPANIONS = {"data.task": ["data.train=rows.jsonl"], "algorithm.baseline": ["algorithm.name=reinforce_pp"]}
-"""What a setting cannot be without."""
+"""Settings that a setting requires."""
 
 
-def rows(page: str) -> list[list[str]]:
-    """(theirs, ours, note) of every row of a page's tables."""
-    found = [line.strip("|").split(" | ") for line in (DOCS / page).read_text().splitlines() if line.startswith("| ")]
+def read_rows(page: str) -> list[list[str]]:
+    """Return (theirs, ours, note) of every row of a page's migration tables."""
+    found = [line.strip("|").split(" | ") for line in migration_tables(page).splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in row] for row in found if "freewheel" not in row[1]]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_ours_exists(page: str):
-    told = rows(page)
-    assert len(told) > 30
-    for theirs, ours, note in told:
+def test_every_freewheel_key_in_the_tables_exists(page: str):
+    rows = read_rows(page)
+    assert len(rows) > 30
+    for theirs, ours, note in rows:
         assert INLINE.search(theirs), theirs
         assert ours == NONE or ours == "both of them" or INLINE.search(ours), f"{theirs}: {ours}"
         assert [key for key in INLINE.findall(ours) if key not in KNOWN] == [], theirs
@@ -40,31 +43,31 @@ def test_what_is_ours_exists(page: str):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_setting_that_a_note_gives_is_a_setting(page: str):
-    given = {one for *_, note in rows(page) for one in re.findall(r"`([a-z_]+\.[a-z_.]+=[^`]+)`", note)}
-    assert given, "or nothing is checked here"
-    for setting in given:
+def test_every_setting_in_a_note_is_accepted(page: str):
+    settings = {one for *_, note in read_rows(page) for one in re.findall(r"`([a-z_]+\.[a-z_.]+=[^`]+)`", note)}
+    assert settings, "the page has no settings in its notes"
+    for setting in settings:
         compose([setting, *COMPANIONS.get(setting.partition("=")[0], [])])
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_has_no_counterpart_says_why(page: str):
-    assert [theirs for theirs, ours, note in rows(page) if ours == NONE and not note] == []
+def test_a_setting_without_a_counterpart_has_a_reason(page: str):
+    assert [theirs for theirs, ours, note in read_rows(page) if ours == NONE and not note] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_key_of_theirs_stands_once(page: str):
+def test_each_foreign_key_is_listed_once_per_section(page: str):
     section, seen = "", set()
-    for line in (DOCS / page).read_text().splitlines():
-        if line.startswith("## "):
+    for line in migration_tables(page).splitlines():
+        if line.startswith("##"):
             section = line
         if line.startswith("| `"):
             for key in INLINE.findall(line.split(" | ")[0]):
-                assert (section, key) not in seen, f"{key} stands twice"
+                assert (section, key) not in seen, f"{key} is listed twice"
                 seen.add((section, key))
 
 
-def test_the_flags_of_openrlhf_are_its_own():
+def test_every_openrlhf_flag_exists_in_openrlhf():
     flags = set(OPENRLHF_FLAGS.read_text().split())
-    named = {name for theirs, *_ in rows("from-openrlhf.md") for name in INLINE.findall(theirs)}
+    named = {name for theirs, *_ in read_rows("from-openrlhf.md") for name in INLINE.findall(theirs)}
     assert [name for name in sorted(named) if name.removeprefix("--") not in flags] == []

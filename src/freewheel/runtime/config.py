@@ -3,7 +3,7 @@
     schema defaults ◀─ a YAML file ◀─ key=value overrides        merged by `freewheel.runtime.config_files`
            └─▶ TrainConfig: checks every key, and every pair of keys that must agree, before anything starts
 
-The only place of a default. `docs/training-configuration.md` is generated from the docstrings of the keys. A setting
+The only place of a default. `docs/configuration.md` is generated from the docstrings of the keys. A setting
 that cannot work is a `ConfigError` with the key, the value and the remedy. A key that another key makes useless is
 refused if the user must have set it on purpose. What depends on the machine is checked by the plan
 (`freewheel.runtime.plan`). Imports neither torch nor ray.

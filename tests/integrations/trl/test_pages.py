@@ -1,4 +1,4 @@
-"""What the page about moving from TRL says of TRL's settings is so."""
+"""The TRL page: every TRL setting in its migration tables exists in TRL."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 
 import pytest
 
-from ...documents import DOCS, INLINE
+from ...documents import INLINE, migration_tables
 
 trl = pytest.importorskip("trl")
 
 pytestmark = [pytest.mark.trl, pytest.mark.filterwarnings("ignore")]
 
 
-def named(section: str) -> list[str]:
-    """TRL's names in the table under a heading."""
-    text = (DOCS / "from-trl.md").read_text()
-    (part,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+def find_names(section: str) -> list[str]:
+    """Return TRL's names in the table under a heading."""
+    text = migration_tables("trl.md")
+    (part,) = re.findall(rf"^### {re.escape(section)}\n(.*?)(?=^### |\Z)", text, re.MULTILINE | re.DOTALL)
     lines = [line for line in part.splitlines() if line.startswith("| `")]
     return [key for line in lines for key in INLINE.findall(line.split(" | ")[0])]
 
@@ -27,7 +27,7 @@ def fields(config: type) -> set[str]:
 
 
 def test_names_of_grpo_config_are_its_own() -> None:
-    names = [*named("`GRPOConfig`"), *named("What comes from `TrainingArguments`")]
+    names = [*find_names("`GRPOConfig`"), *find_names("What comes from `TrainingArguments`")]
     assert len(names) > 50
     assert [name for name in names if name not in fields(trl.GRPOConfig)] == []
 
@@ -35,6 +35,6 @@ def test_names_of_grpo_config_are_its_own() -> None:
 def test_names_of_async_grpo_config_are_its_own() -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig
 
-    names = named("`AsyncGRPOConfig`")
+    names = find_names("`AsyncGRPOConfig`")
     assert len(names) > 8
     assert [name for name in names if name not in fields(AsyncGRPOConfig)] == []

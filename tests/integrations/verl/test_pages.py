@@ -1,4 +1,4 @@
-"""What the pages say of verl is so: its keys are spelt as verl has them, and what it is told is a configuration."""
+"""The verl page: every verl key on it exists in verl, and every command on it is a valid verl configuration."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
-from ...documents import DOCS, ELLIPSIS, INLINE, blocks, commands
+from ...documents import DOCS, ELLIPSIS, INLINE, blocks, commands, migration_tables
 
 verl = pytest.importorskip("verl")
 
 pytestmark = [pytest.mark.verl, pytest.mark.filterwarnings("ignore")]
 
-TOLD = [
+COMMANDS = [
     command.words[command.words.index("verl.trainer.main_ppo") + 1 :]
     for block in blocks("bash", pages=[DOCS / "verl.md"])
     for command in commands(block)
@@ -22,12 +22,12 @@ TOLD = [
 ]
 
 
-def test_there_is_something_to_look_at():
-    assert len(TOLD) == 2
+def test_the_page_has_two_commands_for_verl():
+    assert len(COMMANDS) == 2
 
 
-@pytest.mark.parametrize("overrides", TOLD, ids=lambda words: words[-1])
-def test_what_the_pages_tell_verl_is_a_configuration_of_verl(overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("overrides", COMMANDS, ids=lambda words: words[-1])
+def test_the_commands_on_the_page_are_valid_verl_configurations(overrides: tuple[str, ...]) -> None:
     with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
         config = compose("ppo_trainer", overrides=[word for word in overrides if word != ELLIPSIS])
     manager = config.reward.reward_manager
@@ -37,7 +37,7 @@ def test_what_the_pages_tell_verl_is_a_configuration_of_verl(overrides: tuple[st
 
 
 def configurations() -> list[DictConfig]:
-    """The trainer's, and that of the fully asynchronous one, which lies beside it."""
+    """Return the defaults of verl's trainer and of its fully asynchronous trainer."""
     with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
         plain = compose("ppo_trainer")
     folder = Path(verl.__file__).parent / "experimental/fully_async_policy/config"
@@ -46,9 +46,9 @@ def configurations() -> list[DictConfig]:
     return [plain, fully_async]
 
 
-def test_keys_on_the_page_about_moving_are_verls_own() -> None:
+def test_every_verl_key_in_the_migration_tables_exists_in_verl() -> None:
     known = configurations()
-    lines = [line for line in (DOCS / "from-verl.md").read_text().splitlines() if line.startswith("| `")]
+    lines = [line for line in migration_tables("verl.md").splitlines() if line.startswith("| `")]
     named = [key for line in lines for key in INLINE.findall(line.split(" | ")[0])]
     assert len(named) > 80
     missing = object()
@@ -59,7 +59,7 @@ def test_keys_on_the_page_about_moving_are_verls_own() -> None:
 
 
 def _has(config: DictConfig, key: str) -> bool:
-    """`select` takes a null for nothing."""
+    """Whether the key exists, also if its value is null, which `OmegaConf.select` treats as missing."""
     *path, last = key.split(".")
     node = config
     for name in path:
