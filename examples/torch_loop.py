@@ -1,9 +1,9 @@
-"""A policy that learns from a rule and a judge, in plain PyTorch, with the judge at work beside it.
+"""A policy that learns from a rule and a judge, in plain PyTorch, while the judge works.
 
-    python examples/torch_loop.py [--endpoint URL --model NAME]      # a key, where one is needed, in OPENAI_API_KEY
+    python examples/torch_loop.py [--endpoint URL --model NAME]      # key: OPENAI_API_KEY
 
 The task: answer a digit with that digit. The rule gives 1 for the right one; the judge's score comes on top. Batch k is
-judged while batch k-1 is trained on, one step off-policy; a step this small is over before the judge. Without an
+judged while batch k-1 is trained on, one step off-policy. A step this small ends before the judge does. Without an
 endpoint it starts a test judge on this machine.
 """
 
@@ -94,13 +94,13 @@ def main() -> None:
         pending = (batch, manager.submit(batch))
         for step in range(args.steps):
             batch = sample(policy)
-            following = (batch, manager.submit(batch))  # judged while we train on the one before
+            next_pending = (batch, manager.submit(batch))  # judged while we train on the one before
             ready, handle = pending
             began = time.perf_counter()
             scored = handle.result()
             waited = time.perf_counter() - began
             right = train(policy, optimizer, ready, scored)
-            pending = following
+            pending = next_pending
             mean = scored.sum(dim=1).mean()
             print(f"step {step:2d}: {right:4.0%} right, mean reward {mean:5.2f}, waited {waited:.2f} s")
 

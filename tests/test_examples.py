@@ -143,4 +143,4 @@ def test_the_calculator_and_the_monitor_of_the_custom_trainer(
     assert [calculator(text) for text in ("6+9=", "6+9=15;15-2=", "#17", "2-9=")] == ["15", "13", None, None]
     with caplog.at_level(logging.INFO, "freewheel"):
         monitor({"processed_samples": 32}, {"total_generated_samples": 40})
-    assert "40 responses generated, 32 trained on, 8 on their way" in caplog.text
+    assert "40 responses generated, 32 trained on, 8 in between" in caplog.text

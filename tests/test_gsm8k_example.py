@@ -149,7 +149,7 @@ def test_a_run_is_drawn_with_correctness_and_format_apart(tmp_path: Path):
     picture = ElementTree.parse(tmp_path / "images/a.svg").getroot()
     panels = picture.findall(f"{SVG}g")
     titles = [panel.find(f"{SVG}text").text for panel in panels]  # type: ignore[union-attr]
-    assert titles == ["Correct", "In the form asked for", "Reward"]
+    assert titles == ["Correct", "In the requested form", "Reward"]
     for panel in panels:
         assert len(panel.findall(f"{SVG}circle")) == 5, "a mark an evaluation"
         assert len(panel.findall(f"{SVG}polygon")) == 1, "a band of errors"
@@ -176,7 +176,7 @@ def test_what_rose_is_said_in_standard_errors_and_time_counts_from_the_start(tmp
     correct, form, steps = done.stdout.splitlines()
     assert "0.3% ± 0.5 →" in correct and "5.3% ± 0.5" in correct and "+7.1 standard errors" in correct
     assert form.startswith("format") and "+24.7 standard errors" in form
-    assert steps.startswith("40 steps; the last row is of minute 3.6")
+    assert steps.startswith("40 steps; the last row is from minute 3.6")
 
 
 def test_a_run_without_parts_or_with_one_evaluation_is_drawn_too(tmp_path: Path):
@@ -189,4 +189,4 @@ def test_a_run_without_parts_or_with_one_evaluation_is_drawn_too(tmp_path: Path)
 
 def test_a_folder_without_an_evaluation_is_refused_in_words(tmp_path: Path):
     done = plotted(tmp_path)
-    assert done.returncode == 1 and "no evaluation is recorded there yet" in done.stderr
+    assert done.returncode == 1 and "it has no evaluation yet" in done.stderr

@@ -1,11 +1,11 @@
-"""Draws what a run learnt: correctness and format on held-out questions, apart, with the training reward beside them.
+"""Plots what a run learnt: correctness and format on held-out questions, and the training reward.
 
     RUN/metrics.jsonl ─┬─ eval rows: mean and standard error of each part ─▶ panels with bands ─┐
                        └─ step rows: the same parts in training            ─▶ thin lines       ─┴▶ one SVG
 
-    python plot.py RUN gsm8k.svg        # and says in words what rose, by how many standard errors
+    python plot.py RUN gsm8k.svg        # also prints each rise in standard errors
 
-Time counts from the start of the run, start-up included. Needs nothing but freewheel.
+Time counts from the start of the run, start-up included. Needs only freewheel.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from xml.sax.saxutils import escape
 from freewheel.observe.recorder import read_metrics
 
 WIDTH, HEIGHT, GAP = 300, 250, 20
-"""Of a panel, and between two."""
+"""Size of a panel, and the gap between two."""
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 34, 40
-"""Room for a panel's numbers and words."""
+"""Margins for a panel's labels."""
 ERRORS = 2
 """Half the height of a band, in standard errors: 95% of such bands hold the true mean."""
 SMOOTHED = 5
-"""Steps that a point of a training curve is the mean of."""
+"""Each point of a training curve is the mean of this many steps."""
 ACCENT, FAINT, INK, GRID = "var(--accent)", "var(--faint)", "var(--ink)", "var(--grid)"
 STYLE = """<style>
 svg { --accent: #1f6feb; --faint: #9aa4b2; --ink: #24292f; --grid: #e4e7eb } .paper { fill: #fff }
@@ -41,7 +41,7 @@ STARTED = re.compile(r"Started in ([\d.]+) s")
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A mean at a time, in minutes since the start; `error` is 0 where it has none."""
+    """A mean at a time, in minutes since the start. `error` is 0 if there is none."""
 
     minutes: float
     mean: float
@@ -56,7 +56,7 @@ class Curve:
     width: float = 1.2
     dashes: str = ""
     has_marks: bool = False
-    """A mark at each point, and a band where there are errors: for what a panel is about."""
+    """Draw a mark at each point, and a band if there are errors: for the panel's main curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Panel:
     title: str
     curves: Sequence[Curve] = field(default_factory=list)
     is_share: bool = True
-    """Numbers are written as percentages."""
+    """Write numbers as percentages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ class Rise:
 
     @property
     def errors(self) -> float:
-        """How many standard errors of the difference it is. Both are of the same questions, and taken as if they were
-        not, which makes it smaller rather than larger."""
+        """The rise in standard errors of the difference. Both samples have the same questions but are treated as
+        independent, which makes this number smaller."""
         spread = math.hypot(self.first.error, self.last.error)
         return (self.last.mean - self.first.mean) / spread if spread else math.nan
 
@@ -90,16 +90,18 @@ class Rise:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a run's folder")
-    parser.add_argument("svg", type=Path, nargs="?", help="where to draw; without it there are only words")
+    parser.add_argument(
+        "svg", type=Path, nargs="?", help="the file to draw into; without it only the numbers are printed"
+    )
     given = parser.parse_args()
     rows = read_metrics(given.run)
     if not any(row["kind"] == "eval" for row in rows):
-        raise SystemExit(f"{given.run}: no evaluation is recorded there yet")
+        raise SystemExit(f"{given.run}: it has no evaluation yet")
     for rise in rises(rows):
         print(rise)
     steps = [row for row in rows if row["kind"] == "step"]
     last = max(minutes(rows, row) for row in rows if row["kind"] in ("eval", "step"))
-    print(f"{len(steps)} steps; the last row is of minute {last:.1f}, start-up included")
+    print(f"{len(steps)} steps; the last row is from minute {last:.1f}, start-up included")
     if given.svg is not None:
         given.svg.parent.mkdir(parents=True, exist_ok=True)
         given.svg.write_text(draw(panels(rows)))
@@ -109,11 +111,11 @@ def main() -> None:
 
 
 def minutes(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float:
-    return (row["time"] - began(rows)) / 60
+    return (row["time"] - start_time(rows)) / 60
 
 
-def began(rows: Sequence[dict[str, Any]]) -> float:
-    """In seconds since 1970. A run says how long its start took when that is over."""
+def start_time(rows: Sequence[dict[str, Any]]) -> float:
+    """Return the start in seconds since 1970. A run logs how long its start took when it is done."""
     for row in rows:
         if row["kind"] == "event" and (found := STARTED.match(row["text"])):
             return min(rows[0]["time"], row["time"] - float(found[1]))
@@ -129,7 +131,7 @@ def held_out(rows: Sequence[dict[str, Any]], name: str) -> list[Point]:
 
 
 def in_training(rows: Sequence[dict[str, Any]], name: str) -> list[Point]:
-    """Means of `SMOOTHED` steps: of a few hundred responses each, single ones jump."""
+    """Return means of `SMOOTHED` steps: a single step has only a few hundred responses and is noisy."""
     found = [(minutes(rows, row), row[name]) for row in rows if row["kind"] == "step" and row.get(name) is not None]
     return [
         Point(minutes=found[end][0], mean=sum(value for _, value in part) / len(part))
@@ -152,10 +154,10 @@ def panels(rows: Sequence[dict[str, Any]]) -> list[Panel]:
     def trained(name: str, label: str = "in training, sampled") -> Curve:
         return Curve(label=label, points=in_training(rows, name))
 
-    lenient = Curve(label="its last number, marked or not", points=held_out(rows, "last_number"), dashes="4 3")
+    lenient = Curve(label="last number, marked or not", points=held_out(rows, "last_number"), dashes="4 3")
     found = [
         Panel(title="Correct", curves=[lenient, trained("reward/correct"), measured("correct")]),
-        Panel(title="In the form asked for", curves=[trained("reward/format"), measured("format")]),
+        Panel(title="In the requested form", curves=[trained("reward/format"), measured("format")]),
         Panel(
             title="Reward", curves=[trained("rollout/reward_mean", "in training"), measured("reward")], is_share=False
         ),
@@ -195,11 +197,11 @@ class Drawing:
 
     panel: Panel
     end: float
-    """Of the time axis, in minutes."""
+    """End of the time axis, in minutes."""
 
     @property
     def top(self) -> float:
-        """Of the axis of values, which begins at 0."""
+        """Upper end of the value axis, which starts at 0."""
         highest = max(point.mean + ERRORS * point.error for curve in self.panel.curves for point in curve.points)
         top = nice_step(max(highest, 1e-3), up=True)
         return min(top, 1.0) if self.panel.is_share else top
@@ -269,8 +271,8 @@ def stroked(colour: str, width: float, dashes: str) -> str:
 
 
 def nice_step(value: float, *, up: bool = False) -> float:
-    """The 1, 2, 2.5 or 5 times a power of ten that is nearest below `value`; with `up`, a multiple of a fifth of such a
-    one that is not below it."""
+    """Return the largest 1, 2, 2.5 or 5 times a power of ten that is at most `value`. With `up`: the smallest multiple
+    of a fifth of that number that is at least `value`."""
     power = 10 ** math.floor(math.log10(value))
     step = max(one * power for one in (1, 2, 2.5, 5) if one * power <= value * (1 + 1e-9))
     return step if not up else math.ceil(value / (step / 5) - 1e-9) * step / 5

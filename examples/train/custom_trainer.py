@@ -1,4 +1,4 @@
-"""The three hooks in one run: a rollouter with a tool, a trainer with metrics of its own, and a monitor.
+"""The three hooks in one run: a rollouter with a tool, a trainer with extra metrics, and a monitor.
 
     cd examples/train
     freewheel train --config-path . --config-name custom_trainer
@@ -28,15 +28,15 @@ from freewheel.rollout.generation import sample_seed
 from freewheel.rollout.rollouter import Rollouter
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
-log = logging.getLogger("freewheel.examples")  # below `freewheel`, so that it is in the run's log
+log = logging.getLogger("freewheel.examples")  # a child of `freewheel`, so it reaches the run's log
 
 SUM = re.compile(r"(\d+)([+-])(\d+)=\Z")
 HALFWAY = 4
-"""One prompt in so many has its steps, and only the last result is missing."""
+"""One training prompt in this many already contains its steps; only the last result is missing."""
 
 
 class Halfway(WordProblems):
-    """Word problems, of which some that are trained on come with their steps."""
+    """Word problems, some of which already contain their steps in training."""
 
     def load(self, split: str, path: Any = None, *, limit: int | None = None) -> list[Any]:
         rows = [dict(row) for row in super().load(split, path, limit=limit)]
@@ -47,7 +47,7 @@ class Halfway(WordProblems):
 
 
 @dataclass
-class Talk:
+class Conversation:
     """One response that grows turn by turn."""
 
     tokens: list[int] = field(default_factory=list)
@@ -56,16 +56,16 @@ class Talk:
     mask: list[int] = field(default_factory=list)
     finish: str = "stop"
 
-    def says(self, turn: Response) -> None:
-        """What the policy made: trained on."""
+    def add_turn(self, turn: Response) -> None:
+        """Append tokens of the policy, which are trained on."""
         self.tokens += turn.tokens.tolist()
         self.logprobs += turn.logprobs.tolist()
         self.versions += turn.versions.tolist()
         self.mask += [1] * len(turn.tokens)
         self.finish = turn.finish
 
-    def hears(self, tokens: Sequence[int]) -> None:
-        """What the tool made: seen, masked, of no version."""
+    def add_observation(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the tool: masked, with no version."""
         self.tokens += tokens
         self.logprobs += [0.0] * len(tokens)
         self.versions += [NO_VERSION] * len(tokens)
@@ -73,7 +73,7 @@ class Talk:
 
 
 class ToolRollouter(Rollouter):
-    """Generates in two turns: whoever writes a sum up to `=` gets its result from a calculator."""
+    """Generates in two turns: a response that ends with a sum and `=` gets the result from a calculator."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -86,28 +86,30 @@ class ToolRollouter(Rollouter):
         ordinal = int(batch.non_tensor_batch["uid"][0])
         first = batch.batch[0]
         prompt = first["prompts"][first["attention_mask"].bool()].numpy().astype(np.int32)
-        talks = [Talk() for _ in range(self.sampling.n)]
+        conversations = [Conversation() for _ in range(self.sampling.n)]
         turns = await self._ask(f"{ordinal}/call", prompt, range(self.sampling.n), ordinal, also_stop=(self._equals,))
-        for talk, turn in zip(talks, turns, strict=True):
-            talk.says(turn)
-        await asyncio.gather(*(self._second(talk, prompt, ordinal, index) for index, talk in enumerate(talks)))
-        return as_batch(talks)
+        for conversation, turn in zip(conversations, turns, strict=True):
+            conversation.add_turn(turn)
+        await asyncio.gather(
+            *(self._second(conversation, prompt, ordinal, index) for index, conversation in enumerate(conversations))
+        )
+        return as_batch(conversations)
 
-    async def _second(self, talk: Talk, prompt: np.ndarray, ordinal: int, index: int) -> None:
-        left = self.sampling.max_new_tokens - len(talk.tokens)
-        reply = calculator(self._decode(np.array(talk.tokens)))
-        if talk.tokens[-1] != self._equals or reply is None or left <= 0:
+    async def _second(self, conversation: Conversation, prompt: np.ndarray, ordinal: int, index: int) -> None:
+        left = self.sampling.max_new_tokens - len(conversation.tokens)
+        reply = calculator(self._decode(np.array(conversation.tokens)))
+        if conversation.tokens[-1] != self._equals or reply is None or left <= 0:
             return
-        heard = self._tokenizer(reply, add_special_tokens=False)["input_ids"]
-        context = np.concatenate([prompt, np.array([*talk.tokens, *heard], np.int32)])
+        observation = self._tokenizer(reply, add_special_tokens=False)["input_ids"]
+        context = np.concatenate([prompt, np.array([*conversation.tokens, *observation], np.int32)])
         try:
-            # Another seed than the first turn's: a draw follows from (seed, token index), and both begin at index 0.
+            # Not the first turn's seed: a draw depends on (seed, token index), and both turns start at index 0.
             (turn,) = await self._ask(f"{ordinal}/{index}", context, [self.sampling.n + index], ordinal, most=left)
         except PromptRefused:  # no room for another turn in the engine
-            talk.finish = "length"
+            conversation.finish = "length"
         else:
-            talk.hears(heard)
-            talk.says(turn)
+            conversation.add_observation(observation)
+            conversation.add_turn(turn)
 
     async def _ask(
         self,
@@ -119,7 +121,7 @@ class ToolRollouter(Rollouter):
         also_stop: tuple[int, ...] = (),
         most: int | None = None,
     ) -> list[Response]:
-        """As many responses as there are seeds. What the engine raises is the attempt's failure, and tried again."""
+        """Return one response per seed. An exception of the engine fails the attempt, which is then retried."""
         samples = tuple(
             SamplingParams(
                 max_new_tokens=most or self.sampling.max_new_tokens,
@@ -135,21 +137,24 @@ class ToolRollouter(Rollouter):
 
 
 def calculator(text: str) -> str | None:
-    """The tool: `6+9=` gives `15`. None where there is nothing to work out."""
-    asked = SUM.search(text.replace(" ", ""))
-    if asked is None:
+    """The tool: `6+9=` gives `15`. None if there is nothing to compute."""
+    found = SUM.search(text.replace(" ", ""))
+    if found is None:
         return None
-    a, sign, b = asked.groups()
+    a, sign, b = found.groups()
     result = int(a) + int(b) if sign == "+" else int(a) - int(b)
     return str(result) if result >= 0 else None
 
 
-def as_batch(talks: Sequence[Talk]) -> DataProto:
-    """Padded on the right. `response_mask` has a hole where the tool spoke."""
-    width = max(len(talk.tokens) for talk in talks)
+def as_batch(conversations: Sequence[Conversation]) -> DataProto:
+    """Pad on the right. `response_mask` is 0 for the tool's tokens."""
+    width = max(len(conversation.tokens) for conversation in conversations)
 
     def padded(name: str, fill: float, dtype: torch.dtype) -> torch.Tensor:
-        rows = [[*getattr(talk, name), *[fill] * (width - len(talk.tokens))] for talk in talks]
+        rows = [
+            [*getattr(conversation, name), *[fill] * (width - len(conversation.tokens))]
+            for conversation in conversations
+        ]
         return torch.tensor(rows, dtype=dtype)
 
     return DataProto.from_dict(
@@ -159,21 +164,24 @@ def as_batch(talks: Sequence[Talk]) -> DataProto:
             "rollout_log_probs": padded("logprobs", 0.0, torch.float32),
             "versions": padded("versions", NO_VERSION, torch.int64),
         },
-        {"finish": [talk.finish for talk in talks]},
+        {"finish": [conversation.finish for conversation in conversations]},
     )
 
 
 class MeasuringTrainer(FullyAsyncTrainer):
-    """Reports how often the tool is used, beside the metrics that every run has."""
+    """Also reports how often the tool is used."""
 
     def _compute_custom_metrics(self, batch: DataProto) -> dict[str, float]:
         mask = batch.batch["response_mask"]
         seen = batch.batch["attention_mask"][:, -mask.shape[1] :]
-        heard = ((seen == 1) & (mask == 0)).sum(dim=1)
-        return {"tool/used_ratio": (heard > 0).float().mean().item(), "tool/tokens_mean": heard.float().mean().item()}
+        tool_tokens = ((seen == 1) & (mask == 0)).sum(dim=1)
+        return {
+            "tool/used_ratio": (tool_tokens > 0).float().mean().item(),
+            "tool/tokens_mean": tool_tokens.float().mean().item(),
+        }
 
 
 def monitor(trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
     """Called in the coordinator with each `Component Statistics`."""
-    made, used = rollouter_stats.get("total_generated_samples", 0), trainer_stats.get("processed_samples", 0)
-    log.info("Monitor: %d responses generated, %d trained on, %d on their way", made, used, made - used)
+    generated, trained = rollouter_stats.get("total_generated_samples", 0), trainer_stats.get("processed_samples", 0)
+    log.info("Monitor: %d responses generated, %d trained on, %d in between", generated, trained, generated - trained)

@@ -3,8 +3,8 @@
     cd examples/train
     freewheel train --config-path . --config-name own_reward
 
-`own_reward.yaml` names the two objects below. The embedded model knows only the words of its own task, so the file asks
-for sums of what somebody has, buys and finds; with a model of yours the same three methods read any data.
+`own_reward.yaml` names the two objects below. The embedded model knows only the words of its own task, so the
+questions are sums of what somebody has, buys and finds. With your own model the same three methods read any data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEP = re.compile(r"(\d+)\+(\d+)=(\d+)")
 STEPS = 2
 """Of a good solution, `6+9=15;15+2=17#17`."""
 STEP_CREDIT = 0.1
-"""For each right step, beside 1 for the right answer. Small: steps are a means, and answers are what is wanted."""
+"""For each right step, added to 1 for the right answer. It is small because the answer is the goal."""
 
 
 class Shopping:
@@ -49,18 +49,18 @@ class Shopping:
         return render(row, tokenizer, rendering)
 
     def score(self, response: str, row: Mapping[str, Any], *, finish: str = "stop") -> float:
-        """What is used where `reward.function` names nothing."""
+        """Score a response if `reward.function` is not set."""
         return float(answer(response) == row["reward_model"]["ground_truth"])
 
 
 def answer(response: str) -> int | None:
-    """The number after the only `#`."""
+    """Return the number after the only `#`."""
     _, mark, number = response.partition("#")
     return int(number) if mark and number.isascii() and number.isdigit() else None
 
 
 def reward(response: str, row: Mapping[str, Any], finish: str) -> dict[str, float]:
-    """1 for the right answer and a little for each right step. The numbers beside `score` are reported with it."""
+    """Return 1 for the right answer and a little for each right step. The other numbers are reported as metrics."""
     right = finish == "stop" and answer(response) == row["reward_model"]["ground_truth"]
     good = sum(int(a) + int(b) == int(c) for a, b, c in STEP.findall(response))
     return {"score": right + STEP_CREDIT * min(good, STEPS), "answer": float(right), "steps": float(good)}
