@@ -153,7 +153,7 @@ class HeldOutScore(FunctionRunner):
     async def __call__(self, prompt: Prompt, response: Response) -> Verdict:
         tokens = response.tokens.tolist() if self.function.wants_tokens else ()
         text = self._decode(response.tokens)
-        verdict = await self.score(Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens))
+        (verdict,) = await self.score([Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)])
         if isinstance(verdict, Failed):
             log.warning("Evaluation: a response could not be scored: %s", verdict.summary)
         return verdict

@@ -1,12 +1,13 @@
 """`RewardStage`: scores responses as they finish, beside generation, on the rollouter's event loop.
 
-    GroupScoring.add ─▶ waiting ─▶ permit ─▶ function ─▶ judge ─▶ settled ─▶ all n of the group settled
-      never waits       one of `concurrency`  rule       verdict                 │ rewards = rule + quality − penalty
-                                                                                 ▼
-                                      GroupPolicy: responses with rewards, another try, or ScoringFailed
+    GroupScoring.add ─▶ task of the response: permit ─▶ function ─▶ judge ─┐
+      never waits              one of `concurrency`      rule      verdict ▼
+    GroupScoring.result ─▶ all n scored: rewards = rule + quality − penalty ─▶ GroupPolicy ─┬▶ responses with rewards
+                                    ▲                                                       ├▶ ScoringFailed
+                                    └────────── score again what failed, after a pause ◀────┘
 
 A slow function or judge holds permits here, and never a generation slot. A batch function gets a whole group at once,
-or what finishes within `LINGER_S`. Everything that becomes ready in one tick of the loop is submitted together.
+or what finishes within `LINGER_S`. The judge gets everything that becomes ready in one tick of the loop together.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ import asyncio
 import logging
 import math
 import time
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -34,7 +33,7 @@ from freewheel.rewards import math_equal, shutdown_judges
 from freewheel.rewards.config import OnFailure, as_config
 from freewheel.rewards.scoring import JUDGE_OFF, RewardFailed, Sample, judge_requests, rule_value, shape
 from freewheel.rollout.reward_functions import Call, RewardFunction, from_judge
-from freewheel.rollout.reward_workers import Executor, FunctionRunner, Job, in_thread
+from freewheel.rollout.reward_workers import Executor, FunctionRunner, in_thread
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -71,7 +70,6 @@ class FatalRewardFailure(RewardFailed):
 class _Item:
     """One response in the stage."""
 
-    group: GroupScoring
     index: int
     response: Response
     call: Call
@@ -90,6 +88,12 @@ class _Item:
                 return one
         return None
 
+    def start_again(self, now: float) -> None:
+        """Forget what failed. Where only the judge failed, only the judge is asked again."""
+        if not isinstance(self.rule, Scored):
+            self.rule = None
+        self.verdict, self.added_s = JUDGE_OFF, now
+
 
 class GroupScoring:
     """The scoring of one prompt's responses. `RewardStage.group` makes it."""
@@ -97,50 +101,47 @@ class GroupScoring:
     def __init__(self, stage: RewardStage, ticket: Ticket, prompt: Prompt, n: int) -> None:
         self._stage = stage
         self._prompt = prompt
-        self._result: asyncio.Future[list[Response]] = asyncio.get_running_loop().create_future()
-        self._result.add_done_callback(_retrieve)
+        self._items: list[_Item | None] = [None] * n
+        self._tasks: list[asyncio.Task[None]] = []
         self.ordinal = ticket.ordinal
-        self.items: list[_Item | None] = [None] * n
-        self.unsettled = n
-        """Responses that are not added, or not scored yet."""
-        self.tries = 0
 
     def add(self, index: int, text: str, response: Response) -> None:
         """Start the scoring of response `index`. Never waits."""
-        assert self.items[index] is None, f"response {index} of prompt {self.ordinal} was added twice"
-        self.items[index] = self._stage._admit(self, index, self._prompt, text, response)
+        assert self._items[index] is None, f"response {index} of prompt {self.ordinal} was added twice"
+        item = self._items[index] = self._stage.make_item(self.ordinal, index, self._prompt, text, response)
+        self._tasks.append(self._stage.start_scoring(self, item))
 
     async def result(self) -> list[Response]:
-        """Return all responses with their rewards, in the order of the indexes. Raises `ScoringFailed` or
-        `FatalRewardFailure`. Cancelling the caller gives up the group."""
-        return await self._result
+        """Return all responses with their rewards, in the order of the indexes. Call it when all are added.
+
+        Raises `ScoringFailed` or `FatalRewardFailure`. Cancelling the caller gives up the group.
+        """
+        items = [item for item in self._items if item is not None]
+        assert len(items) == len(self._items), f"prompt {self.ordinal}: {self.missing} responses were not added"
+        tries = 0
+        try:
+            while True:
+                done, _ = await asyncio.wait(self._tasks)
+                for task in done:
+                    task.result()
+                decision = self._stage.decide(items, tries)
+                if not isinstance(decision, Again):
+                    return decision
+                tries += 1
+                await asyncio.sleep(decision.delay_s)
+                self._tasks = [self._stage.score_again(self, item) for item in items if item.failure is not None]
+        finally:
+            self.cancel()
 
     def cancel(self) -> None:
         """Give up the group: responses that wait for a permit are not scored."""
-        self._result.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     @property
     def missing(self) -> int:
         """Responses that were not added."""
-        return self.items.count(None)
-
-    @property
-    def over(self) -> bool:
-        return self._result.done()
-
-    def finish(self, rewarded: list[Response]) -> None:
-        if not self.over:
-            self._result.set_result(rewarded)
-
-    def fail(self, error: Exception) -> None:
-        if not self.over:
-            self._result.set_exception(error)
-
-
-def _retrieve(result: asyncio.Future[list[Response]]) -> None:
-    """Retrieve the exception, so that asyncio does not warn: nobody awaits a group whose generation failed."""
-    if not result.cancelled():
-        result.exception()
+        return self._items.count(None)
 
 
 class RewardStage:
@@ -164,28 +165,23 @@ class RewardStage:
     ) -> None:
         self.function = score
         self._judging = None if judge is None else _Judging(judge, timeout_s=timeout_s)
-        self._concurrency = concurrency
         self._policy = GroupPolicy.of(on_failure, retries)
         self._clock = clock
         self._runner = FunctionRunner(score, workers=workers, executor=executor, timeout_s=timeout_s)
-        self._timers: set[asyncio.TimerHandle] = set()
-        self._waiting: deque[_Item] = deque()
-        self._pump_at: asyncio.Handle | None = None
-        self._in_flight = 0
-        self._groups: weakref.WeakSet[GroupScoring] = weakref.WeakSet()
+        self._function_batches = _Batcher(self._score_batch)
+        self._permits = asyncio.Semaphore(concurrency)
         self._counts = RewardCounts(score.name)
-        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._in_flight = 0
+        """Responses that hold a permit."""
 
     def group(self, ticket: Ticket, prompt: Prompt, n: int) -> GroupScoring:
         """Return the scoring of `n` responses to a prompt. Add each response when it finishes."""
-        assert not self._closed, "the reward stage is closed"
-        group = GroupScoring(self, ticket, prompt, n)
-        self._groups.add(group)
-        return group
+        return GroupScoring(self, ticket, prompt, n)
 
-    # -- permits ------------------------------------------------------------------------------------------------------
+    # -- one response -------------------------------------------------------------------------------------------------
 
-    def _admit(self, group: GroupScoring, index: int, prompt: Prompt, text: str, response: Response) -> _Item:
+    def make_item(self, ordinal: int, index: int, prompt: Prompt, text: str, response: Response) -> _Item:
         tokens = response.tokens.tolist() if self.function.wants_tokens else ()
         call = Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)
         sample = None
@@ -193,128 +189,77 @@ class RewardStage:
             sample = Sample(
                 response=text,
                 length=int(response.mask.sum()),  # without the tokens that the policy did not make
-                group=group.ordinal,
+                group=ordinal,
                 data_source=call.data_source,
                 ground_truth=call.ground_truth,
                 question=call.question,
                 extra_info=call.extra_info,
             )
-        item = _Item(group, index, response, call, sample, self._clock())
-        self._queue([item], item.added_s)
-        # The group does not hold this response yet, so a group that misses one is complete.
-        lingers = self.function.is_batch and group.missing > 1
-        self._pump_soon(LINGER_S if lingers else 0.0)
-        return item
+        return _Item(index, response, call, sample, self._clock())
 
-    def _queue(self, items: Sequence[_Item], now: float) -> None:
-        self._counts.started(now, idle=self._in_flight == 0 and not self._waiting)
-        self._waiting.extend(items)
+    def start_scoring(self, group: GroupScoring, item: _Item) -> asyncio.Task[None]:
+        self._counts.run(True, self._clock())
+        task = asyncio.create_task(self._score(group, item))
+        self._tasks.add(task)
+        task.add_done_callback(self._end_task)
+        return task
 
-    def _pump_soon(self, delay_s: float) -> None:
-        """Call `_pump` in the next tick or after a linger, whichever was requested first."""
-        if self._pump_at is not None:
-            if delay_s or not isinstance(self._pump_at, asyncio.TimerHandle):
-                return
-            self._pump_at.cancel()
-        loop = asyncio.get_running_loop()
-        self._pump_at = loop.call_later(delay_s, self._pump) if delay_s else loop.call_soon(self._pump)
+    def score_again(self, group: GroupScoring, item: _Item) -> asyncio.Task[None]:
+        item.start_again(self._clock())
+        return self.start_scoring(group, item)
 
-    def _pump(self) -> None:
-        """Give permits to waiting responses."""
-        self._pump_at = None
-        taken: list[_Item] = []
-        while self._waiting and self._in_flight + len(taken) < self._concurrency:
-            item = self._waiting.popleft()
-            if not item.group.over:
-                taken.append(item)
-        self._in_flight += len(taken)
-        self._note_idle()
-        if self._closed:
-            return
-        fresh = [item for item in taken if item.rule is None]
-        for item in taken:
-            if item.rule is not None:  # in the last try only the judge failed
-                self._judge(item)
-        self._call([fresh] if self.function.is_batch and fresh else [[item] for item in fresh])
+    def _end_task(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._counts.run(False, self._clock())
 
-    def _note_idle(self) -> None:
-        if self._in_flight == 0 and not self._waiting:
-            self._counts.idle(self._clock())
+    async def _score(self, group: GroupScoring, item: _Item) -> None:
+        """Score one response: wait for a permit, call the function, ask the judge."""
+        async with self._permits:
+            self._in_flight += 1
+            try:
+                if item.rule is None:
+                    item.rule = await self._call_function(group, item.call)
+                if isinstance(item.rule, Scored) and self._judging is not None and item.sample is not None:
+                    item.verdict = await self._judging.ask(item.sample, item.rule)
+            finally:
+                self._in_flight -= 1
+        failure, status = item.failure, item.rule.status
+        self._counts.settled(failure, status, self._clock() - item.added_s)
+        status = status if failure is None else failure.status
+        trace.phase("score", group.ordinal, item.added_s, index=item.index, status=status)
 
-    # -- one response -------------------------------------------------------------------------------------------------
+    async def _call_function(self, group: GroupScoring, call: Call) -> Verdict:
+        if self.function.is_batch:
+            return await self._function_batches.ask(call, wait_s=LINGER_S if group.missing else 0.0)
+        (verdict,) = await self._runner.score([call])
+        return verdict
 
-    def _call(self, batches: Sequence[list[_Item]]) -> None:
-        self._runner.submit([Job([item.call for item in batch], partial(self._scored, batch)) for batch in batches])
-
-    def _scored(self, batch: list[_Item], verdicts: Sequence[Verdict]) -> None:
-        """The function returned."""
-        if self._closed:
-            return
+    async def _score_batch(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Verdict]]:
+        verdicts = await self._runner.score(calls)
         first = verdicts[0]
         shared = isinstance(first, Failed) and first.reason != "timeout" and all(one is first for one in verdicts)
-        if len(batch) > 1 and shared:
+        if len(calls) > 1 and shared:
             # The batch failed as a whole, perhaps because of a single response. Score each response alone.
-            self._call([[item] for item in batch])
-            return
-        for item, rule in zip(batch, verdicts, strict=True):
-            item.rule = rule
-            if isinstance(rule, Scored) and self._judging is not None and not item.group.over:
-                self._judge(item)
-            else:
-                self._settle(item)
-
-    def _judge(self, item: _Item) -> None:
-        assert self._judging is not None and item.sample is not None and item.rule is not None
-        self._judging.ask(item.sample, item.rule, partial(self._judged, item))
-
-    def _judged(self, item: _Item, verdict: Verdict) -> None:
-        if not self._closed:
-            item.verdict = from_judge(verdict) if isinstance(verdict, Failed) else verdict
-            self._settle(item)
-
-    def _settle(self, item: _Item) -> None:
-        """Return the permit of a scored response. The last response of a group decides the group."""
-        self._in_flight -= 1
-        assert item.rule is not None
-        failure = item.failure
-        self._counts.settled(failure, item.rule.status, self._clock() - item.added_s)
-        status = item.rule.status if failure is None else failure.status
-        trace.phase("score", item.group.ordinal, item.added_s, index=item.index, status=status)
-        self._note_idle()
-        if self._waiting and self._pump_at is None:
-            self._pump_soon(0.0)
-        item.group.unsettled -= 1
-        if item.group.unsettled or item.group.over:
-            return
-        try:
-            self._decide(item.group)
-        except ScoringFailed as error:
-            self._counts.dropped_groups += 1
-            item.group.fail(error)
-        except Exception as error:  # noqa: BLE001  # whoever awaits the group receives it
-            item.group.fail(error)
+            alone = await asyncio.gather(*(self._runner.score([call]) for call in calls))
+            verdicts = [verdict for (verdict,) in alone]
+        for index, verdict in enumerate(verdicts):
+            yield index, verdict
 
     # -- a whole group ------------------------------------------------------------------------------------------------
 
-    def _decide(self, group: GroupScoring) -> None:
-        """All responses are settled: finish the group, score it again, or fail it."""
-        items = [item for item in group.items if item is not None]
-        failures = [(item, failure) for item in items if (failure := item.failure) is not None]
-        if group.tries == 0:
-            self._counts.grouped(len(items), [failure for _, failure in failures])
-        decision = self._policy.decide(self._rewarded(items), [failure for _, failure in failures], group.tries)
-        if not isinstance(decision, Again):
-            group.finish(decision)
-            return
-        group.tries += 1
-        self._counts.retried_groups += 1
-
-        def score_again() -> None:
-            self._timers.discard(timer)
-            self._score_again(group, [item for item, _ in failures])
-
-        timer = asyncio.get_running_loop().call_later(decision.delay_s, score_again)
-        self._timers.add(timer)
+    def decide(self, items: Sequence[_Item], tries: int) -> list[Response] | Again:
+        """All responses of a group are scored: return them with their rewards, or `Again`. Raises as `GroupPolicy`."""
+        failures = [failure for item in items if (failure := item.failure) is not None]
+        if tries == 0:
+            self._counts.grouped(len(items), failures)
+        try:
+            decision = self._policy.decide(self._rewarded(items), failures, tries)
+        except ScoringFailed:
+            self._counts.dropped_groups += 1
+            raise
+        self._counts.retried_groups += isinstance(decision, Again)
+        return decision
 
     def _rewarded(self, items: Sequence[_Item]) -> list[Response]:
         rules = [item.rule for item in items if item.rule is not None]
@@ -324,26 +269,13 @@ class RewardStage:
         samples = [item.sample for item in items if item.sample is not None]
         return self._judging.compose(samples, responses, rules, [item.verdict for item in items])
 
-    def _score_again(self, group: GroupScoring, failures: Sequence[_Item]) -> None:
-        """Score the failed responses again. Where only the judge failed, only the judge is asked again."""
-        if group.over or self._closed:
-            return
-        now = self._clock()
-        group.unsettled = len(failures)
-        for item in failures:
-            if not isinstance(item.rule, Scored):
-                item.rule = None
-            item.verdict, item.added_s = JUDGE_OFF, now
-        self._queue(failures, now)
-        self._pump_soon(0.0)
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
         judge = {} if self._judging is None else self._judging.stats()
         return {
             "in_flight": self._in_flight,
-            "waiting": len(self._waiting),
+            "waiting": len(self._tasks) - self._in_flight,
             "lost_threads": self._runner.lost_threads,
             "process_deaths": self._runner.process_deaths,
             **self._counts.snapshot(self._clock()),
@@ -351,20 +283,16 @@ class RewardStage:
         }
 
     async def close(self) -> None:
-        """End threads, processes and the judge. Unfinished groups raise `ScoringFailed`. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._pump_at is not None:
-            self._pump_at.cancel()
-        for timer in self._timers:
-            timer.cancel()
+        """End threads, processes and the judge. The scoring of unfinished groups is cancelled. Idempotent."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._function_batches.close()
         await self._runner.close()
         if self._judging is not None:
             await self._judging.close()
         await in_thread(_close_shared)
-        for group in list(self._groups):
-            group.fail(ScoringFailed("the reward stage was closed", {"closed": len(group.items)}))
 
 
 def _close_shared() -> None:
@@ -375,6 +303,55 @@ def _close_shared() -> None:
 
 def _reward(response: Response, verdict: Verdict, reward: float, raw_reward: float | None = None) -> Response:
     return replace(response, verdict=verdict, reward=reward, raw_reward=reward if raw_reward is None else raw_reward)
+
+
+# -- what is asked together -------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class _Batcher(Generic[T]):
+    """Sends what callers ask in one tick of the loop, or within a short wait, together. Each gets its own verdict."""
+
+    def __init__(self, score: Callable[[list[T]], AsyncIterator[tuple[int, Verdict]]]) -> None:
+        """`score` yields the index of each of its arguments with its verdict, in any order."""
+        self._score = score
+        self._asked: list[tuple[T, asyncio.Future[Verdict]]] = []
+        self._send_at: asyncio.Handle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def ask(self, one: T, *, wait_s: float = 0.0) -> Verdict:
+        """`wait_s`: how long `one` may wait for others. A call that does not want to wait sends all."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Verdict] = loop.create_future()
+        self._asked.append((one, answer))
+        if self._send_at is None:
+            self._send_at = loop.call_later(wait_s, self._send) if wait_s else loop.call_soon(self._send)
+        elif not wait_s and isinstance(self._send_at, asyncio.TimerHandle):
+            self._send_at.cancel()
+            self._send_at = loop.call_soon(self._send)
+        return await answer
+
+    def _send(self) -> None:
+        self._send_at = None
+        asked, self._asked = self._asked, []
+        task = asyncio.create_task(self._answer(asked))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, asked: list[tuple[T, asyncio.Future[Verdict]]]) -> None:
+        async for index, verdict in self._score([one for one, _ in asked]):
+            answer = asked[index][1]
+            if not answer.done():  # its group was given up
+                answer.set_result(verdict)
+
+    async def close(self) -> None:
+        if self._send_at is not None:
+            self._send_at.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 # -- the judge and the length penalty ---------------------------------------------------------------------------------
@@ -396,34 +373,22 @@ class _Judging:
             raise ConfigError("reward.judge.on_failure", kind, remedy)
         self._rule_only = kind == "rule_only"
         self._deadline_s = min(timeout_s, config.batch_timeout_s)
-        self._asked: list[tuple[JudgeRequest, Callable[[Verdict], None]]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._batches = _Batcher(self._ask_judge)
         self._judge = Judge(config.judge_config()) if config.judges else None
         if config.lacks_key:
             log.warning(config.lacks_key)
 
-    def ask(self, sample: Sample, rule: Verdict, then: Callable[[Verdict], None]) -> None:
-        """Request a verdict; `then` receives it on the loop. Requests of one tick of the loop are sent as one batch."""
+    async def ask(self, sample: Sample, rule: Verdict) -> Verdict:
         if self._judge is None:
-            then(JUDGE_OFF)
-            return
+            return JUDGE_OFF
         (request,) = judge_requests([sample], [rule], self._config)
         if request.skip:
-            then(Skipped(request.skip))
-            return
-        if not self._asked:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._asked.append((request, then))
+            return Skipped(request.skip)
+        verdict = await self._batches.ask(request)
+        return from_judge(verdict) if isinstance(verdict, Failed) else verdict
 
-    def _send(self) -> None:
-        asked, self._asked = self._asked, []
-        task = asyncio.get_running_loop().create_task(self._collect(asked))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _collect(self, asked: list[tuple[JudgeRequest, Callable[[Verdict], None]]]) -> None:
+    async def _ask_judge(self, requests: Sequence[JudgeRequest]) -> AsyncIterator[tuple[int, Verdict]]:
         assert self._judge is not None
-        requests = [request for request, _ in asked]
         try:
             handle = self._judge.submit(requests, deadline_s=self._deadline_s)
         except (EngineDied, JudgeClosed) as error:
@@ -434,12 +399,12 @@ class _Judging:
             try:
                 handle = self._judge.submit(requests, deadline_s=self._deadline_s)
             except (EngineDied, JudgeClosed) as again:
-                for _, then in asked:
-                    then(Failed(Reason.ENGINE.value, 0, str(again)))
+                for index in range(len(requests)):
+                    yield index, Failed(Reason.ENGINE.value, 0, str(again))
                 return
         try:
             async for index, verdict in handle.as_completed():
-                asked[index][1](verdict)
+                yield index, verdict
         finally:
             handle.cancel()
 
@@ -481,10 +446,7 @@ class _Judging:
         return {**found.to_dict(), **{name: getattr(found, name) for name in JUDGE_TOTALS}}
 
     async def close(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._batches.close()
         if self._judge is not None:
             await in_thread(self._judge.close)
 
@@ -577,14 +539,11 @@ class RewardCounts:
         self._broken_groups = 0
         self._first_failure = ""
 
-    def started(self, now: float, *, idle: bool) -> None:
-        if idle and self._busy_since is None:
-            self._busy_since = now
-
-    def idle(self, now: float) -> None:
+    def run(self, busy: bool, now: float) -> None:
+        """Count the time during which any response is in the stage."""
         if self._busy_since is not None:
             self._busy_s += now - self._busy_since
-            self._busy_since = None
+        self._busy_since = now if busy else None
 
     def settled(self, failure: Failed | None, status: str, latency_s: float) -> None:
         self._latency_s += latency_s

@@ -1,7 +1,7 @@
 """`FunctionRunner`: runs a reward function, and gives up on a call that takes too long.
 
-    submit(jobs) ─▶ async function: a task on this event loop ───────────────────────────────┐
-                 ─▶ plain function: queue ─▶ thread (─▶ its child process) ─▶ one wake-up ───┴▶ job.done(verdicts)
+    score(calls) ─▶ async function: a task on this event loop ───────────────────────────┐
+                 ─▶ plain function: queue ─▶ thread (─▶ its child process) ─▶ one wake-up ┴▶ [Verdict, …]
 
 The reward stage and the evaluation use it. All methods belong to the thread of one event loop.
 
@@ -43,18 +43,9 @@ CLOSE_S = 2.0
 TRIES = 2
 """A call that has ended this many children has failed. One child may have died by accident."""
 RECRUIT_S = 0.01
-"""A submit wakes one thread, and that thread reports when the queue is empty. After this time all threads share the
-rest of the queue, and finished calls are reported. A rule takes microseconds, and each wake-up takes the interpreter
-away from the engine."""
-
-
-@dataclass(eq=False)
-class Job:
-    """One call of the function: with one response, or with a batch."""
-
-    calls: Sequence[Call]
-    done: Callable[[list[Verdict]], None]
-    """Called on the event loop, exactly once unless the runner is closed."""
+"""A call wakes one thread, and that thread reports when the queue is empty. After this time all threads share the rest
+of the queue, and finished calls are reported. A rule takes microseconds, and each wake-up takes the interpreter away
+from the engine."""
 
 
 class FunctionRunner:
@@ -65,7 +56,6 @@ class FunctionRunner:
         self._timeout_s = timeout_s
         self._threads = None if function.is_async else _Threads(function, workers, executor, timeout_s)
         self._tasks: set[asyncio.Task[list[Verdict]]] = set()
-        self._timers: set[asyncio.TimerHandle] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -82,60 +72,31 @@ class FunctionRunner:
     def process_deaths(self) -> int:
         return self._threads.process_deaths if self._threads is not None else 0
 
-    def submit(self, jobs: Sequence[Job]) -> None:
-        """Start the jobs and return at once."""
-        if self._threads is None:
-            for job in jobs:
-                self._start_task(job)
-        elif jobs:
-            self._threads.submit(jobs)
-
-    async def score(self, call: Call) -> Verdict:
-        """Return the verdict of one call."""
-        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-
-        def done(verdicts: list[Verdict]) -> None:
-            if not verdict.done():
-                verdict.set_result(verdicts[0])
-
-        self.submit([Job([call], done)])
-        return await verdict
+    async def score(self, calls: Sequence[Call]) -> list[Verdict]:
+        """Return a verdict for each call. Only a batch function may be given more than one call."""
+        if self._threads is not None:
+            return await self._threads.submit(calls)
+        task = asyncio.create_task(self.function.score_async(calls))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.wait([task], timeout=self._timeout_s)
+            if not task.done():
+                return [_timed_out(self._timeout_s)] * len(calls)
+        finally:
+            task.cancel()  # and do not wait for it: it may ignore the cancellation
+        if task.cancelled():
+            return [failed("CancelledError", "the function cancelled itself")] * len(calls)
+        return task.result()
 
     async def close(self) -> None:
-        """End threads, child processes and tasks. Jobs that are not done are dropped."""
-        for timer in self._timers:
-            timer.cancel()
+        """End threads, child processes and tasks. Calls that are not done never return."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
         if self._threads is not None:
             await self._threads.close()
-
-    def _start_task(self, job: Job) -> None:
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(self.function.score_async(job.calls))
-        late = False
-
-        def give_up() -> None:
-            nonlocal late
-            late = True
-            self._timers.discard(timer)
-            task.cancel()  # and do not wait for it: it may ignore the cancellation
-            job.done([_timed_out(self._timeout_s)] * len(job.calls))
-
-        def done(_: object) -> None:
-            timer.cancel()
-            self._timers.discard(timer)
-            self._tasks.discard(task)
-            if not late:
-                cancelled = failed("CancelledError", "the function cancelled itself")
-                job.done([cancelled] * len(job.calls) if task.cancelled() else task.result())
-
-        timer = loop.call_later(self._timeout_s, give_up)
-        self._timers.add(timer)
-        self._tasks.add(task)
-        task.add_done_callback(done)
 
 
 def _timed_out(timeout_s: float) -> Failed:
@@ -163,17 +124,34 @@ async def in_thread(work: Callable[[], None]) -> None:
 
 
 @dataclass(eq=False)
-class _Worker:
-    thread: threading.Thread | None = None
-    job: Job | None = None
-    started_at: float | None = None
-    """None if there is no job, or while its child starts."""
-    abandoned: bool = False
-    child: _Child | None = None
+class _Job:
+    """One call of the function: with one response, or with a batch."""
+
+    calls: Sequence[Call]
+    answer: asyncio.Future[list[Verdict]]
+    """Belongs to the event loop, as all futures of asyncio."""
+
+    def finish(self, verdicts: list[Verdict]) -> None:
+        if not self.answer.done():  # cancelled, or given up on
+            self.answer.set_result(verdicts)
+
+
+class _Worker(threading.Thread):
+    def __init__(self, work: Callable[[_Worker], None]) -> None:
+        super().__init__(name="freewheel-reward", daemon=True)
+        self._work = work
+        self.job: _Job | None = None
+        self.started_at: float | None = None
+        """None if there is no job, or while its child starts."""
+        self.abandoned = False
+        self.child: _Child | None = None
+
+    def run(self) -> None:
+        self._work(self)
 
 
 class _Threads:
-    """Runs jobs on up to `count` threads, which start when they are needed."""
+    """Runs calls on `count` threads. They start with the first call."""
 
     def __init__(self, function: RewardFunction, count: int, executor: Executor, timeout_s: float) -> None:
         self._function = function
@@ -181,10 +159,9 @@ class _Threads:
         self._timeout_s = timeout_s
         self._payload = _pickled(function) if executor == "process" else None
         self._lock = threading.Condition()
-        self._queue: deque[Job] = deque()
-        self._finished: deque[tuple[Job, list[Verdict]]] = deque()
+        self._queue: deque[_Job] = deque()
+        self._finished: deque[tuple[_Job, list[Verdict]]] = deque()
         self._workers: list[_Worker] = []
-        self._idle = 0
         self._wake_sent = False
         self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -193,34 +170,33 @@ class _Threads:
         self.lost = 0
         self.process_deaths = 0
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, calls: Sequence[Call]) -> asyncio.Future[list[Verdict]]:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
+            self._start_threads()
+        job = _Job(calls, self._loop.create_future())
         with self._lock:
-            self._queue.extend(jobs)
-            self._staff(1)
-            self._lock.notify(1)
-            if len(self._queue) > 1 and self._recruiting is None:
+            self._queue.append(job)
+            if len(self._queue) == 1:
+                self._lock.notify(1)
+            elif self._recruiting is None:
                 self._recruiting = self._loop.call_later(RECRUIT_S, self._recruit)
         if self._timer is None:
             self._timer = self._loop.call_later(self._timeout_s, self._watch)
+        return job.answer
+
+    def _start_threads(self) -> None:
+        """Start threads until there are `count`."""
+        while len(self._workers) < self._count:
+            self._workers.append(_Worker(self._run))
+            self._workers[-1].start()
 
     def _recruit(self) -> None:
-        """Wake all threads for the jobs that the first thread has not done yet."""
+        """Wake all threads for the calls that the first thread has not done yet."""
         with self._lock:
             self._recruiting = None
-            self._staff(len(self._queue))
             self._lock.notify(len(self._queue))
         self._deliver()
-
-    def _staff(self, wanted: int) -> None:
-        """Start threads, up to the bound, until `wanted` threads are idle. Called under the lock."""
-        while wanted > self._idle and len(self._workers) < self._count:
-            worker = _Worker()
-            worker.thread = threading.Thread(target=self._run, args=(worker,), name="freewheel-reward", daemon=True)
-            self._workers.append(worker)
-            self._idle += 1
-            worker.thread.start()
 
     async def close(self) -> None:
         for timer in (self._timer, self._recruiting):
@@ -236,36 +212,34 @@ class _Threads:
     # on the event loop
 
     def _deliver(self) -> None:
-        self._wake_sent = False  # before reading: a job that finishes from here on sends a wake-up of its own
+        self._wake_sent = False  # before reading: a call that finishes from here on sends a wake-up of its own
         while self._finished:
             job, verdicts = self._finished.popleft()
-            job.done(verdicts)
+            job.finish(verdicts)
 
     def _watch(self) -> None:
         """Give up on calls that take too long, and come back when the next call may be late."""
         assert self._loop is not None
         now = time.monotonic()
-        late: list[tuple[_Worker, Job]] = []
         with self._lock:
-            for worker in list(self._workers):
-                if worker.job is None or worker.started_at is None or now - worker.started_at < self._timeout_s:
-                    continue
-                late.append((worker, worker.job))
-                worker.abandoned, worker.job = True, None
+            late = [w for w in self._workers if w.started_at is not None and now - w.started_at >= self._timeout_s]
+            for worker in late:
+                worker.abandoned = True
                 self._workers.remove(worker)
             self.lost += len(late)
-            self._staff(len(self._queue))
+            self._start_threads()
             self._lock.notify(len(self._queue))
-            running = [w.started_at or now for w in self._workers if w.job is not None]
-            again = bool(running or self._queue)
+            running = [worker.started_at or now for worker in self._workers if worker.job is not None]
+            is_busy = bool(running or self._queue)
         self._timer = None
-        if again and not self._closed:
+        if is_busy and not self._closed:
             wait_s = min(running, default=now) + self._timeout_s - now
             self._timer = self._loop.call_later(max(wait_s, 0.0), self._watch)
-        for worker, job in late:
+        for worker in late:
             if worker.child is not None:
                 worker.child.kill()
-            job.done([_timed_out(self._timeout_s)] * len(job.calls))
+            if worker.job is not None:
+                worker.job.finish([_timed_out(self._timeout_s)] * len(worker.job.calls))
 
     # in a thread
 
@@ -282,23 +256,21 @@ class _Threads:
             if worker.child is not None:
                 worker.child.close()
 
-    def _next(self, worker: _Worker) -> Job | None:
+    def _next(self, worker: _Worker) -> _Job | None:
         with self._lock:
             while not self._queue and not self._closed:
                 self._lock.wait()
-            self._idle -= 1
             if self._closed:
                 return None
             worker.job = self._queue.popleft()
             worker.started_at = time.monotonic() if self._payload is None else None
             return worker.job
 
-    def _finish(self, worker: _Worker, job: Job, verdicts: list[Verdict]) -> bool:
+    def _finish(self, worker: _Worker, job: _Job, verdicts: list[Verdict]) -> bool:
         with self._lock:
             if worker.abandoned:
                 return False
             worker.job = worker.started_at = None
-            self._idle += 1
             self._finished.append((job, verdicts))
             reported_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
             wake = not reported_later and not self._wake_sent
@@ -308,7 +280,7 @@ class _Threads:
                 self._loop.call_soon_threadsafe(self._deliver)
         return True
 
-    def _execute(self, worker: _Worker, job: Job) -> list[Verdict]:
+    def _execute(self, worker: _Worker, job: _Job) -> list[Verdict]:
         if self._payload is None:
             return self._function.score(job.calls)
         why = ""
@@ -339,15 +311,13 @@ class _Threads:
 
 def _join(workers: Sequence[_Worker], until: float) -> None:
     for worker in workers:
-        if worker.thread is not None:
-            worker.thread.join(max(0.0, until - time.monotonic()))
+        worker.join(max(0.0, until - time.monotonic()))
     for worker in workers:
-        if worker.thread is not None and worker.thread.is_alive():
-            if worker.child is not None:
-                worker.child.kill()
-                worker.thread.join(CLOSE_S)
-            else:
-                log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
+        if worker.is_alive() and worker.child is not None:
+            worker.child.kill()
+            worker.join(CLOSE_S)
+        elif worker.is_alive():
+            log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
 
 
 # -- a child process --------------------------------------------------------------------------------------------------
