@@ -1,6 +1,6 @@
 """How near is the adaptive limit to the best fixed concurrency, on judges it knows nothing about?
 
-Drives the engine's own `Limiter` and `Pacer` through the profiles of `freewheel.judge.testing.virtual` under a virtual
+Drives the engine's own `Limiter` and `Pacer` through the profiles of `tests/judge/virtual.py` under a virtual
 clock, beside a fixed limit of 60 and of 200 and a plain AIMD. Each figure is the mean time of a batch over the mean
 time at the best fixed concurrency, found by search on the same batches; cold is a first batch, warm starts from the
 memory that a batch of another seed left behind.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,10 @@ import msgspec
 
 from freewheel.judge.limiter import Limiter, LimiterMemory, Ticket
 from freewheel.judge.pacing import Pacer
-from freewheel.judge.testing.virtual import PROFILES, Outcome, Profile, lognormal_works, run_batch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/judge"))
+
+from virtual import PROFILES, Outcome, Profile, lognormal_works, run_batch  # the bench of the tests
 
 FIXED_GRID = (30, 40, 50, 56, 60, 64, 70, 76, 80, 90, 110, 150, 200)
 """Where the best fixed concurrency is searched; all profiles but H have theirs between 50 and 150."""

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freewheel.judge.limiter import CUT, MOST, START, Limiter, LimiterMemory, Ticket
-from freewheel.judge.testing.virtual import PROFILES, Outcome, lognormal_works, run_batch
+
+from .virtual import PROFILES, Outcome, lognormal_works, run_batch
 
 SEEDS = range(5)
 EVENTS = ("send", "succeed", "throttle", "overload", "break", "release")

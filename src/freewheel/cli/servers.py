@@ -323,8 +323,7 @@ def _run_mock(fields: dict[str, Any], host: str | None, port: int | None, *, as_
     from freewheel.cli.console import print_text
     from freewheel.errors import ConfigError
     from freewheel.judge.testing import JudgeProfile, serve
-    from freewheel.judge.testing.mock import DEFAULT_HOST, DEFAULT_PORT
-    from freewheel.judge.testing.server import CHAT_PATH
+    from freewheel.judge.testing.mock import CHAT_PATH, DEFAULT_HOST, DEFAULT_PORT
 
     try:
         profile = msgspec.convert(fields, JudgeProfile)

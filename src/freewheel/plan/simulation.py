@@ -19,7 +19,7 @@ replicas.
 
 `LimitedJudge` scores under limits, asked by the judge engine's own limiter and pacer, one for all replicas:
 
-    submit ─▶ waiting ─ Pacer.ready_at, Limiter.has_room ─▶ VirtualJudge ─ done ─▶ scored
+    submit ─▶ waiting ─ Pacer.ready_at, Limiter.has_room ─▶ ProcessorSharing ─ done ─▶ scored
                  ▲                                              │ refused
                  └──── backoff_s, the slot is free ◀────────────┘
 """
@@ -41,7 +41,7 @@ from freewheel.judge.limiter import Limiter
 from freewheel.judge.limiter import Ticket as JudgeTicket
 from freewheel.judge.pacing import MINUTE_S, Pacer
 from freewheel.judge.retry import backoff_s
-from freewheel.judge.testing.virtual import REFUSAL_S, Answer, Profile, VirtualJudge
+from freewheel.judge.testing.profile import ProcessorSharing
 from freewheel.plan.scene import (
     BUSY,
     FILLED,
@@ -60,6 +60,9 @@ from freewheel.queue.staleness import StalenessPolicy
 from freewheel.rollout.rollouter import Lookahead
 
 Event = tuple[float, int, Callable[[Any], None], Any]
+
+REFUSAL_S = 0.02
+"""Time of a judge's refusal: a network round trip and no work."""
 
 
 class Simulation:
@@ -653,17 +656,13 @@ class LimitedJudge:
     """Scores every submitted response once. Call `pump` at `next_at` and after `submit`."""
 
     def __init__(self, scores: Scores, latencies: Iterator[float], seed: int) -> None:
-        knee = scores.knee
-        self._judge = VirtualJudge(
-            Profile(
-                "plan",
-                "as the scene has it",
-                (lambda n: float(n)) if knee is None else (lambda n: float(min(n, knee))),
-                refuse_above=scores.refuse_above,
-                rate_per_s=scores.rate_per_s,
-                labelled=True,
-            )
-        )
+        self._scores = scores
+        self._judge = ProcessorSharing(scores.knee)
+        self._serving: dict[int, int] = {}  # the number of each request in service, by its ticket there
+        self._allowance = scores.rate_per_s or 0.0  # requests that the rate admits now: those of a second at most
+        self._refilled_at = 0.0
+        self.refused = 0
+        """429s."""
         self.limiter = Limiter()
         per_minute = None if scores.rate_per_s is None else scores.rate_per_s * MINUTE_S
         self._pacer = Pacer(requests_per_minute=per_minute)
@@ -672,7 +671,7 @@ class LimitedJudge:
         self._asked: dict[int, tuple[Group, float]] = {}  # by number, until scored: its group and its work
         self._fresh: deque[int] = deque()
         self._resting: list[tuple[float, int]] = []
-        self._refusals: list[tuple[float, int, Answer]] = []
+        self._refusals: list[tuple[float, int, bool]] = []  # when it is heard, the number, whether for the rate
         self._tickets: dict[int, JudgeTicket] = {}
         self._failures: dict[int, int] = {}
         self._numbers = 0
@@ -681,10 +680,6 @@ class LimitedJudge:
         self._holds_back = False
         self.held_back_s = 0.0
         """Seconds in which responses waited to be sent."""
-
-    @property
-    def refused(self) -> int:
-        return self._judge.refused
 
     def submit(self, group: Group) -> None:
         number = self._numbers
@@ -697,9 +692,9 @@ class LimitedJudge:
         if self._holds_back:
             self.held_back_s += now - self._now
         self._now = now
-        done, _ = self._judge.advance(now)
         scored = []
-        for number in done:
+        for served in self._judge.finished(now):
+            number = self._serving.pop(served)
             group, work_s = self._asked.pop(number)
             self.limiter.succeeded(self._tickets.pop(number), now)
             self._pacer.settled(now, 0, 0, work_s)
@@ -712,10 +707,10 @@ class LimitedJudge:
 
     def _hear_refusals(self, now: float) -> None:
         while self._refusals and self._refusals[0][0] <= now:
-            _, number, answer = heapq.heappop(self._refusals)
+            _, number, for_rate = heapq.heappop(self._refusals)
             ticket = self._tickets.pop(number)
             failures = self._failures[number] = self._failures.get(number, 0) + 1
-            if answer is Answer.RATE_LIMITED:
+            if for_rate:
                 self.limiter.released(ticket, now)
                 self._pacer.rejected(now, None)
             else:
@@ -737,11 +732,25 @@ class LimitedJudge:
             number = heapq.heappop(self._resting)[1] if rested else self._fresh.popleft()
             self._pacer.sent(now, 0)
             self._tickets[number] = self.limiter.sent(now)
-            answer = self._judge.offer(number, self._asked[number][1])
-            if answer is not Answer.ACCEPTED:
-                heapq.heappush(self._refusals, (now + REFUSAL_S, number, answer))
+            is_full = self._scores.refuse_above is not None and len(self._serving) >= self._scores.refuse_above
+            if is_full or not self._rate_admits(now):
+                self.refused += 1
+                heapq.heappush(self._refusals, (now + REFUSAL_S, number, not is_full))
+            else:
+                self._serving[self._judge.join(now, self._asked[number][1])] = number
+
+    def _rate_admits(self, now: float) -> bool:
+        rate = self._scores.rate_per_s
+        if rate is None:
+            return True
+        self._allowance = min(rate, self._allowance + (now - self._refilled_at) * rate)
+        self._refilled_at = now
+        if self._allowance < 1.0:
+            return False
+        self._allowance -= 1.0
+        return True
 
     def next_at(self) -> float:
         """Return the time of the next own event."""
-        at = min(self._judge.next_event_at(), self._wake_at)
+        at = min(self._judge.next_finish(), self._wake_at)
         return min(at, self._refusals[0][0]) if self._refusals else at

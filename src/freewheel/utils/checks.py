@@ -1,15 +1,82 @@
-"""Checks of single settings. Each raises a `ConfigError` that names the key, the value and the remedy."""
+"""Checks of settings. Each raises a `ConfigError` that names the key, the value and the remedy.
+
+drain_s: Positive = 25.0 ── check_fields(limits) ──▶ ConfigError: drain_s = 0: give a finite number above 0
+"""
 
 from __future__ import annotations
 
 import difflib
 import math
 import re
-from typing import Any
+import types
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import msgspec
+from msgspec import Meta
 
 from freewheel.errors import ConfigError
 
+Positive = Annotated[float, Meta(gt=0)]
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Count = Annotated[int, Meta(ge=1)]
+CountOrZero = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(pattern=r"\S")]
+"""Types of fields for `check_fields`. A `Text` is not blank."""
+
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def check_fields(settings: msgspec.Struct, prefix: str = "") -> None:
+    """Check each field of a struct that Python code made against its annotation; msgspec does so when it decodes.
+
+    Numbers must be finite, and text must have no lone surrogates.
+    """
+    for field in msgspec.structs.fields(settings):
+        value = getattr(settings, field.name)
+        if not _fits(value, field.type):
+            raise ConfigError(prefix + field.name, shown_value(field.name, value), f"give {_describe(field.type)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    plain = float(value) if isinstance(value, float) else value  # msgspec refuses numpy's subclass of float
+    try:
+        msgspec.convert(plain, kind)
+    except msgspec.ValidationError:
+        return False
+    return not (isinstance(plain, float) and not math.isfinite(plain)) and not (
+        isinstance(plain, str) and _LONE_SURROGATE.search(plain)
+    )
+
+
+def _describe(kind: Any) -> str:
+    """Describe the values of a type: `a whole number of at least 1, or None`."""
+    bounds = Meta()
+    if get_origin(kind) is Annotated:
+        kind, bounds = get_args(kind)
+    if get_origin(kind) in (Union, types.UnionType):
+        return ", or ".join(_describe(one) for one in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(kind))
+    words = _TYPES.get(get_origin(kind) or kind) or f"a {kind.__name__}"
+    if bounds.pattern is not None:
+        words += " that is not blank"
+    if bounds.ge is not None and bounds.le is not None:
+        return f"{words} from {bounds.ge} to {bounds.le}"
+    if bounds.ge is not None:
+        return f"{words} of at least {bounds.ge}"
+    return f"{words} above {bounds.gt}" if bounds.gt is not None else words
+
+
+_TYPES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "text",
+    tuple: "a list",
+    dict: "a mapping",
+    type(None): "None",
+}
 
 
 def check_number(

@@ -5,35 +5,62 @@
     with MockJudge(profile).in_process() as judge:          when its CPU time must not be the caller's
     serve(profile)                                          a program of its own: `freewheel mock-judge`
 
-Each `judge` is a `RunningJudge`. A child process is read over HTTP (`/__counts`, `/__requests`, `/__reset`), gets its
-profile as a line on stdin, answers with its port on stdout, and ends with its parent.
+Each `judge` is a `RunningJudge`. A child process is read over HTTP, gets its profile as a line on stdin, answers with
+its address on stdout, and ends with its parent.
+
+    aiohttp's low-level server ──▶ Behaviour.decide ──▶ _SharedService ──▶ the reply: whole, cut or dripped
+
+Paths: POST .../chat/completions, GET /v1/models, /healthz, /__counts and /__requests, POST /__reset (a profile in its
+body replaces the current one).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import selectors
 import signal
 import ssl
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from math import ceil
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from freewheel.errors import ConfigError
-from freewheel.judge.testing.profile import JudgeProfile
-from freewheel.judge.testing.server import CHAT_PATH, Counts, JudgeServer, RecordedRequest
+from freewheel.judge.service import run_loop
+from freewheel.judge.testing.profile import (
+    GARBAGE_BODY,
+    HTML_BODY,
+    UNPARSEABLE_REPLY,
+    Ask,
+    Behaviour,
+    Content,
+    Fault,
+    JudgeProfile,
+    Outage,
+    ProcessorSharing,
+    Refusal,
+    completion,
+    error_body,
+    reply_text,
+    stream_events,
+    usage,
+)
 from freewheel.judge.verdict import JudgeError
+from freewheel.utils.http import server_log
 from freewheel.utils.processes import end_with
 
 T = TypeVar("T")
@@ -41,12 +68,431 @@ T = TypeVar("T")
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8099
 """Not a default port of any inference server."""
+DEFAULT_MODEL = "mock-judge"
+CHAT_PATH = "/chat/completions"
+
 _START_TIMEOUT_S = 60.0
 """Imports on a busy machine are slow."""
 _STOP_TIMEOUT_S = 10.0
 """How long a child process may take to end before it is killed."""
 _CALL_TIMEOUT_S = 30.0
 """For reading counts from a judge that is busy answering."""
+_CLOSE_GRACE_S = 5.0
+"""How long a shutdown waits for aborted connections, which need a few turns of the loop."""
+_BACKLOG = 4096
+"""Connections that may wait to be accepted: a client that opens a thousand at once must not lose one by chance."""
+_DRIP_PIECES = 16
+"""The most pieces of a dripping body."""
+_MILLISECOND_S = 0.001
+"""uvloop rounds its timers to this. A timer that fires early would have to be set again."""
+_NEVER = float("inf")
+
+JSON_TYPE: Final = "application/json"
+HTML_TYPE: Final = "text/html; charset=utf-8"
+EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
+
+_ASK_DECODER = msgspec.json.Decoder(Ask)
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+class ContentCount(msgspec.Struct):
+    """Counts of one content."""
+
+    received: int = 0
+    """Requests that carried it."""
+    admitted: int = 0
+    """Requests that were neither refused nor lost to an outage."""
+    answered: int = 0
+    """Whole chat completions sent for it, including replies without a score."""
+    rejected: int = 0
+    """Requests for it that got a 429."""
+    faults: int = 0
+    """Faults it met."""
+    text: str = ""
+    """The user message without its nonce."""
+
+
+class Counts(msgspec.Struct):
+    """Counts of chat requests since the start or the last reset. Other paths are not counted."""
+
+    received: int = 0
+    answered: int = 0
+    rejected: int = 0
+    gone: int = 0
+    """Admitted requests whose client left before the reply."""
+    by_status: dict[int, int] = {}
+    """Replies by status, including cut and dripping bodies, but not closed connections."""
+    faults: dict[str, int] = {}
+    """Faults by kind, as the profile's shares name them (`error`, `hang`, …), and `outage`."""
+    in_flight: int = 0
+    max_in_flight: int = 0
+    connections: int = 0
+    """Connections that carried a chat request."""
+    connections_refused: int = 0
+    """Connections aborted on arrival, during an outage that refuses."""
+    open_connections: int = 0
+    """Connections open now, for any path."""
+    contents: dict[str, ContentCount] = {}
+
+    def of(self, user_content: str) -> ContentCount:
+        """The counts of this user message; all zeros if it never arrived."""
+        return self.contents.get(Content.of(user_content).key) or ContentCount()
+
+    def containing(self, part: str) -> list[ContentCount]:
+        """The contents whose text contains `part`, in the order of their first arrival."""
+        return [count for count in self.contents.values() if part in count.text]
+
+    @property
+    def most_received(self) -> int:
+        """How often the most frequent content was received. 1 proves that each content was sent once."""
+        return max((count.received for count in self.contents.values()), default=0)
+
+
+class RecordedRequest(msgspec.Struct, frozen=True):
+    """A chat request as it arrived."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: str
+
+    def json(self) -> Any:
+        """The body, decoded."""
+        return msgspec.json.decode(self.body)
+
+
+# -- the server -------------------------------------------------------------------------------------------------------
+
+
+class _SharedService:
+    """Makes requests wait for their share, with one timer for all. Belongs to the loop on which it is created."""
+
+    def __init__(self, knee: float | None, time_scale: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scale = time_scale
+        self._sharing = ProcessorSharing(knee)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._stuck: set[asyncio.Future[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = _NEVER
+        self._closed = False
+
+    def now(self) -> float:
+        """The judge's own time in seconds."""
+        return time.monotonic() / self._scale
+
+    async def serve(self, service_s: float) -> None:
+        """Wait for `service_s` of service. Cancelling returns the share."""
+        ticket = self._sharing.join(self.now(), service_s)
+        future = self._waiting[ticket] = self._loop.create_future()
+        self._arm()
+        try:
+            await future
+        finally:
+            if self._waiting.pop(ticket, None) is not None:
+                self._sharing.leave(self.now(), ticket)
+                self._arm()
+
+    async def hang(self) -> None:
+        """Wait until cancelled."""
+        future = self._loop.create_future()
+        self._stuck.add(future)
+        try:
+            await future
+        finally:
+            self._stuck.discard(future)
+
+    def close(self) -> None:
+        """Cancel all waiting requests."""
+        self._closed = True
+        self._disarm()
+        for future in [*self._waiting.values(), *self._stuck]:
+            future.cancel()
+
+    def _arm(self) -> None:
+        at = _NEVER if self._closed else self._sharing.next_finish()
+        if at == self._timer_at:
+            return
+        self._disarm()
+        if at == _NEVER:
+            return
+        delay_s = ceil(max(0.0, at - self.now()) * self._scale / _MILLISECOND_S) * _MILLISECOND_S
+        self._timer_at = at
+        self._timer = self._loop.call_later(delay_s, self._release)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_at = None, _NEVER
+
+    def _release(self) -> None:
+        self._timer, self._timer_at = None, _NEVER
+        for ticket in self._sharing.finished(self.now()):
+            future = self._waiting.pop(ticket, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+        self._arm()
+
+
+class _Epoch:
+    """The state that a reset replaces. A request belongs to the epoch in which it arrived, and counts there."""
+
+    def __init__(self, profile: JudgeProfile) -> None:
+        self.profile = profile
+        self.counts = Counts()
+        self.behaviour = Behaviour(profile)
+        self.service = _SharedService(profile.knee, profile.time_scale)
+        self.recent: deque[RecordedRequest] = deque(maxlen=profile.keep_requests)
+        self.outage_timers: list[asyncio.TimerHandle] = []
+        self.carriers: set[RequestHandler] = set()
+
+    def count_content(self, content: Content) -> ContentCount:
+        count = self.counts.contents.get(content.key)
+        if count is None:
+            count = self.counts.contents[content.key] = ContentCount(text=content.text)
+        return count
+
+    def count_status(self, status: int) -> None:
+        self.counts.by_status[status] = self.counts.by_status.get(status, 0) + 1
+
+    def count_fault(self, kind: str) -> None:
+        self.counts.faults[kind] = self.counts.faults.get(kind, 0) + 1
+
+    def close(self) -> None:
+        self.service.close()
+        for timer in self.outage_timers:
+            timer.cancel()
+
+
+class _JudgeServer(web.Server):
+    """One mock judge on the running loop, between `listen` and `stop`."""
+
+    def __init__(self, profile: JudgeProfile) -> None:
+        log = server_log("freewheel.judge.testing.http")
+        super().__init__(self._handle, handler_cancellation=True, access_log=None, logger=log)
+        self._epoch = _Epoch(profile)
+        self._open: dict[RequestHandler, asyncio.Transport] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    async def listen(self, host: str, port: int, ssl_context: ssl.SSLContext | None) -> int:
+        """Return the port; 0 takes a free one."""
+        loop = asyncio.get_running_loop()
+        self._listener = await loop.create_server(self, host, port, ssl=ssl_context, backlog=_BACKLOG)
+        bound: int = self._listener.sockets[0].getsockname()[1]
+        return bound
+
+    async def stop(self) -> None:
+        """Stop listening, abort the open connections and wait until they are closed."""
+        self._listener.close()
+        self._epoch.close()
+        self._abort_all()
+        async with asyncio.timeout(_CLOSE_GRACE_S):
+            await self._none_open.wait()
+        await self.shutdown(_CLOSE_GRACE_S)
+        await self._listener.wait_closed()
+
+    def reset(self, profile: JudgeProfile | None = None) -> None:
+        """Restart counts, attempts, rates and schedule. Requests in flight lose their connection without a reply."""
+        self._epoch.close()
+        self._epoch = _Epoch(profile or self._epoch.profile)
+
+    def counts_json(self) -> bytes:
+        self._epoch.counts.open_connections = len(self._open)
+        return msgspec.json.encode(self._epoch.counts)
+
+    def requests_json(self) -> bytes:
+        return msgspec.json.encode(list(self._epoch.recent))
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._open[handler] = transport
+        self._none_open.clear()
+        epoch = self._epoch
+        if epoch.profile.outage_kind == "refuse" and epoch.behaviour.in_outage(epoch.service.now()):
+            epoch.counts.connections_refused += 1
+            transport.abort()
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._open.pop(handler, None)
+        self._epoch.carriers.discard(handler)
+        if not self._open:
+            self._none_open.set()
+
+    def _abort_all(self) -> None:
+        for transport in list(self._open.values()):
+            transport.abort()
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        body = await request.content.read()
+        if request.method == "POST" and request.path.endswith(CHAT_PATH):
+            return await self._chat(request, body)
+        return self._other_path(request, body)
+
+    async def _chat(self, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
+        epoch = self._epoch
+        profile, counts, now = epoch.profile, epoch.counts, epoch.service.now()
+        counts.received += 1
+        if request.protocol not in epoch.carriers:
+            epoch.carriers.add(request.protocol)
+            counts.connections += 1
+        if profile.keep_requests:
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            epoch.recent.append(RecordedRequest(request.method, request.path, headers, raw.decode("utf-8", "replace")))
+        if epoch.behaviour.begin(now) and profile.outage_kind == "refuse":
+            loop = asyncio.get_running_loop()
+            epoch.outage_timers = [
+                loop.call_later(start_s * profile.time_scale, self._abort_all) for start_s, _ in profile.outages
+            ]
+        ask = _read(raw)
+        content = Content.of(ask.user_content if ask else "")
+        count = epoch.count_content(content) if ask else ContentCount()
+        count.received += 1
+        text = reply_text(profile, content)
+        decision = epoch.behaviour.decide(
+            now,
+            ask,
+            content,
+            authorization=request.headers.get("Authorization"),
+            tokens=usage(ask, text)["total_tokens"] if ask else 0,
+            in_flight=counts.in_flight,
+            attempt=count.admitted,
+            faults_so_far=count.faults,
+        )
+        if isinstance(decision, Outage):
+            epoch.count_fault("outage")
+            return _hang_up(request, abort=True)
+        if isinstance(decision, Refusal):
+            if decision.status == 429:
+                counts.rejected += 1
+                count.rejected += 1
+            epoch.count_status(decision.status)
+            return _whole(decision.status, decision.body, headers=decision.headers)
+        assert ask is not None, "only a readable request is let in"
+        count.admitted += 1
+        counts.in_flight += 1
+        counts.max_in_flight = max(counts.max_in_flight, counts.in_flight)
+        if decision.fault is not None:
+            count.faults += 1
+            epoch.count_fault(decision.fault.value)
+        try:
+            if decision.fault is Fault.HANG:
+                await epoch.service.hang()
+            elif decision.service_s > 0.0:
+                await epoch.service.serve(decision.service_s)
+            return await self._answer(epoch, request, ask, content, text, decision.fault, count)
+        except asyncio.CancelledError:
+            counts.gone += 1
+            raise
+        finally:
+            counts.in_flight -= 1
+
+    async def _answer(
+        self,
+        epoch: _Epoch,
+        request: web.BaseRequest,
+        ask: Ask,
+        content: Content,
+        text: str,
+        fault: Fault | None,
+        count: ContentCount,
+    ) -> web.StreamResponse:
+        """The reply to a request that was let in and served, with its fault if it has one."""
+        if fault is Fault.DISCONNECT:
+            return _hang_up(request)
+        headers = epoch.behaviour.rate_headers(epoch.service.now())
+        epoch.count_status(epoch.profile.error_status if fault is Fault.ERROR else 200)
+        if fault is Fault.ERROR:
+            body = error_body("The judge had an error.", "server_error")
+            return _whole(epoch.profile.error_status, body, headers=headers)
+        if fault is Fault.GARBAGE:
+            return _whole(200, GARBAGE_BODY, headers=headers)
+        if fault is Fault.WRONG_TYPE:
+            return _whole(200, HTML_BODY, content_type=HTML_TYPE, headers=headers)
+        said: str | None = UNPARSEABLE_REPLY if fault is Fault.UNPARSEABLE else text
+        used, choices = usage(ask, said or ""), True
+        if fault is Fault.EMPTY:
+            said, choices = None, content.digest[-1] % 2 == 0
+        model = ask.model or epoch.profile.model or DEFAULT_MODEL
+        write = stream_events if ask.stream else completion
+        pieces = write(ask, content, said, model=model, used=used, choices=choices)
+        content_type = EVENTS_TYPE if ask.stream else JSON_TYPE
+        if fault not in (Fault.TRUNCATE, Fault.DRIP) and not ask.stream:
+            epoch.counts.answered += 1
+            count.answered += 1
+            return _whole(200, b"".join(pieces), content_type=content_type, headers=headers)
+        reply = web.StreamResponse(headers={**dict(headers), "Content-Type": content_type})
+        if not ask.stream:
+            reply.content_length = sum(map(len, pieces))
+            pieces = _cut(b"".join(pieces))
+        await reply.prepare(request)
+        if fault is Fault.TRUNCATE:
+            await reply.write(b"".join(pieces[: len(pieces) // 2]))
+            return _hang_up(request)
+        for piece in pieces:
+            if fault is Fault.DRIP:
+                await asyncio.sleep(epoch.profile.drip_s * epoch.profile.time_scale / len(pieces))
+            await reply.write(piece)
+        epoch.counts.answered += 1
+        count.answered += 1
+        return reply
+
+    def _other_path(self, request: web.BaseRequest, body: bytes) -> web.Response:
+        """Handle the paths that are not chat completions. They are not counted."""
+        match request.method, request.path:
+            case "GET", "/healthz":
+                return _whole(200, b'{"ok": true}')
+            case "GET", "/v1/models":
+                model = self._epoch.profile.model or DEFAULT_MODEL
+                listed = {"id": model, "object": "model", "created": 0, "owned_by": "freewheel"}
+                return _whole(200, msgspec.json.encode({"object": "list", "data": [listed]}))
+            case "GET", "/__counts":
+                return _whole(200, self.counts_json())
+            case "GET", "/__requests":
+                return _whole(200, self.requests_json())
+            case "POST", "/__reset":
+                try:
+                    self.reset(msgspec.json.decode(body, type=JudgeProfile) if body.strip() else None)
+                except (ValueError, RecursionError) as problem:  # msgspec's errors are ValueErrors
+                    return _whole(400, error_body(str(problem), "invalid_request_error"))
+                return _whole(200, b'{"ok": true}')
+        return _whole(404, error_body(f"No such path: {request.path}", "invalid_request_error"))
+
+
+def _whole(
+    status: int, body: bytes, *, content_type: str = JSON_TYPE, headers: tuple[tuple[str, str], ...] = ()
+) -> web.Response:
+    return web.Response(status=status, body=body, headers={"Content-Type": content_type, **dict(headers)})
+
+
+def _hang_up(request: web.BaseRequest, *, abort: bool = False) -> web.Response:
+    """Close the connection after the bytes written so far. `abort` resets it and drops those too."""
+    transport = request.transport
+    if transport is not None:
+        if abort:
+            transport.abort()
+        else:
+            transport.close()
+    return web.Response()  # aiohttp wants one, and drops it where the connection is closed
+
+
+def _cut(body: bytes) -> list[bytes]:
+    step = ceil(len(body) / _DRIP_PIECES)
+    return [body[at : at + step] for at in range(0, len(body), step)]
+
+
+def _read(raw: bytes) -> Ask | None:
+    try:
+        return _ASK_DECODER.decode(raw)
+    except (ValueError, RecursionError):  # no JSON, no chat request, or no UTF-8
+        return None
+
+
+# -- its places -------------------------------------------------------------------------------------------------------
 
 
 class RunningJudge(ABC):
@@ -95,14 +541,14 @@ class MockJudge(RunningJudge):
     ) -> None:
         super().__init__(profile or JudgeProfile(), host, port, scheme="http" if ssl_context is None else "https")
         self._ssl_context = ssl_context
-        self._server: JudgeServer | None = None
+        self._server: _JudgeServer | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         """The loop of the judge's own thread, if it has one."""
 
     async def start(self) -> None:
         """Listen on the current loop."""
-        self._server = JudgeServer(self.profile)
-        self.port = await self._server.start(self.host, self.port, self._ssl_context)
+        self._server = _JudgeServer(self.profile)
+        self.port = await self._server.listen(self.host, self.port, self._ssl_context)
 
     async def stop(self) -> None:
         """Close every connection and stop listening. The counts stay readable."""
@@ -146,11 +592,7 @@ class MockJudge(RunningJudge):
             await self.stop()
             self._loop = None
 
-        def run() -> None:
-            with asyncio.Runner(loop_factory=_new_loop) as runner:
-                runner.run(live())
-
-        thread = threading.Thread(target=run, name="freewheel-mock-judge", daemon=True)
+        thread = threading.Thread(target=lambda: run_loop(live()), name="freewheel-mock-judge", daemon=True)
         thread.start()
         done = started.result(_START_TIMEOUT_S)
         try:
@@ -166,7 +608,7 @@ class MockJudge(RunningJudge):
             raise ConfigError("ssl_context", "set", "a context cannot travel to another process; use in_thread()")
         return _in_process(self.profile, self.host, self.port)
 
-    def _call(self, work: Callable[[JudgeServer], T]) -> T:
+    def _call(self, work: Callable[[_JudgeServer], T]) -> T:
         """Run `work` on the server's loop."""
         server, loop = self._server, self._loop
         if server is None:
@@ -224,7 +666,9 @@ def _in_process(profile: JudgeProfile, host: str, port: int) -> Iterator[Running
             # By stdin, not by argument: a profile may hold a key, and arguments are public and limited in length.
             child.stdin.write(msgspec.json.encode(_ChildSettings(profile, host, port, os.getpid())) + b"\n")
             child.stdin.flush()
-            url = _read_first_line(child.stdout).decode().strip()
+            url = child.stdout.readline().decode().strip()
+            if not url:
+                raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
             yield RemoteJudge(profile, host, urlsplit(url).port or 0, child.pid)
         finally:
             child.terminate()
@@ -232,17 +676,6 @@ def _in_process(profile: JudgeProfile, host: str, port: int) -> Iterator[Running
                 child.wait(_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 child.kill()
-
-
-def _read_first_line(stream: IO[bytes]) -> bytes:
-    with selectors.DefaultSelector() as selector:
-        selector.register(stream, selectors.EVENT_READ)
-        if not selector.select(_START_TIMEOUT_S):
-            raise JudgeError(f"the mock judge's process was not ready within {_START_TIMEOUT_S:g} s")
-    line = stream.readline()
-    if not line:
-        raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
-    return line
 
 
 def _run_child() -> None:
@@ -276,14 +709,4 @@ def serve(
                 ready(judge.url)
             await stopped.wait()
 
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
-        runner.run(run())
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's loop where it is installed, else asyncio's."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    run_loop(run())

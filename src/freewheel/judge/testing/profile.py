@@ -4,7 +4,7 @@
                   ▼           ▼                       ▼                        └──────┬──────┘
         Outage, Refusal 503   Refusal 429             Refusal 4xx                     ▼ Refusal 429
 
-`JudgeServer` carries the decisions out. `JudgeProfile` is the only source of the defaults. Times are in the judge's own
+`mock.py` carries the decisions out. `JudgeProfile` is the only source of the defaults. Times are in the judge's own
 seconds: `time_scale` converts them to wall time, and only headers hold wall time.
 """
 
@@ -13,19 +13,18 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from email.utils import formatdate
 from enum import StrEnum
 from hashlib import blake2b, sha256
-from math import ceil, exp, floor, isfinite, log
+from heapq import heappop, heappush
+from math import ceil, exp, floor, inf, isfinite, log
 from statistics import NormalDist
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.utils.checks import check_choice, check_number, check_share
+from freewheel.utils.checks import CountOrZero, NotNegative, Positive, Share, check_fields
 
-ReplyStyle = Literal["bare", "bold", "labelled", "json", "think", "chinese", "mixed"]
 Windows = tuple[tuple[float, float], ...]
 
 SHARES = (
@@ -44,9 +43,6 @@ SHARES = (
 ROUNDING = 1e-9
 """In binary, 0.1 + 0.2 + 0.7 is not exactly 1."""
 
-LOWEST_ERROR, HIGHEST_ERROR = 400, 599
-"""The error statuses of HTTP."""
-
 
 class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How the mock judge treats requests. By default it answers everything correctly and at once."""
@@ -55,58 +51,54 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Latencies and faults are drawn from (seed, content, attempt): the order of arrival changes nothing. Only
     requests that were let in are attempts."""
 
-    time_scale: float = 1.0
+    time_scale: Positive = 1.0
     """Wall seconds per second of this profile, in headers too: 0.1 rehearses ten times faster."""
 
     latency: Literal["fixed", "lognormal"] = "fixed"
     """Each request takes `latency_s`, or a lognormal time with that mean."""
-    latency_s: float = 0.0
+    latency_s: NotNegative = 0.0
     """Mean time of a request when the judge is not crowded."""
-    sigma: float = 0.5
+    sigma: NotNegative = 0.5
     """Spread of the lognormal: the standard deviation of the time's logarithm."""
 
-    knee: float | None = None
+    knee: Positive | None = None
     """Throughput saturates here: with n in service, each progresses at the rate min(1, knee / n). None: never.
     Hanging and dripping requests are in flight but use no service."""
-    reject_above: int | None = None
+    reject_above: CountOrZero | None = None
     """A request that finds this many in flight gets a 429 at once. None: all are let in."""
-    retry_after_s: float | None = 1.0
-    """`Retry-After` of a 429. A labelled rate limit sends the exact wait instead. None: never send the header."""
-    retry_after_style: Literal["seconds", "date"] = "seconds"
-    """`Retry-After` as a number (with decimals where needed) or as an HTTP date, rounded up to a second."""
+    retry_after_s: NotNegative | None = 1.0
+    """`Retry-After` of a 429. A rate limit sends the exact wait instead. None: never send the header."""
 
-    requests_per_minute: float | None = None
+    requests_per_minute: Positive | None = None
     """Requests beyond this rate get a 429."""
-    tokens_per_minute: float | None = None
+    tokens_per_minute: Positive | None = None
     """The same for tokens of prompt and reply, as `usage` reports them."""
-    rate_window_s: float = 60.0
+    rate_window_s: Positive = 60.0
     """A rate's bucket holds the allowance of this time, starts full, and refills continuously."""
-    label_rate: bool = True
-    """Whether a rate limit is named in `x-ratelimit-*` headers and the message. False: it is a bare 429."""
 
-    error_share: float = 0.0
+    error_share: Share = 0.0
     """Share of requests that end with `error_status`."""
-    error_status: int = 500
+    error_status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 500
     """Status of those errors."""
-    disconnect_share: float = 0.0
+    disconnect_share: Share = 0.0
     """Share whose connection is closed before any reply."""
-    truncate_share: float = 0.0
+    truncate_share: Share = 0.0
     """Share whose body is cut in the middle, in spite of its Content-Length."""
-    garbage_share: float = 0.0
+    garbage_share: Share = 0.0
     """Share that gets 200, application/json and a body that is not JSON."""
-    wrong_type_share: float = 0.0
+    wrong_type_share: Share = 0.0
     """Share that gets 200 and an HTML page."""
-    hang_share: float = 0.0
+    hang_share: Share = 0.0
     """Share that is never answered; it counts as in flight until the client goes away."""
-    drip_share: float = 0.0
+    drip_share: Share = 0.0
     """Share whose correct answer is sent a few bytes at a time, over `drip_s`."""
-    drip_s: float = 5.0
+    drip_s: NotNegative = 5.0
     """Duration of a dripping answer."""
-    unparseable_share: float = 0.0
+    unparseable_share: Share = 0.0
     """Share that gets a valid completion without a score in it."""
-    empty_share: float = 0.0
+    empty_share: Share = 0.0
     """Share that gets no choices, or a choice whose content is null (by content)."""
-    faults_per_content: int | None = None
+    faults_per_content: CountOrZero | None = None
     """After this many faults a content is answered correctly: 1 makes the first retry succeed. None: never."""
 
     outages: Windows = ()
@@ -122,54 +114,30 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """If set, a request for another model gets a 404 (`model_not_found`)."""
     insufficient_quota: bool = False
     """Every request gets a 429 with the code `insufficient_quota`."""
-    max_prompt_chars: int | None = None
+    max_prompt_chars: CountOrZero | None = None
     """A prompt with more characters gets a 400 (`context_length_exceeded`)."""
 
     score_low: int = 1
     """Lowest score."""
     score_high: int = 10
     """Highest score."""
-    reply_style: ReplyStyle = "bare"
+    reply_style: Literal["bare", "bold", "labelled", "json", "think", "chinese", "mixed"] = "bare"
     """The form of the score; `mixed` chooses by content."""
     scores: dict[str, str] = {}
     """Replies set by a test: the first key that occurs in the user message selects its value as the reply."""
 
-    keep_requests: int = 0
+    keep_requests: CountOrZero = 0
     """Number of latest chat requests to keep, with headers and body."""
-    keep_texts: bool = True
-    """Whether counts by content include the text. False: only its key, for very long runs."""
 
     def __post_init__(self) -> None:
         for name in ("outages", "throttle_bursts"):
             msgspec.structs.force_setattr(self, name, _windows(name, getattr(self, name)))
-        for name in SHARES:
-            check_share(name, getattr(self, name))
+        check_fields(self)
         total = sum(getattr(self, name) for name in SHARES)
         if total > 1.0 + ROUNDING:
             raise ConfigError("shares", total, "the fault shares must not add up to more than 1")
-        for name in ("latency_s", "sigma", "drip_s", "keep_requests"):
-            check_number(name, getattr(self, name), low=0)
-        for name in ("time_scale", "rate_window_s"):
-            check_number(name, getattr(self, name), above=0)
-        for name in ("knee", "requests_per_minute", "tokens_per_minute"):
-            check_number(name, getattr(self, name), above=0, optional=True)
-        for name in ("reject_above", "max_prompt_chars", "retry_after_s", "faults_per_content"):
-            check_number(name, getattr(self, name), low=0, optional=True)
-        if not LOWEST_ERROR <= self.error_status <= HIGHEST_ERROR:
-            raise ConfigError("error_status", self.error_status, "an error's status lies between 400 and 599")
         if self.score_low > self.score_high:
             raise ConfigError("score_low", self.score_low, f"must not exceed score_high = {self.score_high}")
-        for name, allowed in CHOICES.items():
-            check_choice(name, getattr(self, name), allowed)
-
-
-CHOICES = {
-    "latency": ("fixed", "lognormal"),
-    "retry_after_style": ("seconds", "date"),
-    "outage_kind": ("refuse", "503"),
-    "reply_style": ("bare", "bold", "labelled", "json", "think", "chinese", "mixed"),
-}
-"""Allowed values. The annotations say the same to a type checker and to the JSON decoder."""
 
 
 def _windows(name: str, value: Iterable[Iterable[float]]) -> Windows:
@@ -226,9 +194,6 @@ class RateLimits:
             if per_minute is not None:
                 self._limits.append((what, per_minute, Bucket(per_minute, profile.rate_window_s)))
 
-    def __bool__(self) -> bool:
-        return bool(self._limits)
-
     def admit(self, now: float, tokens: int) -> tuple[str, float] | None:
         """None if the request may pass, which charges it; else the limit that is exceeded, and for how long."""
         amounts = {"requests": 1.0, "tokens": float(tokens)}
@@ -247,19 +212,14 @@ class RateLimits:
             lines += (
                 (f"x-ratelimit-limit-{what}", f"{per_minute:g}"),
                 (f"x-ratelimit-remaining-{what}", str(floor(bucket.level(now)))),
-                (f"x-ratelimit-reset-{what}", duration(bucket.full_in_s(now) * self._scale)),
+                (f"x-ratelimit-reset-{what}", f"{_up_to_ms(bucket.full_in_s(now) * self._scale)}s"),
             )
         return tuple(lines)
 
 
-def duration(seconds: float) -> str:
-    """`6m0s`, `1.5s`, `20ms`: a duration as the public APIs write it, rounded up to a millisecond."""
-    millis = ceil(seconds * 1000)
-    if millis < 1000:
-        return f"{millis}ms"
-    minutes, millis = divmod(millis, 60_000)
-    rest = f"{millis / 1000:g}s"
-    return f"{minutes}m{rest}" if minutes else rest
+def _up_to_ms(seconds: float) -> str:
+    """Round up to a millisecond: an earlier retry would be refused again."""
+    return f"{ceil(seconds * 1000) / 1000:g}"
 
 
 NONCE = re.compile(r"[0-9a-fA-F]{16,}")
@@ -299,19 +259,13 @@ class Message(msgspec.Struct):
         return self.content or ""
 
 
-class StreamOptions(msgspec.Struct):
-    """`stream_options` of a request."""
-
-    include_usage: bool = False
-
-
 class Ask(msgspec.Struct):
     """The fields of a chat completion request that matter here. Others are ignored."""
 
     messages: list[Message]
     model: str = ""
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[str, Any] | None = None
     n: int | None = 1
 
     @property
@@ -390,9 +344,9 @@ def usage(ask: Ask, text: str) -> dict[str, int]:
 
 def completion(
     ask: Ask, content: Content, text: str | None, *, model: str, used: dict[str, int], choices: bool = True
-) -> bytes:
-    """The body of a whole chat completion."""
-    return msgspec.json.encode(
+) -> list[bytes]:
+    """The body of a whole chat completion, in one piece."""
+    body = msgspec.json.encode(
         {
             "id": f"chatcmpl-{content.key}",
             "object": "chat.completion",
@@ -410,6 +364,7 @@ def completion(
             "usage": used,
         }
     )
+    return [body]
 
 
 def stream_events(
@@ -436,7 +391,7 @@ def stream_events(
     events = [event([{"role": "assistant", "content": ""}])]
     events += [event([{"content": words[at : at + step]}]) for at in range(0, len(words), step)]
     events.append(event([{}], "stop"))
-    if ask.stream_options is not None and ask.stream_options.include_usage:
+    if ask.stream_options and ask.stream_options.get("include_usage"):
         events.append(b"data: " + msgspec.json.encode({**head, "choices": [], "usage": used}) + b"\n\n")
     events.append(b"data: [DONE]\n\n")
     return events
@@ -562,7 +517,6 @@ class Behaviour:
         in_flight: int,
         attempt: int,
         faults_so_far: int = 0,
-        wall_time: float = 0.0,
     ) -> Decision:
         """Decide about one request. `ask` is None if its body is no chat request."""
         profile = self.profile
@@ -572,26 +526,24 @@ class Behaviour:
                     return Outage()
                 return Refusal(503, error_body("The judge is away.", "server_error"))
             if inside(profile.throttle_bursts, now - self._began):
-                return self._too_many(BARE_MESSAGE, wall_time)
+                return self._too_many(BARE_MESSAGE)
         refusal = self._unacceptable(ask, authorization)
         if refusal is not None:
             return refusal
         if profile.reject_above is not None and in_flight >= profile.reject_above:
-            return self._too_many(CROWDED_MESSAGE, wall_time, code="concurrency_limit_exceeded")
-        over = self._rates.admit(now, tokens) if self._rates else None
+            return self._too_many(CROWDED_MESSAGE, code="concurrency_limit_exceeded")
+        over = self._rates.admit(now, tokens)
         if over is not None:
             what, wait_s = over
-            if not profile.label_rate:
-                return self._too_many(BARE_MESSAGE, wall_time)
             wait_s *= profile.time_scale
             message = RATE_MESSAGE.format(what=what, wait_s=wait_s)
-            headers = self._retry_after(wait_s, wall_time) + self.rate_headers(now)
+            headers = self._retry_after(wait_s) + self.rate_headers(now)
             return Refusal(429, error_body(message, what, "rate_limit_exceeded"), headers)
         return plan_for(profile, content, attempt, faults_so_far)
 
     def rate_headers(self, now: float) -> Headers:
-        """The rate headers of a reply; none if the rates are unlabelled or absent."""
-        return self._rates.headers(now) if self._rates and self.profile.label_rate else ()
+        """The rate headers of a reply; none without rates."""
+        return self._rates.headers(now)
 
     def _unacceptable(self, ask: Ask | None, authorization: str | None) -> Refusal | None:
         """A refusal that no retry of this request could change."""
@@ -611,15 +563,91 @@ class Behaviour:
             return Refusal(400, error_body(message, "invalid_request_error", "context_length_exceeded"))
         return None
 
-    def _too_many(self, message: str, wall_time: float, code: str | None = None) -> Refusal:
+    def _too_many(self, message: str, code: str | None = None) -> Refusal:
         wait_s = self.profile.retry_after_s
-        headers = () if wait_s is None else self._retry_after(wait_s * self.profile.time_scale, wall_time)
+        headers = () if wait_s is None else self._retry_after(wait_s * self.profile.time_scale)
         return Refusal(429, error_body(message, "too_many_requests", code), headers)
 
-    def _retry_after(self, wait_s: float, wall_time: float) -> Headers:
-        """The header for a wait in wall seconds, rounded up to a millisecond or, as a date, to a second."""
+    def _retry_after(self, wait_s: float) -> Headers:
+        """The header for a wait in wall seconds."""
         if self.profile.retry_after_s is None:
             return ()
-        if self.profile.retry_after_style == "date":
-            return (("Retry-After", formatdate(ceil(wall_time + wait_s), usegmt=True)),)
-        return (("Retry-After", f"{ceil(wait_s * 1000) / 1000:g}"),)
+        return (("Retry-After", _up_to_ms(wait_s)),)
+
+
+class ProcessorSharing:
+    """Exact processor sharing: what a batching inference server does to its latencies past its knee.
+
+    With n requests in service, each progresses at the rate r = min(1, knee / n). Let virtual time V grow at the rate r.
+    A request that joins at V0 and needs s seconds of service then ends at V = V0 + s, whoever joins or leaves before.
+    A heap of those ends is all the state, and join, leave and finish cost O(log n). The caller supplies the time, which
+    must not run backwards.
+    """
+
+    def __init__(self, knee: float | None) -> None:
+        self._knee = knee
+        self._virtual = 0.0
+        self._now = 0.0
+        self._ends: list[tuple[float, int]] = []
+        self._active: set[int] = set()
+        self._finished: list[int] = []
+        self._tickets = 0
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    def join(self, now: float, service_s: float) -> int:
+        """Start a request that needs `service_s` when alone. `finished` returns the ticket when it is done."""
+        self._advance(now)
+        ticket = self._tickets
+        self._tickets += 1
+        self._active.add(ticket)
+        heappush(self._ends, (self._virtual + service_s, ticket))
+        return ticket
+
+    def leave(self, now: float, ticket: int) -> None:
+        """Remove a request that nobody waits for any more. The others get its share from now on."""
+        self._advance(now)
+        self._active.discard(ticket)  # its entry in the heap is skipped when it comes up
+
+    def finished(self, now: float) -> list[int]:
+        """The tickets that ended since the last call, in the order in which they ended."""
+        self._advance(now)
+        done, self._finished = self._finished, []
+        return done
+
+    def next_finish(self) -> float:
+        """When the next request ends if nobody joins or leaves before; infinity if none is in service."""
+        if self._finished:
+            return self._now
+        self._skip_the_gone()
+        if not self._ends:
+            return inf
+        return self._now + (self._ends[0][0] - self._virtual) / self._rate()
+
+    def _rate(self) -> float:
+        return 1.0 if self._knee is None else min(1.0, self._knee / len(self._active))
+
+    def _skip_the_gone(self) -> None:
+        while self._ends and self._ends[0][1] not in self._active:
+            heappop(self._ends)
+
+    def _advance(self, now: float) -> None:
+        """Move to `now` from end to end, because each end changes the rate. A late caller loses no precision."""
+        while True:
+            self._skip_the_gone()
+            if not self._ends:
+                break
+            end, ticket = self._ends[0]
+            rate = self._rate()
+            ends_at = self._now + (end - self._virtual) / rate
+            if ends_at > now:
+                self._virtual += (now - self._now) * rate
+                break
+            heappop(self._ends)
+            self._active.discard(ticket)
+            self._finished.append(ticket)
+            self._virtual, self._now = end, max(self._now, ends_at)
+        if not self._ends:
+            self._virtual = 0.0  # a new origin when idle keeps the floats small
+        self._now = max(self._now, now)

@@ -1,7 +1,7 @@
 """A judge under a virtual clock: exact processor sharing, and the ways in which real judges refuse.
 
 `run_batch` drives the engine's own limiter and pacer through a whole batch in about 20 ms, without sleeping, so a seed
-always gives the same figures. Used by `freewheel plan`, `benchmarks/limiter_sim.py` and the tests.
+always gives the same figures. Used by the tests and by `benchmarks/limiter_sim.py`.
 
     pending ──▶ Pacer.ready_at ──▶ Limiter.has_room ──▶ VirtualJudge.offer ──accepted──▶ shares the capacity ──▶ done
        ▲                                                      │ refused

@@ -1,15 +1,29 @@
-"""The mock judge as an HTTP client on loopback sees it."""
+"""The mock judge as an HTTP client on loopback sees it; its places: a loop, a thread, a child process, a program."""
+
+from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import signal
+import ssl
+import subprocess
+import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
+import trustme
 
+from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge, expected_score
+from freewheel.judge.verdict import JudgeError
+from freewheel.utils.processes import wait_for_end, within
 
 PATIENCE_S = 10.0
 """Far more than any test needs."""
@@ -93,14 +107,6 @@ async def test_models_and_health_are_served_and_other_paths_are_not(client: aioh
         assert judge.counts().received == 0
 
 
-async def test_the_connection_closes_for_a_client_without_keep_alive(client: aiohttp.ClientSession) -> None:
-    async with MockJudge() as judge:
-        async with client.post(judge.url, json=question(), headers={"Connection": "close"}) as reply:
-            assert reply.headers["Connection"] == "close"
-            await reply.read()
-        await until(lambda: judge.counts().open_connections == 0)
-
-
 # -- counts
 
 
@@ -113,30 +119,6 @@ async def test_counts_prove_that_each_content_was_sent_once(client: aiohttp.Clie
         assert judge.counts().most_received == 2
         assert judge.counts().of("answer 3").received == 2
         assert judge.counts().of("never sent").received == 0
-
-
-async def test_counts_are_served_with_or_without_contents(client: aiohttp.ClientSession) -> None:
-    async with MockJudge() as judge:
-        await reply_to(client, judge)
-        async with client.get(f"http://127.0.0.1:{judge.port}/__counts?contents=0") as reply:
-            served = await reply.json()
-        assert served["answered"] == 1
-        assert served["by_status"] == {"200": 1}
-        assert served["contents"] == {}
-        assert served["bytes_received"] > 0
-        assert served["bytes_sent"] > 0
-
-
-async def test_the_latest_requests_are_kept_unchanged(client: aiohttp.ClientSession) -> None:
-    async with MockJudge(JudgeProfile(keep_requests=2)) as judge:
-        for number in range(3):
-            headers = {"Authorization": f"Bearer key-{number}"}
-            async with client.post(judge.url, json=question(f"answer {number}"), headers=headers) as reply:
-                await reply.read()
-        kept = judge.requests()
-    assert [request.headers["authorization"] for request in kept] == ["Bearer key-1", "Bearer key-2"]
-    assert kept[1].json() == question("answer 2")
-    assert kept[1].path == "/v1/chat/completions"
 
 
 async def test_a_reset_restarts_the_counts_and_may_change_the_profile(client: aiohttp.ClientSession) -> None:
@@ -202,15 +184,6 @@ async def test_a_rejection_does_not_count_as_an_attempt(client: aiohttp.ClientSe
         assert (count.admitted, count.faults, count.answered) == (2, 1, 1)
 
 
-async def test_a_client_that_disconnects_frees_its_place(client: aiohttp.ClientSession) -> None:
-    async with MockJudge(JudgeProfile(latency_s=1000.0, knee=1)) as judge:
-        asked = asyncio.create_task(status_of(client, judge))
-        await until(lambda: judge.counts().in_flight == 1)
-        asked.cancel()
-        await until(lambda: judge.counts().in_flight == 0)
-        assert judge.counts().gone == 1
-
-
 # -- faults
 
 
@@ -254,14 +227,6 @@ async def test_a_truncated_body_is_shorter_than_its_content_length(client: aioht
         assert judge.counts().answered == 0
 
 
-async def test_a_hang_lasts_until_the_client_disconnects(client: aiohttp.ClientSession) -> None:
-    async with MockJudge(JudgeProfile(hang_share=1.0)) as judge:
-        with pytest.raises(asyncio.TimeoutError):
-            await client.post(judge.url, json=question(), timeout=aiohttp.ClientTimeout(total=0.05))
-        await until(lambda: judge.counts().in_flight == 0)
-        assert judge.counts().by_status == {}
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_dripping_answer_is_correct_and_arrives_in_pieces(client: aiohttp.ClientSession, stream: bool) -> None:
     async with MockJudge(JudgeProfile(drip_share=1.0, drip_s=0.05)) as judge:
@@ -293,17 +258,6 @@ async def test_an_outage_aborts_open_and_new_connections(client: aiohttp.ClientS
             with pytest.raises(aiohttp.ClientConnectionError):
                 await status_of(client, judge)
         assert judge.counts().received == 1
-
-
-async def test_after_an_outage_the_judge_answers_again(client: aiohttp.ClientSession) -> None:
-    failures = 0
-    async with MockJudge(JudgeProfile(outages=[(0.0, 0.05)])) as judge:
-        while judge.counts().answered == 0:
-            try:
-                await status_of(client, judge)
-            except aiohttp.ClientConnectionError:
-                failures += 1
-    assert failures > 0
 
 
 async def test_a_stopped_judge_refuses_and_can_start_again_at_its_address(client: aiohttp.ClientSession) -> None:
@@ -339,3 +293,95 @@ async def test_a_body_that_is_no_chat_request_gets_400(client: aiohttp.ClientSes
     async with MockJudge() as judge, client.post(judge.url, data=body) as reply:
         assert reply.status == 400
         assert judge.counts().contents == {}
+
+
+# -- places
+def is_running(pid: int) -> bool:
+    """Whether the process exists and is not a zombie that nobody has reaped yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ask(judge: RunningJudge, context: ssl.SSLContext | None = None) -> str:
+    request = urllib.request.Request(judge.url, data=json.dumps(question()).encode())
+    handlers = [urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)]
+    with urllib.request.build_opener(*handlers).open(request, timeout=PATIENCE_S) as reply:
+        content: str = json.load(reply)["choices"][0]["message"]["content"]
+        return content
+
+
+@pytest.mark.parametrize("place", ["in_thread", "in_process"])
+def test_a_synchronous_caller_can_use_a_judge_in_a_thread_or_a_process(place: str) -> None:
+    profile = JudgeProfile(keep_requests=1, latency_s=0.01)
+    with getattr(MockJudge(profile), place)() as judge:
+        assert ask(judge) == str(expected_score("Rate this answer."))
+        assert judge.counts().of("Rate this answer.").answered == 1
+        assert judge.requests()[0].json() == question()
+        judge.reset(JudgeProfile(scores={"Rate": "4"}))
+        assert judge.counts().received == 0
+        assert ask(judge) == "4"
+        assert judge.profile.scores == {"Rate": "4"}
+
+
+def test_an_occupied_port_is_an_error_in_the_callers_thread() -> None:
+    with (
+        MockJudge().in_thread() as judge,
+        pytest.raises(OSError, match="address already in use"),
+        MockJudge(port=judge.port).in_thread(),
+    ):
+        pass
+
+
+def test_a_child_that_cannot_start_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with MockJudge().in_thread() as judge, pytest.raises(JudgeError), MockJudge(port=judge.port).in_process():
+        pass
+    assert "address already in use" in capfd.readouterr().err
+
+
+def test_tls_works_with_a_given_context() -> None:
+    authority = trustme.CA()
+    served, trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(served)
+    authority.configure_trust(trusted)
+    with MockJudge(ssl_context=served).in_thread() as judge:
+        assert judge.url.startswith("https://")
+        assert ask(judge, trusted) == str(expected_score("Rate this answer."))
+    with pytest.raises(ConfigError, match="in_thread"):
+        MockJudge(ssl_context=served).in_process()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_program_ends_cleanly_on_a_signal(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "freewheel", "mock-judge", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        ready = json.loads(program.stdout.readline())
+        assert ready["endpoint"] == f"http://127.0.0.1:{ready['port']}/v1"
+        os.kill(program.pid, number)
+        assert program.wait(PATIENCE_S) == 0
+
+
+PARENT = """
+import time
+from freewheel.judge.testing import MockJudge
+with MockJudge().in_process() as judge:
+    print(judge.pid, flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_a_child_process_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        with contextlib.suppress(TimeoutError):
+            within(PATIENCE_S, lambda: wait_for_end(child))
+        assert not is_running(child)
+
+
+def test_counts_need_a_judge_that_was_started() -> None:
+    with pytest.raises(JudgeError, match="not been started"):
+        MockJudge().counts()
