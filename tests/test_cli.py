@@ -24,7 +24,7 @@ import typer
 
 import freewheel
 from freewheel.cli.console import plain_errors
-from freewheel.cli.flags import judge_config, parse_sampling, parse_temperature
+from freewheel.cli.flags import judge_from_flags
 from freewheel.cli.servers import mock_judge
 from freewheel.errors import ConfigError
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
@@ -222,7 +222,7 @@ def test_a_reasoning_model_can_be_asked_without_a_temperature(tmp_path: Path) ->
     config = tmp_path / "judge.toml"
     config.write_text('endpoint = "http://127.0.0.1:1"\nmodel = "m"\ntemperature = "none"\n[sampling]\nseed = 1\n')
     pairs = ["max_completion_tokens=64", "reasoning_effort=low", 'stop=["a", "b=c"]', "seed=2", 'user="7"']
-    made = judge_config(config, {"temperature": None, "sampling": parse_sampling(pairs)})
+    made = judge_from_flags(config=config, sampling=pairs)
     assert made.temperature is None
     assert made.sampling == {
         "max_completion_tokens": 64,
@@ -231,13 +231,13 @@ def test_a_reasoning_model_can_be_asked_without_a_temperature(tmp_path: Path) ->
         "seed": 2,
         "user": "7",
     }
-    assert judge_config(config, {"temperature": parse_temperature("0.5")}).temperature == 0.5
+    assert judge_from_flags(config=config, temperature="0.5").temperature == 0.5
     config.write_text('endpoint = "http://127.0.0.1:1"\nmodel = "m"\n')
-    assert judge_config(config, {"temperature": parse_temperature("none")}).temperature is None
-    assert judge_config(config, {"temperature": parse_temperature(None)}).temperature == 0.0
+    assert judge_from_flags(config=config, temperature="none").temperature is None
+    assert judge_from_flags(config=config).temperature == 0.0
     config.write_text('endpoint = "http://127.0.0.1:1"\nmodel = "m"\ntemperature = "hot"\n')
     with pytest.raises(ConfigError, match="temperature = 'hot'"):
-        judge_config(config, {})
+        judge_from_flags(config=config)
 
 
 def test_what_sampling_flags_name_is_in_the_request(tmp_path: Path) -> None:

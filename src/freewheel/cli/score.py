@@ -12,26 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, Protocol
 
+import msgspec
 import typer
 
 from freewheel.cli.console import say
-from freewheel.cli.flags import (
-    PANEL,
-    CacheDirFlag,
-    ConcurrencyFlag,
-    ConfigFlag,
-    EndpointFlag,
-    KeyVariableFlag,
-    MaxCostFlag,
-    MaxTokensFlag,
-    ModelFlag,
-    NoCacheFlag,
-    PriceInFlag,
-    PriceOutFlag,
-    RubricFlag,
-    SamplingFlag,
-    TemperatureFlag,
-)
+from freewheel.cli.flags import PANEL, judge_from_flags, takes
+from freewheel.judge.config import JudgeConfig
 
 if TYPE_CHECKING:
     from freewheel.judge.row_files import Tally
@@ -53,26 +39,16 @@ TO_CONTINUE = "run the same command again to continue"
 _ROWS, _RUN, _SHOW = "Rows", "Run", "Output"
 
 
+@takes(judge=judge_from_flags)
 def score(
     source: Annotated[str, typer.Argument(metavar="IN.jsonl", help="The rows, one JSON object a line; - is stdin.")],
     target: Annotated[
         str, typer.Argument(metavar="OUT.jsonl", help="Where the rows go, each with its verdict; - is stdout.")
     ],
-    endpoint: EndpointFlag = None,
-    model: ModelFlag = None,
-    rubric: RubricFlag = None,
-    api_key_env: KeyVariableFlag = None,
-    concurrency: ConcurrencyFlag = None,
-    temperature: TemperatureFlag = None,
-    max_tokens: MaxTokensFlag = None,
-    sampling: SamplingFlag = None,
-    price_in: PriceInFlag = None,
-    price_out: PriceOutFlag = None,
-    max_cost: MaxCostFlag = None,
+    judge: JudgeConfig,
     placement: Annotated[
         str | None, typer.Option(help="Where the engine runs: process or thread.", rich_help_panel=PANEL)
     ] = None,
-    config: ConfigFlag = None,
     response_field: Annotated[
         str | None, typer.Option(help="Field with the text to score (response).", rich_help_panel=_ROWS)
     ] = None,
@@ -96,8 +72,6 @@ def score(
         typer.Option("--retry-failed", help="Score the rows that failed again, and keep the others.",
                      rich_help_panel=_RUN),
     ] = False,
-    cache_dir: CacheDirFlag = None,
-    no_cache: NoCacheFlag = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The summary as JSON on stdout.", rich_help_panel=_SHOW)
     ] = False,
@@ -109,7 +83,6 @@ def score(
     is passed through. The output has the rows in the order of the input, each with a "verdict".
     """
     from freewheel.cli.console import ExitCode, log_to, mute_stdout, plain_errors, print_json, say
-    from freewheel.cli.flags import check_start, judge_config, parse_sampling, parse_temperature
     from freewheel.errors import ConfigError
     from freewheel.judge.row_files import Fields
     from freewheel.judge.scoring import open_job
@@ -128,14 +101,7 @@ def score(
     with plain_errors(), contextlib.ExitStack() as stack:
         if as_json and target == "-":
             raise ConfigError("--json", True, "stdout takes the rows already; write them to a file")
-        flags = {
-            "endpoint": endpoint or None, "model": model, "rubric": rubric, "api_key_env": api_key_env,
-            "concurrency": concurrency, "temperature": parse_temperature(temperature), "max_tokens": max_tokens,
-            "sampling": parse_sampling(sampling), "max_cost": max_cost, "placement": placement,
-            "cache_dir": cache_dir, "cache": False if no_cache else None,
-        }  # fmt: skip
-        settings = judge_config(config, flags, price_in=price_in, price_out=price_out)
-        check_start(settings)
+        settings = judge if placement is None else msgspec.structs.replace(judge, placement=placement)
         fields = Fields(**{key: name for key, name in names.items() if name is not None})
         reporter = stack.enter_context(make_reporter(quiet=quiet, rows_on_stdout=target == "-"))
         stack.enter_context(log_to(reporter.say))

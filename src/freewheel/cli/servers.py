@@ -7,36 +7,19 @@ are fields of `JudgeProfile`. Both serve until Ctrl-C or SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from freewheel.cli.flags import (
-    CacheDirFlag,
-    ConcurrencyFlag,
-    ConfigFlag,
-    EndpointFlag,
-    KeyVariableFlag,
-    MaxCostFlag,
-    MaxTokensFlag,
-    ModelFlag,
-    NoCacheFlag,
-    PriceInFlag,
-    PriceOutFlag,
-    RubricFlag,
-    SamplingFlag,
-    TemperatureFlag,
-)
-
-if TYPE_CHECKING:
-    from freewheel.judge.config import JudgeConfig, Secret
+from freewheel.cli.flags import judge_from_flags, takes
+from freewheel.judge.config import JudgeConfig, Secret
 
 _SERVER, _LIMITS, _SHOW = "Server", "Limits", "Output"
-_TIME, _FAULTS, _REPLIES = "Time", "Faults", "Replies"
 
 REPEAT_S = 60.0
 """A repeated log line is written once in this time: a judge that refuses the key refuses every client's call."""
@@ -44,21 +27,9 @@ MOST_LINES_KEPT = 1000
 """Distinct lines to remember: a gateway runs for weeks, and some of its lines contain numbers."""
 
 
+@takes(judge=judge_from_flags)
 def serve(
-    endpoint: EndpointFlag = None,
-    model: ModelFlag = None,
-    rubric: RubricFlag = None,
-    api_key_env: KeyVariableFlag = None,
-    concurrency: ConcurrencyFlag = None,
-    temperature: TemperatureFlag = None,
-    max_tokens: MaxTokensFlag = None,
-    sampling: SamplingFlag = None,
-    price_in: PriceInFlag = None,
-    price_out: PriceOutFlag = None,
-    max_cost: MaxCostFlag = None,
-    cache_dir: CacheDirFlag = None,
-    no_cache: NoCacheFlag = False,
-    config: ConfigFlag = None,
+    judge: JudgeConfig,
     share_samples: Annotated[
         bool,
         typer.Option("--share-samples", help="Share and cache all that is equal, requests for a sample (temperature "
@@ -99,20 +70,11 @@ def serve(
     or SIGTERM, and lets open requests end.
     """
     from freewheel.cli.console import plain_errors
-    from freewheel.cli.flags import check_start, judge_config, parse_sampling, parse_temperature
     from freewheel.gateway.limits import Doorkeeper, Limits
     from freewheel.gateway.server import DEFAULT_HOST, DEFAULT_PORT
     from freewheel.gateway.server import serve as run
 
     with plain_errors(), _logging():
-        flags = {
-            "endpoint": endpoint or None, "model": model, "rubric": rubric, "api_key_env": api_key_env,
-            "concurrency": concurrency, "temperature": parse_temperature(temperature), "max_tokens": max_tokens,
-            "sampling": parse_sampling(sampling), "max_cost": max_cost, "cache_dir": cache_dir,
-            "cache": False if no_cache else None,
-        }  # fmt: skip
-        settings = judge_config(config, flags, price_in=price_in, price_out=price_out)
-        check_start(settings)
         bounds: dict[str, Any] = {
             "drain_s": drain_s, "max_body_bytes": max_body_bytes, "max_connections": max_connections,
             "max_waiting": max_waiting,
@@ -120,11 +82,11 @@ def serve(
         limits = Limits(**{key: value for key, value in bounds.items() if value is not None})
         host = DEFAULT_HOST if host is None else host
         port = DEFAULT_PORT if port is None else port
-        _refuse_itself(settings, port)
+        _refuse_itself(judge, port)
         door = Doorkeeper(host, *_token(token_env))
         run(
-            settings, limits, host, port, door=door, shares_samples=share_samples,
-            ready=lambda host, port: _announce(host, port, settings.model, as_json=as_json),
+            judge, limits, host, port, door=door, shares_samples=share_samples,
+            ready=lambda host, port: _announce(host, port, judge.model, as_json=as_json),
         )  # fmt: skip
 
 
@@ -145,7 +107,6 @@ def _token(name: str | None) -> tuple[Secret | None, str]:
     """Return the token and the name of its variable. A variable that was named must be set."""
     from freewheel.errors import ConfigError
     from freewheel.gateway.limits import TOKEN_ENV
-    from freewheel.judge.config import Secret
 
     token = Secret.from_env(name or TOKEN_ENV)
     if name is not None and token is None:
@@ -200,67 +161,72 @@ def _logging() -> Iterator[None]:
 # -- the mock judge ---------------------------------------------------------------------------------------------------
 
 
-def _share(help_text: str) -> Any:
-    return typer.Option(help=f"Share of requests, 0 to 1, {help_text}", metavar="SHARE", rich_help_panel=_FAULTS)
+_Rows = tuple[tuple[str, str, type, str], ...]
+_PROFILE_FLAGS: dict[str, _Rows] = {
+    "Time": (
+        ("latency_s", "--latency", float, "Mean seconds per request."),
+        ("latency", "--latency-shape", str, "fixed or lognormal."),
+        ("sigma", "--sigma", float, "Spread of the lognormal shape."),
+        ("time_scale", "--time-scale", float, "Wall seconds per second: 0.1 is ten times faster."),
+    ),
+    _LIMITS: (
+        ("knee", "--knee", float, "Requests in service past which each one slows."),
+        ("reject_above", "--reject-above", int, "429 for a request that finds this many in flight."),
+        ("retry_after_s", "--retry-after", float, "Retry-After of a 429, in s."),
+        ("requests_per_minute", "--rpm", float, "429 beyond this many requests a minute."),
+        ("tokens_per_minute", "--tpm", float, "429 beyond this many tokens a minute."),
+        ("max_prompt_chars", "--max-prompt-chars", int, "400 for a longer prompt."),
+    ),
+    "Faults": (
+        ("error_share", "--error-share", float, "Share of requests, 0 to 1, that end with --error-status."),
+        ("error_status", "--error-status", int, "Status of those."),
+        ("disconnect_share", "--disconnect-share", float, "Share of requests whose connection is closed."),
+        ("truncate_share", "--truncate-share", float, "Share of requests whose body is cut in the middle."),
+        ("garbage_share", "--garbage-share", float, "Share of requests that get 200 and no JSON."),
+        ("wrong_type_share", "--wrong-type-share", float, "Share of requests that get 200 and an HTML page."),
+        ("hang_share", "--hang-share", float, "Share of requests that are never answered."),
+        ("drip_share", "--drip-share", float, "Share of requests that are answered a few bytes at a time."),
+        ("unparseable_share", "--unparseable-share", float, "Share of requests whose reply holds no score."),
+        ("empty_share", "--empty-share", float, "Share of requests whose reply is empty."),
+        ("faults_per_content", "--faults-per-content", int, "A content is answered after this many faults."),
+        ("insufficient_quota", "--insufficient-quota", bool, "Every request: no credit left."),
+    ),
+    "Replies": (
+        ("reply_style", "--reply-style", str, "bare, bold, labelled, json, think, chinese or mixed."),
+        ("score_low", "--score-low", int, "Lowest score."),
+        ("score_high", "--score-high", int, "Highest score."),
+        ("seed", "--seed", int, "Of latencies and faults."),
+    ),
+    _SERVER: (("model", "--model", str, "404 for a request for another model."),),
+}
+"""By panel: the field of `JudgeProfile`, its flag, its type and its help."""
 
 
+def _profile_from_flags(**given: Any) -> dict[str, Any]:
+    """Return the fields of the profile whose flags are given. Its signature is made from the table."""
+    return {name: value for name, value in given.items() if value not in (None, False)}
+
+
+_profile_from_flags.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        inspect.Parameter(
+            field,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if kind is bool else None,
+            annotation=Annotated[
+                kind if kind is bool else kind | None,
+                typer.Option(flag, help=text, rich_help_panel=panel, metavar="SHARE" if "share" in field else None),
+            ],
+        )
+        for panel, rows in _PROFILE_FLAGS.items()
+        for field, flag, kind, text in rows
+    ]
+)
+
+
+@takes(fields=_profile_from_flags)
 def mock_judge(
-    latency_s: Annotated[
-        float | None, typer.Option("--latency", help="Mean seconds per request.", rich_help_panel=_TIME)
-    ] = None,
-    latency: Annotated[
-        str | None, typer.Option("--latency-shape", help="fixed or lognormal.", rich_help_panel=_TIME)
-    ] = None,
-    sigma: Annotated[
-        float | None, typer.Option(help="Spread of the lognormal shape.", rich_help_panel=_TIME)
-    ] = None,
-    time_scale: Annotated[
-        float | None, typer.Option(help="Wall seconds per second: 0.1 is ten times faster.", rich_help_panel=_TIME)
-    ] = None,
-    knee: Annotated[
-        float | None, typer.Option(help="Requests in service past which each one slows.", rich_help_panel=_LIMITS)
-    ] = None,
-    reject_above: Annotated[
-        int | None, typer.Option(help="429 for a request that finds this many in flight.", rich_help_panel=_LIMITS)
-    ] = None,
-    retry_after_s: Annotated[
-        float | None, typer.Option("--retry-after", help="Retry-After of a 429, in s.", rich_help_panel=_LIMITS)
-    ] = None,
-    requests_per_minute: Annotated[
-        float | None, typer.Option("--rpm", help="429 beyond this many requests a minute.", rich_help_panel=_LIMITS)
-    ] = None,
-    tokens_per_minute: Annotated[
-        float | None, typer.Option("--tpm", help="429 beyond this many tokens a minute.", rich_help_panel=_LIMITS)
-    ] = None,
-    max_prompt_chars: Annotated[
-        int | None, typer.Option(help="400 for a longer prompt.", rich_help_panel=_LIMITS)
-    ] = None,
-    error_share: Annotated[float | None, _share("that end with --error-status.")] = None,
-    error_status: Annotated[int | None, typer.Option(help="Status of those.", rich_help_panel=_FAULTS)] = None,
-    disconnect_share: Annotated[float | None, _share("whose connection is closed.")] = None,
-    truncate_share: Annotated[float | None, _share("whose body is cut in the middle.")] = None,
-    garbage_share: Annotated[float | None, _share("that get 200 and no JSON.")] = None,
-    wrong_type_share: Annotated[float | None, _share("that get 200 and an HTML page.")] = None,
-    hang_share: Annotated[float | None, _share("that are never answered.")] = None,
-    drip_share: Annotated[float | None, _share("that are answered a few bytes at a time.")] = None,
-    unparseable_share: Annotated[float | None, _share("whose reply holds no score.")] = None,
-    empty_share: Annotated[float | None, _share("whose reply is empty.")] = None,
-    faults_per_content: Annotated[
-        int | None, typer.Option(help="A content is answered after this many faults.", rich_help_panel=_FAULTS)
-    ] = None,
-    insufficient_quota: Annotated[
-        bool, typer.Option("--insufficient-quota", help="Every request: no credit left.", rich_help_panel=_FAULTS)
-    ] = False,
-    reply_style: Annotated[
-        str | None,
-        typer.Option(help="bare, bold, labelled, json, think, chinese or mixed.", rich_help_panel=_REPLIES),
-    ] = None,
-    score_low: Annotated[int | None, typer.Option(help="Lowest score.", rich_help_panel=_REPLIES)] = None,
-    score_high: Annotated[int | None, typer.Option(help="Highest score.", rich_help_panel=_REPLIES)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of latencies and faults.", rich_help_panel=_REPLIES)] = None,
-    model: Annotated[
-        str | None, typer.Option(help="404 for a request for another model.", rich_help_panel=_SERVER)
-    ] = None,
+    fields: dict[str, Any],
     api_key_env: Annotated[
         str | None,
         typer.Option(help="401 for a request without the key in this environment variable.", metavar="NAME",
@@ -285,11 +251,8 @@ def mock_judge(
     """
     from freewheel.cli.console import plain_errors
 
-    given = dict(locals())
-    for name in ("profile", "host", "port", "as_json", "api_key_env", "plain_errors"):
-        del given[name]
     with plain_errors():
-        _run_mock(_profile_fields(profile, given, api_key_env), host, port, as_json=as_json)
+        _run_mock(_profile_fields(profile, fields, api_key_env), host, port, as_json=as_json)
 
 
 def _profile_fields(profile: Path | None, given: dict[str, Any], api_key_env: str | None) -> dict[str, Any]:
@@ -306,7 +269,7 @@ def _profile_fields(profile: Path | None, given: dict[str, Any], api_key_env: st
             fields = msgspec.json.decode(profile.read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.DecodeError) as error:
             raise ConfigError("--profile", str(profile), f"it cannot be read as a JSON object: {error}") from None
-    fields.update({name: value for name, value in given.items() if value is not None and value is not False})
+    fields.update(given)
     if api_key_env is not None:
         key = os.environ.get(api_key_env)
         if not key:
