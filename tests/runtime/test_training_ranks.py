@@ -13,7 +13,7 @@ import pytest
 
 from freewheel.observe.recorder import read_metrics
 from freewheel.runtime.account import RunResult
-from freewheel.trainer.checkpoint import TRAINING, CheckpointStore
+from freewheel.trainer.checkpoint import CheckpointStore
 
 from .mortal import journal_of
 from .test_whole_run import RAY_GOES_S, TELLING, main_of, wait_until
@@ -67,7 +67,7 @@ def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) ->
     store = CheckpointStore(folder, keep_last=2)
     latest = store.latest()
     assert latest is not None
-    files = store.load(latest).tensor_files(TRAINING)
+    files = store.load(latest).tensor_files()
     assert [file.name for file in files] == [f"shard_{n:05d}_of_{world:05d}.safetensors" for n in range(1, world + 1)]
     assert (latest / "model.safetensors").is_file()
     modes = {oct(path.stat().st_mode & 0o777) for path in latest.rglob("*")}

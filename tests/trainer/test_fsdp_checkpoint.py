@@ -66,7 +66,7 @@ def test_two_ranks_load_what_one_process_saved(tmp_path: Path, options: dict[str
     state = backend.state()
     (tmp_path / TRAINING).mkdir()
     save_file(dict(state.tensors), tmp_path / TRAINING / WHOLE)
-    files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files(TRAINING)
+    files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files()
     found, _ = ranks(2).run(rank_tasks.loaded_from, list(map(str, files)), **options)
     assert bitwise(found, arrays(state.tensors))
     assert bitwise(ranks(2).run(rank_tasks.loaded_whole, state, **options)[0], found)

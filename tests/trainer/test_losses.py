@@ -213,7 +213,7 @@ def test_a_huge_ratio_stays_finite() -> None:
 
 def test_a_tally_without_counts_has_no_values() -> None:
     assert Tally().values() == {}
-    assert Tally(means={"a": (tensor(0)[0], tensor(0)[0])}).values() == {}
+    assert Tally(sums={"a": (tensor(0)[0], tensor(0)[0])}).values() == {}
 
 
 # -- the contract of a custom loss ------------------------------------------------------------------------------------

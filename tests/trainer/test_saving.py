@@ -14,7 +14,7 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import Weights, pack
 from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import TRAINING, CheckpointFailed, CheckpointStore, Resumed, RunSaver
+from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore, Resumed, RunSaver
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
 
@@ -83,7 +83,7 @@ def test_a_resumed_trainer_continues_bit_for_bit(saver: RunSaver, backend: Torch
     assert path is not None
     found = store.load(path)
     again = fresh_backend()
-    again.load_state(BackendState(tensors=found.tensors(TRAINING), values=found.state["backend"]))
+    again.load_state(BackendState(tensors=found.tensors(), values=found.state["backend"]))
     train(again, 1)
     for name, tensor in backend.weights().items():
         assert torch.equal(again.weights()[name], tensor)
@@ -126,8 +126,6 @@ def test_the_best_weights_are_kept_and_worse_ones_are_not(
     assert torch.equal(model.lm_head.weight, better.tensors()["model.embed_tokens.weight"])
     told = json.loads((tmp_path / "best" / "best.json").read_text())
     assert (told["step"], told["version_min"], told["version_max"]) == (2, 1, 2)
-    best = CheckpointStore(tmp_path, keep_last=2).best()
-    assert best is not None and best.versions == (1, 2)
 
 
 def test_a_folder_records_the_type_of_its_weights(saver: RunSaver, backend: TorchBackend, tmp_path: Path) -> None:

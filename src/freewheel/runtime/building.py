@@ -350,7 +350,7 @@ class TrainSide:
     ) -> None:
         """`ranks`: the other training processes, if there are any."""
         from freewheel.trainer.backend import BackendState
-        from freewheel.trainer.checkpoint import TRAINING, CheckpointStore, Resumed, RunSaver
+        from freewheel.trainer.checkpoint import CheckpointStore, Resumed, RunSaver
         from freewheel.trainer.ranks import Leader
         from freewheel.trainer.torch_backend import TorchBackend
 
@@ -375,9 +375,9 @@ class TrainSide:
             self.resumed = Resumed.of(Path(resume), loaded.state)
             values = loaded.state["backend"]
             if isinstance(self.backend, Leader):  # each rank reads its own part
-                self.backend.load_files(loaded.tensor_files(TRAINING), values)
+                self.backend.load_files(loaded.tensor_files(), values)
             else:
-                self.backend.load_state(BackendState(tensors=loaded.tensors(TRAINING), values=values))
+                self.backend.load_state(BackendState(tensors=loaded.tensors(), values=values))
 
     def trainer(self, queue: QueueClient, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
         from freewheel.sync.broadcast import packer_for

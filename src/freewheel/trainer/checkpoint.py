@@ -27,7 +27,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import socket
 import time
@@ -59,8 +58,6 @@ TRAINING = "training"
 because engines load every safetensors file next to a model as weights."""
 WHOLE = "whole.safetensors"
 """Tensors written by one process."""
-RESERVED = ("format", "step", "saved_at", "files", "checksum")
-"""Keys of `state.json` that `CheckpointStore` writes itself."""
 FORMAT = 1
 """Format of `state.json`. A later format is refused rather than misread."""
 FALLBACKS = 2
@@ -69,7 +66,8 @@ READ_BYTES = 1 << 22
 """Bytes read at a time for a checksum. CRC-32 runs at 2 GB/s, SHA-256 at 0.8, and nobody forges checkpoints here."""
 MB = 1e6
 
-_LEFTOVER = re.compile(r"\.tmp-(?P<host>.+)-(?P<pid>\d+)-.+")
+SCRATCH = ".tmp-"
+"""Prefix of folders that are being written. A kill leaves one behind, and the next save removes it."""
 
 WriteHf = Callable[[Path], None]
 
@@ -92,38 +90,21 @@ class Checkpoint:
 
     path: Path
     state: Mapping[str, Any]
-    """The state that `save` received, with `step`."""
+    """The state that `save` received, with `step` and the checksums of the files."""
 
     @property
     def step(self) -> int:
         return int(self.state["step"])
 
-    def tensors(self, stem: str) -> dict[str, Tensor]:
-        """Return the whole tensors saved under `stem`, on the CPU, however many processes wrote them."""
-        files = self.tensor_files(stem)
-        if len(files) == 1:
-            from safetensors.torch import load_file
-
-            return load_file(files[0])
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the whole tensors of a resumed trainer, on the CPU, however many processes wrote them."""
         from freewheel.trainer.sharded_checkpoint import read_shards
 
-        return read_shards(files)
+        return read_shards(self.tensor_files())
 
-    def tensor_files(self, stem: str) -> list[Path]:
-        """Return the files of the tensors saved under `stem`: one for each process that wrote."""
-        return sorted((self.path / stem).glob("*.safetensors"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Best:
-    """The best weights of a run."""
-
-    path: Path
-    step: int
-    """The step that produced them."""
-    score: float
-    versions: tuple[int, int] | None
-    """The first and the last version that the evaluation used; these weights are the last. None if not recorded."""
+    def tensor_files(self) -> list[Path]:
+        """Return the files of these tensors: one for each process that wrote."""
+        return sorted((self.path / TRAINING).glob("*.safetensors"))
 
 
 class CheckpointStore:
@@ -137,7 +118,6 @@ class CheckpointStore:
         self.run_dir = Path(run_dir)
         self.folder = self.run_dir / CHECKPOINTS
         self._keep_last = keep_last
-        self._remove_leftovers(only_dead=True)
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -145,27 +125,26 @@ class CheckpointStore:
         self,
         step: int,
         *,
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         hf: WriteHf | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder. Every failure is a `CheckpointFailed`.
 
-        `tensors`: folder → tensors by name. `hf` writes the other files into the same folder.
+        `tensors`: for a resumed trainer; no two share memory. `hf` writes the other files into the same folder.
         """
-        clash = sorted(set(state) & set(RESERVED))
-        assert not clash, f"state has {clash}, which the store writes itself"
 
         def fill(folder: Path) -> None:
-            for stem, named in tensors.items():
-                _write_tensors(private_folder(folder / stem) / WHOLE, named)
+            if tensors:
+                from safetensors.torch import save_file
+
+                save_file(dict(tensors), private_folder(folder / TRAINING) / WHOLE)
             if hf is not None:
                 hf(folder)
-            write_state(folder, STATE, {**state, "step": step})
 
         target = self.folder / f"{STEP}{step:06d}"
-        n_bytes = sum(one.numel() * one.element_size() for named in tensors.values() for one in named.values())
-        self._write(target, fill, f"the checkpoint of step {step}", n_bytes)
+        n_bytes = sum(one.numel() * one.element_size() for one in tensors.values())
+        self._write(target, fill, STATE, {**state, "step": step}, f"the checkpoint of step {step}", n_bytes)
         self._prune(step)
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # a resumed run is no longer at its end
         return target
@@ -175,34 +154,33 @@ class CheckpointStore:
 
         `measured`: the `version_min` and `version_max` behind the score. Raises `CheckpointFailed`.
         """
-        best = self.best()
-        if math.isnan(score) or (best is not None and score <= best.score):
+        if math.isnan(score) or score <= self._best_score():
             return False
-
-        def fill(folder: Path) -> None:
-            hf(folder)
-            write_state(folder, BEST_STATE, {"step": step, "score": score, **(measured or {})})
-
-        self._write(self.run_dir / BEST, fill, f"the best weights (step {step})", 0)
+        state = {"step": step, "score": score, **(measured or {})}
+        self._write(self.run_dir / BEST, hf, BEST_STATE, state, f"the best weights (step {step})")
         return True
 
     def export(self, target: Path, step: int, hf: WriteHf) -> None:
         """Write weights to a folder of the run (`final/`) and replace what is there. Raises `CheckpointFailed`."""
+        self._write(target, hf, FINAL_STATE, {"step": step}, f"the export of step {step}")
 
-        def fill(folder: Path) -> None:
-            hf(folder)
-            write_state(folder, FINAL_STATE, {"step": step})
-
-        self._write(target, fill, f"the export of step {step}", 0)
-
-    def _write(self, target: Path, fill: Callable[[Path], None], subject: str, tensor_bytes: int) -> None:
-        scratch = target.parent / f".tmp-{socket.gethostname()}-{os.getpid()}-{target.name}"
+    def _write(
+        self,
+        target: Path,
+        fill: Callable[[Path], None],
+        state_name: str,
+        state: Mapping[str, Any],
+        subject: str,
+        tensor_bytes: int = 0,
+    ) -> None:
+        scratch = target.parent / f"{SCRATCH}{os.getpid()}-{target.name}"
         try:
             private_folder(target.parent)
             sync_folder(self.run_dir)
-            self._remove_leftovers(only_dead=False)  # first, because leftovers of a killed save take room
+            self._remove_leftovers()  # first, because they take room
             scratch.mkdir(FOLDER_MODE)
             fill(scratch)
+            write_state(scratch, state_name, state)
             sync_folder(scratch)
             _replace_folder(scratch, target)
         except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is as bad as a full disk
@@ -224,17 +202,10 @@ class CheckpointStore:
             return sum(file.stat().st_size for file in _files(self._saved()[0][1]))
         return 0
 
-    def _remove_leftovers(self, *, only_dead: bool) -> None:
-        """Remove folders that a killed save left behind.
-
-        `only_dead`: only those of dead processes on this machine, because a reader must not disturb a writer. The
-        process that saves is the only writer and removes all of them.
-        """
+    def _remove_leftovers(self) -> None:
+        """Remove folders that a killed save left behind. Called by the only writer, so none of them is in use."""
         for parent in (self.folder, self.run_dir):
-            for path in parent.glob(".tmp-*") if parent.is_dir() else ():
-                named = _LEFTOVER.fullmatch(path.name)
-                if named is None or (only_dead and _is_alive(named["host"], int(named["pid"]))):
-                    continue
+            for path in parent.glob(f"{SCRATCH}*"):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _prune(self, step: int) -> None:
@@ -274,7 +245,7 @@ class CheckpointStore:
                 raise CheckpointDamaged(f"{path / name}: {error.strerror or error}") from error
             if difference := _difference(written, found):
                 raise CheckpointDamaged(f"{path / name}: {difference}")
-        return Checkpoint(path=path, state={key: state[key] for key in state if key not in RESERVED or key == "step"})
+        return Checkpoint(path=path, state=state)
 
     def oldest(self) -> int:
         """Return the earliest step that a resume may fall back to.
@@ -285,14 +256,11 @@ class CheckpointStore:
         whole = [step for step, path in self._saved() if path.suffix != REPLACED and _looks_whole(path)]
         return min(whole) if len(whole) >= min(self._keep_last, FALLBACKS) else 0
 
-    def best(self) -> Best | None:
-        """Return the best weights so far, with their score."""
+    def _best_score(self) -> float:
         for path in (self.run_dir / BEST, self.run_dir / f"{BEST}{REPLACED}"):
             with contextlib.suppress(CheckpointDamaged):
-                state = read_state(path, BEST_STATE)
-                versions = (state["version_min"], state["version_max"]) if "version_max" in state else None
-                return Best(path=path, step=int(state["step"]), score=float(state["score"]), versions=versions)
-        return None
+                return float(read_state(path, BEST_STATE)["score"])
+        return -math.inf
 
     def newest(self) -> Path | None:
         """Return a Hugging Face folder with the newest weights: the final ones, or a later checkpoint's.
@@ -341,7 +309,7 @@ class RunSaver:
 
         self._store.save(
             step,
-            tensors={TRAINING: state.tensors} if state.write is None else {},
+            tensors=state.tensors,
             state={
                 "version": version,
                 "frontier": msgspec.to_builtins(frontier),
@@ -484,20 +452,6 @@ def _looks_whole(folder: Path) -> bool:
     return not visible_damage(folder, STATE)
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    storages: set[int] = set()
-    separate: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage().data_ptr()
-        # safetensors refuses tensors that share memory, so each gets its own copy
-        separate[name] = own.clone() if storage in storages else own
-        storages.add(storage)
-    save_file(separate, path)
-
-
 def _checksum(state: Mapping[str, Any]) -> int:
     """Return the checksum of the values as JSON returns them: JSON changes some keys and turns tuples into lists."""
     return zlib.crc32(json.dumps(json.loads(json.dumps(state)), sort_keys=True).encode())
@@ -541,15 +495,3 @@ def _is_about_space(error: Exception) -> bool:
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     # safetensors reports the kernel's error as text
     return getattr(error, "errno", None) in codes or any(f"(os error {code})" in str(error) for code in codes)
-
-
-def _is_alive(host: str, pid: int) -> bool:
-    if host != socket.gethostname():
-        return True  # another machine's processes cannot be seen from here
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -35,7 +34,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.advantages import whiten
 from freewheel.trainer.backend import BackendState
 from freewheel.trainer.batching import MicroBatch, Sample
 from freewheel.trainer.decoder import decoder_layers
@@ -45,7 +43,7 @@ from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.ranks import share_out
 from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
-from freewheel.trainer.torch_backend import Part, TorchBackend, token_advantages
+from freewheel.trainer.torch_backend import Part, TorchBackend
 
 T = TypeVar("T")
 
@@ -111,7 +109,7 @@ class World:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def gathered(self, value: T) -> list[T]:
+    def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in their order."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.objects)
@@ -167,7 +165,7 @@ class Sharded:
         for part in self._parts:
             part.set_gradient_divide_factor(1.0)  # token weights contain the mean already, so ranks add up
             part.set_force_sum_reduction_for_comms(enable=True)
-        self._whole = all(world.gathered(_has_room(root, world.device, dtype)))
+        self._whole = all(world.gather(_has_room(root, world.device, dtype)))
         if self._whole:
             self.root.set_reshard_after_forward(False)
 
@@ -301,7 +299,7 @@ class FsdpBackend(TorchBackend):
     def __init__(self, model: Any, *, world: World, **settings: Any) -> None:
         """`settings`: those of `TorchBackend` except the device. The whole model must fit on it until it is sharded."""
         super().__init__(model, device=world.device, **settings)
-        self._world = world
+        self._world, self._rank = world, world.rank
         (batch,) = super()._micro_batches([_nothing()])
         self._empty = replace(batch, keys=()).to(self._device)
         """A micro-batch with nothing to learn from, for ranks that have fewer micro-batches than others."""
@@ -326,35 +324,17 @@ class FsdpBackend(TorchBackend):
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """Return this rank's micro-batches, equally many on every rank: each pass contains collectives."""
         own = super()._micro_batches(share_out(samples, self._world.size)[self._world.rank])
-        rounds = max(self._world.gathered(len(own)))
+        rounds = max(self._gather(len(own)))
         return [*own, *[self._empty] * (rounds - len(own))]
-
-    def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        config = self._algorithm
-        unscaled = msgspec.structs.replace(config, normalise="none")
-        real = [place for place, batch in enumerate(batches) if batch.n_sequences]
-        own = token_advantages([batches[i] for i in real], [values[i] for i in real], unscaled) if real else []
-        advantages = [one.double().numpy() for one, _ in own]
-        if config.normalisation == "batch_std":
-            flat = [np.concatenate(each) if each else np.zeros(0) for each in self._world.gathered(advantages)]
-            start = sum(len(each) for each in flat[: self._world.rank])
-            ends = start + np.cumsum([len(one) for one in advantages], dtype=np.int64)
-            advantages = np.split(whiten(np.concatenate(flat)), [start, *ends])[1:-1]
-        found = {
-            place: (torch.from_numpy(one.astype(np.float32)), returns)
-            for place, one, (_, returns) in zip(real, advantages, own, strict=True)
-        }
-        nothing = torch.zeros(1)
-        return [found.get(place, (nothing, nothing)) for place in range(len(batches))]
 
     def _prepare(self, groups: Sequence[PromptGroup]) -> list[list[Part]]:
         minis = super()._prepare(groups)
         self._rest()
         return minis
 
-    def _policy_part(self, part: Part, version: int | None) -> tuple[Tensor, Tally]:
+    def _policy_part(self, part: Part, *, version: int | None) -> tuple[Tensor, Tally]:
         if part.batch.n_sequences:
-            return super()._policy_part(part, version)
+            return super()._policy_part(part, version=version)
         logp, entropy = self.policy.logprobs(part.batch, entropy_grad=self._algorithm.entropy_coef > 0)
         return 0.0 * (logp.sum() + entropy.sum()), Tally()
 
@@ -372,12 +352,15 @@ class FsdpBackend(TorchBackend):
     def _over_ranks(self, loss: Tensor, tally: Tally) -> tuple[Tensor, Tally]:
         """Return the same on every rank: sums of sums, and the largest maxima."""
         self._rest()
-        ranks = self._world.gathered((float(loss), tally.to(torch.device("cpu"))))
+        ranks = self._gather((float(loss), tally.to(torch.device("cpu"))))
         found = Tally()
         for _, one in ranks:
             found.merge(one)
         total = torch.tensor(sum(one for one, _ in ranks), device=loss.device)
         return total, found.to(loss.device)
+
+    def _gather(self, value: T) -> list[T]:
+        return self._world.gather(value)
 
     def _sharded(self) -> list[Sharded]:
         return [self.policy.sharded, *([self._sharded_critic] if self._critic is not None else [])]
@@ -407,7 +390,7 @@ class FsdpBackend(TorchBackend):
             tensors = read_shards(files, mesh=self._world.host_mesh)
         except DataError as error:
             why = str(error)
-        for rank, problem in enumerate(self._world.gathered(why)):
+        for rank, problem in enumerate(self._gather(why)):
             if problem:
                 raise DataError(f"rank {rank}: {problem}")
         self.load_state(BackendState(tensors=tensors, values=values))

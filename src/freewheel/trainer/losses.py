@@ -76,11 +76,11 @@ def apply_loss(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tally]:
         raise ConfigError("algorithm.loss", inputs.settings.loss, problem)
     tally = _policy_tally(inputs)
     device = inputs.logprobs.device
-    means = {
+    sums: dict[str, tuple[Tensor, ...]] = {
         name: (torch.as_tensor(total, device=device).detach(), torch.as_tensor(count, device=device).detach())
         for name, (total, count) in outputs.metrics.items()
     }
-    tally.merge(Tally(means=means, maxima={name: one.detach() for name, one in outputs.maxima.items()}))
+    tally.merge(Tally(sums=sums, maxima={name: one.detach() for name, one in outputs.maxima.items()}))
     return (inputs.weights * outputs.loss).sum(), tally
 
 
@@ -262,12 +262,10 @@ def _policy_tally(t: LossInputs) -> Tally:
     w = log_w.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     whole = sequence_sum(log_w, t.response, t.n_responses).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     return Tally(
-        means={
+        sums={
             "actor/kl": ((-log_w).sum(), n),
             "actor/kl_k3": ((w - 1 - log_w).sum(), n),
             "actor/entropy": (t.entropy.sum(), n),
-        },
-        sample_sizes={
             "actor/ess": (n, w.sum(), w.square().sum()),
             "actor/ess_sequence": (torch.ones_like(whole).sum(), whole.sum(), whole.square().sum()),
         },
@@ -283,9 +281,12 @@ def value_loss(
     loss = 0.5 * (weights * torch.maximum(error, (clipped - returns).square())).sum()
     with torch.no_grad():
         n = torch.ones_like(values).sum()
-        tally = Tally()
-        tally.means["critic/value"] = (values.sum(), n)
-        tally.means["critic/return"] = (returns.sum(), n)
-        tally.means["critic/error"] = (error.sum(), n)
-        tally.means["critic/clip_ratio"] = ((clipped != values).sum(), n)
+        tally = Tally(
+            sums={
+                "critic/value": (values.sum(), n),
+                "critic/return": (returns.sum(), n),
+                "critic/error": (error.sum(), n),
+                "critic/clip_ratio": ((clipped != values).sum(), n),
+            }
+        )
     return loss, tally

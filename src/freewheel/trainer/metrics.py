@@ -24,59 +24,48 @@ class Tally:
     Tensors stay on their device until `values` moves them all at once, so that no micro-batch waits for the device.
     """
 
-    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Name → (sum, count)."""
+    sums: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Name → (total), (sum, count) of a mean, or (n, Σw, Σw²) of importance weights w."""
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    sample_sizes: dict[str, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    """Name → (n, Σw, Σw²) of importance weights w."""
 
     def merge(self, other: Tally) -> None:
-        for name, (total, count) in other.means.items():
-            mine = self.means.get(name)
-            self.means[name] = (total, count) if mine is None else (mine[0] + total, mine[1] + count)
+        for name, sums in other.sums.items():
+            mine = self.sums.get(name)
+            self.sums[name] = sums if mine is None else tuple(a + b for a, b in zip(mine, sums, strict=True))
         for name, value in other.maxima.items():
             self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
-        for name, (n, w, w2) in other.sample_sizes.items():
-            have = self.sample_sizes.get(name)
-            self.sample_sizes[name] = (n, w, w2) if have is None else (have[0] + n, have[1] + w, have[2] + w2)
 
     def to(self, device: torch.device) -> Tally:
         """Return a copy in double precision on another device. All numbers move at once."""
         flat = self._flat()
-        if not flat:
-            return Tally()
-        moved = iter(torch.stack(flat).to(device).unbind())
+        moved = iter(torch.stack(flat).to(device).unbind() if flat else ())
         return Tally(
-            means={name: (next(moved), next(moved)) for name in self.means},
+            sums={name: tuple(next(moved) for _ in sums) for name, sums in self.sums.items()},
             maxima={name: next(moved) for name in self.maxima},
-            sample_sizes={name: (next(moved), next(moved), next(moved)) for name in self.sample_sizes},
         )
 
     def values(self) -> dict[str, float]:
-        """Return the quotients. A name with a count of 0 is left out.
+        """Return totals, quotients and maxima. A name with a count of 0 is left out.
 
         The effective sample size (Σw)² / (n·Σw²) is a share: 1 if all weights are equal, 1/n if one weight is all.
         """
         flat = self._flat()
         numbers = iter(torch.stack(flat).tolist() if flat else [])
         found: dict[str, float] = {}
-        for name in self.means:
-            total, count = next(numbers), next(numbers)
-            if count:
-                found[name] = total / count
-        for name in self.maxima:
-            found[name] = next(numbers)
-        for name in self.sample_sizes:
-            n, w, w2 = next(numbers), next(numbers), next(numbers)
-            if n and w2:
-                found[name] = w * w / (n * w2)
+        for name, sums in self.sums.items():
+            match [next(numbers) for _ in sums]:
+                case [total]:
+                    found[name] = total
+                case [total, count] if count:
+                    found[name] = total / count
+                case [n, w, w2] if n and w2:
+                    found[name] = w * w / (n * w2)
+        found.update((name, next(numbers)) for name in self.maxima)
         return found
 
     def _flat(self) -> list[Tensor]:
-        flat = [one for pair in self.means.values() for one in pair]
-        flat += self.maxima.values()
-        flat += [one for three in self.sample_sizes.values() for one in three]
-        return [one.detach().double() for one in flat]
+        flat = [one for sums in self.sums.values() for one in sums]
+        return [one.detach().double() for one in (*flat, *self.maxima.values())]
 
 
 def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:

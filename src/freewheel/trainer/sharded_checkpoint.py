@@ -63,14 +63,6 @@ def write_shard(folder: Path, tensors: Mapping[str, Tensor], *, rank: int, size:
     return path.name
 
 
-def read_shards(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
-    """Return tensors on the host: whole, or with `mesh` this rank's rows of each. Raises `DataError`."""
-    with contextlib.ExitStack() as stack:
-        held = _held([stack.enter_context(_opened(file)) for file in files], [str(file) for file in files])
-        with _readable(files[0].parent):
-            return {name: _read(name, one, mesh) for name, one in held.items()}
-
-
 def on_host(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return a copy that training does not change. `mesh`: the ranks' CPUs."""
     if not isinstance(tensor, DTensor):
@@ -92,19 +84,40 @@ def _sharded(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
 
 
 @dataclass
-class _Held:
+class _Pieces:
     """Where the rows of a tensor are."""
 
     shape: list[int]
-    rows: list[tuple[Any, range]] = field(default_factory=list)
-    """Each file that has rows of it, and which."""
+    files: list[tuple[Any, range]] = field(default_factory=list)
+    """Each open file that has rows of it, and which. A scalar has one row."""
 
-    def missing(self) -> str:
-        """Describe missing rows. They must not be left as uninitialised memory."""
-        if not self.shape:
-            return "" if self.rows else "no file has it"
-        have, wanted = sum(len(rows) for _, rows in self.rows), self.shape[0]
-        return "" if have == wanted else f"only {have} of {wanted} rows exist"
+    def read(self, name: str, wanted: range) -> Tensor:
+        """Join the rows from all files that have some of them."""
+        parts = []
+        for file, rows in sorted(self.files, key=lambda one: one[1].start):
+            first, last = max(rows.start, wanted.start), min(rows.stop, wanted.stop)
+            if first < last or len(wanted) == 0:
+                parts.append(file.get_slice(name)[max(0, first - rows.start) : max(0, last - rows.start)])
+        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+
+
+def read_shards(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+    """Return tensors on the host: whole, or with `mesh` this rank's rows of each. Raises `DataError`."""
+    pieces: dict[str, _Pieces] = {}
+    with contextlib.ExitStack() as stack:
+        for path in files:
+            with _readable(path):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                _add_pieces(pieces, file)
+        if not pieces:
+            raise DataError(f"no training state is in {[str(path) for path in files]}")
+        for name, one in pieces.items():
+            have, wanted = sum(len(rows) for _, rows in one.files), one.shape[0] if one.shape else 1
+            if have != wanted:  # they must not be left as uninitialised memory
+                folder = files[0].parent
+                raise DataError(f"{folder}: {name}: only {have} of {wanted} rows exist: a shard is missing")
+        with _readable(files[0].parent):
+            return {name: _read(name, one, mesh) for name, one in pieces.items()}
 
 
 @contextlib.contextmanager
@@ -115,47 +128,20 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-@contextlib.contextmanager
-def _opened(file: Path) -> Iterator[Any]:
-    with _readable(file):
-        opening = safe_open(file, framework="pt")
-    with opening as opened:
-        yield opened
+def _add_pieces(pieces: dict[str, _Pieces], file: Any) -> None:
+    parts = json.loads((file.metadata() or {}).get(PARTS, "{}"))
+    for name in file.keys():  # noqa: SIM118  # not a mapping
+        sizes = list(file.get_slice(name).get_shape())
+        shape, begins = parts.get(name, (sizes, [0] * len(sizes)))
+        rows = range(begins[0], begins[0] + sizes[0]) if sizes else range(1)
+        pieces.setdefault(name, _Pieces(list(shape))).files.append((file, rows))
 
 
-def _held(opened: Sequence[Any], names: Sequence[str]) -> dict[str, _Held]:
-    found: dict[str, _Held] = {}
-    for one, file in zip(opened, names, strict=True):
-        with _readable(Path(file)):
-            parts = json.loads((one.metadata() or {}).get(PARTS, "{}"))
-            for name in one.keys():  # noqa: SIM118  # not a mapping
-                sizes = list(one.get_slice(name).get_shape())
-                shape, begins = parts.get(name, (sizes, [0] * len(sizes)))
-                held = found.setdefault(name, _Held(list(shape)))
-                held.rows.append((one, range(begins[0], begins[0] + sizes[0]) if sizes else range(1)))
-    if not found:
-        raise DataError(f"no training state is in {list(names)}")
-    for name, held in found.items():
-        if why := held.missing():
-            raise DataError(f"{Path(names[0]).parent}: {name}: {why}: a shard is missing")
-    return found
-
-
-def _read(name: str, held: _Held, mesh: DeviceMesh | None) -> Tensor:
-    if not held.shape:  # a scalar has no rows
-        number: Tensor = held.rows[0][0].get_tensor(name)
+def _read(name: str, pieces: _Pieces, mesh: DeviceMesh | None) -> Tensor:
+    if not pieces.shape:
+        number: Tensor = pieces.files[0][0].get_tensor(name)
         return number
     if mesh is None:
-        return _rows(name, held, range(held.shape[0]))
-    wanted = own_rows(held.shape[0], mesh.get_local_rank(), mesh.size())
-    return _sharded(_rows(name, held, wanted), held.shape, mesh)
-
-
-def _rows(name: str, held: _Held, wanted: range) -> Tensor:
-    """Join the rows from all files that have some of them."""
-    pieces = []
-    for opened, rows in sorted(held.rows, key=lambda one: one[1].start):
-        first, last = max(rows.start, wanted.start), min(rows.stop, wanted.stop)
-        if first < last or len(wanted) == 0:
-            pieces.append(opened.get_slice(name)[max(0, first - rows.start) : max(0, last - rows.start)])
-    return torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+        return pieces.read(name, range(pieces.shape[0]))
+    wanted = own_rows(pieces.shape[0], mesh.get_local_rank(), mesh.size())
+    return _sharded(pieces.read(name, wanted), pieces.shape, mesh)

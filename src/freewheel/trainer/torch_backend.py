@@ -14,8 +14,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ from freewheel.trainer.optim import Optimizer, lr_factor
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.policy import Policy
 
+T = TypeVar("T")
+
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
 MAX_NONFINITE = 3
 """Consecutive updates with a loss or gradient that is not finite before the run ends."""
@@ -62,17 +65,10 @@ class Part:
     returns: Tensor | None = None
 
 
-@dataclass
-class _Updates:
-    """Updates of one step."""
-
-    made: int = 0
-    skipped: int = 0
-
-
 class TorchBackend:
     """See `Backend`. `FsdpBackend` overrides the methods that depend on the number of ranks."""
 
+    _rank = 0
     _copies = True
     """Whether a computing copy of the model may be used. FSDP gathers a copy layer by layer instead."""
 
@@ -154,18 +150,19 @@ class TorchBackend:
         # Do everything that can raise before the first update, so that the step can be retried.
         rollout = rollout_metrics(groups)
         minis = self._prepare(groups)
-        tally, updates = Tally(), _Updates()
+        tally = Tally()
         for epoch in range(self._algorithm.updates_per_batch):
             order = np.random.default_rng([self._seed, step, epoch]).permutation(len(minis))
             for index in order if len(minis) > 1 else range(len(minis)):
-                first = updates.made == 0
-                tally.merge(self._update_policy(minis[index], factor, updates, version if first else None))
-                if self._critic is not None:
-                    tally.merge(self._update_critic(minis[index], factor))
+                compute = partial(self._policy_part, version=version)
+                tally.merge(self._update("actor", self._optimizer, self._lr * factor, minis[index], compute))
+                version = None  # the first update changes the weights
+                if self._critic_optimizer is not None:
+                    lr = self._critic_lr * factor
+                    tally.merge(self._update("critic", self._critic_optimizer, lr, minis[index], self._critic_part))
         metrics = {**rollout, **tally.values()}
-        if updates.made:
+        if minis:
             metrics["actor/lr"] = self._lr * factor
-            metrics["actor/skipped_nonfinite"] = float(updates.skipped)
             if self._critic is not None:
                 metrics["critic/lr"] = self._critic_lr * factor
         if GAP_MEAN not in metrics:  # no token has this version, so there is no largest gap either
@@ -209,38 +206,43 @@ class TorchBackend:
         return replace(part, batch=batch, returns=returns.to(self._device))
 
     def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return (advantages, returns) of all batches of the step. With several ranks, normalised over all of them."""
-        return token_advantages(batches, values, self._algorithm) if batches else []
+        """Return (advantages, returns) [T] of each micro-batch of the step.
 
-    def _update_policy(self, parts: Sequence[Part], factor: float, updates: _Updates, version: int | None) -> Tally:
-        """Make one optimizer step of the policy over a mini-batch.
-
-        `version`: compare log-probabilities with the engine's at tokens of this version.
+        With `batch_std`, advantages are normalised over all tokens of all micro-batches, those of other ranks included.
         """
-        self._optimizer.forget()
-        loss, tally = self._accumulate(parts, lambda part: self._policy_part(part, version))
-        norm, applied = self._optimizer.step(self._lr * factor, loss)
-        if applied:
-            one = torch.ones_like(loss)
-            tally.means["actor/loss"] = (loss, one)
-            tally.means["actor/grad_norm"] = (norm, one)
-        else:  # its metrics would make those of the other updates NaN
-            tally = Tally()
-        self._count(applied, updates, loss)
-        return tally
+        if not batches:
+            return []
+        found = [token_gae(batch, one, self._algorithm) for batch, one in zip(batches, values, strict=True)]
+        advantages = [one for one, _ in found]
+        if self._algorithm.normalisation == "batch_std":
+            by_rank = self._gather(np.concatenate(advantages))
+            own = np.split(whiten(np.concatenate(by_rank)), np.cumsum([len(one) for one in by_rank])[:-1])[self._rank]
+            advantages = np.split(own, np.cumsum([len(one) for one in advantages])[:-1])
+        return [
+            (torch.from_numpy(a.astype(np.float32)), torch.from_numpy(r.astype(np.float32)))
+            for a, (_, r) in zip(advantages, found, strict=True)
+        ]
 
-    def _update_critic(self, parts: Sequence[Part], factor: float) -> Tally:
-        assert self._critic is not None and self._critic_optimizer is not None
-        self._critic_optimizer.forget()
-        loss, tally = self._accumulate(parts, self._critic_part)
-        norm, applied = self._critic_optimizer.step(self._critic_lr * factor, loss)
+    def _update(
+        self,
+        name: str,
+        optimizer: Optimizer,
+        lr: float,
+        parts: Sequence[Part],
+        compute: Callable[[Part], tuple[Tensor, Tally]],
+    ) -> Tally:
+        """Make one optimizer step over a mini-batch. `name`: the prefix of its metrics, `actor` or `critic`."""
+        optimizer.forget()
+        loss, tally = self._accumulate(parts, compute)
+        norm, applied = optimizer.step(lr, loss)
         one = torch.ones_like(loss)
         if applied:
-            tally.means["critic/loss"] = (loss, one)
-            tally.means["critic/grad_norm"] = (norm, one)
-        else:
+            tally.sums.update({f"{name}/loss": (loss, one), f"{name}/grad_norm": (norm, one)})
+        else:  # its metrics would make those of the other updates NaN
             tally = Tally()
-        tally.maxima["critic/skipped_nonfinite"] = one * (not applied)
+        tally.sums[f"{name}/skipped_nonfinite"] = (one * (not applied),)
+        if optimizer is self._optimizer:
+            self._check_finite(applied, loss)
         return tally
 
     def _accumulate(
@@ -255,7 +257,8 @@ class TorchBackend:
             tally.merge(found)
         return self._over_ranks(torch.stack(losses).sum(), tally)
 
-    def _policy_part(self, part: Part, version: int | None) -> tuple[Tensor, Tally]:
+    def _policy_part(self, part: Part, *, version: int | None) -> tuple[Tensor, Tally]:
+        """`version`: compare log-probabilities with the engine's at tokens of this version."""
         batch = part.batch
         logp, entropy = self.policy.logprobs(batch, entropy_grad=self._algorithm.entropy_coef > 0)
         inputs = LossInputs(
@@ -289,9 +292,11 @@ class TorchBackend:
         """Return the loss and metrics of all ranks together."""
         return loss, tally
 
-    def _count(self, applied: bool, updates: _Updates, loss: Tensor) -> None:
-        updates.made += 1
-        updates.skipped += not applied
+    def _gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, in their order."""
+        return [value]
+
+    def _check_finite(self, applied: bool, loss: Tensor) -> None:
         self._nonfinite = 0 if applied else self._nonfinite + 1
         if self._nonfinite >= MAX_NONFINITE:
             own = self._algorithm.loss != "auto" and f"check that {self._algorithm.loss} returns finite numbers, "
@@ -311,7 +316,9 @@ class TorchBackend:
 
     def state(self) -> BackendState:
         """Return trained parameters and moments. A frozen base follows from the settings; there is no random state."""
-        tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._named_state().items()}
+        tensors = {
+            name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self._named_state().items()
+        }
         return BackendState(tensors=tensors, values=self._state_values())
 
     def _named_state(self) -> dict[str, Tensor]:
@@ -366,7 +373,7 @@ def _logprob_gap(logp: Tensor, batch: MicroBatch, version: int) -> Tally:
     """Measure how far the engine's log-probabilities are from ours at tokens that the same weights produced."""
     same = batch.versions == version
     gap = torch.where(same, (logp - batch.behaviour).abs(), 0.0)
-    return Tally(means={GAP_MEAN: (gap.sum(), same.sum())}, maxima={GAP_MAX: gap.max()})
+    return Tally(sums={GAP_MEAN: (gap.sum(), same.sum())}, maxima={GAP_MAX: gap.max()})
 
 
 def _check_fit(part: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -430,25 +437,10 @@ class Critic(nn.Module):
         return values
 
 
-def token_advantages(
-    batches: Sequence[MicroBatch], values: Sequence[Tensor], config: AlgorithmConfig
-) -> list[tuple[Tensor, Tensor]]:
-    """Return (advantages, returns) [T] of each micro-batch: GAE with the reward on each response's last own token.
-
-    With `batch_std`, advantages are normalised over all tokens of all batches.
-    """
-    found = [_gae(batch, one, config) for batch, one in zip(batches, values, strict=True)]
-    advantages = [one for one, _ in found]
-    if config.normalisation == "batch_std":
-        ends = np.cumsum([len(one) for one in advantages])[:-1]
-        advantages = np.split(whiten(np.concatenate(advantages)), ends)
-    return [
-        (torch.from_numpy(a.astype(np.float32)), torch.from_numpy(r.astype(np.float32)))
-        for a, (_, r) in zip(advantages, found, strict=True)
-    ]
-
-
-def _gae(batch: MicroBatch, values: Tensor, config: AlgorithmConfig) -> tuple[Array, Array]:
+def token_gae(batch: MicroBatch, values: Tensor, config: AlgorithmConfig) -> tuple[Array, Array]:
+    """Return (advantages, returns) [T]: GAE with the reward on each response's last own token."""
+    if not batch.n_sequences:
+        return np.zeros(0), np.zeros(0)
     lengths = np.array(batch.lengths)
     present = np.arange(lengths.max())[None, :] < lengths[:, None]
     padded, rewards = np.zeros(present.shape), np.zeros(present.shape)
