@@ -43,7 +43,7 @@ def seen_by(batch: MicroBatch) -> list[list[int]]:
     """Return the tokens that each token of the row sees."""
     tree = batch.tree
     assert tree is not None
-    n = batch.n_row_tokens
+    n = batch.inputs["input_ids"].numel()
     rows = torch.arange(n) if tree.key_rows is None else tree.key_rows
     found: list[list[int]] = []
     for piece in range(len(tree.query_ends) - 1):
@@ -85,13 +85,13 @@ def test_every_token_is_predicted_once_from_its_prompt_and_what_came_before(shap
             keys = seen[int(position)]
             assert places[keys].tolist() == list(range(len(keys)))
             found[batch.keys[sequence], tuple(ids[keys].tolist()), int(target)] += 1
-        assert batch.n_row_tokens <= max(budget, max(row_length([one]) for one in samples)) + MULTIPLE - 1
+        assert batch.inputs["input_ids"].numel() <= max(budget, max(row_length([one]) for one in samples)) + MULTIPLE - 1
     assert found == wanted
 
 
 def test_micro_batches_are_as_equal_as_possible() -> None:
     groups = [make_group(i, [make_response([5] * 100, value=1.0)] * 2, prompt=[1] * 56) for i in range(5)]
-    sizes = [batch.n_row_tokens for batch in packed_batches(samples_of(groups), 768, share=True)]
+    sizes = [batch.inputs["input_ids"].numel() for batch in packed_batches(samples_of(groups), 768, share=True)]
     assert sizes == [768, 512]
 
 
@@ -99,7 +99,7 @@ def test_a_group_larger_than_the_budget_is_split() -> None:
     group = make_group(0, [make_response([5] * 100, value=1.0)] * 8, prompt=[1] * 28)
     batches = packed_batches(samples_of([group]), 384, share=True)
     assert [batch.n_sequences for batch in batches] == [3, 3, 2]
-    assert max(batch.n_row_tokens for batch in batches) <= 384
+    assert max(batch.inputs["input_ids"].numel() for batch in batches) <= 384
 
 
 def test_the_order_of_arrival_is_irrelevant() -> None:

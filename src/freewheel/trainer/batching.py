@@ -56,10 +56,10 @@ class Sample:
     """The engine's log-probability of each of these tokens."""
     versions: Array
     """The weight version that produced each of these tokens."""
-    reward: float
-    advantage: float
+    reward: float = 0.0
+    advantage: float = 0.0
     """With a critic, advantages per token replace it."""
-    weight: float
+    weight: float = 0.0
     """How much each of its tokens counts in the loss."""
 
 
@@ -96,11 +96,6 @@ class MicroBatch:
     @property
     def n_sequences(self) -> int:
         return len(self.keys)
-
-    @property
-    def n_row_tokens(self) -> int:
-        """B·L: the tokens that the decoder computes, with padding."""
-        return self.inputs["input_ids"].numel()
 
     def decoder_inputs(self) -> dict[str, Any]:
         """Return the decoder's arguments, including the tree of a packed row."""
@@ -147,7 +142,6 @@ def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
                     versions=group.versions[part][made],
                     reward=float(group.rewards[index]),
                     advantage=float(advantages[index]),
-                    weight=0.0,
                 )
             )
     return samples
@@ -165,6 +159,31 @@ def row_length(row: Sequence[Sample]) -> int:
 
 def _by_group(samples: Sequence[Sample]) -> list[list[Sample]]:
     return [list(group) for _, group in groupby(samples, key=lambda sample: sample.key[0])]
+
+
+def _lay_out(
+    row: Sequence[Sample], input_ids: Array, position_ids: Array, start: int
+) -> tuple[Array, list[Array], list[Array]]:
+    """Write a prompt and its responses one after the other into flat arrays, from `start` on.
+
+    Returns the places of the prompt, the places of each response, and the places that predict each response's own
+    tokens. Position ids of each response continue from the prompt.
+    """
+    n_prompt = len(row[0].prompt)
+    prompt = np.arange(start, start + n_prompt)
+    input_ids[prompt] = row[0].prompt
+    position_ids[prompt] = np.arange(n_prompt)
+    responses: list[Array] = []
+    positions: list[Array] = []
+    end = start + n_prompt
+    for sample in row:
+        places = np.arange(end, end + len(sample.tokens))
+        input_ids[places] = sample.tokens
+        position_ids[places] = np.arange(n_prompt, n_prompt + len(places))
+        positions.append(np.where(sample.made == 0, start + n_prompt - 1, end + sample.made - 1))
+        responses.append(places)
+        end += len(places)
+    return prompt, responses, positions
 
 
 def _flatten(
@@ -230,22 +249,15 @@ def _share_prompt(samples: list[Sample], share: float, budget_tokens: int) -> li
 
 def _pad(rows: Sequence[Sequence[Sample]]) -> MicroBatch:
     longest = max(map(row_length, rows))
-    input_ids = np.full((len(rows), longest), PAD_ID, np.int64)
-    position_ids = np.zeros_like(input_ids)
-    segments = np.full_like(input_ids, -1)  # 0: the prompt, 1 …: a response, -1: padding
+    shape = len(rows), longest
+    input_ids, position_ids = np.full(shape, PAD_ID, np.int64), np.zeros(shape, np.int64)
+    segments = np.full(shape, -1)  # 0: the prompt, 1 …: a response, -1: padding
     positions: list[Array] = []
     for i, row in enumerate(rows):
-        n_prompt = end = len(row[0].prompt)
-        input_ids[i, :end] = row[0].prompt
-        position_ids[i, :end] = np.arange(end)
-        segments[i, :end] = 0
-        for number, sample in enumerate(row, start=1):
-            start, end = end, end + len(sample.tokens)
-            input_ids[i, start:end] = sample.tokens
-            position_ids[i, start:end] = np.arange(n_prompt, n_prompt + len(sample.tokens))
-            segments[i, start:end] = number
-            before = np.where(sample.made == 0, n_prompt - 1, start + sample.made - 1)
-            positions.append(i * longest + before)
+        prompt, responses, found = _lay_out(row, input_ids.reshape(-1), position_ids.reshape(-1), i * longest)
+        for number, places in enumerate([prompt, *responses]):
+            segments.reshape(-1)[places] = number
+        positions += found
     inputs = {"input_ids": torch.from_numpy(input_ids)}
     if any(len(row) > 1 for row in rows):
         inputs |= {"position_ids": torch.from_numpy(position_ids), "attention_mask": _tree_mask(segments)}
@@ -299,31 +311,23 @@ def _deal(trees: Sequence[list[Sample]], budget_tokens: int) -> list[list[list[S
 
 
 def _pack(trees: Sequence[Sequence[Sample]]) -> MicroBatch:
-    n_tokens = sum(map(row_length, trees))
-    n_row = math.ceil(n_tokens / MULTIPLE) * MULTIPLE
+    n_row = math.ceil(sum(map(row_length, trees)) / MULTIPLE) * MULTIPLE
     input_ids, position_ids = np.full(n_row, PAD_ID, np.int64), np.zeros(n_row, np.int64)
     positions: list[Array] = []
     pieces: list[tuple[int, Array]] = []
-    at = 0
+    end = 0
     for tree in trees:
-        n_prompt, begin = len(tree[0].prompt), at
-        prompt = np.arange(begin, begin + n_prompt)
-        input_ids[prompt] = tree[0].prompt
-        position_ids[prompt] = np.arange(n_prompt)
-        at += n_prompt
+        prompt, responses, found = _lay_out(tree, input_ids, position_ids, end)
+        positions += found
         shared = len(tree) > 1
         if shared:
-            pieces.append((n_prompt, prompt))
-        for sample in tree:
-            rows = np.arange(at, at + len(sample.tokens))
-            input_ids[rows] = sample.tokens
-            position_ids[rows] = np.arange(n_prompt, n_prompt + len(rows))
-            positions.append(np.where(sample.made == 0, begin + n_prompt - 1, at + sample.made - 1))
-            seen = np.concatenate([prompt, rows])
-            pieces.append((len(rows) if shared else len(seen), seen))
-            at += len(rows)
-    if at < n_row:
-        pieces.append((n_row - at, np.arange(at, n_row)))
+            pieces.append((len(prompt), prompt))
+        for response in responses:
+            seen = np.concatenate([prompt, response])
+            pieces.append((len(response) if shared else len(seen), seen))
+        end += row_length(tree)
+    if end < n_row:
+        pieces.append((n_row - end, np.arange(end, n_row)))
     inputs = {"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]}
     return _flatten([sample for tree in trees for sample in tree], inputs, np.concatenate(positions), _tree(pieces))
 

@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ from freewheel.trainer.decoder import decoder_layers
 from freewheel.trainer.metrics import Tally
 from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import OptimizerConfig
-from freewheel.trainer.policy import Policy
+from freewheel.trainer.policy import Policy, probe_batch
 from freewheel.trainer.ranks import share_out
 from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
 from freewheel.trainer.torch_backend import Part, TorchBackend
@@ -226,7 +225,15 @@ class ShardedPolicy(Policy):
         self.sharded = Sharded(_Pass(self), world, self.dtype)
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = self.sharded.root(batch, entropy_grad)
+        found: tuple[Tensor, Tensor]
+        if not self._without_adapters:
+            found = self.sharded.root(batch, entropy_grad)
+            return found
+        # peft switches the adapters' gradients off and on, which must happen on shards. This pass has no gradients.
+        self.sharded.rest()
+        with self.model.disable_adapter():
+            found = self.sharded.root(batch, entropy_grad)
+            self.sharded.rest()
         return found
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -261,21 +268,6 @@ def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-class _WithoutAdapters(ShardedPolicy):
-    """The base model under a sharded policy's adapters, for a KL term. Shares everything with the policy."""
-
-    def __init__(self, policy: ShardedPolicy) -> None:
-        self.__dict__.update(policy.__dict__)
-
-    def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """Without gradients. peft switches those of the adapters off and on, which must happen on shards."""
-        self.sharded.rest()
-        with self.model.disable_adapter():
-            found = super().logprobs(batch, entropy_grad=entropy_grad)
-            self.sharded.rest()
-        return found
-
-
 class ShardedOptimizer(Optimizer):
     """AdamW on this rank's shards. The norm is that of the whole gradient."""
 
@@ -300,14 +292,14 @@ class FsdpBackend(TorchBackend):
         """`settings`: those of `TorchBackend` except the device. The whole model must fit on it until it is sharded."""
         super().__init__(model, device=world.device, **settings)
         self._world, self._rank = world, world.rank
-        (batch,) = super()._micro_batches([_nothing()])
-        self._empty = replace(batch, keys=()).to(self._device)
+        probe = probe_batch(self.policy.vocabulary, packed=self._packed, share=False)
+        self._empty = replace(probe, keys=()).to(self._device)
         """A micro-batch with nothing to learn from, for ranks that have fewer micro-batches than others."""
         before, self.policy = self._reference, ShardedPolicy(self.policy, world)
         if before is not None and self.policy.lora is not None:
             with torch.no_grad():  # parameters gathered for the first time take over whether shards require gradients
                 self.policy.logprobs(self._empty)
-            self._reference = _WithoutAdapters(self.policy)
+            self._reference = self.policy.frozen_copy()
         elif before is not None:
             self._reference = ShardedPolicy(before, world)
         self._optimizer = ShardedOptimizer(self.policy.trainable(), self._config, world)
@@ -409,18 +401,3 @@ class FsdpBackend(TorchBackend):
         if not tensor.ndim:
             return tensor
         return distribute_tensor(tensor.to(device), mesh, [Shard(0)], src_data_rank=None)
-
-
-def _nothing() -> Sample:
-    one = np.zeros(1, np.int64)
-    return Sample(
-        key=(0, 0),
-        prompt=one,
-        tokens=one,
-        made=one,
-        behaviour=one,
-        versions=one,
-        reward=0.0,
-        advantage=0.0,
-        weight=0.0,
-    )

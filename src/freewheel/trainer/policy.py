@@ -104,6 +104,8 @@ class Policy:
         copied = computing_copy and lora is None and self.dtype is not torch.float32
         self._copy = ComputingCopy(self.plain, self.dtype) if copied else None
         self._mixed = not copied
+        self._without_adapters = False
+        """Set in a frozen copy, which shares the model and leaves out its adapters."""
         self._compiled = False
         self._plain_head = self._head_is_plain()
 
@@ -162,14 +164,18 @@ class Policy:
         """Yield the computing model with current weights, in the precision of the computation."""
         if self._copy is not None:
             self._copy.refresh()
-        with autocast(self.device, self.dtype) if self._mixed else nullcontext():
+        with (
+            autocast(self.device, self.dtype) if self._mixed else nullcontext(),
+            self.model.disable_adapter() if self._without_adapters else nullcontext(),
+        ):
             yield self._computing_model()
 
     def frozen_copy(self) -> Policy:
-        """Return the reference of a KL term: the policy as it is now."""
-        if self.lora is not None:
-            return _WithoutAdapters(self)
+        """Return the reference of a KL term: the policy as it is now, which is the base model under new adapters."""
         kept = copy.copy(self)
+        if self.lora is not None:
+            kept._without_adapters = True
+            return kept
         if self._copy is not None:
             self._copy.refresh()
         kept.plain = kept.model = copy.deepcopy(self._computing_model()).requires_grad_(False)
@@ -192,15 +198,15 @@ class Policy:
         window = self.plain.config.get_text_config().to_dict().get("sliding_window")
         if window is not None and window < MAX_SHARED_TOKENS:  # it would only show in longer rows
             return False
-        return self._agree(*(probe_batch(self._vocabulary(), packed=False, share=share) for share in (False, True)))
+        return self._agree(*(probe_batch(self.vocabulary, packed=False, share=share) for share in (False, True)))
 
     def can_pack(self) -> bool:
         """Whether sequences packed into one row do. If so, the model accepts such rows from now on."""
         if all(use_tree_attention(model) for model in (self.plain, self._computing_model())):
             (alone,) = micro_batches(
-                _probe_samples(self._vocabulary(), N_RESPONSE["packed"]), 4 * (N_PROMPT + N_RESPONSE["packed"])
+                _probe_samples(self.vocabulary, N_RESPONSE["packed"]), 4 * (N_PROMPT + N_RESPONSE["packed"])
             )
-            if self._agree(alone, probe_batch(self._vocabulary(), packed=True)) and self._packs_in_dtype():
+            if self._agree(alone, probe_batch(self.vocabulary, packed=True)) and self._packs_in_dtype():
                 return True
             log.warning("%s does not support packed rows: rows are padded, which is slower", type(self.plain).__name__)
         self.leave_trees()
@@ -225,7 +231,7 @@ class Policy:
     @torch.no_grad()
     def _packs_in_dtype(self) -> bool:
         """Try packed rows again in the precision of the computation, whose kernels do not support every head."""
-        alone, packed = (probe_batch(self._vocabulary(), packed=True, share=share) for share in (False, True))
+        alone, packed = (probe_batch(self.vocabulary, packed=True, share=share) for share in (False, True))
         try:
             gap = self.logprobs(alone.to(self.device))[0] - self.logprobs(packed.to(self.device))[0]
         except REFUSALS:
@@ -242,7 +248,7 @@ class Policy:
 
         They are not used if they fail or give different log-probabilities.
         """
-        batch = probe_batch(self._vocabulary(), packed=packed, share=packed).to(self.device)
+        batch = probe_batch(self.vocabulary, packed=packed, share=packed).to(self.device)
         with torch.no_grad():
             wanted = self.logprobs(batch)[0]
         compile_layers(self._computing_model())
@@ -271,13 +277,14 @@ class Policy:
             raise ConfigError(
                 "model.path", type(self.plain).__name__, "it has no output head: give a causal language model"
             )
-        ids = (torch.arange(N_PROMPT) % self._vocabulary())[None].to(self.device)
+        ids = (torch.arange(N_PROMPT) % self.vocabulary)[None].to(self.device)
         with self._computing() as model:
             own = model(input_ids=ids, use_cache=False).logits.float()
             ours = model.get_output_embeddings()(_hidden(model, {"input_ids": ids})).float()
         return bool((own - ours).abs().max() <= HEAD_TOLERANCE * own.abs().max().clamp(min=1e-3))
 
-    def _vocabulary(self) -> int:
+    @property
+    def vocabulary(self) -> int:
         return int(self.plain.config.get_text_config().vocab_size)
 
     # -- weights ------------------------------------------------------------------------------------------------------
@@ -318,17 +325,6 @@ class Policy:
                 yield name, tensor
 
 
-class _WithoutAdapters(Policy):
-    """The base model under a policy's adapters. Shares everything with the policy."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.__dict__.update(policy.__dict__)
-
-    def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        with self.model.disable_adapter():
-            return super().logprobs(batch, entropy_grad=entropy_grad)
-
-
 def probe_batch(vocabulary: int, *, packed: bool, share: bool = True) -> MicroBatch:
     """Return a micro-batch of two responses to one prompt."""
     samples = _probe_samples(vocabulary, N_RESPONSE["packed" if packed else "padded"])
@@ -348,9 +344,6 @@ def _probe_samples(vocabulary: int, n_tokens: int) -> list[Sample]:
         made=indices,
         behaviour=indices,
         versions=indices,
-        reward=0.0,
-        advantage=0.0,
-        weight=0.0,
     )
     return [one, replace(one, key=(0, 1), tokens=ids[::-1])]
 

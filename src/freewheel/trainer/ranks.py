@@ -145,7 +145,7 @@ class Leader:
 
     def _write(self, number: int, own: BackendState, folder: Path) -> None:
         """A full disk fails the checkpoint and nothing else."""
-        asked = self._others.ask("write", number, str(folder))
+        asked = self._others.ask("write", number, folder)
         written = _written(self.backend, own, folder)
         for rank, result in enumerate([written, *self._answered(asked)]):
             if result.error:
@@ -163,13 +163,12 @@ class Leader:
         self._together(partial(self.backend.load_state, state), "load_state", state)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-        work = partial(self.backend.load_files, files, values)
-        self._together(work, "load_files", [str(file) for file in files], dict(values))
+        self._together(partial(self.backend.load_files, files, values), "load_files", files, values)
 
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
         """Weights are gathered before rank 0 writes them, so a full disk breaks nothing."""
         work = partial(self.backend.save_hf, folder, tokenizer)
-        self._together(work, "save_hf", str(folder), harmless=(Exception,))
+        self._together(work, "save_hf", folder, harmless=(Exception,))
 
     def describe(self) -> str:
         return self.backend.describe()
@@ -220,34 +219,27 @@ class Follower:
 
     def obey(self, command: str, *args: Any) -> Any:
         """Run a command. An error that all ranks raise is logged, because rank 0 raises it. Other errors are raised."""
+        special = {"step": self._step, "state": self._state, "write": self._write}
         try:
-            return getattr(self, f"_{command}")(*args)
+            return special[command](*args) if command in special else self._call(command, *args)
         except ALIKE as error:
             log.warning("%s: %s", command, error)
             return None
 
+    def _call(self, command: str, *args: Any) -> None:
+        """Call the backend's method of that name. Rank 0 has the complete result, so none is returned."""
+        getattr(self._backend, command)(*args)
+
     def _step(self, groups: EncodedGroups, version: int | None, step: int, total_steps: int) -> None:
         self._backend.step(groups.decode(), version=version, step=step, total_steps=total_steps)
-
-    def _weights(self) -> None:
-        self._backend.weights()
 
     def _state(self, number: int) -> None:
         self._states[number] = self._backend.state()
         for old in sorted(self._states)[:-KEPT_STATES]:
             del self._states[old]
 
-    def _write(self, number: int, folder: str) -> Written:
-        return _written(self._backend, self._states.pop(number), Path(folder))
-
-    def _load_state(self, state: BackendState) -> None:
-        self._backend.load_state(state)
-
-    def _load_files(self, files: Sequence[str], values: Mapping[str, Any]) -> None:
-        self._backend.load_files([Path(file) for file in files], values)
-
-    def _save_hf(self, folder: str) -> None:
-        self._backend.save_hf(Path(folder))
+    def _write(self, number: int, folder: Path) -> Written:
+        return _written(self._backend, self._states.pop(number), folder)
 
 
 class Pulse:
