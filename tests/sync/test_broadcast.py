@@ -17,8 +17,6 @@ import torch
 
 from freewheel.sync.broadcast import (
     GroupBroken,
-    Header,
-    Staged,
     TorchGroup,
     VersionRefused,
     VersionSpoiled,
@@ -26,6 +24,8 @@ from freewheel.sync.broadcast import (
     send,
 )
 from freewheel.sync.weights import bucket_sizes, in_buckets, sum_of_buckets, views
+
+from .staged import Staged
 
 WAIT_S = 100.0
 SPAWN = multiprocessing.get_context("spawn")
@@ -197,12 +197,6 @@ def test_a_sender_that_dies_leaves_the_version_before(dies_at: int) -> None:
         assert one.broadcast(2, bucket_bytes=1300, dies_at=dies_at) == ("died", [("GroupBroken", 1, True)])
     finally:
         one.close()
-
-
-def test_a_header_says_what_lies_where() -> None:
-    entries = in_buckets(weights_of(0), 1300)
-    assert len(bucket_sizes(entries)) > 2
-    assert Header.of(3, 4, entries).contents() == entries
 
 
 def test_a_group_that_nobody_joins_is_given_up() -> None:

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from freewheel.sync import broadcast
-from freewheel.sync.broadcast import BroadcastPacker, Desk, SentWeights, Staged, TorchGroup, packer_for, receive
+from freewheel.sync.broadcast import BroadcastPacker, SentWeights, TorchGroup, WeightServer, packer_for, receive
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import WeightsGone, content_sum, pack
+
+from .staged import Staged
 
 WAIT_S = 100.0
 SPAWN = multiprocessing.get_context("spawn")
@@ -83,15 +85,15 @@ def engines() -> Iterator[Callable[[str], Engine]]:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    one = Desk(host="127.0.0.1")
+def server() -> Iterator[WeightServer]:
+    one = WeightServer(host="127.0.0.1")
     yield one
     one.close()
 
 
 @pytest.fixture
-def packer(desk: Desk) -> BroadcastPacker:
-    return BroadcastPacker(DevicePacker(bucket_bytes=100), desk)
+def packer(server: WeightServer) -> BroadcastPacker:
+    return BroadcastPacker(DevicePacker(bucket_bytes=100), server)
 
 
 def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_one_attempt(
@@ -109,20 +111,20 @@ def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_
 
 
 def test_the_group_of_an_engine_that_died_is_left_when_its_successor_asks(
-    packer: BroadcastPacker, desk: Desk, engines: Callable[[str], Engine]
+    packer: BroadcastPacker, server: WeightServer, engines: Callable[[str], Engine]
 ) -> None:
     elder, first = engines("one"), packer(weights_of(1))
     assert elder.take(first) == (first.checksum, True)
     elder.close()
     successor, second = engines("one"), packer(weights_of(2))
     assert successor.take(second) == (second.checksum, True)
-    assert len(desk._groups) == 1
+    assert len(server._groups) == 1
 
 
 def trainer(pipe: Connection) -> None:
     """Offers a version; ends when it is asked for it, in the middle of sending."""
     torch.set_num_threads(1)
-    packer = BroadcastPacker(DevicePacker(bucket_bytes=100), Desk(host="127.0.0.1"))
+    packer = BroadcastPacker(DevicePacker(bucket_bytes=100), WeightServer(host="127.0.0.1"))
     held = packer(weights_of(1))
     broadcast.send = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     pipe.send(pickle.dumps(held))
@@ -148,28 +150,28 @@ def test_weights_that_nobody_holds_any_more_are_gone(packer: BroadcastPacker) ->
         pytest.fail("it was entered")
 
 
-def test_weights_of_a_trainer_that_is_gone_are_gone(packer: BroadcastPacker, desk: Desk) -> None:
+def test_weights_of_a_trainer_that_is_gone_are_gone(packer: BroadcastPacker, server: WeightServer) -> None:
     held = packer(weights_of(1))
     sent = pickle.loads(pickle.dumps(held))
     assert sent.checksum == pack(weights_of(1)).checksum and sent.n_bytes == held.n_bytes
-    desk.close()
+    server.close()
     with pytest.raises(WeightsGone), sent.sending("one", 1):
         pytest.fail("it was entered")
 
 
 @pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b"[1]\n", b""], ids=repr)
-def test_a_stranger_is_told_nothing(packer: BroadcastPacker, desk: Desk, line: bytes) -> None:
+def test_a_stranger_is_told_nothing(packer: BroadcastPacker, server: WeightServer, line: bytes) -> None:
     held = packer(weights_of(1))
     pickle.dumps(held)
-    with socket.create_connection((desk.address.host, desk.address.port), timeout=WAIT_S) as one:
+    with socket.create_connection((server.address.host, server.address.port), timeout=WAIT_S) as one:
         one.sendall(line)
         one.shutdown(socket.SHUT_WR)
         assert one.recv(100) == b""
 
 
-def test_a_wrong_token_is_told_nothing(packer: BroadcastPacker, desk: Desk) -> None:
-    asked = {"token": "0" * 32, "receiver": "x", "size": 2, "key": 1, "anew": False}
-    with socket.create_connection((desk.address.host, desk.address.port), timeout=WAIT_S) as one:
+def test_a_wrong_token_is_told_nothing(packer: BroadcastPacker, server: WeightServer) -> None:
+    asked = {"token": "0" * 32, "receiver": "x", "size": 2, "key": 1, "new_group": False}
+    with socket.create_connection((server.address.host, server.address.port), timeout=WAIT_S) as one:
         one.sendall(json.dumps(asked).encode() + b"\n")
         assert one.recv(100) == b""
 

@@ -85,7 +85,9 @@ def test_every_token_is_predicted_once_from_its_prompt_and_what_came_before(shap
             keys = seen[int(position)]
             assert places[keys].tolist() == list(range(len(keys)))
             found[batch.keys[sequence], tuple(ids[keys].tolist()), int(target)] += 1
-        assert batch.inputs["input_ids"].numel() <= max(budget, max(row_length([one]) for one in samples)) + MULTIPLE - 1
+        assert (
+            batch.inputs["input_ids"].numel() <= max(budget, max(row_length([one]) for one in samples)) + MULTIPLE - 1
+        )
     assert found == wanted
 
 

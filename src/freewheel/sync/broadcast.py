@@ -6,8 +6,10 @@
     bucket 0, bucket 1, … ─────────────────────▶ into the receiver's memory, or directly into an engine
        ◀──────────────── agreed? ──────────────▶ complete, and the checksum is right ─▶ used
 
-No member uses a version that another did not receive completely, unless its `Sink` takes buckets directly: an engine
-without room for a second model holds a mixture if the sender dies between two buckets, and reports it.
+No member uses a version that another did not receive completely, unless its `Receiver` takes buckets directly: an
+engine without room for a second model holds a mixture if the sender dies between two buckets, and reports it.
+
+The trainer's `WeightServer` sends on request: weights are pickled as `SentWeights`, which know whom to ask.
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -30,21 +31,25 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import msgspec
 
 from freewheel.sync.device import DevicePacker, DeviceWeights
-from freewheel.sync.weights import (
-    BUCKET_BYTES,
-    Entry,
-    Packer,
-    Weights,
-    WeightsGone,
-    bucket_sizes,
-    by_bucket,
-    pack,
-    sum_of_buckets,
-    views,
-)
+from freewheel.sync.weights import BUCKET_BYTES, Entry, Packer, Weights, WeightsGone, bucket_sizes, by_bucket, pack
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("freewheel.sync")
+
+Kind = Literal["gloo", "nccl"]
+SENDER = 0
+GROUP_S = 60.0
+"""Time for members to meet, and for each broadcast: a bucket takes ten seconds on a slow network."""
+LAST_WORD_S = 2.0
+"""Time for the sender to report what went wrong if an engine could not take what it sent."""
+LINE_BYTES = 1 << 16
+TOKEN_BYTES = 16
+PROCESS = secrets.token_hex(TOKEN_BYTES)
+"""Identifies this process: a successor has its own workers."""
+_OUT_OF_STEP = threading.Event()
+"""Set after a failure: the group must not be used again."""
 
 
 class VersionRefused(RuntimeError):
@@ -55,21 +60,16 @@ class VersionSpoiled(RuntimeError):
     """A member received something else than was sent. Nobody uses it."""
 
 
+class GroupBroken(RuntimeError):
+    """A member died or did not arrive in time. The group cannot be used any more."""
+
+
 class Header(msgspec.Struct, frozen=True):
     """What precedes the buckets."""
 
     version: int
     checksum: int
-    entries: dict[str, tuple[str, tuple[int, ...], int, int]]
-    """Name → type, shape, start, bucket."""
-
-    @classmethod
-    def of(cls, version: int, checksum: int, entries: Mapping[str, Entry]) -> Header:
-        told = {name: (one.dtype, one.shape, one.start, one.bucket) for name, one in entries.items()}
-        return cls(version, checksum, told)
-
-    def contents(self) -> dict[str, Entry]:
-        return {name: Entry(*told) for name, told in self.entries.items()}
+    entries: dict[str, Entry]
 
 
 def send(
@@ -78,7 +78,7 @@ def send(
     """Send to all members, which call `receive` meanwhile. Blocks as long as the slowest; run it in a thread."""
     import torch
 
-    header = msgspec.json.encode(Header.of(version, checksum, entries))
+    header = msgspec.json.encode(Header(version, checksum, dict(entries)))
     group.broadcast(torch.tensor([len(header)], device=group.device))
     group.broadcast(torch.frombuffer(bytearray(header), dtype=torch.uint8).to(group.device))
     if not group.agreed(True):
@@ -89,7 +89,7 @@ def send(
         raise VersionSpoiled(f"version {version} did not arrive as it was sent, and nobody took it")
 
 
-class Sink(Protocol):
+class Receiver(Protocol):
     """Where a version goes."""
 
     def wants(self, header: Header) -> bool: ...
@@ -107,66 +107,29 @@ class Sink(Protocol):
         """Use the version: every member has it."""
 
 
-def receive(group: Group, sink: Sink) -> int:
+def receive(group: Group, receiver: Receiver) -> int:
     """Receive the sender's next version and return its number. Raises `VersionRefused`, `VersionSpoiled`, and what the
     group raises if the sender died; then nothing was used."""
     import torch
 
     size = torch.zeros(1, dtype=torch.int64, device=group.device)
     group.broadcast(size)
-    told = torch.empty(int(size.item()), dtype=torch.uint8, device=group.device)
-    group.broadcast(told)
-    header = msgspec.json.decode(told.cpu().numpy().tobytes(), type=Header)
-    if not group.agreed(sink.wants(header)):
+    encoded = torch.empty(int(size.item()), dtype=torch.uint8, device=group.device)
+    group.broadcast(encoded)
+    header = msgspec.json.decode(encoded.cpu().numpy().tobytes(), type=Header)
+    if not group.agreed(receiver.wants(header)):
         raise VersionRefused(f"version {header.version} is not wanted by all")
-    entries = header.contents()
-    for part, n_bytes in zip(by_bucket(entries), bucket_sizes(entries), strict=True):
-        buffer = sink.buffer(n_bytes)
+    for part, n_bytes in zip(by_bucket(header.entries), bucket_sizes(header.entries), strict=True):
+        buffer = receiver.buffer(n_bytes)
         group.broadcast(buffer)
-        sink.bucket(part, buffer)
-    if not group.agreed(sink.whole(header)):
+        receiver.bucket(part, buffer)
+    if not group.agreed(receiver.whole(header)):
         raise VersionSpoiled(f"version {header.version} did not arrive as it was sent")
-    sink.take(header)
+    receiver.take(header)
     return header.version
 
 
-class Staged:
-    """A `Sink` with room for a second model: a version is complete before any of it is used."""
-
-    def __init__(self, *, device: torch.device, version: int) -> None:
-        self.version = version
-        self.tensors: dict[str, torch.Tensor] = {}
-        """Of `version`."""
-        self._device = device
-        self._arrived: list[torch.Tensor] = []
-
-    def wants(self, header: Header) -> bool:
-        self._arrived = []
-        return header.version > self.version
-
-    def buffer(self, size: int) -> torch.Tensor:
-        import torch
-
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def bucket(self, entries: Mapping[str, Entry], buffer: torch.Tensor) -> None:
-        self._arrived.append(buffer)
-
-    def whole(self, header: Header) -> bool:
-        return sum_of_buckets(header.contents(), self._arrived) == header.checksum
-
-    def take(self, header: Header) -> None:
-        self.tensors = views(header.contents(), self._arrived)
-        self.version = header.version
-        self._arrived = []
-
-
-Kind = Literal["gloo", "nccl"]
-SENDER = 0
-
-
-class GroupBroken(RuntimeError):
-    """A member died or did not arrive in time. The group cannot be used any more."""
+# -- groups -----------------------------------------------------------------------------------------------------------
 
 
 class Group(Protocol):
@@ -185,11 +148,11 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-@contextmanager
+@contextlib.contextmanager
 def _waits_with_a_limit() -> Iterator[None]:
     """Make NCCL's `wait` time out and raise. By default a watchdog would end the whole process: the trainer's, because
     an engine died."""
-    name = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is made
+    name = "TORCH_NCCL_BLOCKING_WAIT"  # read when a group is created
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
@@ -271,23 +234,12 @@ class TorchGroup:
             abort()
 
 
-log = logging.getLogger("freewheel.sync")
-
-GROUP_S = 60.0
-"""Time for members to meet, and for each broadcast: a bucket takes ten seconds on a slow network."""
-LAST_WORD_S = 2.0
-"""Time for the sender to report what went wrong if an engine could not take what it sent."""
-LINE_BYTES = 1 << 16
-TOKEN_BYTES = 16
-HERE = secrets.token_hex(TOKEN_BYTES)
-"""Identifies this process: a successor has its own workers."""
-_OUT_OF_STEP = threading.Event()
-"""Set after a failure: the group must not be used again."""
+# -- weights on request -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where to ask for weights, with the token that allows it."""
+    """Where a `WeightServer` listens, with the token that it requires."""
 
     host: str
     port: int
@@ -295,13 +247,13 @@ class Address:
 
 
 class SentWeights:
-    """Weights of another process, sent on request. `DeviceWeights` travel as this."""
+    """Weights of another process, sent on request. `DeviceWeights` are pickled as this."""
 
-    def __init__(self, entries: dict[str, Entry], checksum: int, key: int, desk: Address) -> None:
+    def __init__(self, entries: dict[str, Entry], checksum: int, key: int, server: Address) -> None:
         self.entries = entries
         self.checksum = checksum
         self._key = key
-        self._desk = desk
+        self._server = server
 
     @property
     def n_bytes(self) -> int:
@@ -315,59 +267,63 @@ class SentWeights:
 
     @contextlib.contextmanager
     def sending(self, receiver: str, workers: int) -> Iterator[dict[str, Any]]:
-        """Yield where the workers of replica `receiver` meet the sender, which sends from now on. Ends when it has;
-        raises what went wrong there, or `WeightsGone` if nobody answers."""
-        asked = {"token": self._desk.token, "receiver": receiver, "process": HERE, "size": 1 + workers}
+        """Yield where the workers of replica `receiver` meet the sender, which sends from now on. Ends when it has
+        sent everything. Raises the sender's error, or `WeightsGone` if nobody answers."""
+        request = {
+            "token": self._server.token,
+            "receiver": receiver,
+            "process": PROCESS,
+            "size": 1 + workers,
+            "key": self._key,
+            "new_group": _OUT_OF_STEP.is_set(),
+        }
         try:
-            with _line(self._desk) as line:
-                told = _ask(line, asked | {"key": self._key, "anew": _OUT_OF_STEP.is_set()})
+            with socket.create_connection((self._server.host, self._server.port), timeout=GROUP_S) as connection:
+                connection.settimeout(2 * GROUP_S)
+                _write_line(connection, request)
+                meeting = _read_answer(connection)
                 _OUT_OF_STEP.set()  # until it has succeeded
-                with _unless_gone(line):
-                    yield told
-                _ask(line, None)
+                with _unless_gone(connection):
+                    yield meeting
+                _read_answer(connection)
                 _OUT_OF_STEP.clear()
         except OSError as error:
             raise WeightsGone(f"the trainer does not answer any more: {error}") from error
 
 
 @contextlib.contextmanager
-def _unless_gone(line: socket.socket) -> Iterator[None]:
+def _unless_gone(connection: socket.socket) -> Iterator[None]:
     """Turn a group failure into `WeightsGone` if the sender died: then it is not the engine's failure."""
     try:
         yield
     except Exception:
-        line.settimeout(LAST_WORD_S)
+        connection.settimeout(LAST_WORD_S)
         with contextlib.suppress(TimeoutError, RuntimeError):  # it lives and reports by itself
-            _ask(line, None)
+            _read_answer(connection)
         raise
 
 
-@contextlib.contextmanager
-def _line(desk: Address) -> Iterator[socket.socket]:
-    with socket.create_connection((desk.host, desk.port), timeout=GROUP_S) as line:
-        line.settimeout(2 * GROUP_S)
-        yield line
+def _write_line(connection: socket.socket, values: Mapping[str, Any]) -> None:
+    connection.sendall(json.dumps(values).encode() + b"\n")
 
 
-def _ask(line: socket.socket, asked: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Exchange one line each way; None: only read the answer."""
-    if asked is not None:
-        line.sendall(json.dumps(asked).encode() + b"\n")
-    found = b""
-    while not found.endswith(b"\n"):
-        part = line.recv(LINE_BYTES)
-        if not part:
-            raise ConnectionError("the line was closed")
-        found += part
-    told: dict[str, Any] = json.loads(found)
-    if told.get("gone"):
-        raise WeightsGone(str(told["error"]))
-    if told.get("error"):
-        raise RuntimeError(f"the trainer could not send: {told['error']}")
-    return told
+def _read_line(connection: socket.socket) -> Any:
+    line = connection.makefile("rb", buffering=0).readline(LINE_BYTES)  # a buffer would take the next line too
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the connection was closed")
+    return json.loads(line)
 
 
-class Desk:
+def _read_answer(connection: socket.socket) -> dict[str, Any]:
+    answer: dict[str, Any] = _read_line(connection)
+    if answer.get("gone"):
+        raise WeightsGone(str(answer["error"]))
+    if answer.get("error"):
+        raise RuntimeError(f"the trainer could not send: {answer['error']}")
+    return answer
+
+
+class WeightServer:
     """Answers engines that ask for weights, in the trainer's process."""
 
     def __init__(self, *, host: str) -> None:
@@ -376,7 +332,7 @@ class Desk:
         self._offered: weakref.WeakValueDictionary[int, DeviceWeights] = weakref.WeakValueDictionary()
         self._keys = itertools.count(1)
         self._groups: dict[str, tuple[str, Group]] = {}
-        """By replica: its incarnation, and the group."""
+        """By replica: its process, and the group."""
         self._locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._run, name="freewheel-sending", daemon=True).start()
 
@@ -388,70 +344,69 @@ class Desk:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a call
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for a connection
         self._socket.close()
 
     def _run(self) -> None:
         while True:
             try:
-                line, _ = self._socket.accept()
+                connection, _ = self._socket.accept()
             except OSError:  # closed
                 return
-            threading.Thread(target=self._serve, args=(line,), name="freewheel-sending", daemon=True).start()
+            threading.Thread(target=self._serve, args=(connection,), name="freewheel-sending", daemon=True).start()
 
-    def _serve(self, line: socket.socket) -> None:
-        with line:
+    def _serve(self, connection: socket.socket) -> None:
+        with connection:
             try:
-                line.settimeout(GROUP_S)
-                asked = json.loads(line.makefile("rb").readline(LINE_BYTES))
-                if not secrets.compare_digest(str(asked["token"]), self.address.token):
+                connection.settimeout(GROUP_S)
+                request = _read_line(connection)
+                if not secrets.compare_digest(str(request["token"]), self.address.token):
                     return
-                weights = self._offered.get(asked["key"])
+                weights = self._offered.get(request["key"])
                 if weights is None:
-                    _tell(line, {"gone": True, "error": "these weights are not held any more"})
+                    _write_line(connection, {"gone": True, "error": "these weights are not held any more"})
                     return
-                with self._locks.setdefault(asked["receiver"], threading.Lock()):
-                    life, _ = self._groups.get(asked["receiver"], (None, None))
-                    if asked["anew"] or life != asked["process"]:
-                        self._leave(asked["receiver"])
-                    self._send(line, asked, weights)
+                receiver = request["receiver"]
+                with self._locks.setdefault(receiver, threading.Lock()):
+                    process, _ = self._groups.get(receiver, (None, None))
+                    if request["new_group"] or process != request["process"]:
+                        self._leave(receiver)
+                    self._send(connection, request, weights)
             except (OSError, ValueError, KeyError, TypeError) as error:
-                log.warning("Parameter sync: a request for weights came to nothing: %s", error)
+                log.warning("Parameter sync: a request for weights failed: %s", error)
 
-    def _send(self, line: socket.socket, asked: Mapping[str, Any], weights: DeviceWeights) -> None:
-        receiver, buffers = asked["receiver"], weights.buffers()
+    def _send(self, connection: socket.socket, request: Mapping[str, Any], weights: DeviceWeights) -> None:
+        buffers = weights.buffers()
         try:
             with _on(buffers[0]):
-                group = self._group(line, asked, "nccl" if buffers[0].is_cuda else "gloo")
-                send(group, asked["key"], weights.checksum, weights.entries, buffers)
-        except Exception as error:  # noqa: BLE001  # the engine's to hear; whatever it is, this group is out of step
-            self._leave(receiver)
-            _tell(line, {"error": f"{type(error).__name__}: {error}"})
+                group = self._group(connection, request, "nccl" if buffers[0].is_cuda else "gloo")
+                send(group, request["key"], weights.checksum, weights.entries, buffers)
+        except Exception as error:  # noqa: BLE001  # the engine receives it; whatever it is, this group is out of step
+            self._leave(request["receiver"])
+            _write_line(connection, {"error": f"{type(error).__name__}: {error}"})
             return
-        _tell(line, {"error": None})
+        _write_line(connection, {"error": None})
 
-    def _group(self, line: socket.socket, asked: Mapping[str, Any], kind: Kind) -> Group:
-        """Return the group of an engine. If it must be made, the engine is told where it meets."""
-        receiver, host, size = asked["receiver"], self.address.host, int(asked["size"])
-        told = {"key": asked["key"], "kind": kind, "address": host, "port": 0, "size": size}
+    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: Kind) -> Group:
+        """Return the group of an engine. If there is none yet, tell the engine where to meet (`port`)."""
+        receiver, host, size = request["receiver"], self.address.host, int(request["size"])
+        meeting = {"key": request["key"], "kind": kind, "address": host, "port": 0, "size": size}
         if receiver in self._groups:
-            _tell(line, told)
+            _write_line(connection, meeting)
             return self._groups[receiver][1]
         listening = socket.create_server((host, 0))
         port = listening.getsockname()[1]
-        _tell(line, told | {"port": port})
-        made = TorchGroup(kind, address=host, port=port, rank=SENDER, size=size, timeout_s=GROUP_S, listening=listening)
-        self._groups[receiver] = asked["process"], made
-        return made
+        _write_line(connection, meeting | {"port": port})
+        group = TorchGroup(
+            kind, address=host, port=port, rank=SENDER, size=size, timeout_s=GROUP_S, listening=listening
+        )
+        self._groups[receiver] = request["process"], group
+        return group
 
     def _leave(self, receiver: str) -> None:
         _, left = self._groups.pop(receiver, (None, None))
         if left is not None:
             left.close()
-
-
-def _tell(line: socket.socket, told: Mapping[str, Any]) -> None:
-    line.sendall(json.dumps(told).encode() + b"\n")
 
 
 @contextlib.contextmanager
@@ -481,17 +436,17 @@ def packer_for(transport: str) -> Packer:
     if transport == "object_store":
         return pack
     packer = DevicePacker(bucket_bytes=BUCKET_BYTES)
-    return packer if transport == "ipc" else BroadcastPacker(packer, Desk(host=own_address()))
+    return packer if transport == "ipc" else BroadcastPacker(packer, WeightServer(host=own_address()))
 
 
 class BroadcastPacker:
-    """Like `DevicePacker`, but the pickled form says whom to ask."""
+    """Like `DevicePacker`, but the weights are pickled as `SentWeights`."""
 
-    def __init__(self, packer: DevicePacker, desk: Desk) -> None:
+    def __init__(self, packer: DevicePacker, server: WeightServer) -> None:
         self._packer = packer
-        self._desk = desk
+        self._server = server
 
     def __call__(self, tensors: Mapping[str, torch.Tensor]) -> DeviceWeights:
         weights = self._packer(tensors)
-        weights.travels_as = self._desk.offer
+        weights.travels_as = self._server.offer
         return weights

@@ -8,12 +8,12 @@ To add a loss or an advantage estimator, write the function and add a line to `L
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.utils.checks import check_choice, check_integer, check_number, check_share
+from freewheel.utils.checks import check_fields, check_integer, check_number, check_share
 from freewheel.utils.registry import Registry
 
 Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_pp"]
@@ -121,8 +121,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     takes another group in its place (DAPO)."""
 
     def __post_init__(self) -> None:
-        for key, choices in _CHOICES.items():
-            check_choice(f"algorithm.{key}", getattr(self, key), choices)
+        check_fields(self, "algorithm.")
         for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
             if ":" not in getattr(self, key) and getattr(self, key) != "auto":
                 registry.find(f"algorithm.{key}", getattr(self, key))
@@ -246,13 +245,13 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         if self.lr != "auto":
             check_number("optimizer.lr", self.lr, above=0)
-        check_choice("optimizer.schedule", self.schedule, get_args(Schedule))
         if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
             raise ConfigError("optimizer.betas", self.betas, "give two numbers, such as [0.9, 0.95]")
         for beta in self.betas:
             check_number("optimizer.betas", beta, low=0)
             if beta >= 1:
                 raise ConfigError("optimizer.betas", self.betas, "each must be below 1")
+        check_fields(self, "optimizer.")
         check_number("optimizer.eps", self.eps, above=0)
         check_number("optimizer.weight_decay", self.weight_decay, low=0)
         check_number("optimizer.grad_clip", self.grad_clip, above=0, optional=True)
@@ -277,19 +276,6 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         check_integer("model.lora.rank", self.rank, low=1)
         check_number("model.lora.alpha", self.alpha, above=0)
-
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "name": get_args(Algorithm),
-    "normalise": get_args(Normalise),
-    "baseline": get_args(Baseline),
-    "ratio": get_args(Ratio),
-    "aggregation": get_args(Aggregation),
-    "proximal": get_args(Proximal),
-    "importance": get_args(Importance),
-    "kl_kind": get_args(KlKind),
-    "zero_variance": ("keep", "drop"),
-}
 
 
 def describe(config: AlgorithmConfig) -> str:

@@ -22,7 +22,7 @@ from freewheel.rollout.engine import EngineError
 from freewheel.rollout.vllm import transfer
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.runtime.building import load_engine
-from freewheel.sync.broadcast import BroadcastPacker, Desk
+from freewheel.sync.broadcast import BroadcastPacker, WeightServer
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import AnyWeights, Packer, pack
 
@@ -74,14 +74,14 @@ async def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     config = config_of(folder)
     plan = dataclasses.replace(plan_of(config), transport=request.param)
     loaded = load_engine(config=config, plan=plan, model_path=str(folder), longest_tokens=LONGEST_PROMPT, version=0)
-    desk = Desk(host="127.0.0.1")
+    server = WeightServer(host="127.0.0.1")
     assert isinstance(loaded.engine, VllmEngine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "BUCKET_BYTES", PART_BYTES)
-        by_broadcast = BroadcastPacker(DevicePacker(bucket_bytes=PART_BYTES), desk)
+        by_broadcast = BroadcastPacker(DevicePacker(bucket_bytes=PART_BYTES), server)
         yield Way(loaded.engine, by_broadcast if request.param == "nccl" else pack)
     await loaded.engine.close()
-    desk.close()
+    server.close()
     assert set(Path("/dev/shm").glob("psm_*")) <= segments, "its processes left shared memory behind"
 
 
