@@ -219,7 +219,7 @@ class Follower:
 
     def obey(self, command: str, *args: Any) -> Any:
         """Run a command. An error that all ranks raise is logged, because rank 0 raises it. Other errors are raised."""
-        special = {"step": self._step, "state": self._state, "write": self._write}
+        special: dict[str, Callable[..., Any]] = {"step": self._step, "state": self._state, "write": self._write}
         try:
             return special[command](*args) if command in special else self._call(command, *args)
         except ALIKE as error:
