@@ -121,9 +121,7 @@ def test_slots_are_filled_as_the_native_scheduler_fills_them():
             left[placed.slot] = next(lengths)
         ended = [slot for slot in left if left[slot] == 1]
         left = {slot: rest - 1 for slot, rest in left.items()}
-        if ended:
-            expected.append((float(step), sorted(real.holder(slot)[0] for slot in ended)))
-        for slot in ended:
-            del left[slot]
-            real.release(slot)
+        left = {slot: rest for slot, rest in left.items() if slot not in ended}
+        if groups := sorted(real.release(slot)[0] for slot in ended):
+            expected.append((float(step), groups))
     assert [(at, sorted(groups)) for at, groups in ends(simulated)] == expected

@@ -12,7 +12,7 @@ from freewheel.errors import ConfigError
 from freewheel.plan.calibration import MeasuredCluster, RecordedRun, RunSettings, beside, decode_step, read, scene_of
 from freewheel.plan.scene import Beside, Generation, HandOver, Measured, Scores, Training, Weights
 from freewheel.plan.simulation import simulate
-from freewheel.rollout.native.factory import refill_slots
+from freewheel.rollout.engines import NativeFactory
 
 from .scenes import bounds, scene
 
@@ -189,7 +189,7 @@ def test_a_replay_finds_the_step_that_the_run_had_and_predicts_the_other_modes(m
         weights=Weights(transfer_s=0.02, pause_s=0.01),
         hand_over=HandOver(admit_s=0.01, put_s=0.01, take_s=0.01, commit_s=0.01, linger_s=0.05, interval_s=0.1),
     )
-    settings = RunSettings(bounds=true.bounds, n=4, refill_slots=refill_slots, interval_s=0.1)
+    settings = RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1)
     found = scene_of(recorded_of(true, simulate(true)), settings)
     assert found.generation.step_s == pytest.approx(0.013, rel=0.03)
     for other in ("sync", "one_step_off", "fully_async"):
@@ -228,10 +228,10 @@ def test_what_a_prompt_costs_is_what_decoding_leaves_of_the_engines_time():
         generation=Generation(slots=32, step_s=0.006, prefill_s=0.004, refill=4),
     )
     recorded = replace(recorded_of(true, simulate(true)), decode_s=0.006, latencies_s=(0.0,))
-    found = scene_of(recorded, RunSettings(bounds=true.bounds, n=4, refill_slots=refill_slots, interval_s=0.1))
+    found = scene_of(recorded, RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1))
     assert found.generation.prefill_s == pytest.approx(0.004, rel=0.1)
     slower = replace(recorded, decode_s=0.02)  # more than there was
-    found = scene_of(slower, RunSettings(bounds=true.bounds, n=4, refill_slots=refill_slots, interval_s=0.1))
+    found = scene_of(slower, RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1))
     assert found.generation.prefill_s == 0 and found.generation.step_s < 0.02
 
 

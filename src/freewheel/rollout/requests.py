@@ -1,17 +1,17 @@
-"""What the engines share: a check of each request, and its inbox while it is in flight.
+"""What the engines share: the check of each request, and the requests in flight.
 
-event loop: generate ── InFlightRequest.get ◀── put ── the engine: a response, or the error that ended the request
+caller ── RequestTracker.serve ◀── InFlightRequest.put ◀── the engine: a response, or the error that ends the request
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from freewheel.data.group import Response
-from freewheel.rollout.engine import EngineError, GenerationRequest, PromptRefused, SamplingParams
+from freewheel.rollout.engine import EngineError, GenerationAborted, GenerationRequest, PromptRefused, SamplingParams
 
 Event = tuple[int, Response] | EngineError
 """An ended sample (its index and response), or the end of the whole request."""
@@ -20,51 +20,91 @@ Event = tuple[int, Response] | EngineError
 class InFlightRequest:
     """Its methods run in the event loop. `holds_slot` is written by the native engine's thread."""
 
-    __slots__ = ("_inbox", "_waiter", "holds_slot", "loop", "over", "request")
+    __slots__ = ("_inbox", "holds_slot", "loop", "missing", "over", "request")
 
     def __init__(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
         self.loop = loop
+        self.missing = len(request.samples)
+        """Responses that the caller has not got."""
         self.over = False
         """Nobody waits for it any more."""
         self.holds_slot = False
         """It should get a token soon."""
-        self._inbox: deque[Event] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
 
     def put(self, event: Event) -> None:
-        self._inbox.append(event)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._inbox.put_nowait(event)
 
     async def get(self) -> tuple[int, Response]:
         """The next response. Raises an error that was `put` in place of one."""
-        while not self._inbox:
-            self._waiter = self.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        event = self._inbox.popleft()
+        event = await self._inbox.get()
         if isinstance(event, EngineError):
             raise event
+        self.missing -= 1
         return event
 
 
-def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
-    """Deliver events from an engine's thread, with one call per event loop."""
-    loops = {request.loop for request, _ in events}
-    for loop in loops:
-        part = events if len(loops) == 1 else [(request, event) for request, event in events if request.loop is loop]
+class RequestTracker:
+    """The requests in flight of one engine, by id. Its methods run in the event loop."""
+
+    def __init__(self, *, max_prompt_tokens: int, max_new_tokens: int, vocabulary: int) -> None:
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        self._vocabulary = vocabulary
+        self._requests: dict[str, InFlightRequest] = {}
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        return iter(list(self._requests.values()))
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    async def serve(
+        self,
+        request: GenerationRequest,
+        start: Callable[[InFlightRequest], None],
+        stop: Callable[[InFlightRequest], None],
+    ) -> AsyncIterator[tuple[int, Response]]:
+        """Check a request, and yield its responses as the engine puts them.
+
+        `start` hands it to the engine. `stop` is called at its end, after the last response or before (`missing`).
+        """
+        check_request(
+            request,
+            max_prompt_tokens=self._max_prompt_tokens,
+            max_new_tokens=self._max_new_tokens,
+            vocabulary=self._vocabulary,
+        )
+        if request.id in self._requests:
+            raise ValueError(f"request {request.id!r} is in flight already: give each request its own id")
+        entry = self._requests[request.id] = InFlightRequest(request, asyncio.get_running_loop())
         try:
-            loop.call_soon_threadsafe(_deliver, part)
-        except RuntimeError:  # the loop is closed: nobody waits there
-            continue
+            start(entry)
+            while entry.missing:
+                yield await entry.get()
+        finally:
+            entry.over = True
+            del self._requests[request.id]
+            stop(entry)
+
+    def abort(self, request_id: str) -> None:
+        """Make the caller of a request raise GenerationAborted. Ignores unknown ids."""
+        entry = self._requests.get(request_id)
+        if entry is not None:
+            entry.put(GenerationAborted(f"request {request_id!r} was aborted"))
 
 
-def _deliver(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
-    for request, event in events:
-        request.put(event)
+def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
+    """Deliver events from an engine's thread, with one call of the event loop."""
+
+    def deliver() -> None:
+        for request, event in events:
+            request.put(event)
+
+    if events:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+            events[0][0].loop.call_soon_threadsafe(deliver)
 
 
 def check_request(request: GenerationRequest, *, max_prompt_tokens: int, max_new_tokens: int, vocabulary: int) -> None:

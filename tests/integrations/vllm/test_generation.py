@@ -107,7 +107,7 @@ async def test_who_goes_away_leaves_nothing_behind(engine: VllmEngine) -> None:
     assert len(one.tokens) == 5
     assert engine.stats().running == 0
     twice = await asyncio.gather(*(ask(engine, request_of(13, new=5)) for _ in range(2)), return_exceptions=True)
-    assert "under way already" in str(twice[1])
+    assert "in flight already" in str(twice[1])
 
 
 async def test_counters_tell_what_was_made(engine: VllmEngine) -> None:

@@ -1,6 +1,5 @@
 """The native engine: continuous batching over Hugging Face decoders, on a CPU or one GPU, in this process.
 
-factory.py     what a run asks before the engine exists; loads it
 engine.py      NativeEngine: its thread, the commands to it, the watch over it
 loop.py        the scheduler (which sample gets which slot) and one turn of decoding
 runner.py      the model and its tensors: one prefill per prompt, one decode step for all slots

@@ -42,7 +42,7 @@ from freewheel.rollout.native.support import (
     load_weights,
     own_logprobs,
 )
-from freewheel.rollout.requests import InFlightRequest, check_request
+from freewheel.rollout.requests import InFlightRequest, RequestTracker, send
 from freewheel.sync.weights import AnyWeights, content_sum
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,6 @@ class NativeEngine:
         probe = own_logprobs(model.train(False), max_prompt_tokens)
         use_slot_attention(model)
         self._model = model
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_new_tokens = max_new_tokens
         try:
             runner = Runner(
                 model, slots=slots, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, version=version
@@ -92,9 +90,10 @@ class NativeEngine:
             check_agreement(runner, *probe)
         except NotImplementedError as error:  # a feature that only the model's own attention has
             raise UnsupportedModel(model, str(error)) from error
-        self._vocabulary = runner.vocabulary
         self._loop = DecodeLoop(runner, slots=slots, clock=clock)
-        self._in_flight: dict[str, InFlightRequest] = {}
+        self._requests = RequestTracker(
+            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, vocabulary=runner.vocabulary
+        )
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open = True
         self._gate = threading.Lock()  # no command may be queued after the thread has answered the last one
@@ -111,31 +110,19 @@ class NativeEngine:
     def version(self) -> int:
         return self._loop.version
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
-        check_request(
-            request,
-            max_prompt_tokens=self._max_prompt_tokens,
-            max_new_tokens=self._max_new_tokens,
-            vocabulary=self._vocabulary,
-        )
-        if request.id in self._in_flight:
-            raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
-        entry = InFlightRequest(request, asyncio.get_running_loop())
-        self._in_flight[request.id] = entry
-        left = len(request.samples)
-        try:
-            self._send(lambda: self._loop.add(entry))
-            self._watch_over(entry.loop)
-            while left:
-                found = await entry.get()
-                left -= 1
-                yield found
-        finally:
-            entry.over = True
-            del self._in_flight[request.id]
-            self._stop_watching()
-            if left and self._open:
-                self._send(lambda: self._loop.forget(entry))
+    def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
+        return self._requests.serve(request, self._start, self._stop)
+
+    def _start(self, entry: InFlightRequest) -> None:
+        self._send(lambda: self._loop.add(entry))
+        self._watch_over(entry.loop)
+
+    def _stop(self, entry: InFlightRequest) -> None:
+        if self._watch is not None and not len(self._requests):
+            self._watch.cancel()
+            self._watch = None
+        if entry.missing and self._open:
+            self._send(lambda: self._loop.forget(entry))
 
     async def pause(self) -> None:
         await self._ask(self._loop.pause)
@@ -159,10 +146,7 @@ class NativeEngine:
         return self._loop.update(version, lambda: load_weights(self._model, given))
 
     async def abort(self, request_id: str) -> None:
-        entry = self._in_flight.get(request_id)
-        if entry is not None:
-            error = GenerationAborted(f"request {request_id!r} was aborted")
-            await self._ask(lambda: self._loop.fail(entry, error))
+        self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -177,7 +161,6 @@ class NativeEngine:
         self._aside.shutdown()
         if self._thread.is_alive():
             log.error("the native engine's thread did not end within %g s: a step hangs", CLOSE_PATIENCE_S)
-        self._stop_watching()
 
     # -- commands -----------------------------------------------------------------------------------------------------
 
@@ -195,26 +178,20 @@ class NativeEngine:
     # -- the watch ----------------------------------------------------------------------------------------------------
 
     def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._watch is None and self._in_flight:
+        if self._watch is None and len(self._requests):
             self._watch = loop.call_later(WATCH_S, self._look, loop)
 
-    def _stop_watching(self) -> None:
-        if self._watch is not None and not self._in_flight:
-            self._watch.cancel()
-            self._watch = None
-
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Runs in the event loop: a step that hangs cannot report itself."""
+        """End requests without a new token in time. Runs in the event loop: a step that hangs cannot report itself."""
         self._watch = None
         dead = not self._thread.is_alive()
         idle_s = self._loop.idle_s()
-        for entry in list(self._in_flight.values()):
-            if entry.over:
-                continue
+        for entry in self._requests:
             if dead:
                 entry.put(EngineError("the engine's thread has ended"))
-            elif entry.holds_slot and idle_s > entry.request.timeout_s:
-                entry.put(GenerationTimeout(f"request {entry.request.id!r}: no token for {idle_s:.3g} s"))
+            elif entry.holds_slot and idle_s > (limit_s := entry.request.timeout_s):
+                said = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
+                entry.put(GenerationTimeout(said))
         self._watch_over(loop)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -236,7 +213,7 @@ class NativeEngine:
             what, answer = self._commands.get()
             if what != self._loop.stop and answer.set_running_or_notify_cancel():
                 answer.set_exception(EngineError("the engine is closed"))
-        self._loop.fail_all(reason, list(self._in_flight.values()))
+        send([(entry, type(reason)(*reason.args)) for entry in self._requests])
 
     def _run_commands(self) -> None:
         """Run pending commands. Waits for one only while there is nothing to decode."""

@@ -6,7 +6,7 @@
     add(request, n) ─▶ waiting ──admit()──▶ slot ──release(slot)──▶ free again
                           └──────── drop(request) ────────▶ gone
 
-`timeout_s` counts from a request's last token. Pauses and weight updates do not count. Called by `NativeEngine`.
+Called by `NativeEngine`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import heapq
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from freewheel.data.group import Finish
-from freewheel.rollout.engine import EngineError, EngineStats, GenerationTimeout, generated_response
-from freewheel.rollout.native.factory import refill_slots
+from freewheel.rollout.engine import EngineError, EngineStats, generated_response
+from freewheel.rollout.engines import NativeFactory
 from freewheel.rollout.native.runner import Placing, Prefilled, Runner
 from freewheel.rollout.requests import Event, InFlightRequest, send
 
@@ -35,7 +35,7 @@ class DecodeLoop:
 
     def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
         self._runner = runner
-        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=refill_slots(slots))
+        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=NativeFactory().refill_slots(slots))
         self._clock = clock
         self._prefilled: dict[InFlightRequest, Prefilled] = {}
         self._paused = False
@@ -108,13 +108,6 @@ class DecodeLoop:
         self._prefilled.pop(entry, None)
         self._runner.free(self._scheduler.drop(entry))
 
-    def fail(self, entry: InFlightRequest, error: EngineError) -> None:
-        self.forget(entry)
-        send([(entry, error)])
-
-    def fail_all(self, error: EngineError, entries: Sequence[InFlightRequest]) -> None:
-        send([(entry, type(error)(*error.args)) for entry in entries])
-
     # -- a turn -------------------------------------------------------------------------------------------------------
 
     def turn(self) -> None:
@@ -130,14 +123,14 @@ class DecodeLoop:
             self._runner.advance()
             ended = self._runner.step()
             self._generated_tokens += self._scheduler.running
-            events = self._late() + self._responses(ended)
+            self._progress_at = self._clock()
+            events = self._responses(ended)
         except Exception as error:  # out of memory, a broken kernel, a bug: the callers must get it
             log.exception("generation failed")
             events = self._collapse(error)
         self._standing = not self._scheduler.running
         self._busy_s += time.perf_counter() - began_s
-        if events:
-            send(events)
+        send(events)
 
     def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
         needed = dict.fromkeys(p.request for p in placements)
@@ -185,25 +178,13 @@ class DecodeLoop:
 
     # -- results of a step --------------------------------------------------------------------------------------------
 
-    def _late(self) -> list[tuple[InFlightRequest, Event]]:
-        """Fail requests whose token took too long, and restart the clock for the others."""
-        now = self._clock()
-        idle_s, self._progress_at = now - self._progress_at, now
-        events: list[tuple[InFlightRequest, Event]] = []
-        for entry in self._scheduler.started():
-            if idle_s > entry.request.timeout_s:
-                self.forget(entry)
-                events.append((entry, GenerationTimeout(_late_message(entry, idle_s))))
-        return events
-
     def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
-        held = [(slot, finish, *self._scheduler.holder(slot)) for slot, finish in ended if self._scheduler.holds(slot)]
-        slots = [slot for slot, _, _, _ in held]
+        slots = [slot for slot, _ in ended]
         outputs = self._runner.take(slots)
         events: list[tuple[InFlightRequest, Event]] = []
         bad: set[InFlightRequest] = set()
-        for (slot, finish, entry, index), out in zip(held, outputs, strict=True):
-            self._scheduler.release(slot)
+        for (slot, finish), out in zip(ended, outputs, strict=True):
+            entry, index = self._scheduler.release(slot)
             response = generated_response(out.tokens, out.logprobs, out.versions, finish)
             events.append((entry, (index, response)))
             if not out.sound:
@@ -231,10 +212,6 @@ class DecodeLoop:
         return [(entry, EngineError(f"generation failed: {error!r}")) for entry in entries]
 
 
-def _late_message(entry: InFlightRequest, idle_s: float) -> str:
-    return f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {entry.request.timeout_s:g}"
-
-
 def _unsound_message(entry: InFlightRequest, version: int) -> str:
     return f"request {entry.request.id!r}: the model's log-probabilities are not finite (weight version {version})"
 
@@ -252,13 +229,6 @@ class Placement(Generic[Key]):
     slot: int
 
 
-@dataclass
-class _Waiting(Generic[Key]):
-    request: Key
-    samples: int
-    entered: int = 0
-
-
 class Scheduler(Generic[Key]):
     """Requests are served in the order of arrival. No sample enters before all samples of earlier requests.
 
@@ -271,10 +241,10 @@ class Scheduler(Generic[Key]):
         self.slots = slots
         self._refill = refill
         self._free = list(range(slots))  # a heap: low slots first keeps the ones in use together
-        self._waiting: deque[_Waiting[Key]] = deque()
+        self._waiting: deque[tuple[Key, int]] = deque()
+        """(request, index of the sample)"""
         self._held: dict[int, tuple[Key, int]] = {}
-        self._slots_of: dict[Key, set[int]] = {}
-        self._samples_waiting = 0
+        """By slot."""
 
     @property
     def running(self) -> int:
@@ -284,73 +254,39 @@ class Scheduler(Generic[Key]):
     @property
     def waiting(self) -> int:
         """Samples that wait for a slot."""
-        return self._samples_waiting
+        return len(self._waiting)
 
     def add(self, request: Key, samples: int) -> None:
-        assert samples > 0 and request not in self._slots_of
-        self._waiting.append(_Waiting(request, samples))
-        self._slots_of[request] = set()
-        self._samples_waiting += samples
+        self._waiting.extend((request, index) for index in range(samples))
 
     def admit(self) -> list[Placement[Key]]:
         """Fill free slots, unless only a few are free: a prefill has a fixed cost."""
         placed: list[Placement[Key]] = []
-        if self._held and len(self._free) < min(self._refill, self._samples_waiting):
+        if self._held and len(self._free) < min(self._refill, self.waiting):
             return placed
         while self._free and self._waiting:
-            head = self._waiting[0]
             slot = heapq.heappop(self._free)
-            placed.append(Placement(head.request, head.entered, slot))
-            self._held[slot] = (head.request, head.entered)
-            self._slots_of[head.request].add(slot)
-            self._samples_waiting -= 1
-            head.entered += 1
-            if head.entered == head.samples:
-                self._waiting.popleft()
+            request, index = self._held[slot] = self._waiting.popleft()
+            placed.append(Placement(request, index, slot))
         return placed
 
-    def upcoming(self) -> Iterator[Key]:
+    def upcoming(self) -> Iterable[Key]:
         """Requests with waiting samples, in order."""
-        return (entry.request for entry in self._waiting)
+        return dict.fromkeys(request for request, _ in self._waiting)
 
-    def holds(self, slot: int) -> bool:
-        return slot in self._held
-
-    def slots_of(self, request: Key) -> list[int]:
-        """The slots that a request holds."""
-        return sorted(self._slots_of.get(request, ()))
-
-    def holder(self, slot: int) -> tuple[Key, int]:
-        """(request, index of the sample) in a used slot."""
-        return self._held[slot]
-
-    def release(self, slot: int) -> None:
-        """The slot's sample has ended."""
-        request, _ = self._held.pop(slot)
-        held = self._slots_of[request]
-        held.remove(slot)
+    def release(self, slot: int) -> tuple[Key, int]:
+        """The slot's sample has ended. Returns (request, index of the sample)."""
         heapq.heappush(self._free, slot)
-        waits_still = bool(self._waiting) and self._waiting[0].request == request  # only the first may have entered
-        if not held and not waits_still:
-            del self._slots_of[request]
+        return self._held.pop(slot)
 
     def drop(self, request: Key) -> list[int]:
         """Forget a request; returns the slots it held. Unknown requests hold none."""
-        freed = sorted(self._slots_of.pop(request, ()))
+        freed = sorted(slot for slot, (holder, _) in self._held.items() if holder == request)
         for slot in freed:
-            del self._held[slot]
-            heapq.heappush(self._free, slot)
-        for entry in self._waiting:
-            if entry.request == request:
-                self._samples_waiting -= entry.samples - entry.entered
-                self._waiting.remove(entry)
-                break
+            self.release(slot)
+        self._waiting = deque(sample for sample in self._waiting if sample[0] != request)
         return freed
 
     def started(self) -> list[Key]:
         """Requests that hold a slot."""
-        return [request for request, held in self._slots_of.items() if held]
-
-    def known(self) -> list[Key]:
-        """All requests that have not ended."""
-        return list(self._slots_of)
+        return list(dict.fromkeys(request for request, _ in self._held.values()))

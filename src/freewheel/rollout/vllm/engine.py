@@ -35,7 +35,7 @@ from freewheel.rollout.engine import (
     GenerationTimeout,
     generated_response,
 )
-from freewheel.rollout.requests import InFlightRequest, check_request
+from freewheel.rollout.requests import InFlightRequest, RequestTracker
 from freewheel.rollout.vllm.api import Output
 from freewheel.rollout.vllm.tracking import Stopwatch, Watch
 from freewheel.rollout.vllm.transfer import whole_sum
@@ -83,14 +83,14 @@ class VllmEngine:
         self._initial = initial
         self._shipped = shipped
         self._slots = slots
-        self._max_prompt_tokens = max_prompt_tokens
-        self._max_new_tokens = max_new_tokens
-        self._vocabulary = vocabulary
         self._version = version
         self._name = secrets.token_hex(8)
         self._loads = 0
         """Number of successful updates."""
-        self._in_flight: dict[str, InFlightRequest] = {}
+        self._requests = RequestTracker(
+            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, vocabulary=vocabulary
+        )
+        self._samples: dict[InFlightRequest, list[asyncio.Task[None]]] = {}
         self._live: dict[str, InFlightRequest] = {}
         """By sample."""
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -122,34 +122,22 @@ class VllmEngine:
     def version(self) -> int:
         return self._version
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
-        check_request(
-            request,
-            max_prompt_tokens=self._max_prompt_tokens,
-            max_new_tokens=self._max_new_tokens,
-            vocabulary=self._vocabulary,
-        )
+    def generate(self, request: GenerationRequest) -> AsyncIterator[tuple[int, Response]]:
+        return self._requests.serve(request, self._start, self._stop)
+
+    def _start(self, entry: InFlightRequest) -> None:
         self._check_open()
-        if request.id in self._in_flight:
-            raise ValueError(f"request {request.id!r} is under way already: give each request an id of its own")
-        entry = InFlightRequest(request, asyncio.get_running_loop())
-        self._in_flight[request.id] = entry
         if self._initial is not None and self._priming is None:
             self._priming = self._beside(self._prime())
-        self._prompt_tokens += len(request.prompt)
-        prompt = request.prompt.tolist()
-        samples = [asyncio.create_task(self._sample(entry, index, prompt)) for index in range(len(request.samples))]
-        left = len(samples)
-        try:
-            while left:
-                found = await entry.get()
-                left -= 1
-                yield found
-        finally:
-            entry.over = True
-            del self._in_flight[request.id]
-            for sample in samples:
-                sample.cancel()
+        prompt = entry.request.prompt.tolist()
+        self._prompt_tokens += len(prompt)
+        self._samples[entry] = [
+            asyncio.create_task(self._sample(entry, index, prompt)) for index in range(len(entry.request.samples))
+        ]
+
+    def _stop(self, entry: InFlightRequest) -> None:
+        for sample in self._samples.pop(entry, ()):
+            sample.cancel()
 
     async def pause(self) -> None:
         self._check_open()
@@ -164,9 +152,7 @@ class VllmEngine:
         return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
 
     async def abort(self, request_id: str) -> None:
-        entry = self._in_flight.get(request_id)
-        if entry is not None:
-            entry.put(GenerationAborted(f"request {request_id!r} was aborted"))
+        self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
         live = len(self._live)
@@ -384,7 +370,7 @@ class VllmEngine:
     def _end(self, reason: EngineError) -> EngineError:
         """End all waits. The first reason stays."""
         self._over = self._over or reason
-        for entry in self._in_flight.values():
+        for entry in self._requests:
             entry.put(reason)
         self._free.set()
         return reason
