@@ -60,8 +60,8 @@ ALLOWED = {
     ): "the parent's end of that pipe; the child runs the user's code",
     ("integrations/verl/group_scorer.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
-    ("runtime/engines.py", "_check_in_child", "pickle.loads"): "what a child of ours says on its own standard output",
-    ("runtime/engines.py", "_check", "pickle.load"): "in that child: what its parent gave it",
+    ("runtime/preflight.py", "_check_in_child", "pickle.loads"): "what a child of ours says on its own standard output",
+    ("runtime/preflight.py", "_check_engine", "pickle.load"): "in that child: what its parent gave it",
     ("runtime/config_files.py", "_read", "yaml.load"): "with a subclass of SafeLoader",
 }
 """File, function, call → why nobody else can say what is loaded there."""

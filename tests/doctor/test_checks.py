@@ -68,9 +68,9 @@ def test_a_child_says_what_it_found_or_why_it_could_not() -> None:
     assert "no answer within 0.2 s" in run_in_child("import time; time.sleep(20)", limit_s=0.2).why
     assert (
         run_in_child("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", limit_s=20).why
-        == "it was ended by SIGSEGV"
+        == "it was killed by SIGSEGV"
     )
-    assert "said nothing" in run_in_child("pass", limit_s=20).why
+    assert "no message" in run_in_child("pass", limit_s=20).why
 
 
 def test_a_child_does_not_take_files_of_the_working_directory_for_packages(

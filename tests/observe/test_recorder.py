@@ -127,7 +127,7 @@ def test_a_full_disk_costs_rows_is_said_once_a_minute_and_ends_when_there_is_roo
     recorder.record("step", 121, {})
     recorder.close()
     assert [row["step"] for row in read_metrics(tmp_path)] == [121]
-    assert any("is written again; 121 rows were lost" in text for text in warnings())
+    assert any("can be written again; 121 rows were lost" in text for text in warnings())
     assert any("121 rows" in text and "in all" in text for text in warnings())
 
 

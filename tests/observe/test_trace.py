@@ -267,7 +267,7 @@ def test_the_command_says_what_is_missing(run_dir, tmp_path):
     (unreadable / "config.yaml").write_text("{}\n")
     (unreadable / "trace").write_text("in its place")
     for arguments, said in (
-        ([elsewhere], "nothing was traced in it: train with observe.trace_mb above 0"),
+        ([elsewhere], "it has no trace: train with observe.trace_mb above 0"),
         ([tmp_path / "nowhere"], "there is no such folder"),
         ([unreadable], f"{unreadable / 'trace'} cannot be read (Not a directory)"),
         ([run_dir, "--output", tmp_path], "it cannot be written (Is a directory)"),
@@ -283,10 +283,10 @@ def test_lines_that_are_no_events_are_counted_and_told_by_their_file(run_dir, tm
     garbage.write_text(f'{{"ph": \nnull\n7\n{GOOD}\n{{"ph": "X", "being": "writ')
     done = freewheel("trace", run_dir, cwd=tmp_path)
     assert done.returncode == 0 and "trace.json: " in done.stdout
-    assert f"warning: 3 lines are no events and are left out, in {garbage}" in done.stderr
+    assert f"warning: skipped 3 lines that are not events, in {garbage}" in done.stderr
 
 
-@pytest.mark.parametrize(("text", "said"), [("", ""), ("{\nno event\n", " (2 lines are none)")])
+@pytest.mark.parametrize(("text", "said"), [("", ""), ("{\nno event\n", " (2 lines are not events)")])
 def test_a_trace_in_which_nothing_happens_is_refused_and_no_file_touched(tmp_path, text, said):
     (tmp_path / "config.yaml").write_text("{}\n")
     (tmp_path / "trace").mkdir()
@@ -294,7 +294,7 @@ def test_a_trace_in_which_nothing_happens_is_refused_and_no_file_touched(tmp_pat
     file.write_text(text)
     output.write_text("before")
     done = CliRunner().invoke(app, ["trace", str(tmp_path), "--output", str(output)])
-    assert done.exit_code == 2 and f"no event is in {file}{said}: copy the run's folder anew" in done.stderr
+    assert done.exit_code == 2 and f"there is no event in {file}{said}: copy the run's folder again" in done.stderr
     assert output.read_text() == "before"
 
 

@@ -202,7 +202,7 @@ def test_a_run_without_a_journal_is_audited_by_its_checkpoints(run_dir: Path, ke
     if kept:
         (violation,) = found["violations"]
         assert violation.startswith(f"{JOURNAL} is missing") and not found["notes"]
-        assert "\n1 thing is wrong:\n" in freewheel(run_dir).stdout
+        assert "\n1 violation:\n" in freewheel(run_dir).stdout
     else:
         assert not found["violations"] and any("journal.enabled=false" in note for note in found["notes"])
     assert "nothing is known of single groups" in refused(run_dir, "--group", 0)

@@ -12,7 +12,7 @@ from freewheel.cli.console import guarded_stdout, print_text
 
 app = typer.Typer(
     name="freewheel",
-    help="Reinforcement-learning post-training in which no accelerator waits for something it does not need.",
+    help="Asynchronous RL post-training for language models: no GPU waits for work it does not depend on.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -29,7 +29,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

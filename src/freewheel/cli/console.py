@@ -20,9 +20,9 @@ from freewheel.judge.verdict import JudgeError
 class ExitCode(IntEnum):
     OK = 0
     INCOMPLETE = 1
-    """It ran to the end, and part of it failed."""
+    """It ran to the end, but part of it failed."""
     USAGE = 2
-    """A flag, a file or a setting that cannot work."""
+    """A flag, a file or a setting cannot work."""
     STOPPED = 3
     """It stopped early and can be continued."""
     BROKEN_PIPE = 141
@@ -114,7 +114,7 @@ def plain_errors() -> Iterator[None]:
         say(f"error: {error}")
         raise typer.Exit(ExitCode.STOPPED) from None
     except (PermissionError, IsADirectoryError, NotADirectoryError) as error:
-        say(f"error: {error.filename} cannot be read or written ({error.strerror}): change who may, or name another")
+        say(f"error: {error.filename} cannot be read or written ({error.strerror}): change its permissions or path")
         raise typer.Exit(ExitCode.USAGE) from None
 
 
@@ -124,12 +124,12 @@ class LogLines(logging.Handler):
     def __init__(self, write: Callable[[str], None] = say) -> None:
         super().__init__(logging.WARNING)
         self._write = write
-        self._said: set[str] = set()
+        self._seen: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if text not in self._said:
-            self._said.add(text)
+        if text not in self._seen:
+            self._seen.add(text)
             self._write(f"{record.levelname.lower()}: {text}")
 
 

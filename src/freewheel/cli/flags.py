@@ -32,13 +32,14 @@ CONFIG_PANEL = "Configuration"
 ConfigPathFlag = Annotated[
     str | None,
     typer.Option(
-        help="The folder with your YAML files. Without it: those that come with freewheel.",
+        help="The folder with your YAML files. Default: the files that ship with freewheel.",
         metavar="DIR",
         rich_help_panel=CONFIG_PANEL,
     ),
 ]
 ConfigNameFlag = Annotated[
-    str | None, typer.Option(help="Which file of it (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL)
+    str | None,
+    typer.Option(help="The YAML file in that folder (default).", metavar="NAME", rich_help_panel=CONFIG_PANEL),
 ]
 
 
@@ -87,10 +88,10 @@ def takes(**made: Callable[..., Any]) -> Callable[[Callable[..., None]], Callabl
 def judge_from_flags(
     endpoint: Annotated[
         list[str] | None,
-        typer.Option(help="Base URL of an OpenAI-compatible judge; give it again for further ones.", metavar="URL",
+        typer.Option(help="Base URL of an OpenAI-compatible judge; repeat it for several.", metavar="URL",
                      rich_help_panel=PANEL),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The model's name there.", rich_help_panel=PANEL)] = None,
+    model: Annotated[str | None, typer.Option(help="The model's name at the endpoint.", rich_help_panel=PANEL)] = None,
     rubric: Annotated[
         str | None,
         typer.Option(help="A built-in rubric (integer, number, yes_no, json, criteria) or a .toml or .json file.",
@@ -99,17 +100,17 @@ def judge_from_flags(
     api_key_env: KeyVariableFlag = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="auto finds the judge's limit; N bounds it; fixed:N holds it.", rich_help_panel=PANEL),
+        typer.Option(help="auto finds the judge's limit; N is an upper bound; fixed:N always uses N.", rich_help_panel=PANEL),
     ] = None,
     temperature: Annotated[
         str | None,
-        typer.Option(help="Sampling temperature; none leaves it out, as reasoning models want.",
+        typer.Option(help="Sampling temperature; none leaves it out, as reasoning models require.",
                      metavar="NUMBER|none", rich_help_panel=PANEL),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest reply.", rich_help_panel=PANEL)] = None,
     sampling: Annotated[
         list[str] | None,
-        typer.Option(help="A further field of the request, as in reasoning_effort=low; give it again for further ones.",
+        typer.Option(help="Another field of the request, such as reasoning_effort=low; repeat it for several.",
                      metavar="KEY=VALUE", rich_help_panel=PANEL),
     ] = None,
     price_in: Annotated[
@@ -119,23 +120,23 @@ def judge_from_flags(
         float | None, typer.Option(help="Price per million reply tokens.", rich_help_panel=PANEL)
     ] = None,
     max_cost: Annotated[
-        float | None, typer.Option(help="Stop before this run costs more; needs prices.", rich_help_panel=PANEL)
+        float | None, typer.Option(help="Stop before this run costs more. Needs prices.", rich_help_panel=PANEL)
     ] = None,
     cache_dir: Annotated[
-        str | None, typer.Option(help="Where the cache lies.", metavar="DIR", rich_help_panel=PANEL)
+        str | None, typer.Option(help="Folder of the cache.", metavar="DIR", rich_help_panel=PANEL)
     ] = None,
     no_cache: Annotated[
         bool,
-        typer.Option("--no-cache", help="Keep no replies: what is asked again is paid for again.",
+        typer.Option("--no-cache", help="Keep no replies: a repeated request is paid for again.",
                      rich_help_panel=PANEL),
     ] = False,
     config: Annotated[
         Path | None,
-        typer.Option(help="Any of the judge's settings, as TOML or .json; flags come before it.", metavar="FILE",
+        typer.Option(help="Settings of the judge, as .toml or .json. Flags override them.", metavar="FILE",
                      rich_help_panel=PANEL),
     ] = None,
 ) -> JudgeConfig:  # fmt: skip
-    """Return the settings of the `--config` file with the given flags on top, checked for what would break a start."""
+    """Return the settings of the `--config` file with the given flags on top, checked as at a start."""
     flags = {
         "endpoint": endpoint or None,
         "model": model,

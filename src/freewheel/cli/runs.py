@@ -26,31 +26,31 @@ if TYPE_CHECKING:
     from freewheel.observe.trace import Event
 
 INSPECT_EPILOG = """
-Exit codes: 0 every prompt is accounted for; 1 something is lost, repeated or contradicts itself; 2 there is no run, or
-it cannot be read. With --group: 0 or 2.
+Exit codes: 0 every prompt is accounted for; 1 a prompt is lost, repeated or recorded inconsistently; 2 there is no
+run, or it cannot be read. With --group: 0 or 2.
 """
 MB = 1e6
 MEANINGS = {
     "trained": "",
     "abandoned": "",
-    "ended": "by a checkpoint's word; their own records are gone",
+    "ended": "according to a checkpoint; the journal no longer has them",
     "taken": "in the step that is being trained",
-    "queued": "scored, and safe in the journal",
-    "failed": "to be attempted again",
-    "open": "in flight, or issued again by a resume",
+    "queued": "scored and in the journal",
+    "failed": "waiting for another attempt",
+    "open": "in flight; a resume issues them again",
 }
 
 
 def inspect_run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or dead. Nothing in it is changed.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or finished. It is not changed.")],
     group: Annotated[
         int | None,
-        typer.Option(help="One prompt's life, by its number: responses, verdicts, versions by token, failed attempts.",
+        typer.Option(help="Show one prompt by its number: responses, verdicts, versions per token, failed attempts.",
                      metavar="N"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:  # fmt: skip
-    """Account for every prompt of a run: trained, abandoned, queued or to be done again, and each once."""
+    """Account for every prompt of a run: trained, abandoned, queued or open, each exactly once."""
     from freewheel.cli.console import ExitCode, plain_errors, print_json
 
     with plain_errors():
@@ -100,7 +100,7 @@ def _report(report: Report) -> list[RenderableType]:
     rows.append(("trained too old", str(report.stale_trained), ""))
     clean = not report.violations
     count = len(report.violations)
-    wrong = "1 thing is wrong:" if count == 1 else f"{count:,} things are wrong:"
+    wrong = "1 violation:" if count == 1 else f"{count:,} violations:"
     return [
         head,
         _table(rows),
@@ -154,12 +154,12 @@ def _life(life: GroupLife) -> list[RenderableType]:
     times |= {"committed": life.committed_s, "abandoned": life.ended_s}
     lines += [Text(f"  {name}: {_clock(at)}") for name, at in times.items() if at is not None]
     for one in life.failed:
-        cost = f"{one.kind} failure" if one.kind else "at no cost"
+        cost = f"{one.kind} failure" if one.kind else "does not count against its budget"
         lines.append(Text(f"  attempt {one.attempt} failed {_clock(one.wall_s)}: {shown(one.reason)} ({shown(cost)})"))
         lines += [Text(f"    {line}", style="dim") for line in shown(one.detail).splitlines()]
     if life.prompt_tokens:
         lines.append(Text(f"prompt, {len(life.prompt_tokens)} tokens:", style="bold"))
-        lines.append(Text(_said(life.prompt, life.prompt_tokens)))
+        lines.append(Text(_indent_text(life.prompt, life.prompt_tokens)))
     for number, response in enumerate(life.responses):
         lines += _response(number, response)
     return [*lines, *(Text(f"note: {shown(text)}", style="dim") for text in life.notes)]
@@ -177,15 +177,15 @@ def _response(number: int, response: ResponseLife) -> list[RenderableType]:
     runs = ", ".join(
         f"{'v' + str(version) if version >= 0 else 'given'} ×{count}" for version, count in response.versions
     )
-    ended = "cut off" if response.finish == "length" else "ended by itself"
+    ended = "cut off" if response.finish == "length" else "finished"
     return [
         Text(f"response {number}: {value}{raw}, {response.status}{why}{parts}", style="bold"),
         Text(f"  {len(response.tokens)} tokens, {ended}; {runs}", style="dim"),
-        Text(_said(response.text, response.tokens)),
+        Text(_indent_text(response.text, response.tokens)),
     ]
 
 
-def _said(text: str | None, tokens: list[int]) -> str:
+def _indent_text(text: str | None, tokens: list[int]) -> str:
     """Indent the text, so that no response looks like a line of this program."""
     from freewheel.inspect.run import shown
 
@@ -201,26 +201,26 @@ def _clock(wall_s: float) -> str:
 
 STANDARD_OUTPUT = Path("-")
 ZIPPED = ".gz"
-"""A file with this ending is compressed; Perfetto opens it as it is."""
+"""A file with this suffix is compressed. Perfetto opens it directly."""
 LEVEL = 3
 """Compression level: a trace already shrinks by nine tenths, and a higher level takes many times as long."""
 NAMED = 4
-"""Most files that a message names."""
+"""A message names at most this many files."""
 
 TRACE_EPILOG = """
-Exit codes: 0 it is written; 2 there is no run, nothing was traced, or the file cannot be written.
+Exit codes: 0 the trace was written; 2 there is no run, it has no trace, or the file cannot be written.
 """
 
 
 def trace_run(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or dead. Nothing in it is changed.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, live or finished. It is not changed.")],
     output: Annotated[
         Path,
-        typer.Option("--output", "-o", help="The file to write; it is compressed where its name ends with .gz. "
-                     "With - it is standard output.", metavar="FILE"),
+        typer.Option("--output", "-o", help="The file to write: compressed if its name ends with .gz; - is "
+                     "standard output.", metavar="FILE"),
     ] = Path("trace.json"),
 ) -> None:  # fmt: skip
-    """Write one trace of what every part of a run did when, and of the life of each group.
+    """Write one trace with a timeline of every part of a run and of each group.
 
     Open it at https://ui.perfetto.dev (nothing is uploaded) or in chrome://tracing.
     """
@@ -231,7 +231,7 @@ def trace_run(
         from freewheel.inspect.run import find_run
 
         folder, no_events = find_run(run).folder, Counter[Path]()
-        events = _some(run, folder, no_events)
+        events = _find_events(run, folder, no_events)
         try:
             count = _write(output, events)
         except OSError as error:
@@ -239,10 +239,10 @@ def trace_run(
         where, tell = ("standard output", say) if output == STANDARD_OUTPUT else (output, print_text)
         tell(f"{where}: {count:,} events. Open it at https://ui.perfetto.dev or in chrome://tracing")
         if no_events:
-            say(f"warning: {_left_out(no_events)}")
+            say(f"warning: {_describe_skipped(no_events)}")
 
 
-def _some(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
+def _find_events(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
     """Return the events of a run. A run without any is refused before a file is touched."""
     from freewheel.errors import ConfigError
     from freewheel.observe.lines import files_of
@@ -252,26 +252,26 @@ def _some(run: str, folder: Path, no_events: Counter[Path]) -> Iterator[Event]:
     with _reading(run):
         found = [file.path for file in files_of(folder / TRACE)]
     if not found:
-        raise ConfigError("RUN", run, "nothing was traced in it: train with observe.trace_mb above 0")
+        raise ConfigError("RUN", run, "it has no trace: train with observe.trace_mb above 0")
     events = _events(run, folder, no_events)
-    begun: list[Event] = []
+    first: list[Event] = []
     for event in events:
-        begun.append(event)
+        first.append(event)
         if event["ph"] != EXPLAINS:
-            return chain(begun, events)
-    what = f"no event is in {_named(found)}"
+            return chain(first, events)
+    what = f"there is no event in {_join_paths(found)}"
     if no_events:
-        what += f" ({no_events.total():,} lines are none)"
-    raise ConfigError("RUN", run, f"{what}: copy the run's folder anew, or train with observe.trace_mb above 0")
+        what += f" ({no_events.total():,} lines are not events)"
+    raise ConfigError("RUN", run, f"{what}: copy the run's folder again, or train with observe.trace_mb above 0")
 
 
-def _left_out(no_events: Counter[Path]) -> str:
+def _describe_skipped(no_events: Counter[Path]) -> str:
     count = no_events.total()
-    of = f"{count:,} lines are no events and are left out" if count > 1 else "a line is no event and is left out"
-    return f"{of}, in {_named(sorted(no_events))}"
+    skipped = f"skipped {count:,} lines that are not events" if count > 1 else "skipped a line that is not an event"
+    return f"{skipped}, in {_join_paths(sorted(no_events))}"
 
 
-def _named(paths: Sequence[Path]) -> str:
+def _join_paths(paths: Sequence[Path]) -> str:
     more = f" and {len(paths) - NAMED} more" if len(paths) > NAMED else ""
     return ", ".join(map(str, paths[:NAMED])) + more
 
@@ -295,7 +295,7 @@ def _reading(run: str) -> Iterator[None]:
 
 
 def _write(output: Path, events: Iterable[Event]) -> int:
-    """Write a file for this user only: a trace shows what a run was about."""
+    """Write a file that only this user can read: a trace shows parts of a run."""
 
     from freewheel.cli.console import writing_stdout
     from freewheel.observe.trace import write_json
@@ -317,24 +317,24 @@ def _write(output: Path, events: Iterable[Event]) -> int:
 
 
 DASHBOARD_EPILOG = """
-It serves until Ctrl-C. A run that is going on has a page of its own, whose address it says at its start.
+It serves until Ctrl-C. A live run already serves its own page and prints the address at its start.
 """
 
 
 def dashboard(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN...", help="Runs' folders, or folders with runs in them (runs/). Nothing is changed "
-                       "in them."),
+        typer.Argument(metavar="RUN...", help="Folders of runs, or folders that contain runs (runs/). They are not "
+                       "changed."),
     ],
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes any that is free.", min=0, max=65535)] = 0,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", min=0, max=65535)] = 0,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Any other than loopback shows the runs, unencrypted, to who has "
-                          "the token.")
+        str, typer.Option(help="Address to listen on. Any other than loopback shows the runs, unencrypted, to anyone "
+                          "with the token.")
     ] = "127.0.0.1",
-    open_browser: Annotated[bool, typer.Option("--open", help="Open it in the browser of this machine.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in this machine's browser.")] = False,
 ) -> None:  # fmt: skip
-    """Look at runs in a browser: curves, waits, judge, weights, timeline, samples, ledger, and runs side by side."""
+    """Look at runs in a browser: curves, waits, judge, weights, timeline, samples, ledger, comparisons."""
     import time
     import webbrowser
 
@@ -350,8 +350,8 @@ def dashboard(
             url = address(listening, token)
             if not is_loopback(host):
                 say(
-                    f"warning: {host} can be reached from other machines: who has the address sees prompts and "
-                    "responses, and so does who listens on the way. An SSH tunnel to 127.0.0.1 is safer"
+                    f"warning: {host} can be reached from other machines: anyone with the address, or on the network "
+                    "path, sees prompts and responses. An SSH tunnel to 127.0.0.1 is safer"
                 )
 
             def ready() -> None:

@@ -1,7 +1,7 @@
 """`freewheel train` and `freewheel eval`: shells over `freewheel.api` and `freewheel.runtime`.
 
-`python fully_async_main.py` and `python -m freewheel.fully_async_main` are `freewheel train` under a name that users of
-verl know. Nothing heavy is imported before a command runs.
+`python fully_async_main.py` and `python -m freewheel.fully_async_main` are the same program as `freewheel train`.
+Nothing heavy is imported before a command runs.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from freewheel.runtime.config import TrainConfig
 
 MERGES = ("hydra",)
-"""Packages that reading a configuration needs."""
+"""Packages needed to read a configuration."""
 TRAINS = ("hydra", "torch", "transformers", "safetensors", "ray")
 EVALUATES = ("hydra", "torch", "transformers", "safetensors")
 
 EPILOG = """
 Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
-and saved, to be continued with `resume=RUN`.
+and saved; `resume=RUN` continues it.
 """
 _SHOW = "Output"
 
@@ -36,35 +36,35 @@ def train(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Hydra's grammar: "
-                       "lists [1,2], mappings {a: 1}, null; ~KEY goes back to the default. resume=RUN continues the "
-                       "run in that folder, with the settings that it has and those that are given.",
+                       "lists [1,2], mappings {a: 1}, null; ~KEY restores the default. resume=RUN continues the run "
+                       "in that folder, with its settings and those given here.",
                        show_default=False),
     ] = None,
     config_path: ConfigPathFlag = None,
     config_name: ConfigNameFlag = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print what would run where (actors, batches, staleness bound, memory), and "
-                     "what stands against it on this machine.",
+        typer.Option("--dry-run", help="Print the plan (actors, batches, staleness bound, memory) and what would "
+                     "prevent the run on this machine. Nothing starts.",
                      rich_help_panel=_SHOW),
     ] = False,
     plain: Annotated[
-        bool, typer.Option("--plain", help="Lines instead of a live view, also on a terminal.", rich_help_panel=_SHOW)
+        bool, typer.Option("--plain", help="Print lines instead of the live view of a terminal.", rich_help_panel=_SHOW)
     ] = False,
     resume_flag: Annotated[str | None, typer.Option("--resume", hidden=True)] = None,
 ) -> None:  # fmt: skip
-    """Train a policy with reinforcement learning; generation and training go on side by side.
+    """Train a policy with reinforcement learning; generation and training run side by side.
 
-    Without any setting the model that comes along learns word problems on this machine, with or without a GPU.
+    Without settings the built-in model learns word problems on this machine, with or without a GPU.
     """
     with _plain_errors():
-        _need(MERGES if dry_run else TRAINS)
-        _no_flag(resume_flag)
+        _require(MERGES if dry_run else TRAINS)
+        _refuse_resume_flag(resume_flag)
         from freewheel.runtime.start import find_local_modules
 
         find_local_modules()
         if dry_run:
-            _show(overrides or [], config_path, config_name)
+            _print_plan(overrides or [], config_path, config_name)
             return
         from freewheel.api import drive, plan_run
         from freewheel.dashboard.terminal import view
@@ -81,19 +81,19 @@ def evaluate(
                        "'embedded'."),
     ],
     task: Annotated[
-        str | None, typer.Option(help="What it is measured on (the run's own task): word_problems, gsm8k, rows, or "
+        str | None, typer.Option(help="The task to evaluate on (default: the run's): word_problems, gsm8k, rows, or "
                                  "module:name.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Held-out prompts (the run's, or those that come with the task).")
+        str | None, typer.Option(help="Held-out prompts (default: the run's, or the task's).")
     ] = None,
-    prompts: Annotated[int | None, typer.Option(help="How many of them (128).")] = None,
-    samples: Annotated[int | None, typer.Option(help="Responses to each (1).")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of sampling (0: the likeliest token each time).")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Number of prompts (128).")] = None,
+    samples: Annotated[int | None, typer.Option(help="Responses per prompt (1).")] = None,
+    temperature: Annotated[float | None, typer.Option(help="Sampling temperature (0: greedy).")] = None,
     engine: Annotated[
-        str | None, typer.Option(help="What generates: native, vllm or module:name (the run's own, else native).")
+        str | None, typer.Option(help="The engine: native, vllm or module:name (default: the run's, else native).")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The result as one JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:  # fmt: skip
     """Measure a model on held-out prompts, in this process and without Ray."""
     import asyncio
@@ -101,7 +101,7 @@ def evaluate(
     from freewheel.cli.console import print_json, print_text, say
 
     with _plain_errors():
-        _need(EVALUATES)
+        _require(EVALUATES)
         from freewheel.rollout.engines import find_engine
         from freewheel.runtime.evaluation import eval_config, find_target, run_evaluation
         from freewheel.runtime.start import find_local_modules
@@ -116,7 +116,7 @@ def evaluate(
             "temperature": temperature,
             "engine": engine,
         }
-        with _said_by_flag({"target": target, **given}):
+        with _name_flags_in_errors({"target": target, **given}):
             config = eval_config(find_target(target), **given)
             factory = find_engine(config.rollout.engine)
             factory.require(config.rollout)
@@ -124,15 +124,15 @@ def evaluate(
                 say(note)
             result = asyncio.run(run_evaluation(config))
         if as_json:
-            print_json(_as_json(target, config, result))
+            print_json(_result_object(target, config, result))
         else:
-            print_text(_in_words(target, config, result))
+            print_text(_format_result(target, config, result))
         if result.failed:
-            say(f"warning: {result.failed} responses have no score and are left out")
+            say(f"warning: {result.failed} responses have no score and were left out")
             raise typer.Exit(1)
 
 
-def _show(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
+def _print_plan(overrides: list[str], config_path: str | None, config_name: str | None) -> None:
     """Print the plan, in colour on a terminal. Without a plan, print every setting that is refused."""
     from rich.console import Console
 
@@ -147,7 +147,7 @@ def _show(overrides: list[str], config_path: str | None, config_name: str | None
         Console(file=sys.stdout, soft_wrap=True, highlight=False).print(render(run.plan, find_concerns(run.plan)))
 
 
-def _as_json(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
+def _result_object(target: str, config: TrainConfig, result: EvalResult) -> dict[str, Any]:
     prompts, samples = result.scores.shape
     return {
         "model": target,
@@ -174,18 +174,18 @@ def _number(value: float) -> float | None:
     return None if value != value else value
 
 
-def _in_words(target: str, config: TrainConfig, result: EvalResult) -> str:
+def _format_result(target: str, config: TrainConfig, result: EvalResult) -> str:
     prompts, samples = result.scores.shape
     how = "greedy" if config.eval.temperature == 0 else f"temperature {config.eval.temperature:g}"
     several = f", best of {samples}: {result.best:.3f}" if samples > 1 else ""
-    parts = "".join(f", {name} {_with_error(part)}" for name, part in result.parts.items())
+    parts = "".join(f", {name} {_format_estimate(part)}" for name, part in result.parts.items())
     return (
-        f"{target} on {config.data.task}: mean reward {_with_error(result.reward)}{parts}{several} "
+        f"{target} on {config.data.task}: mean reward {_format_estimate(result.reward)}{parts}{several} "
         f"({prompts} prompts × {samples}, {how}; {result.truncated_share:.1%} cut off, {result.mean_tokens:.1f} tokens)"
     )
 
 
-def _with_error(found: Estimate) -> str:
+def _format_estimate(found: Estimate) -> str:
     """Format as `0.412 ± 0.022`. A single prompt has no error."""
     return f"{found.mean:.3f}" if found.error != found.error else f"{found.mean:.3f} ± {found.error:.3f}"
 
@@ -220,12 +220,12 @@ FLAGS = {
     "eval.temperature": ("temperature", "--temperature"),
     "rollout.engine": ("engine", "--engine"),
 }
-"""The parameter and the flag with which `eval` takes the value of a key."""
+"""Key → the parameter and the flag of `eval` that set it."""
 
 
 @contextlib.contextmanager
-def _said_by_flag(given: Mapping[str, Any]) -> Iterator[None]:
-    """Refuse a value that came from a flag by the flag's name."""
+def _name_flags_in_errors(given: Mapping[str, Any]) -> Iterator[None]:
+    """Name the flag instead of the key in errors about a value that came from a flag."""
     from freewheel.errors import ConfigError
 
     try:
@@ -237,14 +237,14 @@ def _said_by_flag(given: Mapping[str, Any]) -> Iterator[None]:
         raise error.renamed(flag) from error
 
 
-def _no_flag(resume: str | None) -> None:
+def _refuse_resume_flag(resume: str | None) -> None:
     from freewheel.errors import ConfigError
 
     if resume is not None:
         raise ConfigError("--resume", resume, f"it is a setting, not a flag: write resume={resume}")
 
 
-def _need(packages: tuple[str, ...]) -> None:
+def _require(packages: tuple[str, ...]) -> None:
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         _refuse([f"training needs {', '.join(missing)}: pip install 'freewheel[train]'"])

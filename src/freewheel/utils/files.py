@@ -20,11 +20,11 @@ from pathlib import Path
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
-"""Also of files in a private folder: a folder that the user made before is left as open as it is."""
+"""Files are private even in a private folder, because a folder that the user made keeps its permissions."""
 
 
 def private_folder(path: str | os.PathLike[str]) -> Path:
-    """Makes it, with parents as usual. One that is there stays as it is: who may look in is its owner's to say."""
+    """Create a folder for its owner only, with its parents. An existing folder keeps its permissions."""
     folder = Path(path)
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -33,43 +33,49 @@ def private_folder(path: str | os.PathLike[str]) -> Path:
         if not folder.is_dir():
             raise
         return folder
-    folder.chmod(FOLDER_MODE)  # a umask takes bits away, its own user's too
+    folder.chmod(FOLDER_MODE)  # the umask may have removed even the owner's bits
     return folder
 
 
 def open_private(path: str | os.PathLike[str], flags: int) -> int:
-    """A descriptor of a file, which is made if it is not there. A link is refused with an `OSError`: in a run directory
-    that somebody handed over it may lead to any file of the user's. (One to a device, `/dev/null`, does no harm.)"""
+    """Open a file, or create a private one, and return its descriptor.
+
+    A symbolic link is refused with an `OSError`: in a run directory from somebody else it may lead to any file of the
+    user. Links to devices such as `/dev/null` are allowed.
+    """
     try:
-        made = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        created = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
     except FileExistsError:
         if Path(path).is_symlink() and not Path(path).is_char_device():
             why = "it is a link, which may lead out of the run directory: remove it"
             raise OSError(errno.ELOOP, why, os.fspath(path)) from None
         return os.open(path, flags | os.O_CLOEXEC)
-    os.fchmod(made, FILE_MODE)
-    return made
+    os.fchmod(created, FILE_MODE)
+    return created
 
 
 log = logging.getLogger("freewheel.observe")
 
 WARN_EVERY_S = 60.0
-"""A disk stays full for hours, and a log that says so at each step helps nobody."""
+"""Time between two warnings about the same file: a disk may stay full for hours."""
 TAIL_BYTES = 1 << 16
-"""How much is read at a time to find the last whole line of a file that is continued."""
+"""Read this much at a time to find the last whole line of an existing file."""
 
 
 class WholeLines:
-    """What `append` was given is in the file when it returns, or is counted in `lost`. Only `open` raises."""
+    """Appends whole lines to a file. A line is in the file when `append` returns, or counted in `lost`.
+
+    Only `open` and `move` raise.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], *, unit: str = "lines", clock: Callable[[], float] = time.time
     ) -> None:
-        """`unit`: what a line is called when some are lost."""
+        """`unit`: the word for lines in warnings about lost ones."""
         self.path = Path(path)
         self.lost = 0
         self.size = 0
-        """Bytes in the file, as far as this writer knows."""
+        """Bytes in the file, if nobody else writes to it."""
         self._unit = unit
         self._clock = clock
         self._fd = -1
@@ -78,14 +84,14 @@ class WholeLines:
         self._lost_before_warning = 0
 
     def open(self) -> None:
-        """Without it the first `append` opens the file, and a file that cannot be had costs lines."""
+        """Open the file now and raise if that fails. Else the first `append` opens it, and a failure loses lines."""
         fd = open_private(self.path, os.O_RDWR | os.O_APPEND)
-        with contextlib.suppress(OSError):  # then one line may be glued to half of another, and readers pass it over
+        with contextlib.suppress(OSError):  # readers then skip the line that follows the torn one
             _cut_torn_line(fd)
         self._fd, self.size = fd, os.fstat(fd).st_size
 
     def append(self, data: bytes) -> None:
-        """`data`: whole lines."""
+        """Append `data`, which must be whole lines."""
         if self._closed:
             self.lost += data.count(b"\n")
             return
@@ -101,18 +107,20 @@ class WholeLines:
         self.size += len(data)
         if self._warned_at is not None:
             lost = self.lost - self._lost_before_warning
-            log.warning("%s is written again; %d %s were lost", self.path, lost, self._unit)
+            log.warning("%s can be written again; %d %s were lost", self.path, lost, self._unit)
             self._warned_at, self._lost_before_warning = None, self.lost
 
     def refused(self, count: int, error: OSError) -> None:
-        """Counts lines. Opening the file anew takes back what was written of one, so that it has whole lines only, and
-        helps where it was moved away or its mount has gone stale."""
+        """Count lost lines, warn, and reopen the file.
+
+        Reopening removes a partly written line, and finds the file again after it was moved or its mount went stale.
+        """
         self.lost += count
         now = self._clock()
         if self._warned_at is None or not 0 <= now - self._warned_at < WARN_EVERY_S:
             self._warned_at = now
             log.warning(
-                "%s cannot be written (%s): %s are lost until it can, %d so far. Training goes on",
+                "%s cannot be written (%s): %s are lost until it can be, %d so far. Training continues",
                 self.path,
                 error.strerror,
                 self._unit,
@@ -127,19 +135,19 @@ class WholeLines:
             os.close(before)
 
     def move(self, to: Path) -> None:
-        """The file gets another name, over what is there; the next line begins an empty one. Raises `OSError`."""
+        """Rename the file, replacing any file at `to`. The next line starts an empty file. Raises `OSError`."""
         self.path.replace(to)
         self._release()
         self.size = 0
 
     def close(self) -> None:
-        """Says what was lost. May be called twice."""
+        """Close the file and log how much was lost. May be called twice."""
         if not self._closed and self.lost:
             log.warning("%d %s of %s were lost in all", self.lost, self._unit, self.path)
         self.forget()
 
     def forget(self) -> None:
-        """Closes it without a word: in a process that was forked off, whose parent writes on."""
+        """Close the file and log nothing: in a forked child, whose parent continues to write."""
         self._closed = True
         self._release()
 
@@ -150,7 +158,7 @@ class WholeLines:
 
 
 def _cut_torn_line(fd: int) -> None:
-    """A process that was killed while it wrote left half a line, to which the next would be glued."""
+    """Remove the half line that a killed process may have left at the end."""
     end = size = os.fstat(fd).st_size
     while end:
         start = max(0, end - TAIL_BYTES)

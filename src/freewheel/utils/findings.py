@@ -1,12 +1,10 @@
-"""What a check found, and how checks are made: one after the other, none for longer than its limit.
+"""Checks of the machine and their findings. Checks run one after the other, each with a time limit.
 
     Check.look() ── in a thread, `limit_s` at most ─▶ Finding, Finding, …
+    run_in_child(code) ─▶ python -P -c code ─▶ the JSON object on its last line, or the reason why there is none
 
-A check that is late or that raises is a finding too: whoever looks must not hang or break with what it looks at.
-
-Asking a child what a package says of itself: an import may take seconds, hang in a driver, or end the process.
-
-ask(code) ─▶ python -P -c code ─▶ the JSON object on its last line, or why there is none
+A check that is late or raises becomes a finding too. Packages are imported in a child process, because an import may
+take seconds, hang in a driver or end the process.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from typing import Any
 from freewheel.utils.processes import within
 
 LIMIT_S = 10.0
-"""For a check that does no more than ask the operating system: a network disk that is gone never answers."""
+"""Limit of a check that only asks the operating system: a dead network disk never answers."""
 GIB = 1 << 30
 MIB = 1 << 20
 
@@ -32,21 +30,21 @@ MIB = 1 << 20
 class State(StrEnum):
     OK = "ok"
     WARNING = "warning"
-    """A run may work, slower or with less room than it might; or something is left that others may trip over."""
+    """A run may work, but slower or with less room; or leftovers may disturb others."""
     PROBLEM = "problem"
     """A run would fail."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     state: State
     detail: str
-    """What is so, in words."""
+    """What was found, as a sentence."""
     remedy: str = ""
-    """A command or a setting, as it is typed; empty where nothing is to be done, or where `detail` says it."""
+    """A command or a setting, ready to type. Empty if there is nothing to do or `detail` contains the remedy."""
 
 
 def ok(what: str, detail: str) -> Finding:
@@ -63,7 +61,7 @@ def problem(what: str, detail: str, remedy: str = "") -> Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One look at the machine."""
+    """One check of the machine. `look` returns its findings."""
 
     what: str
     look: Callable[[], Iterable[Finding]]
@@ -71,7 +69,7 @@ class Check:
 
 
 def run_checks(checks: Iterable[Check], *, begun: Callable[[str], None] = lambda what: None) -> list[Finding]:
-    """Everything that they found, in their order. `begun`: told of each check before it is made."""
+    """Run the checks and return their findings in order. `begun` receives the name of each check before it runs."""
     found: list[Finding] = []
     for check in checks:
         begun(check.what)
@@ -83,13 +81,13 @@ def _run_check(check: Check) -> Sequence[Finding]:
     try:
         return within(check.limit_s, lambda: list(check.look()))
     except TimeoutError as error:
-        return [problem(check.what, f"{error}: what it asks is stuck")]
-    except Exception as error:  # noqa: BLE001  # whatever a broken installation or system call comes up with
-        return [problem(check.what, f"it could not be looked at: {type(error).__name__}: {error}")]
+        return [problem(check.what, f"{error}: the call hangs")]
+    except Exception as error:  # noqa: BLE001  # a broken installation or system call may raise anything
+        return [problem(check.what, f"the check failed: {type(error).__name__}: {error}")]
 
 
 def size(n_bytes: float) -> str:
-    """`64 MiB`, `139.8 GiB`: as precise as a person needs it."""
+    """Format bytes for people: `64 MiB`, `139.8 GiB`."""
     return f"{n_bytes / MIB:.0f} MiB" if n_bytes < GIB else f"{n_bytes / GIB:.1f} GiB"
 
 
@@ -98,25 +96,25 @@ def count_of(count: int, noun: str) -> str:
 
 
 def shell_words(words: Iterable[str], most: int) -> tuple[str, int]:
-    """The first `most` as arguments of a command, and how many are left out."""
+    """Return the first `most` words quoted for a shell, and how many were left out."""
     listed = list(words)
     return " ".join(map(shlex.quote, listed[:most])), max(0, len(listed) - most)
 
 
 LAST_CHARS = 300
-"""Of an error's last line, which says what went wrong."""
+"""How much of an error's last line is shown."""
 
 
 @dataclass(frozen=True)
 class ChildAnswer:
-    """What a child said. Either `values`, or `why` there are none."""
+    """The answer of a child process: either `values`, or `why` there are none."""
 
     values: dict[str, Any] = field(default_factory=dict)
     why: str = ""
 
 
 def run_in_child(code: str, *, limit_s: float) -> ChildAnswer:
-    """`code` prints a JSON object last. It is not shown the working directory: what lies there is no package."""
+    """Run `code`, whose last line of output is a JSON object. The working directory is not importable there."""
     command = [sys.executable, "-P", "-W", "ignore", "-c", code]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False, errors="replace")
@@ -138,6 +136,6 @@ def run_in_child(code: str, *, limit_s: float) -> ChildAnswer:
 def _last_words(done: subprocess.CompletedProcess[str]) -> str:
     if done.returncode < 0:
         name = signal.Signals(-done.returncode).name if -done.returncode in list(signal.Signals) else "a signal"
-        return f"it was ended by {name}"
+        return f"it was killed by {name}"
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    return lines[-1].strip()[:LAST_CHARS] if lines else f"it ended with {done.returncode} and said nothing"
+    return lines[-1].strip()[:LAST_CHARS] if lines else f"it ended with exit code {done.returncode} and no message"

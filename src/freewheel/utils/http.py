@@ -1,7 +1,4 @@
-"""Parts of HTTP servers and clients that the judge, the gateway and the dashboard share.
-
-Where the page is served: a socket that takes connections at once, and the address to open. Light to import.
-"""
+"""Parts of HTTP servers that the gateway, the mock judge and the dashboard share. Light to import."""
 
 from __future__ import annotations
 
@@ -14,13 +11,16 @@ from freewheel.errors import ConfigError
 
 
 class _NoHttpNoise(logging.Filter):
-    """aiohttp logs what it cannot parse with a traceback and parts of the bytes, which may hold a token. Whoever sent
-    it has a 400, and anybody may send anything."""
+    """Drops aiohttp's tracebacks about requests that it cannot parse.
+
+    Anybody can send such requests, the client gets a 400, and the traceback shows parts of the bytes, which may hold a
+    token.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.exc_info:
             return True
-        from aiohttp.http import HttpProcessingError  # here: whoever only listens should not pay for aiohttp
+        from aiohttp.http import HttpProcessingError  # imported here to keep this module light
 
         return not isinstance(record.exc_info[1], HttpProcessingError)
 
@@ -29,7 +29,7 @@ _NO_NOISE = _NoHttpNoise()
 
 
 def server_log(name: str) -> logging.Logger:
-    """For aiohttp's `logger`: faults of ours, and nothing of what clients get wrong."""
+    """Return a logger for aiohttp that reports our faults and not the clients' mistakes."""
     log = logging.getLogger(name)
     log.addFilter(_NO_NOISE)
     return log
@@ -45,30 +45,30 @@ def is_loopback(host: str) -> bool:
 HOST = "127.0.0.1"
 BACKLOG = 64
 ANYWHERE = ("0.0.0.0", "::")
-OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
-"""Of a socket that cannot be had: what another port would mend. The rest is of the host."""
+PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
+"""Errors of `bind` that another port would fix. The others are about the host."""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections already, though nobody answers yet. `OSError` where it cannot be had."""
+    """Return a socket that already accepts connections; they wait until a server answers. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen(BACKLOG)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
     except (OSError, OverflowError):
-        found.close()
+        listening.close()
         raise
-    return found
+    return listening
 
 
 def listen_or_say(host: str, port: int) -> socket.socket:
-    """The same for people: `ConfigError` where it cannot be had."""
+    """`listen`, with a `ConfigError` that names the flag if it fails."""
     try:
         return listen(host, port)
     except (OSError, OverflowError) as error:
-        if isinstance(error, OverflowError) or error.errno in OF_THE_PORT:
+        if isinstance(error, OverflowError) or error.errno in PORT_ERRORS:
             remedy = f"it cannot listen there: {error}; choose another, or leave it out for any that is free"
             raise ConfigError("--port", port, remedy) from None
         remedy = f"it cannot listen there: {error}; give an address of this machine, or leave it out for {HOST}"
@@ -76,6 +76,7 @@ def listen_or_say(host: str, port: int) -> socket.socket:
 
 
 def address(listening: socket.socket, token: str) -> str:
+    """Return the URL to open in a browser."""
     host, port = listening.getsockname()[:2]
     if host in ANYWHERE:
         host = socket.gethostname()

@@ -75,7 +75,7 @@ def _exists(pid: int) -> bool:
 def within(limit_s: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises; `TimeoutError` after `limit_s`.
 
-    For calls without a timeout of their own, such as name resolution or a dead network disk. A late call cannot be
+    For calls that have no timeout, such as name resolution or a dead network disk. A late call cannot be
     ended: its daemon thread stays behind.
     """
     ended: queue.SimpleQueue[tuple[bool, T | BaseException]] = queue.SimpleQueue()

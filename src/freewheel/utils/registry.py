@@ -1,4 +1,4 @@
-"""Objects that a setting names: a built-in name such as `grpo`, or `module:name` of the user's own.
+"""Objects that a setting names: a built-in name such as `grpo`, or the user's `module:name`.
 
     LOSSES = Registry({"policy": "freewheel.trainer.losses:policy_loss"}, example="my_losses:cispo")
 
@@ -125,5 +125,5 @@ def receive_in_memory(objects: Mapping[str, Any]) -> None:
 
 
 def objects_in_memory() -> dict[str, Any]:
-    """Return what `in_memory:name` finds in this process, to hand it to another."""
+    """Return the objects that `in_memory:name` finds in this process, to send them to another process."""
     return dict(_in_memory)

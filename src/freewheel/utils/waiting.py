@@ -1,6 +1,6 @@
 """Waiting: on an event loop with a time limit or until a stop is requested, and on a thread without missing Ctrl-C.
 
-`Signal`: many waiters on one event loop, each for a condition of its own and with its own deadline.
+`Signal`: many waiters on one event loop, each with its own condition and deadline.
 `wait_in_slices`: a blocking wait of a user's thread.
 """
 
@@ -69,7 +69,7 @@ async def unless_failed(work: Coroutine[Any, Any, T], other: asyncio.Task[Any]) 
 
 
 class Signal:
-    """`notify` looks at what each waits for, and wakes only those who have it."""
+    """Wakes waiters whose condition holds. `notify` checks the condition of each waiter."""
 
     def __init__(self) -> None:
         self._waiting: dict[asyncio.Future[None], Callable[[], bool]] = {}
@@ -80,8 +80,10 @@ class Signal:
                 waiter.set_result(None)
 
     async def until(self, holds: Callable[[], bool], wait_s: float) -> bool:
-        """True when `holds()` does; False if it does not within `wait_s`. `holds` may take what it finds: once it has
-        said yes it is not asked again."""
+        """Wait until `holds()` returns True, for at most `wait_s`. Returns whether it did.
+
+        `holds` may have side effects, such as taking an item: it is not called again after it returned True.
+        """
         if holds():
             return True
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -67,7 +67,7 @@ function audit(report) {
   return [
     panel(null, { span: 12 },
       h("p", { class: `verdict ${clean ? "good" : "bad"}`, role: "status" }, svg(clean ? "M20 6L9 17l-5-5" : "M12 8v5M12 16.5v.01M3.5 20h17L12 4z"),
-        clean ? "Every prompt is accounted for" : report.violations.length === 1 ? "1 thing is wrong" : `${count(report.violations.length)} things are wrong`),
+        clean ? "Every prompt is accounted for" : report.violations.length === 1 ? "1 violation" : `${count(report.violations.length)} violations`),
       clean ? null : h("ul", { class: "plain-list bad", style: { "margin-top": "10px" } }, report.violations.map((text) => h("li", {}, text))),
       !total ? null : h("div", { class: "states", role: "img", "aria-label": known.map(([name, value]) => `${name} ${value}`).join(", ") },
         known.map(([name, value]) => h("div", { title: `${name}: ${count(value)}`, style: { width: `${(value / total) * 100}%`, "min-width": "3px", background: colour(STATES[name] ?? "faint") } }))),
