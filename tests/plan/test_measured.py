@@ -228,10 +228,14 @@ def test_what_a_prompt_costs_is_what_decoding_leaves_of_the_engines_time():
         generation=Generation(slots=32, step_s=0.006, prefill_s=0.004, refill=4),
     )
     recorded = replace(recorded_of(true, simulate(true)), decode_s=0.006, latencies_s=(0.0,))
-    found = scene_of(recorded, RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1))
+    found = scene_of(
+        recorded, RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1)
+    )
     assert found.generation.prefill_s == pytest.approx(0.004, rel=0.1)
     slower = replace(recorded, decode_s=0.02)  # more than there was
-    found = scene_of(slower, RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1))
+    found = scene_of(
+        slower, RunSettings(bounds=true.bounds, n=4, refill_slots=NativeFactory().refill_slots, interval_s=0.1)
+    )
     assert found.generation.prefill_s == 0 and found.generation.step_s < 0.02
 
 

@@ -100,7 +100,7 @@ def judge_from_flags(
     api_key_env: KeyVariableFlag = None,
     concurrency: Annotated[
         str | None,
-        typer.Option(help="auto finds the judge's limit; N is an upper bound; fixed:N always uses N.", rich_help_panel=PANEL),
+        typer.Option(help="auto finds the judge's limit; N is an upper bound; fixed:N uses N.", rich_help_panel=PANEL),
     ] = None,
     temperature: Annotated[
         str | None,
