@@ -75,22 +75,6 @@ async def test_a_closed_judge_is_said_to_every_caller() -> None:
     assert [type(answer) for answer in answers] == [JudgeClosed] * 3
 
 
-def test_several_loops_share_one_judge() -> None:
-    with MockJudge(JudgeProfile(latency_s=0.05)).in_thread() as mock, Judge(config(mock.url)) as judge:
-        batcher = RequestBatcher(judge)
-        found: list[object] = []
-
-        def run(number: int) -> None:
-            found.append(asyncio.run(batcher.score(JudgeRequest(f"loop {number}"))))
-
-        threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
-    assert len(found) == 4 and all(isinstance(verdict, Scored) for verdict in found)
-
-
 async def test_a_request_that_is_to_be_skipped_is_skipped() -> None:
     with Judge(config("http://127.0.0.1:9")) as judge:
         verdict = await RequestBatcher(judge).score(JudgeRequest("x", skip="the gate"))

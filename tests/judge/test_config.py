@@ -312,3 +312,7 @@ def test_what_a_server_echoes_is_redacted() -> None:
 def test_two_keys_are_equal_by_text_and_differ_from_text() -> None:
     assert Secret(KEY) == Secret(KEY, source="elsewhere") and hash(Secret(KEY)) == hash(Secret(KEY))
     assert Secret(KEY) != KEY and Secret(KEY) != Secret("other")
+
+
+def test_the_placeholder_of_a_server_without_keys_is_no_secret_and_is_pickled() -> None:
+    assert pickle.loads(pickle.dumps(Secret("EMPTY"))).reveal() == "EMPTY"

@@ -1,4 +1,4 @@
-"""Length penalties and rewards: each against the formula, worked out for one sample at a time."""
+"""Length penalties: each against the formula, worked out for one sample at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.errors import ConfigError
-from freewheel.rewards.length import check_penalty, cosine_length, group_index, median_penalty, soft_overlong
+from freewheel.rewards.length import check_penalty, group_index, median_penalty, soft_overlong
 
 USUAL: dict[str, float] = {"penalty_scale": 1.0, "max_penalty": 1.0, "peak_ratio": 0.3, "outer_ratio": 0.5}
 
@@ -125,33 +125,3 @@ def test_the_soft_overlong_penalty_starts_at_the_buffer_and_is_bounded_beyond_th
 def test_an_overlong_buffer_that_cannot_work_is_refused(key: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"^{key} = "):
         soft_overlong([1], **{"max_length": 100, "buffer_length": 20, "factor": 1.0, **changes})
-
-
-COSINE: dict[str, Any] = {
-    "max_length": 1000,
-    "correct_short": 2.0,
-    "correct_long": 1.0,
-    "wrong_short": -10.0,
-    "wrong_long": 0.0,
-    "exceeded": -7.0,
-}
-
-
-def test_the_cosine_reward_goes_from_short_to_long_and_is_another_from_the_maximum_on() -> None:
-    lengths = [0, 500, 999, 1000, 5000]
-    right = cosine_length(lengths, [True] * 5, **COSINE)
-    wrong = cosine_length(lengths, [False] * 5, **COSINE)
-    assert right == pytest.approx([2.0, 1.5, 1.0, -7.0, -7.0], abs=1e-4)
-    assert wrong == pytest.approx([-10.0, -5.0, 0.0, -7.0, -7.0], abs=1e-4)
-
-
-@given(st.integers(0, 999), st.booleans())
-def test_the_cosine_reward_is_the_papers_formula(length: int, correct: bool) -> None:
-    at_zero, at_max = (2.0, 1.0) if correct else (-10.0, 0.0)
-    expected = at_max + 0.5 * (at_zero - at_max) * (1 + math.cos(length * math.pi / 1000))
-    assert cosine_length([length], [correct], **COSINE).tolist() == pytest.approx([expected])
-
-
-def test_a_cosine_without_a_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^max_length = 0"):
-        cosine_length([1], [True], **{**COSINE, "max_length": 0})

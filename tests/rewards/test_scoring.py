@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from freewheel.judge import ConfigError, Failed, JudgeRequest, Scored, Skipped, Verdict
 from freewheel.rewards import LengthPenaltyConfig, RewardFailed, Rewards, Sample, combine
-from freewheel.rewards.length import group_index
-from freewheel.rewards.scoring import as_scored, compose, fill_failed, judge_requests
+from freewheel.rewards.scoring import as_scored, judge_requests
 
 NUMBERS = st.floats(-100, 100)
 VERDICTS = st.one_of(
@@ -203,59 +202,3 @@ def test_a_dicts_format_is_the_format_and_its_other_keys_are_parts() -> None:
 def test_anything_else_is_refused_by_the_name_of_compute_score(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"^compute_score"):
         as_scored(found)
-
-
-# -- composition ------------------------------------------------------------------------------------------------------
-
-FILLED_ROWS = st.lists(st.tuples(NUMBERS, st.sampled_from("abcd"), st.booleans(), NUMBERS), min_size=1, max_size=40)
-
-
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float64)
-
-
-def test_raw_is_the_weighted_sum_and_shaped_is_less_the_penalties() -> None:
-    composed = compose(
-        {"rule": floats(1, 0), "quality": floats(8, 6)},
-        {"quality": 0.5},
-        {"length": floats(0.25, 1), "overlong": floats(0, 2)},
-    )
-    assert composed.raw.tolist() == [5.0, 3.0]
-    assert composed.shaped.tolist() == [4.75, 0.0]
-    assert {name: part.tolist() for name, part in composed.parts.items()} == {"rule": [1, 0], "quality": [4, 3]}
-    assert composed.raw.dtype == composed.shaped.dtype == np.float64
-
-
-@pytest.mark.parametrize("weight", [1.0, 0.0])
-def test_a_failed_part_fails_its_row_and_no_other_even_under_weight_zero(weight: float) -> None:
-    composed = compose({"rule": floats(1, 1), "quality": floats(math.nan, 3)}, {"quality": weight}, {"l": floats(1, 1)})
-    for rewards in (composed.raw, composed.shaped):
-        assert np.isnan(rewards).tolist() == [True, False]
-
-
-def test_a_weight_for_a_part_that_is_not_there_is_refused_and_the_parts_are_listed() -> None:
-    with pytest.raises(ConfigError, match=r"^weights\.qualty = 0\.5: .*rule, quality"):
-        compose({"rule": floats(1), "quality": floats(1)}, {"qualty": 0.5}, {})
-
-
-def test_the_callers_arrays_are_left_as_they_were() -> None:
-    rule, penalty = floats(1, 2), floats(1, 1)
-    compose({"rule": rule}, {"rule": 3.0}, {"length": penalty})
-    assert rule.tolist() == [1, 2] and penalty.tolist() == [1, 1]
-
-
-@given(FILLED_ROWS)
-def test_failed_rows_hold_their_groups_mean_or_what_else_they_were_given(
-    rows: list[tuple[float, str, bool, float]],
-) -> None:
-    values, uids, valid, otherwise = (list(column) for column in zip(*rows, strict=True))
-    held = np.where(valid, values, math.nan)
-    filled = fill_failed(held, group_index(uids), np.array(valid), np.array(otherwise))
-    for row, uid in enumerate(uids):
-        own = [value for value, of, good in zip(values, uids, valid, strict=True) if of == uid and good]
-        if valid[row]:
-            assert filled[row] == values[row]
-        elif own:
-            assert filled[row] == pytest.approx(fmean(own), abs=1e-9)
-        else:
-            assert filled[row] == otherwise[row]

@@ -19,15 +19,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from freewheel.judge import Judge
 from freewheel.judge.request import JudgeRequest
-from freewheel.judge.tracker import Handle
 from freewheel.judge.verdict import JudgeClosed, Verdict
 
 T = TypeVar("T")
@@ -44,60 +42,30 @@ next validation does with a dataset's own uids; no whole validation ends within 
 # -- batches for the judge --------------------------------------------------------------------------------------------
 
 
-class Submits(Protocol):
-    """What the batcher uses of a `Judge`."""
-
-    @property
-    def running(self) -> bool: ...
-
-    def submit(self, requests: list[JudgeRequest]) -> Handle: ...
-
-
 _Waiter = tuple[JudgeRequest, "asyncio.Future[Verdict]"]
 
 
 class RequestBatcher:
-    """Scores single requests, and sends requests that come together as one batch. Safe on any number of event loops.
+    """Scores single requests, and sends requests that come together as one batch. Belongs to one event loop."""
 
-    Each loop has its own batches, so a loop that ends affects only its own callers.
-    """
-
-    def __init__(self, judge: Submits, gather_s: float = GATHER_S) -> None:
+    def __init__(self, judge: Judge, gather_s: float = GATHER_S) -> None:
         self._judge = judge
         self._gather_s = gather_s
-        self._lock = threading.Lock()
-        self._by_loop: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Batches] = weakref.WeakKeyDictionary()
+        self._waiting: list[_Waiter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def score(self, request: JudgeRequest) -> Verdict:
         """Return the verdict on one request. Cancelling a caller does not affect the others of its batch.
 
         Raises what `submit` or the batch's handle raised, and `JudgeClosed` if sending was cancelled.
         """
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            batches = self._by_loop.get(loop)
-            if batches is None:
-                batches = self._by_loop[loop] = _Batches(self._judge, self._gather_s)
-        return await batches.join(request)
-
-
-class _Batches:
-    """The batches of one loop. It holds no reference to that loop, so that the loop can be collected."""
-
-    def __init__(self, judge: Submits, gather_s: float) -> None:
-        self._judge = judge
-        self._gather_s = gather_s
-        self._waiting: list[_Waiter] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def join(self, request: JudgeRequest) -> asyncio.Future[Verdict]:
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, answer))
         if len(self._waiting) == 1:
             task = asyncio.ensure_future(self._send(self._waiting))
             self._tasks.add(task)  # a loop holds its tasks weakly
             task.add_done_callback(functools.partial(self._end, self._waiting))
-        return answer
+        return await answer
 
     async def _send(self, batch: list[_Waiter]) -> None:
         await asyncio.sleep(self._gather_s)

@@ -26,7 +26,7 @@ import numpy as np
 
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.judge import Judge, JudgeRequest
-from freewheel.judge.config import Secret
+from freewheel.judge.config import KEYLESS, Secret
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig, OnFailure, as_config
 from freewheel.rewards.rules import rule_for, rule_score
@@ -36,9 +36,6 @@ log = logging.getLogger("freewheel.rewards")
 
 NO_RULE = Scored(0.0)
 NO_TRUTH = "the row has no ground truth"
-KEYLESS = "EMPTY"
-"""The usual key for servers that need none. It is not a secret, so it may be pickled, unlike a key."""
-
 NOT_COLUMNS = frozenset({"trainer_state", "log_extra", "log_metric", "environments"})
 """Arguments that TRL passes next to the dataset's columns."""
 ONLY_WITH_RULE = ("penalty_scale", "max_penalty", "peak_ratio", "outer_ratio", "judge_gate")
@@ -172,8 +169,7 @@ class JudgeReward:
             key: value for key, value in self.__dict__.items() if key not in ("_lock", "_judge", "_works", "_warned")
         }
         key = self.config.api_key
-        state["keyless"] = keyless = key is not None and bool(key) and key.reveal() == KEYLESS
-        travels = not key or keyless or pickle.loads(pickle.dumps(key)) or Secret.from_env(self.config.key_variable)
+        travels = not key or pickle.loads(pickle.dumps(key)) or Secret.from_env(self.config.key_variable)
         if not travels:
             if get_spawning_popen() is not None:
                 # A child process has this environment and would have no key. Raise before it starts.
@@ -186,10 +182,7 @@ class JudgeReward:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        keyless = state.pop("keyless")
         self.__dict__.update(state)
-        if keyless:
-            self.config.api_key = Secret(KEYLESS)
         self._ready()
 
     def __repr__(self) -> str:

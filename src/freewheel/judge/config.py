@@ -19,12 +19,16 @@ from freewheel.judge.limiter import START
 from freewheel.judge.rubric import Rubric, load_rubric
 from freewheel.utils.checks import check_integer, check_number, check_text, shown_value
 
+KEYLESS = "EMPTY"
+"""The usual key for servers that need none."""
+
 
 class Secret:
     """An API key and the name of its source. `reveal()` is the only way to the text.
 
     It does not print and does not pickle: a pickle may be written to a disk, so it carries the source instead. If the
-    source is an environment variable, the other process reads it there. A key given as text must be given there again.
+    source is an environment variable, the other process reads it there. A key given as text must be given there again,
+    except `KEYLESS`, which is no secret.
     """
 
     __slots__ = ("_text", "source")
@@ -65,7 +69,7 @@ class Secret:
         return hash((Secret, self._text))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_restore, (self.source,))
+        return (Secret, (KEYLESS,)) if self._text == KEYLESS else (_restore, (self.source,))
 
     def __copy__(self) -> Secret:
         return self

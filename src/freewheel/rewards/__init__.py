@@ -12,7 +12,7 @@ Importing this package needs no torch, no ray and no transformers.
 
 from freewheel.rewards.compute_score import compute_score, compute_score_async, shutdown_judges
 from freewheel.rewards.config import LengthPenaltyConfig
-from freewheel.rewards.length import cosine_length, group_index, median_penalty, soft_overlong
+from freewheel.rewards.length import group_index, median_penalty, soft_overlong
 from freewheel.rewards.manager import LengthPenaltyRewardManager, RewardHandle
 from freewheel.rewards.openai_manager import AsyncOpenAIManager, AsyncOpenAIWorker, get_request_hash
 from freewheel.rewards.rules import (
@@ -25,21 +25,11 @@ from freewheel.rewards.rules import (
     rule_score,
     tool_call,
 )
-from freewheel.rewards.scoring import (
-    Composed,
-    RewardFailed,
-    Rewards,
-    Sample,
-    combine,
-    compose,
-    fill_failed,
-    group_mean,
-)
+from freewheel.rewards.scoring import RewardFailed, Rewards, Sample, combine
 
 __all__ = [
     "AsyncOpenAIManager",
     "AsyncOpenAIWorker",
-    "Composed",
     "LengthPenaltyConfig",
     "LengthPenaltyRewardManager",
     "RewardFailed",
@@ -48,17 +38,13 @@ __all__ = [
     "Sample",
     "boxed_math",
     "combine",
-    "compose",
     "compute_score",
     "compute_score_async",
-    "cosine_length",
     "dapo_math",
     "exact_match",
-    "fill_failed",
     "format_tags",
     "get_request_hash",
     "group_index",
-    "group_mean",
     "gsm8k",
     "median_penalty",
     "register_rule",

@@ -1,6 +1,6 @@
-"""Penalties and rewards for a response's length, for a whole batch at once. Pure numpy.
+"""Penalties for a response's length, for a whole batch at once. Pure numpy.
 
-`freewheel.rewards.scoring` calls `median_penalty`; `soft_overlong` and `cosine_length` are for rewards of your own.
+`freewheel.rewards.scoring` calls `median_penalty`; `soft_overlong` is for rewards of your own.
 A penalty is never negative and is subtracted from the reward.
 """
 
@@ -76,32 +76,6 @@ def soft_overlong(lengths: npt.ArrayLike, *, max_length: int, buffer_length: int
         raise ConfigError("buffer_length", buffer_length, f"give 1 to max_length ({max_length})")
     over = np.asarray(lengths, dtype=np.float64) - (max_length - buffer_length)
     return factor * np.clip(over / buffer_length, 0.0, 1.0)
-
-
-def cosine_length(
-    lengths: npt.ArrayLike,
-    correct: npt.ArrayLike,
-    *,
-    max_length: int,
-    correct_short: float,
-    correct_long: float,
-    wrong_short: float,
-    wrong_long: float,
-    exceeded: float,
-) -> Floats:
-    """Return the cosine reward of Yeo et al. 2025 ("Demystifying Long Chain-of-Thought Reasoning in LLMs").
-
-    reward = long + (short − long) · (1 + cos(π · length / max)) / 2:  `short` at length 0, `long` towards max, each by
-    whether the answer is right;  `exceeded` from max on. The paper's CosFn(t, T, η_min, η_max), as its authors' code
-    reads it: η_max is the value at length 0, also for wrong answers, where it is the smaller one.
-    """
-    if not _is_number(max_length) or max_length <= 0:
-        raise ConfigError("max_length", max_length, "give tokens, more than 0")
-    tokens = np.asarray(lengths, dtype=np.float64)
-    right = np.asarray(correct, dtype=bool)
-    short, long = np.where(right, correct_short, wrong_short), np.where(right, correct_long, wrong_long)
-    reward = long + (short - long) * (1.0 + np.cos(np.pi * tokens / max_length)) / 2.0
-    return np.where(tokens >= max_length, exceeded, reward)
 
 
 def _check_not_negative(**settings: float) -> None:

@@ -1,6 +1,6 @@
 """Whether two LaTeX answers mean the same, according to the `math-verify` library. The math rules call `equal`.
 
-    equal ─▶ in the cache? ─▶ one numbered line to the child process (`serve`) ─▶ its reply, or its death
+    equal ─▶ in the cache? ─▶ a question to the child process (`serve`) ─▶ its reply, or its death
 
 math-verify limits its time with SIGALRM, which works only in a main thread and cannot interrupt C code, and it does not
 limit its memory: `1.5E9999999999` blocked the interpreter and took 4 GB. Models write such answers sooner or later, so
@@ -10,8 +10,8 @@ A comparison without a result is one of two things:
 
 - The answer's fault: it used up its CPU time, or crashed or ran out of memory in two processes. It would do so again,
   so this result is cached and raised as `NotComparable`. The rules score it 0.
-- Anything else: the process was killed twice, did not start, got no CPU time on a busy machine, or broke the protocol.
-  This says nothing about the answer, so it is not cached and is raised as `ComparisonFailed`. The row has failed.
+- Anything else: the process was killed twice, did not start, or got no CPU time on a busy machine. This says nothing
+  about the answer, so it is not cached and is raised as `ComparisonFailed`. The row has failed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ import importlib
 import importlib.util
 import json
 import logging
+import multiprocessing
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
-from typing import NoReturn
+from multiprocessing.connection import Connection
 
 from freewheel.judge.verdict import JudgeError
 
@@ -46,15 +45,15 @@ START_S = 60.0
 CLOSE_S = 1.0
 """How long `close` waits for a running comparison."""
 END_S = 1.0
-"""How long a process may take to end after it was killed or closed its pipe."""
+"""How long a process may take to end after it was killed or its pipe was closed."""
 TRIES = 2
 """A question that has ended this many processes is given up. One process may have died by accident."""
 REMEMBERED = 1 << 14
 """Cached pairs. Responses to one prompt give the same few answers; also an answer that is not comparable must not be
 tried eight times."""
+LONGEST_CHARS = 5_000
+"""A longer answer is not compared. Up to this, a question fits into the pipe, so sending it never waits."""
 
-READY = "ready"
-"""The child's first line."""
 OUT_OF_MEMORY = 3
 """The child's exit code after a MemoryError. Python itself uses 1 and 2."""
 MEMORY_BYTES = 2 << 30
@@ -77,21 +76,23 @@ def equal(answer: str, truth: str) -> bool:
 
     May be called from any thread. One comparison runs at a time.
     """
-    same = _compared(answer, truth)
+    same = _compare(answer, truth)
     if same is None:
         raise NotComparable(f"comparing {answer[:200]!r} with {truth[:200]!r} takes too much time or memory")
     return same
 
 
 @functools.lru_cache(maxsize=REMEMBERED)
-def _compared(answer: str, truth: str) -> bool | None:
+def _compare(answer: str, truth: str) -> bool | None:
     """Return None if the two are not comparable. An exception is not cached."""
     if importlib.util.find_spec("math_verify") is None:
         raise ModuleNotFoundError(
             "math answers are compared by math-verify, which is not installed: pip install 'freewheel[math]'",
             name="math_verify",
         )
-    return answer == truth or _comparer.ask(answer, truth)
+    if answer == truth:
+        return True
+    return _comparer.ask(answer, truth) if max(len(answer), len(truth)) <= LONGEST_CHARS else None
 
 
 def close(timeout_s: float = CLOSE_S) -> None:
@@ -117,15 +118,17 @@ class _Comparer:
             interrupted = self._interrupted
             ends: list[int | None] = []
             while len(ends) < TRIES and self._interrupted == interrupted:
-                child = self._living()
-                if self._interrupted != interrupted:  # meanwhile; `close` may have missed this child
+                if self._child is not None and self._child.process.poll() is not None:
+                    self._end()
+                child = self._child = self._child or _Child()
+                if self._interrupted != interrupted:  # `close` may have missed this child
                     self._end()
                     break
                 try:
                     return child.compare(answer, truth)
-                except _Ended:
+                except (EOFError, ConnectionError):
                     ends.append(self._end())
-                except BaseException:  # Ctrl-C, say: it is still busy with this question
+                except BaseException:  # no reply in time, or Ctrl-C: it is still busy with this question
                     child.process.kill()
                     self._end()
                     raise
@@ -154,72 +157,52 @@ class _Comparer:
         """Reset in a forked process: the child is the parent's, and a thread of the parent may hold the lock."""
         self._lock = threading.Lock()
         if self._child is not None:
-            self._child.close_pipes()
+            self._child.pipe.close()
             self._child.process.returncode = 0  # not ours to wait for
             self._child = None
-
-    def _living(self) -> _Child:
-        if self._child is not None and self._child.process.poll() is not None:
-            self._end()
-        if self._child is None:
-            self._child = _Child()
-        return self._child
 
     def _end(self) -> int | None:
         child, self._child = self._child, None
         return None if child is None else child.end()
 
 
-class _Ended(Exception):
-    """The child ended during a question, or was ended because it broke the protocol."""
-
-
 class _Child:
-    """One process and its pipes. Every wait has a time limit."""
+    """One process and its pipe. Every wait has a time limit."""
 
     def __init__(self) -> None:
-        replies, replies_of_child = os.pipe()
-        self._replies = os.fdopen(replies, "rb", buffering=0)
-        self._asked = 0
+        self.pipe, theirs = multiprocessing.Pipe()
         self._ready = False
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _CHILD, str(replies_of_child), str(TIMEOUT_S)],
-                stdin=subprocess.PIPE,
-                stdout=2,  # an imported module may print, and that must not be taken for a reply
-                bufsize=0,
-                pass_fds=(replies_of_child,),
+                [sys.executable, "-P", "-c", _CHILD, str(theirs.fileno()), str(TIMEOUT_S)],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # an imported module may print, and this process may use stdout for data
+                pass_fds=(theirs.fileno(),),
                 # The child looks for modules where this process does.
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(entry or "." for entry in sys.path)},
                 start_new_session=True,  # so that Ctrl-C reaches only the parent, which may finish its batch
             )
         except BaseException:
-            self._replies.close()
+            self.pipe.close()
             raise
         finally:
-            os.close(replies_of_child)
+            theirs.close()
 
     def compare(self, answer: str, truth: str) -> bool:
-        """Return the child's reply. Raises `_Ended`, or `ComparisonFailed` if it does not start or reply in time."""
+        """Return the child's reply. Raises `EOFError` or `ConnectionError` if the child ended, and `ComparisonFailed`
+        if it does not start or reply in time."""
         if not self._ready:
             self._await_start()
-        self._asked += 1
-        until = time.monotonic() + WALL_S
-        try:
-            self._send(json.dumps([self._asked, answer, truth]), until)
-            received = self._receive(until)
-        except TimeoutError:
+        self.pipe.send_bytes(json.dumps([answer, truth]).encode())
+        if not self.pipe.poll(WALL_S):
             raise ComparisonFailed(
                 f"comparing {answer[:200]!r} with {truth[:200]!r} took {WALL_S:g} s, mostly waiting for a processor"
-            ) from None
-        verdicts = {f"{self._asked} 1": True, f"{self._asked} 0": False}
-        if received not in verdicts:
-            self._refuse(received)
-        return verdicts[received]
+            )
+        return self.pipe.recv_bytes() == SAME
 
     def end(self) -> int | None:
         """Return the exit code. The process is killed unless it ends by itself."""
-        self.close_pipes()
+        self.pipe.close()
         for _ in range(2):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return self.process.wait(END_S)
@@ -227,69 +210,31 @@ class _Child:
         log.warning("the process for math-verify (%d) was killed and has not ended yet", self.process.pid)
         return None
 
-    def close_pipes(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self._replies.close()
-
     def _await_start(self) -> None:
+        if not self.pipe.poll(START_S):
+            raise ComparisonFailed(f"the process for math-verify did not start within {START_S:g} s")
         try:
-            received = self._receive(time.monotonic() + START_S)
-        except TimeoutError:
-            raise ComparisonFailed(f"the process for math-verify did not start within {START_S:g} s") from None
-        except _Ended:
+            self.pipe.recv_bytes()
+        except (EOFError, ConnectionError):
             code = self.end()
             raise ComparisonFailed(
                 f"the process for math-verify did not start (exit code {code}); stderr says why"
             ) from None
-        if received != READY:
-            self._refuse(received)
         self._ready = True
-
-    def _refuse(self, received: str) -> NoReturn:
-        log.warning("the process for math-verify sent %.200r instead of a reply, and is replaced", received)
-        self.process.kill()
-        raise _Ended
-
-    def _send(self, line: str, until: float) -> None:
-        assert self.process.stdin is not None
-        left = memoryview(f"{line}\n".encode())
-        while left:
-            _wait_for(self.process.stdin.fileno(), select.POLLOUT, until)
-            try:
-                left = left[os.write(self.process.stdin.fileno(), left[: select.PIPE_BUF]) :]
-            except BrokenPipeError:
-                raise _Ended from None
-
-    def _receive(self, until: float) -> str:
-        """Return the next line without its end, or everything there is if there are several lines."""
-        received = b""
-        while not received.endswith(b"\n"):
-            _wait_for(self._replies.fileno(), select.POLLIN, until)
-            some = self._replies.read(select.PIPE_BUF)
-            if not some:
-                raise _Ended
-            received += some
-        return received[:-1].decode(errors="replace")
-
-
-def _wait_for(descriptor: int, event: int, until: float) -> None:
-    poll = select.poll()
-    poll.register(descriptor, event)
-    if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-        raise TimeoutError
 
 
 # -- the child process ------------------------------------------------------------------------------------------------
 
+READY, SAME, DIFFERENT = b"ready", b"same", b"different"
+"""What the child sends: once, and after each question."""
+
 _CHILD = "import sys; from freewheel.rewards.math_equal import serve; serve(int(sys.argv[1]), float(sys.argv[2]))"
 
 
-def serve(replies: int, timeout_s: float) -> None:
-    """Run in the child: compare each `[7, "answer", "truth"]` line of stdin, and write `7 1` (or `7 0`) to `replies`.
+def serve(descriptor: int, timeout_s: float) -> None:
+    """Run in the child: answer each `["answer", "truth"]` that comes through the pipe.
 
-    Replies have their own descriptor, which no print can reach: stdout is stderr from the start. The child ends with
-    its stdin, and outlives its parent by at most one comparison.
+    The child ends when its parent closes the pipe, and outlives its parent by at most one comparison.
     """
     # The kernel must end this process whatever it is doing, so the signal keeps its default action.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -299,19 +244,24 @@ def serve(replies: int, timeout_s: float) -> None:
     math_verify = importlib.import_module("math_verify")
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it would warn that its own timeouts are off
 
-    def parsed(answer: str) -> object:
+    def parse(answer: str) -> object:
         return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=None)
 
-    os.write(replies, f"{READY}\n".encode())
-    for line in sys.stdin:
-        number, answer, truth = json.loads(line)
+    pipe = Connection(descriptor)
+    pipe.send_bytes(READY)
+    while True:
+        try:
+            question = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        answer, truth = json.loads(question)
         signal.setitimer(signal.ITIMER_PROF, timeout_s)  # CPU time, which does not depend on other processes
         try:
-            same = math_verify.verify(parsed(truth), parsed(answer), timeout_seconds=None)
+            same = math_verify.verify(parse(truth), parse(answer), timeout_seconds=None)
         except MemoryError:
             sys.exit(OUT_OF_MEMORY)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        os.write(replies, f"{number} {int(same)}\n".encode())
+        pipe.send_bytes(SAME if same else DIFFERENT)
 
 
 _comparer = _Comparer()

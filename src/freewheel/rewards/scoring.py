@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from freewheel.errors import ConfigError
 from freewheel.judge.request import JudgeRequest
@@ -155,6 +154,10 @@ def as_scored(found: Any) -> Scored:
     return Scored(value, parts=parts, format=right_format)
 
 
+def _rule_values(rules: Sequence[Verdict]) -> Floats:
+    return np.array([rule_value(rule) for rule in rules], dtype=np.float64)
+
+
 def rule_value(rule: Verdict) -> float:
     """Return the score, or NaN if there is none. NaN means "failed" in all arithmetic on rewards."""
     return rule.value if isinstance(rule, Scored) else math.nan
@@ -205,17 +208,14 @@ def shape(
         peak_ratio=config.peak_ratio,
         outer_ratio=config.outer_ratio,
     )
-    judged = np.array([0.0 if isinstance(one, Skipped) else rule_value(one) for one in verdicts], dtype=np.float64)
-    composed = compose(
-        {"rule": np.array([rule_value(rule) for rule in rules], dtype=np.float64), "quality": judged},
-        {"quality": config.reward_coefficient},
-        penalties={"length": penalty},
-    )
+    judged = [0.0 if isinstance(verdict, Skipped) else rule_value(verdict) for verdict in verdicts]
+    quality = config.reward_coefficient * np.array(judged, dtype=np.float64)
+    raw = _rule_values(rules) + quality
     return Rewards(
-        reward=composed.shaped,
-        raw=composed.raw,
+        reward=raw - penalty,
+        raw=raw,
         rules=rules,
-        quality=composed.parts["quality"],
+        quality=quality,
         penalty=penalty,
         lengths=lengths,
         medians=medians,
@@ -237,11 +237,11 @@ def combine(
         raise RewardFailed(
             f"{int((~valid).sum())} of {len(valid)} judgements failed, and on_failure is 'raise': {first.summary}"
         )
-    rule = np.array([rule_value(rule) for rule in rules], dtype=np.float64)
+    rule = _rule_values(rules)
     batch_mean = rewards.reward[valid].mean() if valid.any() else 0.0  # for a row that has not even a rule score
     if policy.kind == "group_mean":
         groups = group_index([sample.group for sample in samples])
-        filled = fill_failed(rewards.reward, groups, valid, otherwise=np.where(np.isnan(rule), batch_mean, rule))
+        filled = _fill_failed(rewards.reward, groups, otherwise=np.where(np.isnan(rule), batch_mean, rule))
     elif policy.kind == "fallback":
         filled = np.where(valid, rewards.reward, policy.value)
     else:
@@ -249,48 +249,13 @@ def combine(
     return dataclasses.replace(rewards, reward=filled)
 
 
-@dataclass(frozen=True)
-class Composed:
-    """The rewards of a batch, one row per sample."""
+def _fill_failed(rewards: Floats, groups: Ints, otherwise: Floats) -> Floats:
+    """Return `rewards` with each NaN replaced by the mean of its group, over which it has no advantage.
 
-    raw: Floats
-    """The weighted sum of the parts."""
-    shaped: Floats
-    """`raw` less the penalties."""
-    parts: Mapping[str, Floats]
-    """What each part adds to `raw`: its values times its weight."""
-
-
-def compose(parts: Mapping[str, Floats], weights: Mapping[str, float], penalties: Mapping[str, Floats]) -> Composed:
-    """raw = Σ weight · part (weight 1 if none is given);  shaped = raw − Σ penalty.  NaN stays NaN."""
-    assert parts, "a reward has at least one part"
-    unknown = [name for name in weights if name not in parts]
-    if unknown:
-        raise ConfigError(f"weights.{unknown[0]}", weights[unknown[0]], f"no such part; there are {', '.join(parts)}")
-    weighted = {name: weights.get(name, 1.0) * np.asarray(part, dtype=np.float64) for name, part in parts.items()}
-    raw = np.sum(list(weighted.values()), axis=0)
-    return Composed(raw, raw - sum(penalties.values(), np.zeros_like(raw)), weighted)
-
-
-def group_mean(
-    values: Floats, groups: npt.NDArray[np.integer[Any]], valid: npt.NDArray[np.bool_]
-) -> tuple[Floats, Ints]:
-    """Return for each sample the mean of its group's valid rows (NaN if there are none), and their number.
-
-    `groups` comes from `group_index`.
+    If the whole group is NaN, the row takes its value of `otherwise`.
     """
-    counts = np.bincount(groups[valid], minlength=len(values))
-    sums = np.bincount(groups[valid], weights=values[valid], minlength=len(values))
-    means = np.divide(sums, counts, out=np.full(len(counts), np.nan), where=counts > 0)
-    return means[groups], counts[groups]
-
-
-def fill_failed(
-    values: Floats, groups: npt.NDArray[np.integer[Any]], valid: npt.NDArray[np.bool_], otherwise: Floats
-) -> Floats:
-    """Return `values` with each row that is not valid replaced by the mean of its group's valid values.
-
-    Its advantage over that mean is 0. If the group has no valid row, the row takes its value of `otherwise`.
-    """
-    means, counts = group_mean(values, groups, valid)
-    return np.where(valid, values, np.where(counts > 0, means, otherwise))
+    valid = ~np.isnan(rewards)
+    counts = np.bincount(groups[valid], minlength=len(rewards))
+    sums = np.bincount(groups[valid], weights=rewards[valid], minlength=len(rewards))
+    means = sums[groups] / np.maximum(counts, 1)[groups]
+    return np.where(valid, rewards, np.where(counts[groups] > 0, means, otherwise))

@@ -317,7 +317,8 @@ def test_the_key_does_not_show_in_the_actors_name(tokenizer_path: Path) -> None:
     )
     assert first.identity() == second.identity()
     assert KEY not in repr(first) and KEY.encode() not in pickle.dumps(first)
-    assert first.rewards().key is not None and first.rewards().key.reveal() == KEY, "where it was given it is known"
+    key = first.length_penalty_config.key
+    assert key is not None and key.reveal() == KEY, "the process that was given the key knows it"
 
 
 def test_a_key_as_text_does_not_reach_several_workers_and_the_remedy_is_said(
@@ -330,16 +331,16 @@ def test_a_key_as_text_does_not_reach_several_workers_and_the_remedy_is_said(
     assert KEY not in str(caught.value)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     there = pickle.loads(pickle.dumps(Settings.of(config)))
-    assert there.rewards().key.reveal() == KEY and not caplog.records
+    assert there.length_penalty_config.key.reveal() == KEY and not caplog.records
     monkeypatch.setenv("OPENAI_API_KEY", "another")
     there = pickle.loads(pickle.dumps(Settings.of(config)))
-    assert there.rewards().key.reveal() == "another" and "the key in OPENAI_API_KEY is used" in caplog.text
+    assert there.length_penalty_config.key.reveal() == "another" and "the key in OPENAI_API_KEY is used" in caplog.text
 
 
 def test_the_key_of_a_server_without_keys_travels(tokenizer_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", KEY)  # which is not for this server
     there = pickle.loads(pickle.dumps(Settings.of(verl_config(tokenizer_path, *ours(NOWHERE), workers=2))))
-    assert there.rewards().key.reveal() == "EMPTY"
+    assert there.length_penalty_config.key.reveal() == "EMPTY"
 
 
 def test_a_config_may_be_yaml_and_no_error_shows_its_text(tokenizer_path: Path, tmp_path: Path) -> None:
@@ -353,7 +354,7 @@ def test_a_config_may_be_yaml_and_no_error_shows_its_text(tokenizer_path: Path, 
     file = tmp_path / "rewards.yaml"
     file.write_text(text)
     for given in (text, str(file)):
-        assert settings(given).rewards().penalty_scale == 2.0 and settings(given).wants_judge
+        assert settings(given).length_penalty_config.penalty_scale == 2.0 and settings(given).wants_judge
     for wrong in (f"api_key={KEY}", f"- api_key: {KEY}", f"api_key: '{KEY}", f"apikey: {KEY}"):
         with pytest.raises(ConfigError, match="length_penalty_config") as caught:
             settings(wrong)

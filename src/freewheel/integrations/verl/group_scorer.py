@@ -91,7 +91,7 @@ class GroupScorer:
     """Rewards rows, each with its group. Belongs to one event loop; nothing starts before the first row."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config = settings.rewards()
+        self.config = settings.length_penalty_config
         self._without_penalty = dataclasses.replace(self.config, enable=False, num_async_workers=None)
         self.judge = Judge(self.config.judge_config()) if self.config.judges else None
         self._batcher = RequestBatcher(self.judge) if self.judge is not None else None

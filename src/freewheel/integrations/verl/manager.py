@@ -50,7 +50,7 @@ class FreewheelRewardManager(RewardManagerBase):  # type: ignore[misc,unused-ign
     ) -> None:
         super().__init__(config, tokenizer, compute_score)
         self.settings = Settings.of(config)
-        self.rewards = self.settings.rewards()
+        self.rewards = self.settings.length_penalty_config
         self.compute_score = compute_score or default_compute_score
         self._is_default = compute_score is None or _innermost(compute_score) is default_compute_score
         self._more_arguments: dict[str, Any] = {}

@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.judge.config import Secret
 from freewheel.rewards.config import LengthPenaltyConfig, as_config
 
 log = logging.getLogger("freewheel.integrations.verl")
@@ -28,8 +28,6 @@ SETTLE_S = 30.0
 more rows: long enough for the siblings of a training row, short enough for a validation."""
 ROWS_PER_WORKER = 1000
 """Ray's default for concurrent calls of an asynchronous actor, which verl does not change. A waiting row holds one."""
-KEYLESS = "EMPTY"
-"""The usual key for servers that need none. It is not a secret, so it may be pickled, unlike a key."""
 
 _OURS = ("length_penalty_config", "group_deadline_s", "extra_keys")
 _VERLS = ("overlong_buffer_cfg", "max_resp_len")
@@ -54,8 +52,6 @@ class Settings:
     settle_s: float = SETTLE_S
     extra_keys: tuple[str, ...] = ()
     """Keys of the dict from `compute_score` that are reported for every row."""
-    keyless: bool = False
-    """The key is `EMPTY`, also after unpickling."""
 
     @classmethod
     def of(cls, config: Any) -> Settings:
@@ -75,8 +71,7 @@ class Settings:
             raise ConfigError("reward.reward_kwargs.extra_keys", extra_keys, "give a list of names")
         rewards = as_config(kwargs.get("length_penalty_config") or {})  # raises now, not at the first row
         workers = int(config.reward.num_workers)
-        keyless = rewards.api_key == Secret(KEYLESS)
-        if workers > 1 and not keyless:
+        if workers > 1:
             _check_key_travels(rewards)
         rollout = config.actor_rollout_ref.rollout
         return cls(
@@ -87,15 +82,7 @@ class Settings:
             group_deadline_s=float(deadline_s),
             settle_s=min(SETTLE_S, float(deadline_s)),
             extra_keys=tuple(extra_keys),
-            keyless=keyless,
         )
-
-    def rewards(self) -> LengthPenaltyConfig:
-        """Return a copy of the reward settings, with the key if this process has one."""
-        config = as_config(self.length_penalty_config)
-        if self.keyless:
-            config.api_key = Secret(KEYLESS)
-        return config
 
     @property
     def wants_judge(self) -> bool:
@@ -145,7 +132,7 @@ def _check_key_travels(config: LengthPenaltyConfig) -> None:
     if config.api_key is None or config.enable_openai_reward is False:
         return
     there = as_config(config)
-    there.api_key = None
+    there.api_key = pickle.loads(pickle.dumps(config.api_key))
     if there.key is None:
         raise ConfigError(
             "reward.reward_kwargs.length_penalty_config.api_key",
