@@ -28,6 +28,8 @@ from freewheel.queue.journal import (
     Stored,
     Took,
     VersionCompleted,
+    _Job,
+    _resolve_job,
 )
 from freewheel.queue.ledger import Frontier
 
@@ -167,30 +169,28 @@ class ManualWriter:
     def __init__(self, journal: Any) -> None:
         self.journal = journal
         self.paused = ""
-        self.jobs: deque[tuple[asyncio.Future[Any], Callable[[Any], Any]]] = deque()
+        self.jobs: deque[_Job] = deque()
 
-    def write(self, *events: Event) -> asyncio.Future[None]:
-        return self._add(lambda journal: journal.append(events))
+    def write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
+        return self._add(_Job(asyncio.get_running_loop().create_future(), events, on_durable))
 
     async def read(self, work: Callable[[Any], Any], *, makes_room: bool = False) -> Any:
-        return await self._add(work)
+        return await self._add(_Job(asyncio.get_running_loop().create_future(), work=work))
 
-    def _add(self, work: Callable[[Any], Any]) -> asyncio.Future[Any]:
-        future = asyncio.get_running_loop().create_future()
-        self.jobs.append((future, work))
-        return future
+    def _add(self, job: _Job) -> asyncio.Future[Any]:
+        self.jobs.append(job)
+        return job.future
 
     def work(self, count: int = 1_000_000) -> bool:
-        """Does the first of what there is to do. False: there was nothing."""
+        """Do the first of the waiting jobs, which resolves their futures on the loop. False: there was none."""
         done = 0
         while self.jobs and done < count:
-            future, work = self.jobs.popleft()
+            job = self.jobs.popleft()
             done += 1
+            result, failed = None, None
             try:
-                result = work(self.journal)
+                result = self.journal.append(job.events) if job.work is None else job.work(self.journal)
             except (JournalError, sqlite3.Error) as error:
-                future.set_exception(error)
-                continue
-            if not future.done():
-                future.set_result(result)
+                failed = error
+            job.future.get_loop().call_soon(_resolve_job, job, result, failed)
         return done > 0

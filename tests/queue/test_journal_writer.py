@@ -132,15 +132,36 @@ async def test_the_order_of_calls_is_the_order_on_disk_and_waiting_events_go_tog
     await writer.close()
 
 
-async def test_a_write_that_nobody_awaits_any_more_is_still_written():
-    journal = Scripted()
+async def test_a_write_that_nobody_awaits_any_more_is_still_written_and_followed_up():
+    journal, durable = Scripted(), []
     journal.go.clear()
     writer = JournalWriter(journal=journal)
-    write = writer.write(Reserved(1))
+    write = writer.write(Reserved(1), on_durable=lambda: durable.append(1))
     write.cancel()
     journal.go.set()
     await writer.flush()
     assert [one for batch in journal.appended for one in batch] == [Reserved(1)]
+    assert durable == [1]
+    await writer.close()
+
+
+async def test_what_follows_a_write_runs_before_its_future_is_resolved_and_its_error_reaches_the_caller(
+    caplog: pytest.LogCaptureFixture,
+):
+    journal, order = Scripted(), []
+    writer = JournalWriter(journal=journal)
+    write = writer.write(Reserved(1), on_durable=lambda: order.append("durable"))
+    write.add_done_callback(lambda _: order.append("resolved"))
+    await write
+    await asyncio.sleep(0)
+    assert order == ["durable", "resolved"]
+    with pytest.raises(ZeroDivisionError):
+        await writer.write(Reserved(2), on_durable=lambda: 1 // 0)
+    assert "ZeroDivisionError" in caplog.text, "also where nobody waits"
+    journal.error = JournalDamaged("gone")
+    with pytest.raises(JournalDamaged):
+        await writer.write(Reserved(3), on_durable=lambda: order.append("not durable"))
+    assert order == ["durable", "resolved"]
     await writer.close()
 
 

@@ -12,9 +12,9 @@ import pytest
 
 from freewheel.data.group import Ticket
 from freewheel.queue.client import Taken
-from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull, JournalWriter, Reserved
+from freewheel.queue.journal import CheckpointMark, Journal, JournalDamaged, JournalFull, JournalWriter
 from freewheel.queue.ledger import Frontier, data_failure, infra_failure
-from freewheel.queue.message_queue import SEQUENCES_RESERVED, JournaledWrites, MessageQueue, wait_durable
+from freewheel.queue.message_queue import SEQUENCES_RESERVED, MessageQueue
 from freewheel.queue.restore import restore
 from freewheel.queue.staleness import Bounds
 
@@ -194,25 +194,6 @@ async def test_whoever_sees_that_it_is_written_sees_what_came_of_it() -> None:
     assert await desk.queue.complete_version(wait_s=NOW_S) is None
     desk.writer.work()
     assert await desk.queue.complete_version(wait_s=LONG_S) == 2
-
-
-async def test_what_fails_after_the_write_is_told_to_whoever_waits(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk()
-    recording = JournaledWrites(desk.writer)
-
-    def fails() -> None:
-        raise AssertionError("trained twice")
-
-    asked = asyncio.ensure_future(wait_durable([recording.then([Reserved(9)], fails)], LONG_S))
-    await desk.disk()
-    with pytest.raises(AssertionError, match="trained twice"):
-        await asked
-    assert "trained twice" in caplog.text, "also where nobody waits"
-    desk.writer.write = lambda *_: failed
-    failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    failed.set_exception(JournalDamaged("gone"))
-    with pytest.raises(JournalDamaged):
-        await wait_durable([recording.then([Reserved(10)], fails)], LONG_S)
 
 
 async def test_while_the_disk_is_full_the_queue_says_so_and_nothing_is_lost() -> None:

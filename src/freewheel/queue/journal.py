@@ -707,6 +707,7 @@ class _Job:
 
     future: asyncio.Future[Any]
     events: tuple[Event, ...] = ()
+    on_durable: Callable[[], None] | None = None
     work: Callable[[Journal], Any] | None = None
     makes_room: bool = False
     """Does not depend on earlier writes."""
@@ -736,11 +737,14 @@ class JournalWriter:
 
     # -- the loop's side ----------------------------------------------------------------------------------------------
 
-    def write(self, *events: Event) -> asyncio.Future[None]:
-        """Return a future that is resolved when all events are durable. It need not be awaited."""
+    def write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> asyncio.Future[None]:
+        """Write events, and call `on_durable` on the loop when all are durable.
+
+        The future is resolved after that call, or raises its error or the error of the write. It need not be awaited.
+        """
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         future.add_done_callback(_retrieve)
-        self._add(_Job(future, events=events))
+        self._add(_Job(future, events, on_durable))
         return future
 
     async def read(self, work: Callable[[Journal], T], *, makes_room: bool = False) -> T:
@@ -841,16 +845,26 @@ def _resolve(jobs: list[_Job], result: Any, error: Exception | None) -> None:
 
     def resolve() -> None:
         for job in jobs:
-            if job.future.done():
-                continue
-            if error is None:
-                job.future.set_result(result)
-            else:
-                job.future.set_exception(error)
+            _resolve_job(job, result, error)
 
     if jobs:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             jobs[0].future.get_loop().call_soon_threadsafe(resolve)
+
+
+def _resolve_job(job: _Job, result: Any, error: Exception | None) -> None:
+    if error is None and job.on_durable is not None:
+        try:
+            job.on_durable()
+        except Exception as failure:
+            log.exception("The queue failed after a write to the journal")
+            error = failure
+    if job.future.done():  # whoever waited was cancelled
+        return
+    if error is None:
+        job.future.set_result(result)
+    else:
+        job.future.set_exception(error)
 
 
 def _retrieve(future: asyncio.Future[None]) -> None:

@@ -97,7 +97,9 @@ class MessageQueue:
         self._wall_clock = wall_clock
         self._retry_delay_s = retry_delay_s
         self._keep_groups = keep_groups
-        self._writes = JournaledWrites(journal, reserved=start.policy.next_sequence)
+        self._journal = journal
+        self._reserved = start.policy.next_sequence
+        self._is_reserving = False
         self._changed = Signal()
         self._requests: list[TicketRequest] = []
         # By sequence, until the group is trained or dropped:
@@ -106,7 +108,7 @@ class MessageQueue:
         self._owners = {sequence: replica for sequence, (_, replica) in start.in_flight.items()}  # until it is put
         self._putting: dict[int, Written] = {}  # put, and not durable yet
         self._stored = dict(start.stored)
-        self._steps = OpenSteps(self.policy, self._writes, self._tickets, committed=start.step, taken=start.taken)
+        self._steps = OpenSteps(self.policy, self._write, self._tickets, committed=start.step, taken=start.taken)
         self._recorded = RecordedSteps(
             journal, base=start.base, versions=start.versions, last_commit_s=start.last_commit_s
         )
@@ -136,7 +138,7 @@ class MessageQueue:
         except asyncio.CancelledError:
             request.want = 0
             for ticket in request.tickets:  # nobody will read them, and a live replica would hold their slots forever
-                self._writes.write(self._retry(ticket, "lost"))
+                self._write(self._retry(ticket, "lost"))
             self._wake()
             raise
         finally:
@@ -155,14 +157,14 @@ class MessageQueue:
         owned = [sequence for sequence, owner in self._owners.items() if owner == request.replica]
         for sequence in owned:
             if sequence not in known:
-                self._writes.write(self._retry(self._tickets[sequence], "lost"))
+                self._write(self._retry(self._tickets[sequence], "lost"))
 
     def _issue_tickets(self) -> None:
         """Give the available room to those who ask, one ticket at a time to the least loaded."""
         candidates = [one for one in self._requests if one.replica not in self._fenced]
         room = 0 if self._closed or not candidates else self.policy.room
         if room:
-            room = min(room, self._writes.count_spare_sequences(self.policy.next_sequence, self._wake))
+            room = min(room, self._count_spare_sequences())
         for _ in range(room):
             request = pick_least_loaded(candidates)
             issued = self.ledger.issue() if request else None
@@ -173,6 +175,25 @@ class MessageQueue:
             self._owners[ticket.sequence] = request.replica
             request.tickets.append(ticket)
         self._update_exhausted()
+
+    def _count_spare_sequences(self) -> int:
+        """Return how many sequences may be given out, and reserve more if these are few.
+
+        A sequence is given out only after the journal has reserved it, so a successor never gives it out again.
+        """
+        if self._journal is None:
+            return sys.maxsize
+        next_sequence = self.policy.next_sequence
+        if self._reserved - next_sequence < SEQUENCES_RESERVED // 2 and not self._is_reserving:
+            self._is_reserving = True
+            below = max(self._reserved, next_sequence) + SEQUENCES_RESERVED
+            self._write(Reserved(below), on_durable=partial(self._finish_reserve, below))
+        return max(0, self._reserved - next_sequence)
+
+    def _finish_reserve(self, below: int) -> None:
+        self._reserved = below
+        self._is_reserving = False
+        self._wake()
 
     def _update_exhausted(self) -> None:
         self.policy.exhausted = self.ledger.exhausted and not self._delayed
@@ -201,7 +222,7 @@ class MessageQueue:
                 self._stored[group.ticket.sequence] = group
                 self.memory_bytes += len(group.data)
             sequences = [group.ticket.sequence for group in fresh]
-            written = self._writes.then(fresh, partial(self._finish_put, sequences))
+            written = self._write(*fresh, on_durable=partial(self._finish_put, sequences))
             if written is not None:
                 self._putting |= dict.fromkeys(sequences, written)
                 writing.add(written)
@@ -225,7 +246,7 @@ class MessageQueue:
         if ticket.sequence not in self._owners:
             return
         self._release(ticket.sequence, failure.reason)
-        self._writes.write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
+        self._write(Failed(ticket, failure.kind, failure.reason, failure.detail, self._wall_clock()))
         if self._retry_delay_s and failure.kind is Kind.INFRA and failure.reason != "lost":
             delay_s = min(self._retry_delay_s * 2**ticket.attempt, LONGEST_RETRY_DELAY_S)
             loop = asyncio.get_running_loop()
@@ -330,7 +351,7 @@ class MessageQueue:
             assert step == self.step + 1, f"step {step} comes too early: {self.step} are committed"
             assert self._steps.is_whole(step), f"step {step} lacks groups that are being replaced, or was not taken"
             event = Committed(step, self.policy.version_after_step, self._wall_clock())
-            written = self._writes.then([event], partial(self._finish_commit, event))
+            written = self._write(event, on_durable=partial(self._finish_commit, event))
             if written is not None:
                 self._steps.committing[step] = written
         if not await wait_durable([self._steps.committing.get(step)], wait_s):
@@ -358,7 +379,7 @@ class MessageQueue:
     async def read_frontier(self, step: int, *, wait_s: float) -> Frontier | None:
         """Return the prompts that had ended when `step` was committed; None if the journal has not answered yet."""
         assert step <= self.step, f"step {step} is not committed"
-        if self._writes.journal is None and step == self.step:
+        if self._journal is None and step == self.step:
             return self.ledger.frontier()
         return await self._recorded.read_frontier(step, wait_s=wait_s)
 
@@ -380,7 +401,7 @@ class MessageQueue:
         not durable yet."""
         if self.policy.version_is_partial and self._completing is None:
             event = VersionCompleted(self.step, self.policy.version + 1)
-            self._completing = self._writes.then([event], partial(self._finish_version, event))
+            self._completing = self._write(event, on_durable=partial(self._finish_version, event))
         if not await wait_durable([self._completing], wait_s):
             return None
         return self.policy.version
@@ -420,7 +441,12 @@ class MessageQueue:
             f"{policy.ready} groups ready, {policy.open} in generation or scoring, room for {policy.room} more; "
             f"trainer at version {policy.version}, engines at {policy.published}"
         )
-        return f"{self._writes.paused}; {where}" if self._writes.paused else where
+        return f"{self._paused}; {where}" if self._paused else where
+
+    @property
+    def _paused(self) -> str:
+        """Why the journal cannot be written now; empty if it can."""
+        return self._journal.paused if self._journal is not None else ""
 
     async def stats(self) -> dict[str, Any]:
         policy = self.policy
@@ -440,13 +466,21 @@ class MessageQueue:
             "failed_attempts": dict(self.ledger.failures),
             "abandoned": dict(self.ledger.abandoned),
             "waiting_for": self.describe_wait(),
-            "paused": self._writes.paused,
-            "recorded_steps": self.step - self._recorded.base if self._writes.journal else 0,
+            "paused": self._paused,
+            "recorded_steps": self.step - self._recorded.base if self._journal else 0,
             "last_commit_s": self._recorded.last_commit_s,
         }
 
+    def _write(self, *events: Event, on_durable: Callable[[], None] | None = None) -> Written | None:
+        """Write `events`, then call `on_durable`. None: there is no journal, and everything is done already."""
+        if self._journal is not None:
+            return self._journal.write(*events, on_durable=on_durable)
+        if on_durable is not None:
+            on_durable()
+        return None
+
     def _write_abandoned(self, ticket: Ticket, reason: str) -> None:
-        self._writes.write(Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock()))
+        self._write(Abandoned(ticket.ordinal, ticket.attempt, reason, self._wall_clock()))
 
     def _retry(self, ticket: Ticket, reason: str) -> Event:
         """Issue the prompt again at no cost: the attempt was stale or lost, which is not the prompt's fault. Returns
@@ -494,96 +528,6 @@ def pick_least_loaded(requests: list[TicketRequest]) -> TicketRequest | None:
     return min((one for one in requests if len(one.tickets) < one.want), key=lambda one: one.pressure, default=None)
 
 
-# -- what waits for the journal ---------------------------------------------------------------------------------------
-
-
-class JournaledWrites:
-    """Events for the journal, and callbacks that run once these are durable.
-
-    The order of calls is the order on disk. A sequence number is given out only after the journal has reserved it, so a
-    successor never gives it out again.
-    """
-
-    def __init__(self, journal: JournalWriter | None, *, reserved: int = 0) -> None:
-        self.journal = journal
-        self._reserved = reserved
-        self._is_reserving = False
-
-    @property
-    def paused(self) -> str:
-        """Why the journal cannot be written now; empty if it can."""
-        return self.journal.paused if self.journal is not None else ""
-
-    def write(self, *events: Event) -> None:
-        """Write events that nobody waits for."""
-        self.then(events)
-
-    def then(self, events: Iterable[Event], on_durable: Callable[[], None] | None = None) -> Written | None:
-        """Write `events`, then call `on_durable`.
-
-        The returned future resolves after that call, or with the exception of the writer or of `on_durable`. None:
-        there is no journal, and everything is done already.
-        """
-        if self.journal is None:
-            if on_durable is not None:
-                on_durable()
-            return None
-        done: Written = asyncio.get_running_loop().create_future()
-        done.add_done_callback(_retrieve_exception)
-        self.journal.write(*events).add_done_callback(partial(_finish_write, done, on_durable))
-        return done
-
-    def count_spare_sequences(self, next_sequence: int, on_more: Callable[[], None]) -> int:
-        """Return how many sequences from `next_sequence` on may be given out. If few are left, reserve more and call
-        `on_more` once they are durable."""
-        if self.journal is None:
-            return sys.maxsize
-        if self._reserved - next_sequence < SEQUENCES_RESERVED // 2 and not self._is_reserving:
-            self._is_reserving = True
-            below = max(self._reserved, next_sequence) + SEQUENCES_RESERVED
-            self.then([Reserved(below)], partial(self._finish_reserve, below, on_more))
-        return max(0, self._reserved - next_sequence)
-
-    def _finish_reserve(self, below: int, on_more: Callable[[], None]) -> None:
-        self._reserved = below
-        self._is_reserving = False
-        on_more()
-
-
-async def wait_durable(writes: Iterable[Written | None], wait_s: float) -> bool:
-    """Return whether all writes are on disk within `wait_s`. Raise the error of one that failed for good."""
-    waiting = {one for one in writes if one is not None}
-    if not all(one.done() for one in waiting):
-        _, late = await asyncio.wait(waiting, timeout=wait_s)
-        if late:
-            return False
-    for one in waiting:
-        one.result()
-    return True
-
-
-def _finish_write(done: Written, on_durable: Callable[[], None] | None, written: asyncio.Future[None]) -> None:
-    if written.cancelled():
-        done.cancel()
-    elif (error := written.exception()) is not None:  # logged by the writer
-        done.set_exception(error)
-    else:
-        try:
-            if on_durable is not None:
-                on_durable()
-        except Exception as failure:
-            log.exception("The queue failed after a write to the journal")
-            done.set_exception(failure)
-        else:
-            done.set_result(None)
-
-
-def _retrieve_exception(done: Written) -> None:
-    """Retrieve the exception so that asyncio does not warn; it is already logged."""
-    if not done.cancelled():
-        done.exception()
-
-
 # -- steps that are not committed yet ---------------------------------------------------------------------------------
 
 
@@ -610,7 +554,7 @@ class OpenSteps:
     def __init__(
         self,
         policy: StalenessPolicy,
-        writes: JournaledWrites,
+        write: Callable[..., Written | None],
         tickets: Mapping[int, Ticket],
         *,
         committed: int,
@@ -622,7 +566,7 @@ class OpenSteps:
         self.committing: dict[int, Written] = {}
         """Steps whose commit is being written. They do not change any more."""
         self._policy = policy
-        self._writes = writes
+        self._write_events = write
         self._tickets = tickets
         self._open = {
             number: _OpenStep([ticket.sequence for ticket in step.tickets], step.missing)
@@ -639,7 +583,7 @@ class OpenSteps:
             chosen = self._policy.select(self._policy.bounds.groups_per_step)
             if chosen:
                 self._open[step] = _OpenStep(chosen)
-                self._write(step)
+                self._write_step(step)
             return bool(chosen)
         if one.missing:
             found = self._policy.select(one.missing, starting=False)
@@ -647,7 +591,7 @@ class OpenSteps:
             one.sequences += found
             if found or missing != one.missing:
                 one.missing = missing
-                self._write(step)
+                self._write_step(step)
         if not one.sequences and not one.missing:  # all were stale, and their prompts were abandoned since
             self.give_back(step)
         return self.is_whole(step)
@@ -658,12 +602,12 @@ class OpenSteps:
             one = self._open[step]
             one.sequences = [sequence for sequence in one.sequences if sequence not in sequences]
             one.missing += len(sequences)
-            self._write(step, events)
+            self._write_step(step, events)
 
-    def _write(self, step: int, events: Iterable[Event] = ()) -> None:
+    def _write_step(self, step: int, events: Iterable[Event] = ()) -> None:
         one = self._open[step]
         took = Took(step, tuple(self._tickets[sequence] for sequence in one.sequences), one.missing)
-        one.written = self._writes.then([*events, took])
+        one.written = self._write_events(*events, took)
 
     def is_whole(self, step: int) -> bool:
         return step in self._open and not self._open[step].missing
@@ -682,10 +626,22 @@ class OpenSteps:
         one = None if step in self.committing else self._open.pop(step, None)
         if one is not None:
             self._policy.untake(one.sequences)
-            self._writes.write(GivenBack(step))
+            self._write_events(GivenBack(step))
 
     def pop(self, step: int) -> list[int]:
         """`step` is committed: return the sequences of its groups and forget it."""
         self.committing.pop(step, None)
         self.committed = step
         return self._open.pop(step).sequences
+
+
+async def wait_durable(writes: Iterable[Written | None], wait_s: float) -> bool:
+    """Return whether all writes are on disk within `wait_s`. Raise the error of one that failed for good."""
+    waiting = {one for one in writes if one is not None}
+    if not all(one.done() for one in waiting):
+        _, late = await asyncio.wait(waiting, timeout=wait_s)
+        if late:
+            return False
+    for one in waiting:
+        one.result()
+    return True
