@@ -59,6 +59,7 @@ ALLOWED = {
         ".recv()",
     ): "the parent's end of that pipe; the child runs the user's code",
     ("integrations/verl/group_scorer.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
+    ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
     ("runtime/preflight.py", "_check_in_child", "pickle.loads"): "what a child of ours says on its own standard output",
     ("runtime/preflight.py", "_check_engine", "pickle.load"): "in that child: what its parent gave it",
