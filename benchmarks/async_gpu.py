@@ -1,13 +1,12 @@
-"""The scenes of `async_vs_sync.py --engine vllm`: one GPU that training and generation share. Named in its
-configurations; what runs in the components' processes is here.
+"""The scenes of `async_vs_sync.py --engine vllm`: training and generation share one GPU.
 
     plain   256 tokens a response
     tail    one response in twenty is six times as long as the others
-    judge   a score takes a second; responses are scored as they finish in every mode, sync included
+    judge   a score takes a second; every mode scores responses as they finish, sync included
 
-When the GPU had something to do is taken from CUDA events on both sides: around every step of vLLM's model runner, and
-around every step of the trainer. What none covers is idle. Several engines share the GPU: a step of a small model is so
-short that the Python of a single vLLM, on one core, cannot keep it busy.
+CUDA events on both sides tell when the GPU was busy: around every step of vLLM's model runner and around every step of
+the trainer. The rest of the time it was idle. Several engines share the GPU, because a step of a small model is so
+short that the Python of one vLLM, on one core, cannot keep it busy. Configurations name the classes here.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ PLAIN_TOKENS, TAIL_SHORT_TOKENS, TAIL_LONG_TOKENS = 256, 160, 960
 TAIL_SHARE = 0.05
 JUDGE_S = 1.0
 FOLDER = "FREEWHEEL_BENCH_DIR"
-"""The environment variable with the folder that intervals are written to."""
+"""Environment variable with the folder that intervals are written to."""
 
 Interval = tuple[float, float]
-"""From when to when, by the wall clock."""
+"""Start and end by the wall clock."""
 
 
 def idle_share(busy: list[Interval], since: float, until: float) -> float:
-    """The part of a stretch of time that no interval covers."""
+    """Share of a time span that no interval covers."""
     covered, end = 0.0, since
     for start, stop in sorted(busy):
         start, stop = max(start, end), min(stop, until)
@@ -88,7 +87,7 @@ def write(name: str, intervals: list[Interval], **more: Any) -> None:
 
 
 def trace_steps(worker: Any) -> None:
-    """Sent to the worker by `collective_rpc`: from now on it notes when its steps ran."""
+    """Record when each step of the worker runs. `collective_rpc` sends this function to the worker."""
     times = DeviceTimes()
     runner = worker.model_runner
     execute, sample = runner.execute_model, runner.sample_tokens
@@ -97,7 +96,7 @@ def trace_steps(worker: Any) -> None:
     def executing(*args: Any, **kwargs: Any) -> Any:
         start = times.mark()
         found = execute(*args, **kwargs)
-        if found is None:  # sampling is a call of its own
+        if found is None:  # sampling is a separate call
             begun.append(start)
         else:
             times.add(start)
@@ -122,7 +121,7 @@ def traced_steps(worker: Any) -> list[Interval]:
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths(Sampling):
-    """Every response is as long as the scene says: the model's weights are random, and it would never end."""
+    """Gives every response the length that the scene asks for: a model with random weights would never stop."""
 
     tail: bool = False
 
@@ -139,7 +138,7 @@ class Lengths(Sampling):
 
 
 class PlainRollouter(Rollouter):
-    """Notes when the engine's steps ran on the GPU."""
+    """Records when the engine's steps ran on the GPU."""
 
     tail = False
 
@@ -156,7 +155,7 @@ class PlainRollouter(Rollouter):
 
     @property
     def _llm(self) -> Any:
-        """vLLM itself: the trace is no business of the engine's."""
+        """vLLM itself, because the engine has no method for traces."""
         return self.engine._llm._llm  # type: ignore[attr-defined]
 
 
@@ -165,7 +164,7 @@ class TailRollouter(PlainRollouter):
 
 
 async def judged(response: str, row: Mapping[str, Any]) -> float:
-    """Scores that differ, so that there is something to learn from, a second later."""
+    """Return scores that differ, so that there is something to learn from, after a second."""
     await asyncio.sleep(JUDGE_S)
     return _uniform("score", response)
 
@@ -178,7 +177,7 @@ async def scored(response: str, row: Mapping[str, Any]) -> float:
 
 
 class TracedTrainer(FullyAsyncTrainer):
-    """Notes when its steps ran on the GPU."""
+    """Records when its steps ran on the GPU."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -207,7 +206,7 @@ SHAPE = "0.5B"
 GROUPS, GROUP = 32, 8
 REPLICAS = 4
 STEPS, FIRST, LAST = 14, 4, 13
-"""The first steps fill the pipeline and compile, the last empties it."""
+"""The first steps fill the pipeline and compile; the last step empties it."""
 SCENES = {
     "plain": ["rollout.rollouter_class=async_gpu:PlainRollouter", f"rollout.max_new_tokens={PLAIN_TOKENS}"],
     "tail": ["rollout.rollouter_class=async_gpu:TailRollouter", f"rollout.max_new_tokens={TAIL_LONG_TOKENS}"],
@@ -264,7 +263,7 @@ def one_run(scene: str, mode: str, model: Path, folder: Path) -> dict[str, float
     tokens = sum(GROUPS * GROUP * row["rollout/response_length_mean"] for row in within)
 
     def spent(name: str) -> float:
-        """Seconds of a step, of an engine's."""
+        """Seconds of one step of one engine."""
         return float(sum(engine["spans"].get(name, 0.0) for engine in engines) / len(engines) / STEPS)
 
     train_s = sorted(row["timing/train_s"] for row in within)[len(within) // 2]
@@ -280,7 +279,7 @@ def one_run(scene: str, mode: str, model: Path, folder: Path) -> dict[str, float
 
 
 def compare(scenes: list[str], folder: Path) -> dict[str, dict[str, dict[str, float]]]:
-    """Every mode in every scene, one after the other."""
+    """Run every mode in every scene, one after the other."""
     import shutil
     import sys
 
@@ -311,7 +310,7 @@ def compare(scenes: list[str], folder: Path) -> dict[str, dict[str, dict[str, fl
 
 
 def promises(figures: dict[str, dict[str, dict[str, float]]]) -> list[Promise]:
-    """With a judge: what hiding it whole would give, from sync's own spans."""
+    """For the judge scene: the speedup if the judge's time were hidden completely, from sync's own spans."""
     found = []
     for scene, modes in figures.items():
         sync, ours = modes["sync"], modes["fully_async"]

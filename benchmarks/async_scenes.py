@@ -1,5 +1,5 @@
-"""What makes a scene of async_vs_sync.py hard: a long tail of lengths, a slow judge; and a core for each side. Named in
-its configurations.
+"""What makes a scene of async_vs_sync.py hard: a long tail of lengths, a slow judge, and one core for each side.
+Configurations name the classes here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ CORES = sorted(os.sched_getaffinity(0))
 GENERATES, TRAINS = {CORES[0]}, {CORES[-1]}
 TAIL_SHARE = 0.05
 TAIL_TOKENS = 100
-"""One response in twenty goes on for six times the length of the others."""
+"""One response in twenty is six times as long as the others."""
 JUDGE_S = (0.5, 1.5)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailSampling(Sampling):
-    """Some responses are generated far beyond their end; the rest of the pipeline does not see that part."""
+    """Generates some responses far beyond their end. The rest of the pipeline does not see that part."""
 
     def params(self, ordinal: int) -> tuple[SamplingParams, ...]:
         return tuple(
@@ -42,9 +42,9 @@ class TailSampling(Sampling):
 
 
 def bind(cores: Set[int]) -> None:
-    """All threads of this process, and those that they will start."""
+    """Bind all threads of this process, and those they start, to a core."""
     for thread in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # it has ended since
+        with suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread.name), cores)
 
 
@@ -61,7 +61,7 @@ class BoundRollouter(Rollouter):
 
 
 class TailRollouter(BoundRollouter):
-    """Generates with `TailSampling`, and cuts each response at its first end-of-sequence token."""
+    """Generates with `TailSampling` and cuts each response at its first end-of-sequence token."""
 
     def __init__(self, *, sampling: Sampling, **kwargs: Any) -> None:
         super().__init__(sampling=TailSampling(**vars(replace(sampling, max_new_tokens=TASK.max_new_tokens))), **kwargs)
@@ -80,13 +80,13 @@ class TailRollouter(BoundRollouter):
 
 
 async def judged(response: str, row: Mapping[str, Any], finish: str = "stop") -> float:
-    """The task's own score, half a second to a second and a half later."""
+    """Return the task's own score after 0.5 to 1.5 s."""
     low, high = JUDGE_S
     await asyncio.sleep(low + (high - low) * _uniform("judge", response, row["extra_info"]["question"]))
     return TASK.score(response, row, finish=finish).value  # type: ignore[arg-type]
 
 
 def _uniform(*what: object) -> float:
-    """The same for the same thing, in every mode."""
+    """A number that is the same for the same input in every mode."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,30 +1,29 @@
-"""What asynchrony is worth: the same training in three modes, side by side.
+"""Measures what asynchrony gains: the same training in three modes, side by side.
 
     python benchmarks/async_vs_sync.py [--json FILE] [--quick] [--seeds N] [--scenes plain tail judge] [--runs DIR]
     python benchmarks/async_vs_sync.py --engine vllm      on one GPU that both share: see async_gpu.py
 
     plain   word problems, 128 prompts x 8 a step, 40 steps
     tail    one response in twenty is six times as long as the others
-    judge   a score takes 0.5 to 1.5 s; responses are scored as they finish in every mode, sync included
+    judge   a score takes 0.5 to 1.5 s; every mode scores responses as they finish, sync included
 
-Each run has a Ray of its own, as `freewheel train` has it: one that many have used watches over the log files of all
-(measured: 4% of the wall time). One thread an actor; no checkpoints, no evaluation, and no page, which nobody looks at.
-Seeds and modes take turns, so that a noisy minute hits all. Steps 5 to 35 count: the first fill the pipeline, the last
-empty it. A step is 128 groups and not the 32 of the default: a step of the tiny model is else so short that a judge of
-a second cannot be hidden within 3 versions. --runs: keep the runs there, as plan.py reads them.
+Each run starts its own Ray, as `freewheel train` does: a Ray that many runs have used watches all their log files
+(measured: 4% of the wall time). Each actor has one thread. There are no checkpoints, evaluations or pages.
+Seeds and modes take turns, so that a noisy minute affects all of them. Steps 5 to 35 count, because the first steps
+fill the pipeline and the last ones empty it. A step has 128 groups instead of 32: with the tiny model a step of 32 is
+so short that a judge of one second cannot be hidden within 3 versions. `--runs` keeps the runs for plan.py.
 
-Generation has one core and training another, in a run as alone: a rollouter's threads take turns anyway, and on two
-cores the scheduler moves them onto the trainer's (measured: 7% of the wall time).
+Generation has one core and training the other, in a run and alone. A rollouter's threads take turns anyway, and without
+binding the scheduler moves them onto the trainer's core (measured: 7% of the wall time).
 
-`efficiency` is the slower of generation alone and training alone, for the same tokens and steps, over the wall time: 1
-would be a machine on which the other costs nothing. Training alone is what the steps take in `sync`, where nothing runs
-beside them. Generation alone is a whole rollouter (engine, decoding, the task's score, packing) whose groups are taken
-away as they come, measured with nothing beside it: with the weights of the end after each mode's run, of which the
-median counts, and with those of the start. Responses grow meanwhile, from 7 tokens to 17, and a token of a long one
-takes less time; what a step's responses take is read off the line through the two.
-`final_reward` is the mean of the last five steps; `reward_at_equal_wall` that of five steps up to the moment at which
-the fastest mode was done. The judge is an async function that sleeps: what a real one costs this machine is measured in
-the judge's own benchmarks.
+`efficiency` is the time of the slower side alone, for the same tokens and steps, over the wall time; 1 means that the
+other side costs nothing. Training alone is the time of the steps in `sync`, where nothing else runs. Generation alone
+is a whole rollouter (engine, decoding, the task's score, encoding) whose groups are removed as they arrive. It is
+measured with the weights of the end after each mode's run (the median counts) and with those of the start. Responses
+grow from 7 tokens to 17 meanwhile, and a token of a long one takes less time; a line through the two measurements gives
+the time for the responses of a step.
+`final_reward` is the mean of the last five steps; `reward_at_equal_wall` is that of the five steps before the fastest
+mode finished. The judge is an async function that sleeps; the judge's own benchmarks measure what a real one costs.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from freewheel.runtime.plan import resolve
 MODES = ("sync", "one_step_off", "fully_async")
 FIRST, LAST, STEPS = 5, 35, 40
 SMOOTH = 5
-"""Steps that a reward is averaged over."""
+"""Number of steps over which a reward is averaged."""
 COMMON = [
     "trainer.groups_per_step=128",
     f"trainer.total_steps={STEPS}",
@@ -87,18 +86,18 @@ SCENES = {
     "judge": ["reward.function=async_scenes:judged"],
 }
 GENERATED_ALONE = 10
-"""Batches that the speed of generation alone is measured on."""
+"""Number of batches that measure the speed of generation alone."""
 
 
 def settings(scene: str, mode: str, seed: int, runs: Path, steps: int) -> TrainConfig:
-    """Of the run that is kept in `runs`."""
+    """Settings of the run that is kept in `runs`."""
     run_dir = runs / f"{scene}-{mode}-{seed}"
     own = [f"mode={mode}", f"seed={seed}", f"run_dir={run_dir}", f"trainer.total_steps={steps}"]
     return compose([*COMMON, *SCENES[scene], *own])
 
 
 def run(config: TrainConfig) -> list[dict[str, Any]]:
-    """One training; its rows of metrics, a step each."""
+    """Run one training and return its metrics, one row a step."""
     result = FullyAsyncMain(config=config, plan=resolve(config, Machine.here())).run()
     if result.outcome != "finished":
         raise SystemExit("\n".join(result.summary))
@@ -106,10 +105,10 @@ def run(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 class Alone(NamedTuple):
-    """Generation with nothing beside it: a rollouter whose groups are taken away as they come."""
+    """Generation alone: a rollouter whose groups are removed as they arrive."""
 
     tokens: float
-    """A response."""
+    """Per response."""
     response_s: float
 
 
@@ -127,7 +126,7 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> Alone
     groups = config.trainer.groups_per_step
     bounds = Bounds(groups_per_step=groups, threshold=3, window=2 * groups + 1, max_alive=10**6, max_lag_allowed=10**6)
     queue = MessageQueue(bounds=bounds)
-    if scene == "judge":  # what is asked for is generation
+    if scene == "judge":  # this measures generation
         side.reward = load_reward(None, side.task)
     rollouter = side.rollouter(queue)
     gc.collect()
@@ -156,8 +155,10 @@ async def _generate_alone(scene: str, config: TrainConfig, model: Path) -> Alone
 def generation_alone_s(
     scene: str, config: TrainConfig, rows: list[dict[str, Any]], first: Alone, last: list[Alone]
 ) -> float:
-    """What the responses of these steps take with nothing beside them. Of the tail's long ones the pipeline sees the
-    beginning only."""
+    """Seconds that generation alone takes for the responses of these steps.
+
+    Of the tail's long responses the pipeline sees only the beginning.
+    """
     samples = config.trainer.groups_per_step * config.rollout.n
     share = async_scenes.TAIL_SHARE if scene == "tail" else 0.0
     end = Alone(median([one.tokens for one in last]), median([one.response_s for one in last]))
@@ -167,7 +168,7 @@ def generation_alone_s(
 
 
 def counted(rows: list[dict[str, Any]], first: int, last: int) -> dict[str, Any]:
-    """What a run shows between two steps."""
+    """The figures of a run between two steps."""
     within = [row for row in rows if first < row["step"] <= last]
     ends = {row["step"]: row["timing/elapsed_s"] for row in rows}
     wall = ends[last] - ends[first]
@@ -189,7 +190,7 @@ def reward_at(rows: list[dict[str, Any]], elapsed_s: float) -> float:
 
 
 def one_seed(scene: str, seed: int, runs: Path, steps: int, first: int, last: int) -> dict[str, dict[str, float]]:
-    """All modes once, in an order that changes from seed to seed."""
+    """Run all modes once, in an order that changes from seed to seed."""
     order = [MODES[(seed + place) % len(MODES)] for place in range(len(MODES))]
     found: dict[str, dict[str, Any]] = {}
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -214,7 +215,7 @@ def one_seed(scene: str, seed: int, runs: Path, steps: int, first: int, last: in
 
 
 def summarised(seeds: list[dict[str, dict[str, float]]]) -> dict[str, dict[str, float]]:
-    """Medians of times and ratios; rewards are averaged."""
+    """Medians of times and ratios, means of rewards."""
     means = ("final_reward", "reward_at_equal_wall")
     return {
         mode: {

@@ -1,6 +1,6 @@
 """What the benchmarks share: facts about the machine, medians, a Markdown table, the JSON file, an engine for one run.
 
-Each benchmark is a script of its own (`python benchmarks/NAME.py --json FILE`) and imports this file by its name.
+Each benchmark is a separate script (`python benchmarks/NAME.py --json FILE`) and imports this file by name.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from freewheel.judge.testing import Counts, JudgeProfile
 from freewheel.judge.testing.profile import Content, plan_for
 
 PACKAGES = ("freewheel", "aiohttp", "uvloop", "msgspec")
-"""Whose versions move a figure of the judge engine."""
+"""Packages whose versions change the figures of the judge engine."""
 
 START_PATIENCE_S = 60.0
-"""An engine that is not ready by then will not be; importing it on a busy machine takes seconds."""
+"""An engine that is not ready by then never will be. Importing it takes seconds on a busy machine."""
 
 
 def machine_facts() -> dict[str, Any]:
-    """What a reader must know to compare a figure with another machine's, the load at this moment included."""
+    """What a reader needs to compare a figure with another machine's, including the current load."""
     versions = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -61,12 +61,12 @@ def machine_line(facts: dict[str, Any]) -> str:
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; 0 for nothing, so that a scene that was left out still prints."""
+    """The median; 0 for an empty list, so that a scene that was left out still prints."""
     return statistics.median(values) if values else 0.0
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, padded to be read as text too. The first column is words, the others are figures."""
+    """A Markdown table, padded so that it reads well as text. The first column holds words, the others figures."""
     cells = [[str(cell) for cell in row] for row in (head, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
     lines = [_table_line(row, widths) for row in cells]
@@ -98,7 +98,7 @@ def write_json(path: Path | str | None, figures: dict[str, Any]) -> None:
 
 
 class Promise(NamedTuple):
-    """A figure and the bound that it has to keep."""
+    """A figure and the bound that it must keep."""
 
     name: str
     value: float
@@ -120,7 +120,7 @@ def promise_table(promises: Sequence[Promise]) -> str:
 
 
 def exit_code(promises: Sequence[Promise], *, quick: bool = False) -> int:
-    """1 if a promise is broken; a quick run is too short to judge by."""
+    """1 if a promise is broken. A quick run is too short to break one."""
     broken = [p.name for p in promises if not p.kept]
     if broken and not quick:
         print(f"broken: {', '.join(broken)}", file=sys.stderr)
@@ -141,7 +141,7 @@ def running_judge(config: JudgeConfig) -> Iterator[tuple[Judge, float]]:
 
 @contextlib.contextmanager
 def scratch_dir() -> Iterator[str]:
-    """A directory for a cache that starts empty: with it, engine and limiter know nothing of the run before."""
+    """A directory for an empty cache, so that engine and limiter know nothing of earlier runs."""
     with tempfile.TemporaryDirectory(prefix="freewheel-bench-") as path:
         yield path
 
@@ -149,7 +149,7 @@ def scratch_dir() -> Iterator[str]:
 def service_s(profile: JudgeProfile, counts: Counts, calls_per_content: int = 1) -> float:
     """Wall seconds that an idle test judge needs for the contents in `counts`, one call after the other.
 
-    Its latencies are drawn from (seed, content, attempt), so they are known without being waited for.
+    The judge draws its latencies from (seed, content, attempt), so this needs no waiting.
     """
     contents = [Content.of(count.text) for count in counts.contents.values()]
     plans = [plan_for(profile, content, attempt) for content in contents for attempt in range(calls_per_content)]

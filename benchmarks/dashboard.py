@@ -1,10 +1,10 @@
-"""How long does it take until a long run is on the screen, and how much is sent?
+"""Measures how long it takes until a long run is on the screen, and how much data is sent.
 
     python benchmarks/dashboard.py --json FILE
 
-Makes a run directory of 100,000 steps (metrics of a real run's size: step rows, pulses, statistics, syncs), then
-measures from cold: the program's start until its address is printed, the first answer of the first view (all of
-`metrics.jsonl` is read for it), and what each later view takes.
+Makes a run directory of 100,000 steps with rows of realistic size (steps, pulses, statistics, syncs). Then measures,
+from a cold start: the time until the program prints its address, the first answer of the first view (for which it reads
+all of `metrics.jsonl`), and each later view.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import made_run  # the run that the tests look at
 
 STEPS, QUICK_STEPS = 100_000, 2_000
 OPENS_S = 2.0
-"""What is promised."""
+"""The promise."""
 VIEWS = ("", "/judge", "/weights", "/timeline", "/samples", "/series?name=mine%2Fof_a_hook")
 ROUNDS = 3
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def measure(run: Path) -> dict[str, float]:
-    """One program, from its start."""
+    """Measure one program from its start."""
     began = time.perf_counter()
     program = subprocess.Popen(
         [sys.executable, "-m", "freewheel", "dashboard", str(run)], stdout=subprocess.PIPE, text=True

@@ -1,17 +1,18 @@
-"""Do eight processes behind the gateway stay at the judge's knee, and what does the way through it cost?
+"""Do eight processes behind the gateway stay at the judge's knee, and what does the gateway cost?
 
-The test judge: lognormal latency with mean 2 s and sigma 0.5, throughput saturating at 60 in flight, 429 beyond 80 with
-`Retry-After: 1`; all of it at a time scale of 1:10. Judge, gateway and each client run in processes of their own.
+The test judge has lognormal latency with mean 2 s and sigma 0.5, saturates at 60 in flight, and answers 429 above 80
+with `Retry-After: 1`; all times are scaled by 1:10. Judge, gateway and each client run in separate processes.
 
-Per seed, one after the other, the same contents, each with an empty cache directory:
-  single    one process with a `Judge` of its own
-  gateway   8 processes, 60 requests in flight each, that only know the gateway's base URL
-  direct    8 processes, 60 in flight each, straight to the judge: what limits per process do (a 429 is asked again)
+Per seed, one after the other, with the same contents and an empty cache directory each:
+  single    one process with its own `Judge`
+  gateway   8 processes, 60 requests in flight each, that know only the gateway's base URL
+  direct    8 processes, 60 in flight each, straight to the judge: a limit per process; a 429 is tried again
 
 The clock runs from the word "go" to the last answer; processes are started before it. Throughput is answers over that.
 
-The overhead is the same request to the same judge (no latency), straight and through the gateway in turns, one at a
-time. `overhead_at_knee_ms` is the same with 60 in flight at a judge of 0.2 s, half of the workers through the gateway.
+The overhead compares the same request to the same judge (without latency), straight and through the gateway in turns,
+one at a time. `overhead_at_knee_ms` does so with 60 in flight at a judge of 0.2 s, half of the workers through the
+gateway.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 MODEL = "mock-judge"
 CLIENTS, IN_FLIGHT = 8, 60
 REQUESTS = 2400
-"""Eight seconds at the knee: the limiter's way up is a small part of it."""
+"""Eight seconds at the knee, so that the limiter's slow start is a small part."""
 SEEDS = 3
 PAIRS = 400
 ROUNDS = 3
-"""Of the overheads: their medians are taken, as one round may meet another program's work."""
+"""Rounds of the overhead measurement. Their median counts, because another program may disturb one of them."""
 KNEE_REQUESTS = 900
 """Three seconds at a judge of 0.2 s."""
 QUICK_REQUESTS, QUICK_PAIRS, QUICK_KNEE = 480, 50, 120
@@ -72,7 +73,7 @@ STEADY = JudgeProfile(latency="fixed", latency_s=0.2)
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One scene and what the judge saw of it."""
+    """One scene and the judge's counts of it."""
 
     scene: str
     seed: int
@@ -101,7 +102,7 @@ def requests_of(seed: int, count: int) -> list[JudgeRequest]:
 
 
 def bodies_of(requests: list[JudgeRequest]) -> list[bytes]:
-    """What a `Judge` would send for them: the judge then takes as long for each, whoever asks."""
+    """The bodies that a `Judge` would send, so that the judge takes equally long for every client."""
     prompts = PromptBuilder(load_rubric("integer"), b"0" * 32)
     return [
         msgspec.json.encode(
@@ -118,11 +119,11 @@ def bodies_of(requests: list[JudgeRequest]) -> list[bytes]:
     ]
 
 
-# -- a client, in a process of its own --------------------------------------------------------------------------------
+# -- a client, in its own process --------------------------------------------------------------------------------------
 
 
 class Client:
-    """Existing judge code: a pool of connections, a semaphore's worth of requests, and patience with 429s."""
+    """Ordinary judge code: a pool of connections, a semaphore, and retries after 429s."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
@@ -162,7 +163,7 @@ async def run_client(url: str, seed: int, count: int, part: int) -> dict[str, in
 
 
 def run_clients(url: str, seed: int, count: int) -> tuple[float, int, int]:
-    """(seconds from "go" to the last answer, answered, failed)."""
+    """Return (seconds from "go" to the last answer, answered, failed)."""
     command = [sys.executable, __file__, "--client-of", url, "--seed", str(seed), "--count", str(count)]
     with contextlib.ExitStack() as stack:
         clients = [
@@ -188,7 +189,7 @@ def run_clients(url: str, seed: int, count: int) -> tuple[float, int, int]:
 
 @contextlib.contextmanager
 def running_gateway(endpoint: str, cache_dir: str, *flags: str) -> Iterator[tuple[str, psutil.Process]]:
-    """`freewheel serve` as users start it; gives the address of its chat completions and its process."""
+    """`freewheel serve` as users start it. Yields the address of its chat completions and its process."""
     command = [sys.executable, "-m", "freewheel", "serve", "--endpoint", endpoint, "--model", MODEL]
     command += ["--cache-dir", cache_dir, "--port", "0", "--json", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_environment()) as gateway:

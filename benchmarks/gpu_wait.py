@@ -1,15 +1,15 @@
-"""How long an accelerator waits for a judge: a training loop with judge rewards, against the same loop without.
+"""Measures how long an accelerator waits for a judge: a training loop with judge rewards against the same loop without.
 
     python benchmarks/gpu_wait.py [--json FILE] [--quick] [--rounds N] [--work-s S] [--responses N] [--latency-s S]
 
     without   the training work alone
     async     `submit(batch k)`, then work on batch k-1: the judge has the whole step          use_async_io=True
     sync      `manager(batch)`, then work: one step waits for its judge, many calls at a time   use_async_io=False
-    naive     one call after the other, then work (one step stands for all)
+    naive     one call after the other, then work (one step is measured for all)
 
-Responses have 2,048 tokens; decoding them is plain Python here, slower than a real tokenizer, in the trainer's process.
-The work is a policy-gradient update repeated a fixed number of times: matmuls on two threads, or on CUDA where there
-is one. The modes take turns in one run, a few steps at a time; waiting is the time within `submit` and `result`.
+Responses have 2,048 tokens. Plain Python decodes them in the trainer's process, slower than a real tokenizer.
+The work is a policy-gradient update repeated a fixed number of times: matmuls on two threads, or on CUDA if there is a
+GPU. The modes take turns in one run, a few steps at a time; waiting is the time within `submit` and `result`.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ from freewheel.rewards import LengthPenaltyRewardManager
 
 PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY = 32, 2048, 4096
 TRAINED_TOKENS = 64
-"""The update takes the first ones of a response, which bounds its memory; decoding and judge take the whole."""
+"""The update uses the first tokens of a response, which bounds its memory; decoding and judge use all of them."""
 CPU_WIDTH, CUDA_WIDTH = 512, 8192
 GROUP = 4
 STEPS = 3
-"""Steps of a mode at a time. The first is not counted: it pays for what the turn before left cold, and the judging of
-the batch that it trains on had that turn's time as well."""
+"""Steps of a mode at a time. The first one does not count: caches are cold after the previous mode's turn, and the
+judge had that turn's time for its batch."""
 
 
 class Words:
-    """A tokenizer as far as rewards need one."""
+    """The part of a tokenizer that rewards need."""
 
     def decode(self, tokens: torch.Tensor, skip_special_tokens: bool = True) -> str:
         return " ".join(f"w{token}" for token in tokens.tolist())
 
 
 class Policy:
-    """A model small enough to time and real enough to wait for: embedding, two wide layers, a head, AdamW."""
+    """A model small enough to time and large enough to wait for: embedding, two wide layers, a head, AdamW."""
 
     def __init__(self, device: str) -> None:
         width = CUDA_WIDTH if device == "cuda" else CPU_WIDTH
@@ -90,7 +90,7 @@ class Policy:
 
 
 def rollouts(count: int, device: str, generator: torch.Generator) -> DataProto:
-    """Responses that no judge has seen before."""
+    """Responses that the judge has not seen before."""
     responses = torch.randint(VOCABULARY, (count, RESPONSE_TOKENS), generator=generator)
     tensors = {
         "prompts": torch.randint(VOCABULARY, (count, PROMPT_TOKENS), generator=generator),
@@ -142,7 +142,7 @@ class Loop:
 
 
 def naive(loop: Loop, url: str) -> tuple[float, float]:
-    """One call after the other, as a reward function without concurrency makes them."""
+    """Make one call after the other, as a reward function without concurrency does."""
     manager = make_manager(url, use_async_io=False, max_concurrent_requests="fixed:1", batch_timeout_s=600.0)
     return Loop(loop.policy, loop.make, loop.times, manager).sync()
 
@@ -154,7 +154,7 @@ def make_manager(url: str, cache_dir: str | None = None, **settings: Any) -> Len
 
 
 def calibrate(policy: Policy, make: Callable[[], DataProto], work_s: float) -> int:
-    """How many updates take about `work_s`."""
+    """Number of updates that take about `work_s`."""
     batch = make().batch["responses"]
     rewards = torch.ones_like(batch).float()
     policy.update(batch, rewards, 2)
@@ -164,7 +164,7 @@ def calibrate(policy: Policy, make: Callable[[], DataProto], work_s: float) -> i
 
 
 def family_bytes() -> int:
-    """What this process and the engine beside it have for themselves. The judge is not ours to count."""
+    """Private memory of this process and of the engine's. The judge's does not count."""
     me = psutil.Process()
     engines = [child for child in me.children() if "freewheel.judge.service" in " ".join(child.cmdline())]
     return sum(process.memory_full_info().uss for process in (me, *engines))
@@ -197,7 +197,7 @@ def measure(options: argparse.Namespace, url: str, cache_dir: str) -> dict[str, 
     beside.manager.shutdown_workers()
     if not options.quick:
         taken["naive"] = [naive(plain, url)]
-    # Medians: what torch keeps for itself moves by a fifth from step to step.
+    # Medians, because the memory that torch caches varies by a fifth from step to step.
     memory = statistics.median(bytes_with) / statistics.median(bytes_without)
     return {"device": device_name(device), "updates_a_step": times, "modes": taken, "memory": memory}
 

@@ -1,15 +1,15 @@
-"""What the journal costs: groups/s through the queue with and without it, replay, and what `synchronous` would cost.
+"""What the journal costs: groups/s through the queue with and without it, replay, and other `synchronous` settings.
 
     python benchmarks/journal.py [--json FILE] [--quick]
 
     4 producers ── admit, put ──▶ MessageQueue ── take, commit, published ──▶ 1 consumer      one process, one loop
        1,000 groups/s of 80 KB,        │ journal: on, off, on, off …
-       open loop                       └─▶ journal.sqlite; every 10 steps a checkpoint covers what is 10 steps old
+       open loop                       └─▶ journal.sqlite; every 10 steps a checkpoint covers all but the last 10 steps
 
-Puts go out at Poisson moments, whatever became of the ones before, and their latency counts from those moments. A
-group counts when its step is committed. Replay is done by a process of its own, which streams all groups of a journal,
-half of them recorded steps and half ready groups, and looks at its own memory; from the page cache and from the disk.
-The last table appends blocks straight to a `Journal`, as fast as it takes them.
+Puts start at Poisson moments, whether or not earlier ones have ended, and latencies count from those moments. A group
+counts when its step is committed. For the replay a separate process streams all groups of a journal, half of them in
+recorded steps and half ready, and measures its own memory; once from the page cache and once from the disk.
+The last table appends blocks directly to a `Journal`, as fast as possible.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ GROUP_BYTES = 80_000
 OFFERED_PER_S = 1_000
 PRODUCERS = 4
 BLOCK_GROUPS = 8
-"""Groups in one put: what a rollouter has ready at once."""
+"""Groups in one put: as many as a rollouter has ready at once."""
 GROUPS_PER_STEP = 64
 THRESHOLD = 15
-"""A thousand groups alive, 80 MB: a second of what is offered."""
+"""A thousand groups alive, 80 MB: one second of the offered load."""
 CHECKPOINT_STEPS = 10
 KEEP_GROUPS = 256
 PATIENCE_S = 5.0
@@ -84,7 +84,7 @@ class Scene:
         self.steps = 0
 
     async def produce(self, name: str, moments: list[float]) -> None:
-        """Blocks at their moments; tickets are there before, as generation would have them."""
+        """Send blocks at their moments. Tickets are requested earlier, as generation does."""
         ahead: asyncio.Queue[list[Ticket]] = asyncio.Queue(maxsize=2)
 
         async def ask() -> None:
@@ -196,7 +196,7 @@ def memory_mb(what: str) -> float:
 
 
 def replay_here(path: Path) -> dict[str, float]:
-    """Every group of a journal, one after the other; how fast, and with how much memory on top."""
+    """Read every group of a journal in order; return the speed and the extra memory."""
     before_mb = memory_mb("VmRSS")
     started_at, cpu_s = time.perf_counter(), time.process_time()
     journal = Journal(path, readonly=True)
@@ -216,7 +216,7 @@ def replay_here(path: Path) -> dict[str, float]:
 
 
 def replay(path: Path, *, cold: bool = False) -> dict[str, float]:
-    """In a process of its own."""
+    """`replay_here` in a separate process."""
     if cold:
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -230,7 +230,7 @@ def replay(path: Path, *, cold: bool = False) -> dict[str, float]:
 
 
 def appending(path: Path, synchronous: str, groups: int) -> dict[str, Any]:
-    """As fast as it goes, in the blocks of a put; with takes, commits and compaction."""
+    """Append as fast as possible, in blocks as a put sends them, with takes, commits and compaction."""
     kept, journal_file.SYNCHRONOUS = journal_file.SYNCHRONOUS, synchronous
     try:
         journal = Journal(path)

@@ -25,11 +25,11 @@ TEXT_BYTES = 600
 LOOKUP_KEYS = 256
 PROCESSES = 4
 MIXED_S = 5.0
-"""How long the four processes run."""
+"""Running time of the four processes."""
 MIXED_PUTS = 16
-"""Puts of each process between two look-ups of as many keys: half of the operations are writes."""
+"""Writes of each process between two look-ups of as many keys, so that half of the operations are writes."""
 WAITING_BYTES = 32 * 2**20
-"""The writer is given time before this much waits, as it lets replies go past 64 MiB."""
+"""Pause before more than this is waiting for the writer, because it drops replies beyond 64 MiB."""
 
 
 def reply(number: int) -> CachedReply:
@@ -112,7 +112,7 @@ def store_figures(path: Path, keys: list[bytes], replies: list[CachedReply]) -> 
 
 
 def mixed_worker(path: Path, worker: int) -> None:
-    """Puts and looks up; prints operations/s until all is on disk, the slowest look-up, and what was lost."""
+    """Write and look up entries. Print operations/s until all is on disk, the slowest look-up, and the entries lost."""
     store = Store(path, max_bytes=2**31, ttl_s=None)
     store.open()
     rng = random.Random(worker)

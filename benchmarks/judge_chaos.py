@@ -1,16 +1,16 @@
 """Does every request end with its right score when the judge is at its worst?
 
-2,400 contents, 600 of them asked for twice, against a test judge (0.2 s, saturating at 60, 429 beyond 80). Of its
-calls, 10% end with a 500, 5% hang for ever and 5% are cut in the middle; twice it is gone for 5 s, and three times it
-answers everything with 429 for a while. The seconds are real and the engine has its default configuration. `--kill`
-adds a second scene: the engine's process gets a SIGKILL in the middle of the batch.
+2,400 contents, 600 of them requested twice, against a test judge (0.2 s, saturating at 60, 429 above 80). Of its calls
+10% end with a 500, 5% hang forever and 5% are cut off in the middle. Twice it is down for 5 s, and three times it
+answers everything with 429 for a while. Times are real, and the engine has its default configuration. `--kill` adds a
+second scene: the engine's process gets a SIGKILL in the middle of the batch.
 
-What must hold, or the exit code is 1:
+The exit code is 1 unless:
 - every request is scored;
-- none is scored wrongly: the judge's score depends on the text alone, so it is computed again from what was sent;
-- no content is answered twice by the judge, unless the engine says that it called again: each verdict counts its calls,
-  and each answer that was not used stands beside a time-out or a broken connection in the engine's own counts. What a
-  killed engine had been told and not passed on may be asked for once more.
+- no score is wrong: the judge's score depends on the text alone, so it is computed again from the text that was sent;
+- the judge answers no content twice unless the engine reports a retry: each verdict counts its calls, and for each
+  answer that was not used the engine's counts have a time-out or a broken connection. After a kill, replies that the
+  engine had received and not passed on may be requested once more.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from freewheel.judge.testing import ContentCount, Counts, JudgeProfile, MockJudg
 CONTENTS, REPEATED = 2400, 600
 QUICK_CONTENTS, QUICK_REPEATED = 240, 60
 KILL_AT_SHARE = 1 / 3
-"""Of the batch: then the limiter has settled, hundreds are answered and hundreds wait."""
+"""Share of the batch. By then the limiter has settled, hundreds of requests are answered and hundreds wait."""
 POLL_S = 0.02
-"""How often the progress is looked at, as often as the engine reports."""
+"""How often progress is checked: as often as the engine reports it."""
 LIMIT_S = 280.0
-"""Below the engine's own 300 s for a batch: a benchmark that is not done by then has found something."""
+"""Below the engine's own 300 s for a batch. A benchmark that takes longer has found a bug."""
 
 PROFILE = JudgeProfile(
     seed=1,
@@ -72,7 +72,7 @@ _ITEM = re.compile(r"Item (\d+):")
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """One scene."""
+    """The figures of one scene."""
 
     scene: str
     requests: int
@@ -85,16 +85,16 @@ class Figures(msgspec.Struct, kw_only=True):
     """Contents that the judge answered more than once."""
     answered_twice_undeclared: int
     retries: int
-    """As the engine counts them; after a kill, those of the new engine."""
+    """The engine's count; after a kill, the new engine's."""
     calls: int
     """Chat requests that reached the judge."""
     rejected: int
     faults: dict[str, int]
-    """What the judge did, by kind."""
+    """The judge's faults, by kind."""
     connections_refused: int
-    """In outages."""
+    """During outages."""
     engine_faults: dict[str, int]
-    """What the engine saw, by kind."""
+    """Faults that the engine saw, by kind."""
     restarts: int
     whole_schedule: bool
     """Whether the batch lasted until the last outage and the last burst were over."""
@@ -102,7 +102,7 @@ class Figures(msgspec.Struct, kw_only=True):
 
 
 def make_requests(contents: int, repeated: int) -> list[JudgeRequest]:
-    """Numbered contents, some of them twice, in any order."""
+    """Numbered contents in random order, some of them twice."""
     rng = random.Random(7)
     made = []
     for number in range(contents):
@@ -125,7 +125,7 @@ def item_of(text: str) -> int:
 
 
 def count_wrong(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict], counts: Counts) -> int:
-    """Scores that differ from what the judge gives to the text it was sent; one that was never sent is wrong too."""
+    """Scores that differ from the judge's score for the text that was sent, or whose text was never sent."""
     expected = {item_of(count.text): expected_score(count.text) for count in counts.contents.values()}
     return sum(
         isinstance(verdict, Scored) and verdict.value != expected.get(item_of(request.prompt))
@@ -136,7 +136,7 @@ def count_wrong(requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict], c
 def count_undeclared(
     requests: Sequence[JudgeRequest], verdicts: Sequence[Verdict], counts: Counts, stats: JudgeStats
 ) -> int:
-    """Contents answered more than once for which the engine's own counts give no reason."""
+    """Contents answered more than once for which the engine's counts show no reason."""
     declared: dict[int, int] = {}
     for request, verdict in zip(requests, verdicts, strict=True):
         item = item_of(request.prompt)
@@ -144,7 +144,7 @@ def count_undeclared(
 
     def is_undeclared(count: ContentCount) -> bool:
         calls = declared[item_of(count.text)]
-        if stats.restarts:  # the calls of an engine that was killed are in nobody's count
+        if stats.restarts:  # no count includes the calls of a killed engine
             return count.answered > max(1, calls) + stats.restarts
         return count.received > calls
 
@@ -157,7 +157,7 @@ def count_undeclared(
 
 
 def kill_engine_at(handle: Handle, share: float) -> None:
-    """Waits until that share of the batch is done, then kills the engine's process, the way an out-of-memory does."""
+    """Wait until that share of the batch is done, then kill the engine's process, as the out-of-memory killer would."""
     while handle.progress().share < share:
         time.sleep(POLL_S)
     engines = [child for child in psutil.Process().children() if "freewheel.judge.service" in child.cmdline()]

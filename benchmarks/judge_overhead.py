@@ -1,8 +1,8 @@
-"""What the engine itself costs: CPU per request beside a bare HTTP client and the SDK, and beside a busy trainer.
+"""What the engine itself costs: CPU per request against a bare HTTP client and the SDK, and next to a busy trainer.
 
     python benchmarks/judge_overhead.py [--json FILE] [--requests N] [--in-flight N] [--quick]
 
-Each client runs in a process of its own against a judge without latency; CPU is that of all its processes together.
+Each client runs in a separate process against a judge without latency; its CPU includes all its child processes.
 `bare` is aiohttp + uvloop + orjson with the same bodies and nothing else: no cache, no retries, no limiter.
 """
 
@@ -31,7 +31,7 @@ from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
 MODEL = "judge"
 WARM_UP = 512
 OFFERED_PER_S = 270
-"""The rate of DESIGN's placement measurement: what one knee-60 judge of 0.2 s takes."""
+"""The rate in DESIGN's placement measurement: what one judge of 0.2 s with its knee at 60 can serve."""
 
 
 def requests(count: int, tag: str) -> list[JudgeRequest]:
@@ -149,10 +149,10 @@ def side_us(side: str, url: str, count: int, in_flight: int) -> float:
 
 
 def busy(seconds: float, between: Callable[[], None]) -> float:
-    """Pure-Python work for `seconds`, `between` every 0.1 s; the share of that time in which this thread really ran.
+    """Run Python code for `seconds` and `between` every 0.1 s; return the share of that time in which this thread ran.
 
-    The thread's own CPU clock tells it, and not the work done: how much a virtual core does in a second varies by more
-    than what is to be seen here.
+    It reads the thread's CPU clock instead of counting work, because the speed of a virtual core varies by more than
+    the effect to be measured.
     """
     due = 0.0
     began, ran = time.perf_counter(), time.thread_time()
@@ -165,7 +165,7 @@ def busy(seconds: float, between: Callable[[], None]) -> float:
 
 
 def main_thread_share(url: str, seconds: float, rounds: int, placement: str) -> tuple[float, float]:
-    """(running time of a busy main thread beside the engine over that alone, verdicts per second meanwhile)."""
+    """Return (CPU share of a busy main thread next to the engine over its share alone, verdicts/s meanwhile)."""
     shares, rates = [], []
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -191,7 +191,7 @@ def main_thread_share(url: str, seconds: float, rounds: int, placement: str) -> 
 
 
 def memory_growth_mb(mock: RunningJudge, count: int, in_flight: int) -> tuple[float, float]:
-    """(MB of caller and engine after half of `count`, MB that came on top by the end)."""
+    """(MB of caller and engine after half of `count`, MB added by the end)."""
     step = 2000
     with (
         tempfile.TemporaryDirectory() as cache,

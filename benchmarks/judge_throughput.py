@@ -1,17 +1,16 @@
-"""How close does the engine come to what a judge can give, when it is told nothing about that judge?
+"""How close does the engine come to a judge's best throughput without knowing anything about that judge?
 
-1,024 distinct requests against the test judge: lognormal latency with mean 2 s and sigma 0.5, throughput saturating at
-60 in flight, 429 beyond 80 with `Retry-After: 1`; all of it at a time scale of 1:10. The engine runs with its default
-configuration, the persistent cache on, in a process of its own; so does the judge. Each run starts with an empty
-cache directory: neither replies nor the limiter's memory are carried over. The engine is started before the clock
-(`startup_s` says what that took).
+1,024 distinct requests against the test judge: lognormal latency with mean 2 s and sigma 0.5, saturating at 60 in
+flight, 429 above 80 with `Retry-After: 1`; all times are scaled by 1:10. Engine and judge run in separate processes.
+The engine has its default configuration with the persistent cache on. Each run starts with an empty cache directory, so
+that it inherits neither replies nor the limiter's memory. The engine starts before the clock does (`startup_s`).
 
 Per seed, one after the other: a slice one call at a time, the engine, a second run from its cache file, the engine with
 half the content repeated, and each fixed concurrency. All of them meet the same latencies, because the judge draws them
-from (seed, content). A fixed setting that is far behind after the first seed is not run again: it cannot be the best.
+from (seed, content). A fixed setting that is far behind after the first seed is not run again, since it cannot win.
 
-The time of the naive run is extrapolated: seconds of the slice, times the service time that all the requests need,
-over the service time of those in the slice.
+The time of the naive run is extrapolated: seconds of the slice, times the service time of all requests, over the
+service time of those in the slice.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ REQUESTS = 1024
 GRID = (10, 20, 40, 60, 70, 80, 100, 150, 200)
 SEEDS = 5
 NAIVE_SLICE = 24
-"""Calls made one at a time; five seconds of them."""
+"""Calls made one at a time: five seconds."""
 HOPELESS = 2.0
-"""Times the best of the first seed: what is behind by more is not run again. Far above the noise of one run, so that a
-hiccup cannot take the best setting out of the comparison."""
+"""A setting slower than the first seed's best by this factor is not run again. Far above the noise of one run, so that
+a hiccup cannot exclude the best setting."""
 QUICK_REQUESTS, QUICK_GRID, QUICK_SLICE = 256, (20, 60), 8
 
 PROFILE = JudgeProfile(
@@ -58,7 +57,7 @@ PROFILE = JudgeProfile(
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One batch and what the judge saw of it."""
+    """One batch and the judge's counts of it."""
 
     seed: int
     wall_s: float
@@ -68,7 +67,7 @@ class Run(msgspec.Struct, kw_only=True):
     sent: int
     """Calls that reached the judge."""
     rejected: int
-    """Of these, answered with 429."""
+    """Those answered with 429."""
     max_in_flight: int
 
     @property
@@ -92,7 +91,7 @@ def requests_of(seed: int, count: int) -> list[JudgeRequest]:
 
 
 def half_repeated(requests: Sequence[JudgeRequest], seed: int) -> list[JudgeRequest]:
-    """As many requests, of half the contents, each twice, in any order."""
+    """As many requests with half the contents, each twice, in random order."""
     half = list(requests[: len(requests) // 2])
     doubled = half + half
     random.Random(seed).shuffle(doubled)
@@ -100,7 +99,7 @@ def half_repeated(requests: Sequence[JudgeRequest], seed: int) -> list[JudgeRequ
 
 
 class Scene:
-    """One test judge in its own process, and batches run against it."""
+    """A test judge in a separate process, and the batches that run against it."""
 
     def __init__(self, mock: RunningJudge) -> None:
         self._mock = mock
@@ -167,10 +166,10 @@ class Measurement:
             self._grid = [level for level in self._grid if self.fixed[level][0].wall_s <= HOPELESS * best_s]
 
     def fields(self) -> dict[str, Any]:
-        """The figures by which the engine is judged."""
+        """The figures that the promises are about."""
         engine_s = median([run.wall_s for run in self.engine])
         fixed_s = {level: median([run.wall_s for run in runs]) for level, runs in self.fixed.items() if runs}
-        # One that ran for the first seed only is not comparable, and was left out because it is slow.
+        # A setting that ran for the first seed only was slow, and cannot be compared.
         best = min((level for level in fixed_s if level in self._grid), key=lambda level: fixed_s[level])
         return {
             "speedup_vs_naive": median(
@@ -227,7 +226,7 @@ class Measurement:
 def settings_table(rows: Sequence[dict[str, Any]], count: int) -> str:
     """Times are as measured, at 1:10; samples/s are converted to the judge's own time.
 
-    A run that sends nothing does not wait for the judge: its time is the machine's, and no scale applies to it.
+    A run that sends nothing does not wait for the judge, so its time is not scaled.
     """
     cells = []
     for row in rows:

@@ -1,8 +1,8 @@
-"""What the length penalty of a batch costs, beside the same formula worked out group by group.
+"""What the length penalty of a batch costs, against the same formula computed group by group.
 
     python benchmarks/length_penalty.py [--json FILE] [--repeats N] [--quick]
 
-`penalty` is one call of `median_penalty`; `groups` is `group_index` on uids as verl has them, an object array of text;
+`penalty` is one call of `median_penalty`. `groups` is `group_index` on uids in verl's form, an object array of text.
 `loop` takes each group's rows and their median in Python. Medians, in milliseconds.
 """
 
@@ -55,7 +55,7 @@ def penalty(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def loop(lengths: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """The formula, a group at a time."""
+    """The formula, one group at a time."""
     rows: dict[int, list[int]] = {}
     for row, group in enumerate(groups.tolist()):
         rows.setdefault(group, []).append(row)

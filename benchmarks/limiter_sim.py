@@ -1,9 +1,9 @@
 """How near is the adaptive limit to the best fixed concurrency, on judges it knows nothing about?
 
-Drives the engine's own `Limiter` and `Pacer` through the profiles of `tests/judge/virtual.py` under a virtual
-clock, beside a fixed limit of 60 and of 200 and a plain AIMD. Each figure is the mean time of a batch over the mean
-time at the best fixed concurrency, found by search on the same batches; cold is a first batch, warm starts from the
-memory that a batch of another seed left behind.
+Drives the engine's own `Limiter` and `Pacer` through the profiles of `tests/judge/virtual.py` under a virtual clock,
+and compares them with fixed limits of 60 and 200 and a plain AIMD. Each figure is the mean time of a batch over the
+mean time at the best fixed concurrency, found by search on the same batches. Cold is a first batch; warm starts from
+the limiter's memory of a batch with another seed.
 
     python benchmarks/limiter_sim.py [--seeds 30] [--first-seed 0] [--requests 1024] [--quick] [--json FILE]
 """
@@ -31,22 +31,22 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/judge"))
 from virtual import PROFILES, Outcome, Profile, lognormal_works, run_batch  # the bench of the tests
 
 FIXED_GRID = (30, 40, 50, 56, 60, 64, 70, 76, 80, 90, 110, 150, 200)
-"""Where the best fixed concurrency is searched; all profiles but H have theirs between 50 and 150."""
+"""Candidates for the best fixed concurrency; all profiles but H have theirs between 50 and 150."""
 FIXED_GRID_WIDE = (200, 300, 350, 400, 450, 512, 700, 1024)
-"""The same for a judge with a knee at 400."""
+"""Candidates for a judge with its knee at 400."""
 WIDE_PROFILES = frozenset({"H"})
 WARM_SEED_OFFSET = 1000
-"""The batch that leaves the memory behind has another seed than the one that starts from it."""
+"""The batch that fills the memory has another seed than the batch that starts from it."""
 QUICK_SEEDS = 3
 
 
 class Aimd:
-    """The textbook controller: a fixed step up each round trip, a share off at a 429. It looks at nothing else."""
+    """The textbook controller: add a fixed step each round trip, cut by a factor at a 429. It uses no other signal."""
 
     START = 32.0
-    """The adaptive limit's own start, so that the two differ only in what they do from there."""
+    """The adaptive limit's own start, so that the two differ only in what follows."""
     INCREASE = 8.0
-    """More per round trip. One, as in TCP, would need a minute from 32 to 64."""
+    """Added per round trip. One, as in TCP, would need a minute from 32 to 64."""
     DECREASE = 0.75
     """Between TCP's 0.5, which leaves a judge without a knee half idle, and the 0.9 that storms."""
 
@@ -87,7 +87,7 @@ class Cell:
     over_best: float
     """Mean time over that of the best fixed concurrency, minus one."""
     refused: float
-    """429s a batch, mean."""
+    """Mean number of 429s per batch."""
     most_refused: int
     elapsed_s: float
 

@@ -1,4 +1,4 @@
-"""What passes through the queue: groups/s at saturation, and how long a put takes at half that rate.
+"""Throughput of the queue: groups/s at saturation, and the latency of a put at half that rate.
 
     python benchmarks/message_queue.py [--json FILE] [--quick]
 
@@ -6,11 +6,11 @@
                 ── put ────▶     ▲  ▲        256 groups of about 10 KB, batches of 256 that are committed and published
     1 consumer ── take, commit ──┘  └── published
 
-A put at half the rate is open loop: calls go out when the schedule says so, whatever became of the ones before, and a
-latency counts from the scheduled moment, waiting for tickets included. Arrivals are Poisson. Producers send one encoded
-group again and again, and the consumer decodes none: encoding is a rollouter's work, decoding a trainer's.
-`ray.util.queue` with the same producers and its own calls for batches of 256 is the baseline of the same run; it has no
-tickets, no order and no bound on staleness to keep.
+Puts at half the rate are open loop: calls start at Poisson moments, whether or not earlier ones have ended, and a
+latency counts from the scheduled moment, waiting for tickets included. Producers send the same encoded group again and
+again, and the consumer decodes none: encoding is a rollouter's work, decoding a trainer's. The baseline of the same run
+is `ray.util.queue` with the same producers and its own calls for batches of 256. It keeps no tickets, no order and no
+bound on staleness.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: the figures would be those of whatever else runs
+os.environ.setdefault("RAY_worker_niceness", "0")  # 15 by default: other programs would distort the figures
 
 import numpy as np
 import psutil
@@ -62,20 +62,20 @@ RESPONSES, RESPONSE_TOKENS, PROMPT_TOKENS = 8, 92, 64
 STEPS_PER_VERSION = PRODUCERS
 """A version then makes room for one block of each producer, and a block needs one admission."""
 THRESHOLD = 7
-"""Thirty-two batches alive, about 80 MB: what producers hold tickets for is a third, so that admission is no part of
-a put's latency."""
+"""Thirty-two batches alive, about 80 MB. Producers hold tickets for a third of them, so that admission is no part of a
+put's latency."""
 ALIVE_GROUPS = (THRESHOLD + 1) * STEPS_PER_VERSION * BLOCK_GROUPS
 WARM_UP_S = 1.0
 POLL_S = 0.001
 """`ray.util.queue` has no batch call that waits."""
 PATIENCE_S = 5.0
-"""Longest wait inside a call; the run is over when it is reached."""
+"""Longest wait inside a call; reaching it ends the run."""
 BLOCKS_AHEAD = 2
-"""Blocks to come for which a producer holds tickets: generation has them long before it puts."""
+"""Future blocks for which a producer holds tickets: generation has tickets long before it puts."""
 
 
 def config() -> TrainConfig:
-    """In memory: what the journal costs is asked by journal.py, with the same protocol."""
+    """In memory, because journal.py measures the journal with the same protocol."""
     return to_config(
         {
             "trainer": {"groups_per_step": BLOCK_GROUPS, "total_steps": 10**6},
@@ -127,7 +127,7 @@ class Producer:
         self.held: set[int] = set()
 
     async def admitted(self) -> list[Ticket]:
-        """Tickets for a whole block."""
+        """Return tickets for a whole block."""
         tickets: list[Ticket] = []
         while len(tickets) < BLOCK_GROUPS:
             want = BLOCK_GROUPS - len(tickets)
@@ -143,12 +143,12 @@ class Producer:
         self.held -= {ticket.sequence for ticket in tickets}
 
     async def saturate(self, until_s: float) -> None:
-        """Puts as fast as admission lets it, until the wall clock says `until_s`."""
+        """Put as fast as admission allows, until the wall clock reaches `until_s`."""
         while time.time() < until_s:
             await self.put(await self.admitted())
 
     async def open_loop(self, start_s: float, seconds: float, blocks_per_s: float, seed: int) -> list[float]:
-        """Latencies in seconds of puts at Poisson moments, counted from those."""
+        """Return latencies in seconds of puts at Poisson moments, counted from those moments."""
         rng = random.Random(seed)
         moments, moment = [], 0.0
         while (moment := moment + rng.expovariate(blocks_per_s)) < seconds:
@@ -168,7 +168,7 @@ class Producer:
         return latencies[1:]
 
     async def fill(self, queue: Any, until_s: float) -> None:
-        """`ray.util.queue` by blocks, as its own batch calls have them."""
+        """Fill `ray.util.queue` in blocks, by its own batch calls."""
         while time.time() < until_s:
             try:
                 await queue.actor.put_nowait_batch.remote([self.data] * BLOCK_GROUPS)
@@ -177,14 +177,14 @@ class Producer:
 
 
 class Consumer:
-    """A trainer's side of the protocol: the next batch is asked for while one is committed."""
+    """A trainer's side of the protocol: it requests the next batch while one is being committed."""
 
     def __init__(self, queue: Any) -> None:
         self.queue = client(queue)
         self.step = 0
 
     async def consume(self, until_s: float) -> list[float]:
-        """When each batch was committed; ends when no batch comes after `until_s`."""
+        """Return the time of each commit. Ends when no batch arrives after `until_s`."""
         moments: list[float] = []
         ahead = asyncio.create_task(self.queue.take(self.step + 1, wait_s=1.0))
         while (taken := await ahead).state == "batch" or time.time() < until_s:
@@ -223,7 +223,7 @@ class Scene:
         self.queue_pid = ray.get(self.queue.__ray_call__.remote(lambda _: os.getpid()))
 
     def queue_cpu_s(self) -> float:
-        """Of the queue's process, from its start: what it costs wherever the machine is busy with other things."""
+        """CPU seconds of the queue's process since its start: its cost even if other programs keep the machine busy."""
         times = psutil.Process(self.queue_pid).cpu_times()
         return times.user + times.system
 
@@ -247,7 +247,7 @@ class Scene:
 
     def rays_own(self, seconds: float) -> float:
         queue = Queue(maxsize=ALIVE_GROUPS, actor_options={"num_cpus": 0})
-        queue.put(b"")  # it is there
+        queue.put(b"")  # returns when the actor is ready
         until_s = time.time() + seconds
         putting = [one.fill.remote(queue, until_s) for one in self.producers]
         count = ray.get(self.consumer.empty.remote(queue, until_s))

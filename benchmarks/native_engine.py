@@ -1,14 +1,14 @@
-"""Tokens per second of the native engine against `generate` of transformers: same model, same requests, one thread.
+"""Tokens per second of the native engine against transformers' `generate`: same model, same requests, one thread.
 
     python benchmarks/native_engine.py [--json FILE] [--repeats N] [--quick]
 
-Model: a Qwen2 of the size of the embedded one (hidden 64, 2 layers, 61 tokens), float32, random weights. Requests are
-groups of 8 samples at temperature 1, as a GRPO step asks for them; `single` has one sample a prompt.
+Model: a Qwen2 with the embedded model's size (hidden 64, 2 layers, 61 tokens), float32, random weights. Requests are
+groups of 8 samples at temperature 1, like those of a GRPO step; `single` has one sample a prompt.
 Scenes: `uniform` (20 tokens each) and `tail` (lognormal lengths, median 16, at most 128), each at a batch of 64 and 256
-and with eight batches' worth of samples. `generate` takes a batch after the other and runs each to its longest; the
-engine has as many slots as the batch has rows. Only tokens that were asked for count; there is no stop token.
+and with eight batches of samples. `generate` runs one batch after the other, each to its longest sample; the engine has
+as many slots as the batch has rows. Only requested tokens count; there is no stop token.
 
-The engine also gives log-probabilities and versions, `generate` does not.
+The engine also returns log-probabilities and versions; `generate` does not.
 Sides take turns; a ratio is the median over the turns, of wall time (`ratio`) and of CPU time (`cpu_ratio`).
 """
 
@@ -43,10 +43,10 @@ from freewheel.rollout.native.engine import NativeEngine
 
 VOCABULARY = 61
 PROMPT_TOKENS = (24, 32)
-"""Shortest and longest prompt: the embedded task's."""
+"""Shortest and longest prompt of the embedded task."""
 GROUP = 8
 BATCHES = 8
-"""Batches' worth of samples a run: enough that refilling shows."""
+"""Batches of samples per run: enough to show the effect of refilling slots."""
 BATCH_SIZES = (64, 256)
 UNIFORM_TOKENS = 20
 TAIL_MEDIAN, TAIL_SIGMA, TAIL_MOST = 16, 0.8, 128
@@ -92,7 +92,7 @@ def samples_of(scene: str, batch: int, seed: int) -> list[list[Sample]]:
 
 
 def run_generate(model: Qwen2ForCausalLM, groups: list[list[Sample]], batch: int) -> int:
-    """Batch after batch, left-padded, each to its longest; gives the tokens that were asked for."""
+    """Run batch after batch, left-padded, each to its longest sample. Returns the number of requested tokens."""
     samples = [sample for group in groups for sample in group]
     for start in range(0, len(samples), batch):
         part = samples[start : start + batch]

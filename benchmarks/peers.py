@@ -1,18 +1,18 @@
-"""The same judging through the tools that people use for it today, and through ours.
+"""The same judging through the tools that people use today, and through freewheel.
 
-`--judge`: 1,024 different requests to a test judge (lognormal, 2 s on average, saturating at 60 in flight, 429 beyond
-80, `Retry-After: 1`), all of it at a time scale of 1:5: verl's reward loop, TRL's AsyncGRPO, inspect_ai, a script
-around the OpenAI SDK, and `freewheel.judge.Judge`.
+`--judge`: 1,024 different requests to a test judge (lognormal, 2 s on average, saturating at 60 in flight, 429 above
+80, `Retry-After: 1`), all times scaled by 1:5: verl's reward loop, TRL's AsyncGRPO, inspect_ai, a script around the
+OpenAI SDK, and `freewheel.judge.Judge`.
 
-`--rewards`: 64 and 1,024 rewards, four of each text, from a test judge (0.1 s) that answers 429 beyond 8 in flight:
+`--rewards`: 64 and 1,024 rewards, four of each text, from a test judge (0.1 s) that answers 429 above 8 in flight:
 verl's reward managers and ours inside verl, a reward function around the SDK and ours inside TRL.
 
-Each peer runs in a fresh process of its own environment (`make env-verl env-trl env-peers`), against a test judge that
-was started for it, in a process of its own too; nothing is cached beforehand. The peers' own code does the work:
-`benchmarks/peers/with_*.py` say how it is called, `peers/verl_functions.py` and `peers/sdk.py` are what their users
-write. Where time is scaled, so are the pauses that a peer's code has as constants; ours are not. Imports and set-up
-are before the clock, and so is the start of our engine in `--judge`; in `--rewards`, where the integrations start it by
-themselves, it is in the time. CPU is the client's, its child processes included.
+Each peer runs in a fresh process in a separate environment (`make env-verl env-trl env-peers`), against its own test
+judge, also in a separate process; nothing is cached beforehand. The peers' own code does the work:
+`benchmarks/peers/with_*.py` call it, and `peers/verl_functions.py` and `peers/sdk.py` are what their users write. Where
+time is scaled, the constant pauses in a peer's code are scaled too; ours are not. The clock starts after imports and
+set-up, and in `--judge` after the start of our engine; in `--rewards` the integrations start it, so it counts. CPU is
+the client's, with its child processes.
 
 A reward is *wrong* if it is a number that the judge did not give to this text, and *missing* if there is none: None, or
 a batch that an exception ended.
@@ -56,16 +56,16 @@ SAMPLES, QUICK_SAMPLES = (64, 1024), (64,)
 COPIES = 4
 """Of each text in `--rewards`: 75% are duplicates."""
 GROUP = 8
-"""TRL's `num_generations` by default, and so what its worker scores at a time."""
+"""TRL's default of `num_generations`, which its worker scores at a time."""
 KNEE, REJECT_ABOVE, NARROW = 60, 80, 8
 LIMIT_S = 180.0
-"""For one peer. One that is not done by then did not finish."""
+"""Time limit for one peer. A slower one counts as not finished."""
 PREPARE_S = 60.0
-"""Added to that limit: torch and its friends are imported from a cold disk."""
+"""Added to that limit: torch and other libraries are imported from a cold disk."""
 BUSY = 0.25
-"""Load per core from which someone else is measured as well."""
+"""Load per core above which other programs distort the figures."""
 SLOWER_AT_MOST = 1.10
-"""Ours over the fastest peer that got everything right. Those may be told where the judge saturates; ours finds it."""
+"""Our time over that of the fastest peer without errors. A peer may be given the judge's limit; ours finds it."""
 
 JUDGE = JudgeProfile(
     seed=1,
@@ -77,14 +77,14 @@ JUDGE = JudgeProfile(
     retry_after_s=1.0,
     time_scale=0.2,
 )
-"""1:5, and not more: at 1:10 the SDK's CPU alone would be the limit, which at the judge's own speed it is not."""
+"""1:5 and not more: at 1:10 the SDK's CPU would be the limit, and at the judge's own speed it is not."""
 NARROW_JUDGE = JudgeProfile(seed=1, latency="lognormal", latency_s=0.1, reject_above=NARROW, retry_after_s=1.0)
 
 _ITEM = re.compile(r"Item (\d+):")
 
 
 class Peer(NamedTuple):
-    """A tool, and how its user has set it up."""
+    """A tool and its settings."""
 
     name: str
     environment: str
@@ -132,11 +132,11 @@ IN_ACTORS = (
     _verl(f"verl rate_limited, {NARROW}, in 8 actors", "rate_limited", max_concurrent=NARROW, workers=8, **DOCUMENTED),
     _verl("verl with freewheel, in 8 actors", "freewheel", group=COPIES, workers=8)._replace(ours=True),
 )
-"""verl's default number of reward workers, each a Ray actor. They take their time to start, so only by `--ray`."""
+"""verl's default number of reward workers, each a Ray actor. They start slowly, so only with `--ray`."""
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """One peer, and what the judge saw of it."""
+    """One peer and the judge's counts of it."""
 
     peer: str
     ours: bool
@@ -151,7 +151,7 @@ class Run(msgspec.Struct, kw_only=True):
     sent: int
     """Calls that reached the judge."""
     rejected: int
-    """Of these, answered with 429."""
+    """Those answered with 429."""
     max_in_flight: int
     right: int
     wrong: int
@@ -161,7 +161,7 @@ class Run(msgspec.Struct, kw_only=True):
 
 
 def make_items(contents: int, copies: int = 1) -> list[dict[str, Any]]:
-    """Word problems with an answer each; the copies of one stand together, as the group of a prompt does."""
+    """Word problems with an answer each. The copies of one are neighbours, like the responses to one prompt."""
     rng = random.Random(7)
     items = []
     for number in range(contents):
@@ -173,7 +173,7 @@ def make_items(contents: int, copies: int = 1) -> list[dict[str, Any]]:
 
 
 def grade(items: Sequence[dict[str, Any]], scores: Sequence[float | None], counts: Counts) -> tuple[int, int]:
-    """How many are wrong, and how many missing. The judge's score depends on what it was sent, which it remembers."""
+    """Count wrong and missing scores. The judge's score depends on the text sent, which the judge remembers."""
     given: dict[int, set[int]] = {}
     for count in counts.contents.values():
         if count.answered and (found := _ITEM.search(count.text)):
@@ -221,7 +221,7 @@ def run_peer(peer: Peer, profile: JudgeProfile, items: list[dict[str, Any]]) -> 
 
 
 def call_worker(peer: Peer, job: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The outcome that the peer's worker reports; one that takes too long is ended with all its processes."""
+    """Return the outcome that the peer's worker reports. One that takes too long is ended with all its processes."""
     command = [str(ROOT / ".venvs" / peer.environment / "bin/python"), str(WORKERS / peer.worker)]
     process = subprocess.Popen(
         command,
@@ -249,7 +249,7 @@ def call_worker(peer: Peer, job: dict[str, Any], folder: str) -> dict[str, Any]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """One thread for arithmetic, no network but loopback, and every cache in a folder that is empty."""
+    """One thread for arithmetic, no network but loopback, and every cache in an empty folder."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -261,7 +261,7 @@ def environment(folder: str) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "FREEWHEEL_CACHE_DIR": folder,
         "XDG_CACHE_HOME": folder,
-        "VERL_LOGGING_LEVEL": "CRITICAL",  # it would write a line for each failed reward
+        "VERL_LOGGING_LEVEL": "CRITICAL",  # else it writes a line for each failed reward
     }
 
 

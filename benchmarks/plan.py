@@ -1,4 +1,4 @@
-"""Is the planner right? It predicts the scenes of async_vs_sync.py, which are then measured, or have just been.
+"""Is the planner right? It predicts the scenes of async_vs_sync.py, and the predictions are compared with measurements.
 
     python benchmarks/plan.py [--json FILE] [--quick] [--seeds N] [--scenes plain tail judge] [--runs DIR] [--lives]
 
@@ -6,13 +6,13 @@
     seed 0, plain, fully_async ─▶ what generation and training cost each other on this machine ─┴▶ 9 predictions
     all seeds, all modes ─▶ measured: the median ─▶ error of each
 
-Wall time of steps 5 to 35, as async_vs_sync.py counts it. One prediction of the nine, plain in fully_async, is made
-with what was calibrated on the same mode and scene; the rest see their mode and scene for the first time, but for
-`sync` itself, whose distributions are used everywhere. The tail's long responses are cut before the pipeline sees them,
-so that their share and length, which async_scenes.py fixes, are given.
+It compares the wall time of steps 5 to 35, as async_vs_sync.py counts it. One of the nine predictions, plain in
+fully_async, is calibrated on the same mode and scene. The others are of modes and scenes that the planner has not seen,
+except `sync` itself, whose distributions are used everywhere. The tail's long responses are cut before the pipeline
+sees them, so their share and length, which async_scenes.py fixes, are given.
 
---runs: keep the runs there, and use those that are there, of async_vs_sync.py --runs or of an earlier time.
---lives: only how many group lives a minute are simulated, in one process and on all cores; groups of 8 responses.
+--runs: keep the runs there, and use those of async_vs_sync.py --runs or of an earlier time.
+--lives: measure only the number of group lives simulated per minute, in one process and on all cores; 8 responses each.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ from freewheel.queue.staleness import Bounds
 MOST_ERROR = 0.10
 LIVES_PER_MINUTE = 2_000_000
 LIVES = 128 * 300
-"""Groups of one simulation that is timed."""
+"""Groups of one timed simulation."""
 PREDICTED_SEEDS = 5
-"""Simulations that a prediction is the median of."""
+"""A prediction is the median of this many simulations."""
 
 
 # -- how fast it simulates --------------------------------------------------------------------------------------------
 
 
 def timed_scene() -> Scene:
-    """The plain scene's shape: 128 groups of 8 a step, 256 slots, lengths and latencies that differ."""
+    """The plain scene's shape: 128 groups of 8 a step, 256 slots, varied lengths and latencies."""
     bounds = Bounds(groups_per_step=128, threshold=3, window=257, max_alive=1000, max_lag_allowed=5, total_groups=LIVES)
     return Scene(
         bounds=bounds,
@@ -79,7 +79,7 @@ def lives_per_minute(seed: int = 0) -> float:
 
 
 def measure_lives() -> dict[str, float]:
-    """One process, and as many as there are cores: their rates together, each warmed up by a first simulation."""
+    """Rates of one process, and of all cores together, each warmed up by a first simulation."""
     one = median([lives_per_minute(seed) for seed in range(3)])
     cores = len(os.sched_getaffinity(0))
     with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -95,7 +95,7 @@ def measure_lives() -> dict[str, float]:
 
 
 def generated(scene: str, recorded: RecordedRun) -> Measured | None:
-    """What the engine made, where the pipeline sees less of it."""
+    """The engine's output, where the pipeline sees less of it."""
     import async_scenes
 
     if scene != "tail" or max(recorded.lengths) >= async_scenes.TAIL_TOKENS:

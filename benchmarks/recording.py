@@ -1,14 +1,14 @@
-"""What traces and samples cost: CPU time of a rollouter's process with recording and without, taking turns.
+"""What traces and samples cost: CPU time of a rollouter's process with recording and without, in turns.
 
     python benchmarks/recording.py [--json FILE] [--quick]
 
-One process, no Ray: the embedded model, the native engine, the task's own score, and a queue whose groups are taken
-away as they come, 96 groups of 8 a step. The same rollouter goes on while recording is switched on and off again
-between stretches of some steps, and all CPU time of the process counts: the engine, events, text made of them, and
-writing. `cost` is the median over pairs of neighbouring stretches of CPU a group, with over without, less 1. Settings
-are the defaults of `observe`. A trainer has one event a group, and this has nineteen.
+One process, no Ray: the embedded model, the native engine, the task's own score, and a queue whose groups are removed
+as they arrive, 96 groups of 8 a step. Recording is switched on and off while the same rollouter continues. All CPU time
+of the process counts: the engine, events, their conversion to text, and writing. `cost` is the median over pairs of
+neighbouring stretches of CPU per group, with over without, minus 1. Settings are the defaults of `observe`. A trainer
+records one event a group, a rollouter nineteen.
 
-`event_us` is what an event costs the part that tells of it, alone; `text_us` what the writing thread takes for it.
+`event_us` is the cost of an event to the part that records it; `text_us` is the writing thread's.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from freewheel.runtime.placement import Machine
 from freewheel.runtime.plan import resolve
 
 PROMISED_COST = 0.03
-"""Of a rollouter whose model is tiny: of a real one, whose groups take a thousand times as long, nothing is left."""
+"""For a rollouter with a tiny model. A real one's groups take a thousand times as long, so the share vanishes."""
 GROUPS = 96
 STEPS, PAIRS = 3, 40
-"""Steps a stretch, about a second; pairs of stretches. Many short ones: a noisy minute hits both of a pair."""
+"""Steps a stretch, about a second, and pairs of stretches. Short ones, so that noise affects both of a pair."""
 EVENTS = MOST_WAITING // 2
 REPEATS = 9
 
 
 class Rolling:
-    """A rollouter that goes on, and whose groups are taken away."""
+    """A rollouter that generates without end, and whose groups are removed."""
 
     def __init__(self, side: RolloutSide) -> None:
         many = 10**6
@@ -79,7 +79,7 @@ class Rolling:
         await self._rollouter.close()
 
     async def steps(self, count: int) -> float:
-        """CPU seconds of this process, all its threads."""
+        """CPU seconds of this process with all its threads."""
         since = time.process_time()
         for _ in range(count):
             self._step += 1
@@ -106,7 +106,7 @@ async def measure(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
                     start_recording(ObserveConfig(), folder, "alone", samples=True)
                 spent = await rolling.steps(steps)
                 since = time.process_time()
-                end_recording()  # what is still to be written belongs to it
+                end_recording()  # includes what is still to be written
                 spent += time.process_time() - since
                 (with_it if recorded else without).append(spent / (steps * GROUPS))
     traced = sum(file.size for file in files_of(folder / TRACE)) / (pairs * steps * GROUPS)
@@ -119,7 +119,7 @@ async def measure(folder: Path, *, steps: int, pairs: int) -> dict[str, Any]:
 
 
 def events(folder: Path) -> dict[str, float]:
-    """Of one event at a time, in the best of some repeats: how long it takes where nothing is in its way."""
+    """Microseconds of one event at a time, in the best of some repeats."""
     told, text = [], []
     for repeat in range(REPEATS):
         tracer = Tracer(folder, f"events{repeat}", every=1, most_bytes=10**9)

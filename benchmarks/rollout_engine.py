@@ -1,14 +1,14 @@
-"""What a rollouter costs vLLM: tokens/s through `Rollouter` against the same vLLM asked directly, on one GPU.
+"""What a rollouter costs vLLM: tokens/s through `Rollouter` against the same vLLM called directly, on one GPU.
 
     python benchmarks/rollout_engine.py [--json FILE] [--shapes 0.5B 1.5B] [--sequences 256 1024] [--quick]
 
     bare:  prompts ─▶ AsyncLLM.generate, all at once                          ─▶ tokens, log-probabilities
-    ours:  queue ─ tickets ─▶ Rollouter ─▶ VllmEngine ─▶ reward ─▶ group ─▶ queue ─▶ taken away at once
+    ours:  queue ─ tickets ─▶ Rollouter ─▶ VllmEngine ─▶ reward ─▶ group ─▶ queue ─▶ removed at once
 
-Both sides use one engine, so that compilation, memory and CUDA graphs are the same, and take turns. Random prompts of
-128 tokens, 8 responses to each, 256 tokens a response (no stop token), temperature 1, log-probabilities of what was
-sampled on both sides. Sequences: how many the engine runs at a time; three times as many are generated in a turn, from
-an empty engine to an empty engine. The reward is a constant: what it costs is the user's. Weights are random.
+Both sides use one engine in turns, so that compilation, memory and CUDA graphs are the same. Random prompts of 128
+tokens, 8 responses to each, 256 tokens a response (no stop token), temperature 1, log-probabilities of the sampled
+tokens on both sides. Sequences: how many the engine runs at a time; a turn generates three times as many, from an
+empty engine to an empty engine. The reward is a constant, because its cost is the user's. Weights are random.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from shapes import SHAPES, VOCABULARY, write_model
 PROMISED = 0.95
 PROMPT_TOKENS, NEW_TOKENS, GROUP = 128, 256, 8
 TIMES = 3
-"""Sequences of a turn, in units of those at a time."""
+"""Sequences of a turn, in multiples of those that run at a time."""
 TURNS = 2
 
 

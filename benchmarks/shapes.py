@@ -9,7 +9,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "0.5B": {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "intermediate_size": 4864},
     "1.5B": {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12, "intermediate_size": 8960},
 }
-"""Of Qwen2.5, whose weights are published under these names."""
+"""Shapes of Qwen2.5, whose weights are published under these names."""
 VOCABULARY, POSITIONS = 151_936, 4096
 
 
@@ -29,7 +29,7 @@ def model_config(shape: str) -> Any:
 
 
 def write_model(folder: Path, shape: str, *, device: str = "cuda") -> Path:
-    """A HF folder of that shape in bfloat16, without a tokenizer."""
+    """Write a HF folder of that shape in bfloat16, without a tokenizer."""
     import torch
     from transformers import Qwen2ForCausalLM
 

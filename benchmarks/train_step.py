@@ -3,17 +3,17 @@
     python benchmarks/train_step.py [--json FILE] [--steps N] [--variants] [--quick]
 
     plain      transformers' model, bfloat16 autocast over float32 weights, SDPA, all logits at once, one micro-batch
-    freewheel  `TorchBackend.step` on `PromptGroup`s, as a run calls it
+    freewheel  `TorchBackend.step` on `PromptGroup`s, as in a run
 
-Both take the same 16 sequences of 128 + 1,024 tokens (2 prompts with 8 responses each), the same loss, clipping of the
-gradient's norm and fused AdamW on float32 weights, one after the other in one process. Model: Qwen2 with 1.5B's sizes,
-random weights. `plain` leaves the entropy out, which freewheel reports.
+Both take the same 16 sequences of 128 + 1,024 tokens (2 prompts with 8 responses each), the same loss, gradient
+clipping and fused AdamW on float32 weights, one after the other in one process. The model is a Qwen2 with 1.5B's sizes
+and random weights. `plain` leaves out the entropy, which freewheel reports.
 
-Tokens are those of the sequences, a prompt counted for each of its responses, on both sides. MFU counts the operations
-that a step needs (6 a weight and token, causal attention, the head at response tokens only), not what is done twice,
-and a shared prompt once. `unshared` is the same backend with a prompt for each response: the work of `plain`. Peak
-memory is the allocator's, weights, moments and gradients included. The log-probabilities' error is that of each side
-against float32. `--variants` also measures other settings.
+On both sides tokens are those of the sequences, with a prompt counted for each of its responses. MFU counts the
+operations that a step needs (6 per weight and token, causal attention, the head at response tokens only), not those
+done twice, and a shared prompt once. `unshared` is the same backend with a prompt for each response: the work of
+`plain`. Peak memory is the allocator's, weights, moments and gradients included. The error of the log-probabilities is
+each side's distance from float32. `--variants` also measures other settings.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ MICRO_BATCH_TOKENS = 16384
 LR = 1e-6
 STEPS, WARM_UPS = 8, 2
 CHECKED_SEQUENCES = 4
-"""Whose log-probabilities are compared with float32."""
+"""Number of sequences whose log-probabilities are compared with float32."""
 SPEED_BOUND, MEMORY_BOUND, NORM_BOUND = 1.25, 0.55, 0.02
 ERROR_BOUND = 1.25
-"""The log-probabilities' distance from float32 over autocast's: both round to bfloat16, in other places."""
+"""Our distance from float32 over autocast's distance: both round to bfloat16, in different places."""
 MFU_GOAL = 0.50
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model and the batch."""
+    """Size of the model and the batch."""
 
     hidden: int = 1536
     layers: int = 28
@@ -83,7 +83,7 @@ class Size:
         return GROUPS * RESPONSES * (self.prompt + self.response)
 
     def flops(self, *, shared: bool) -> float:
-        """Of forward and backward, by the rows' tokens, the pairs that see each other and the response tokens."""
+        """Operations of forward and backward, from tokens, pairs that attend to each other, and response tokens."""
         kv = self.hidden // self.heads * self.kv_heads
         weights = self.layers * (2 * self.hidden**2 + 2 * self.hidden * kv + 3 * self.hidden * self.inner)
         sequences, prompts = GROUPS * RESPONSES, GROUPS if shared else GROUPS * RESPONSES
@@ -100,12 +100,12 @@ TINY = Size(hidden=64, layers=2, heads=4, kv_heads=2, inner=128, vocabulary=512,
 
 @dataclass
 class Found:
-    """Of one side."""
+    """Figures of one side."""
 
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     start_s: float = 0.0
-    """Building it and the first step: mostly compiling."""
+    """Construction and the first step: mostly compilation."""
     logp: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     grad_norm: float = 0.0
     """Of the first step."""
@@ -163,7 +163,7 @@ def by_key(batch: MicroBatch, logp: Tensor) -> dict[tuple[int, int], Tensor]:
 
 
 class Plain:
-    """What a training loop without any of this does."""
+    """A training loop without freewheel's optimisations."""
 
     def __init__(self, model: Any, groups: list[PromptGroup], device: torch.device) -> None:
         self.model, self.device = model, device
@@ -265,7 +265,7 @@ def run_freewheel(size: Size, groups: list[PromptGroup], steps: int, device: tor
 
 @torch.no_grad()
 def reference(size: Size, groups: list[PromptGroup], device: torch.device) -> dict[tuple[int, int], Tensor]:
-    """In float32, one sequence at a time."""
+    """Log-probabilities in float32, one sequence at a time."""
     forget(device)
     model, found = make_model(size, device), {}
     for sample in checked(groups):

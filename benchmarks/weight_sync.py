@@ -1,19 +1,20 @@
-"""What a new version of the weights costs generation: the gap in the tokens of 64 streams while vLLM takes it over.
+"""What a new version of the weights costs generation: the gap in the tokens of 64 streams while vLLM loads it.
 
     python benchmarks/weight_sync.py [--json FILE] [--shape 1.5B] [--syncs N] [--quick]
 
     a trainer's process: cast, DevicePacker ─ handles ─▶ this process: VllmEngine.update_weights ─▶ vLLM, same GPU
                                                           64 streams, a timestamp a token
 
-A Qwen2 of that shape with random weights, bfloat16; the trainer's process holds them in float32, changes them before
-each version and keeps the last two versions, as a run does. Streams ask for tokens without end.
+A Qwen2 of that shape with random weights in bfloat16. The trainer's process holds them in float32, changes them before
+each version and keeps the last two versions, as in a run. Streams generate without end.
 
-`pause_ms`: the largest gap between two consecutive tokens of any stream, around a sync (from its beginning to a second
-after its end). `quiet_gap_ms`: the same in as much time without one. The first sync opens the trainer's memory and is
-compared with what was sent; the last is compared too; those between are not, and are what is promised. Bytes/s: of the
-calls that load, against a copy of as many bytes within the GPU, taken in the trainer's process before streams begin.
+`pause_ms`: the largest gap between two consecutive tokens of any stream around a sync (from its start to a second after
+its end). `quiet_gap_ms`: the same in as much time without a sync. The first sync opens the trainer's memory and is
+verified against what was sent; the last one is verified too. Those between are not verified, and the promise is about
+them. Bytes/s: of the calls that load, against a copy of as many bytes within the GPU, measured in the trainer's process
+before streams start.
 
-Without a GPU (`--quick` only): a tiny model through shared memory, to see that it works.
+Without a GPU (`--quick` only): a tiny model through shared memory, to check that the script works.
 """
 
 from __future__ import annotations
@@ -54,23 +55,23 @@ PROMISED_PAUSE_MS = 100.0
 STREAMS, PROMPT_TOKENS, NEW_TOKENS = 64, 64, 2048
 SYNCS, QUICK_SYNCS = 8, 3
 APART_S = 3.0
-"""Between two syncs: room for a second after the one, and for as much time without any."""
+"""Time between two syncs: a second after the first, and as much time without any."""
 AFTER_S, QUIET_S = 1.0, 1.5
-"""After a sync, what still counts as around it; then as much time as it took, at most, until the next is asked for."""
+"""How long after a sync still counts as around it, and how much quiet time follows before the next."""
 MEMORY_SHARE = 0.5
 COPIES = 10
 POLL_S = 0.0005
 """Resolution of the measured pauses."""
 TINY = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 PHASES = ("pause", "start_update", "update", "finish_update", "resume")
-"""Of the engine's calls to vLLM, in their order."""
+"""The engine's calls to vLLM, in order."""
 
 
 # -- the trainer's process --------------------------------------------------------------------------------------------
 
 
 def train(folder: str, device: str, transport: str, pipe: Connection) -> None:
-    """Sends a new version, and how long it took to make, each time that it is asked."""
+    """Send a new version, and the time it took to make, for each request."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -112,7 +113,7 @@ def train(folder: str, device: str, transport: str, pipe: Connection) -> None:
 
 
 class Trainer:
-    """The process above, as the event loop asks it."""
+    """The trainer's process, as the event loop calls it."""
 
     def __init__(self, folder: str, device: str, transport: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -143,7 +144,7 @@ class Streams:
     def __init__(self, engine: Engine, count: int) -> None:
         self._engine = engine
         self.gaps: list[tuple[float, float]] = []
-        """Between two consecutive moments at which new tokens were seen."""
+        """Gaps between two consecutive moments at which new tokens were seen."""
         self.tokens = 0
         self._numbers = itertools.count()
         self._tasks = [asyncio.create_task(self._run(stream)) for stream in range(count)]
@@ -161,7 +162,7 @@ class Streams:
             await generate_all(self._engine, request)
 
     async def _watch(self) -> None:
-        """Polls the engine's counter: an engine delivers a response when it is whole."""
+        """Poll the engine's counter, because an engine delivers only whole responses."""
         made, last = self._engine.stats().generated_tokens, time.perf_counter()
         while True:
             await asyncio.sleep(POLL_S)
@@ -186,7 +187,7 @@ class Streams:
 
 
 class Phases:
-    """How long each call to vLLM took, since it was last asked."""
+    """Duration of each call to vLLM since the last query."""
 
     def __init__(self, engine: Any) -> None:
         self._spent: dict[str, float] = {}
@@ -212,7 +213,7 @@ class Phases:
 
 
 async def start(folder: str, streams: int) -> tuple[Any, str]:
-    """The engine as a run makes it, and the way of its weights."""
+    """Start the engine and the weight transport as a run does."""
     from freewheel.runtime.building import load_engine
     from freewheel.runtime.config_files import to_config
     from freewheel.runtime.placement import Machine
@@ -262,7 +263,7 @@ async def sync(engine: Engine, trainer: Trainer, version: int, *, verify: bool, 
 
 async def measure(folder: str, syncs: int, streams: int) -> dict[str, Any]:
     engine, transport = await start(folder, streams)
-    gc.freeze()  # as a rollouter's process does: looking through all that was imported is a pause of its own
+    gc.freeze()  # as in a rollouter's process: collecting all imported modules would be another pause
     trainer = Trainer(folder, "cuda" if _has_gpu() else "cpu", transport)
     try:
         facts = await trainer.facts()

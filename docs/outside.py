@@ -1,6 +1,6 @@
 """Brings into the site what lies outside docs/: README, changelog, contributing, an example's README.
 
-    on_files           each of them becomes a page of its own, with the text as it is
+    on_files           each of them becomes a separate page, with the text as it is
     on_page_markdown   links between files of the repository become links between pages of the site
 
 So nothing is said twice, and every page reads the same on GitHub. A link to a file that is no page, a script or the

@@ -1,6 +1,6 @@
 """What the installed vLLM for a CPU needs, without torch and what goes with it: one requirement a line.
 
-Its package asks for a build of torch that carries a label of its own (`+cpu`), which an index may not have, and for
+Its package asks for a build of torch with a separate label (`+cpu`), which an index may not have, and for
 libraries of sound and pictures. `make env-vllm` installs torch first, then vLLM alone, then what this prints.
 """
 

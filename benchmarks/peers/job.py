@@ -2,7 +2,7 @@
 
     stdin: the job as JSON ─▶ prepare (imports, tokenizer, client) ─▶ clock ─▶ the batch ─▶ clock ─▶ stdout: one line
 
-What libraries print goes to stderr.
+The output of libraries goes to stderr.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASK = "Rate the answer from 1 to 10. Reply with the integer alone."
 
 @dataclass(frozen=True)
 class Item:
-    """A question and the answer that is to be judged. Items of equal number are equal."""
+    """A question and the answer to judge. Items with equal numbers are equal."""
 
     number: int
     prompt: str
@@ -42,20 +42,20 @@ class Job:
     url: str
     items: list[Item]
     time_scale: float
-    """Wall seconds per second of the judge. What a peer waits for by a constant of its own is scaled by it too, or its
-    pauses would count more than the judge's."""
+    """Wall seconds per second of the judge. A peer's constant pauses are scaled by it too; otherwise they would count
+    for more than the judge's time."""
     options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Outcome:
-    """What a peer made of its job. `scores` is in the order of the items; None: it gave none."""
+    """The result of a peer's job. `scores` is in the order of the items; None: no score."""
 
     scores: list[float | None]
     wall_s: float = 0.0
     cpu_s: float = 0.0
     error: str = ""
-    """What ended the batch, if something did."""
+    """The exception that ended the batch, if any."""
     versions: dict[str, str] = field(default_factory=dict)
 
 
@@ -66,12 +66,12 @@ def read_job() -> Job:
 
 
 def judge_message(prompt: str, response: str) -> str:
-    """What a judge is sent where its user writes the prompt."""
+    """The message to the judge where the user writes the prompt."""
     return f"{prompt}\n\nAnswer:\n{response}\n\n{ASK}"
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and of the children it has now: an engine of its own is part of a client."""
+    """CPU seconds of this process and its current children: a client's engine process is part of the client."""
     me = psutil.Process()
     total = 0.0
     for process in (me, *me.children(recursive=True)):
@@ -83,11 +83,11 @@ def cpu_s() -> float:
 
 @contextlib.contextmanager
 def clock(outcome: Outcome) -> Iterator[None]:
-    """Times the batch. An exception ends it and is noted: that is what would have ended the user's step."""
+    """Time the batch. An exception ends it and is recorded, because it would have ended the user's step."""
     cpu_before_s, began = cpu_s(), time.perf_counter()
     try:
         yield
-    except Exception as error:  # noqa: BLE001  # whatever a peer raises is its result
+    except Exception as error:  # noqa: BLE001  # any exception of a peer is its result
         outcome.error = f"{type(error).__name__}: {error}"[:300]
     finally:
         outcome.wall_s = time.perf_counter() - began
@@ -101,7 +101,7 @@ def versions(*packages: str) -> dict[str, str]:
 def run(
     work: Callable[[Job, Outcome], Awaitable[None]] | Callable[[Job, Outcome], None], packages: Sequence[str]
 ) -> None:
-    """A worker's main. Libraries print to stdout as well, so that becomes stderr for all but the outcome's line."""
+    """A worker's main function. Libraries print to stdout as well, so only the outcome's line goes there."""
     stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     job = read_job()

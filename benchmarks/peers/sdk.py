@@ -1,4 +1,4 @@
-"""The reward function that people write around the OpenAI SDK: one client, one call an answer, everything gathered."""
+"""The reward function that people write around the OpenAI SDK: one client, one call per answer, `asyncio.gather`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 
 
 def client_of(base_url: str) -> AsyncOpenAI:
-    """With the SDK's defaults: two retries, `Retry-After` heeded."""
+    """A client with the SDK's defaults: two retries that respect `Retry-After`."""
     return AsyncOpenAI(base_url=base_url, api_key="EMPTY")
 
 
@@ -21,12 +21,12 @@ async def ask(client: AsyncOpenAI, prompt: str, response: str) -> float:
 
 
 class SdkReward:
-    """An asynchronous reward function as TRL calls it."""
+    """An asynchronous reward function in TRL's convention."""
 
     __name__ = "judge"
 
     def __init__(self, base_url: str, *, forgiving: bool = False) -> None:
-        """`forgiving`: a call that fails is None, which TRL leaves out, and the others' scores are kept."""
+        """`forgiving`: a failed call gives None, which TRL leaves out, and the other scores are kept."""
         self._client = client_of(base_url)
         self._forgiving = forgiving
 

@@ -1,4 +1,4 @@
-"""Custom reward functions for verl, which loads this file by its path, in whichever process: it imports no sibling.
+"""Custom reward functions for verl, which loads this file by path in any process: it imports no sibling.
 
 The judge's address is in `JUDGE_URL`, wall seconds per second of the judge in `JUDGE_TIME_SCALE`.
 """
@@ -19,7 +19,7 @@ TRIES, FIRST_PAUSE_S = 3, 2.0
 async def judge_as_documented(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]
 ) -> dict[str, float]:
-    """As verl's page on the reward loop shows it: a session a call, and the reply taken for an answer."""
+    """As on verl's page about the reward loop: one session per call, and any reply counts as an answer."""
     content = f"{extra_info['question']}\n\nAnswer:\n{solution_str}\n\n{ASK}"
     payload = {"model": "mock-judge", "messages": [{"role": "user", "content": content}], "temperature": 0.0}
     async with aiohttp.ClientSession() as session, session.post(os.environ["JUDGE_URL"], json=payload) as reply:
@@ -42,5 +42,5 @@ async def judge_with_retries(
 
 
 def nothing(data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any]) -> float:
-    """No rule score, so that our manager's reward is the judge's quality alone, as it is for the others."""
+    """No rule score, so that our manager's reward is the judge's score alone, like the others'."""
     return 0.0

@@ -1,4 +1,4 @@
-"""Ours: `Judge` with its default configuration and an empty cache, told nothing about the judge."""
+"""freewheel: `Judge` with its default configuration and an empty cache, without information about the judge."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READY_S = 60.0
 def work(job: Job, outcome: Outcome) -> None:
     requests = [JudgeRequest(prompt=item.prompt, response=item.response) for item in job.items]
     with Judge(JudgeConfig(endpoint=job.url, model=MODEL)) as judge:
-        judge.start()  # as the others' imports, before the clock
+        judge.start()  # before the clock, like the others' imports
         until = time.monotonic() + READY_S
         while not judge.stats().endpoints:  # stats() itself waits, and gives zeros if no engine answered
             if time.monotonic() > until:

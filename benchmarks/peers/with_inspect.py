@@ -10,7 +10,7 @@ from job import MODEL, Item, Job, Outcome, clock, judge_message, run
 from tenacity import wait_exponential_jitter
 
 COOLDOWN_S, FIRST_PAUSE_S, LONGEST_PAUSE_S = AdaptiveConcurrency().cooldown_seconds, 3.0, 1800.0
-"""inspect_ai's own: between two cuts of its limit, and between tries (`model_retry_config`)."""
+"""inspect_ai's own values: between two cuts of its limit, and between tries (`model_retry_config`)."""
 
 
 async def work(job: Job, outcome: Outcome) -> None:

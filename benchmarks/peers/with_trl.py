@@ -1,4 +1,4 @@
-"""TRL's real reward calls: AsyncGRPO's scoring loop, and `GRPOTrainer._calculate_rewards`; with the SDK or with ours.
+"""TRL's real reward calls: AsyncGRPO's scoring loop and `GRPOTrainer._calculate_rewards`, with the SDK or with ours.
 
 The loop is TRL's own `_AsyncRolloutLoop`, in this process and without the vLLM server that would feed it: its queue is
 filled with groups that are already generated.
@@ -26,7 +26,7 @@ from freewheel.integrations.trl import JudgeReward
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, with the chat template of Qwen 2.5 as TRL ships it."""
+    """One token a byte, with the chat template of Qwen 2.5 that TRL ships."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,10 +1,10 @@
-"""verl's real reward loop over a real batch: its configuration, its `RewardLoopWorker`, a manager of its own or ours.
+"""verl's real reward loop over a real batch: its configuration, its `RewardLoopWorker`, verl's manager or ours.
 
-The worker runs in this process and not as a Ray actor: its code is the same, and a limit that verl holds per process is
-the limit. That favours verl, which starts eight such processes by default; with the option `workers` it does so here.
+The worker runs in this process and not as a Ray actor: its code is the same, and verl's limits hold per process. That
+favours verl, which starts eight such processes by default; the option `workers` does so here.
 
-Rewards are taken as the workers give them. What verl's managers collate next takes the keys of the first row's extra
-info for all rows, so a batch in which `rate_limited` caught an error for some of them may end there with a KeyError.
+Rewards are taken from the workers' results. verl's managers then collate the keys of the first row's extra info for all
+rows, so a batch in which `rate_limited` caught an error for some rows may end there with a KeyError.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_tokenizer(folder: str) -> PreTrainedTokenizerFast:
 
 
 def overrides(job: Job) -> list[str]:
-    """What the user would give to `verl.trainer.main_ppo`."""
+    """The user's arguments for `verl.trainer.main_ppo`."""
     function = job.options.get("function", "nothing")
     common = [
         f"reward.custom_reward_function.path={FUNCTIONS}",
@@ -126,7 +126,7 @@ async def in_process(config: DictConfig, batch: DataProto, outcome: Outcome) -> 
 
 
 def in_actors(config: DictConfig, batch: DataProto, outcome: Outcome) -> None:
-    """verl's own `RewardLoopManager` and its actors, which get the batch in chunks as `compute_rm_score` deals it."""
+    """verl's own `RewardLoopManager` and its actors, which get the batch in chunks as in `compute_rm_score`."""
     workers = config.reward.num_workers
     ray.init(address="local", num_cpus=workers, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES)
     try:

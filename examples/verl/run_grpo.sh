@@ -18,7 +18,7 @@ JUDGE_URL=${JUDGE_URL:?where the judge is: a chat-completions URL}
 JUDGE_MODEL=${JUDGE_MODEL:?the name of the judge, as its endpoint knows it}
 : "${OPENAI_API_KEY:?the key for it (EMPTY for a server without keys)}"
 
-# What freewheel adds: the manager, and what it is to do. A judge's 1 to 10 becomes 0.1 to 1, beside a rule's 0 or 1.
+# What freewheel adds: the manager and its settings. A judge's 1 to 10 becomes 0.1 to 1, next to a rule's 0 or 1.
 FREEWHEEL=(
   reward.reward_manager.source=importlib
   reward.reward_manager.module.path=pkg://freewheel.integrations.verl
