@@ -193,7 +193,7 @@ def _training_sections() -> list[tuple[str, str, Any]]:
 
 def typed_table(struct: type[msgspec.Struct], path: str) -> str:
     """Keys by their full names, as in YAML."""
-    docs, hints = field_docs(struct), get_type_hints(struct)
+    docs, hints = field_docs(struct), get_type_hints(struct, include_extras=True)
 
     def rows() -> Iterator[tuple[str, str, str, str]]:
         for field in msgspec.structs.fields(struct):

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import Meta
 
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import Bounds
 from freewheel.rollout.engines import ENGINES, find_engine
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
-from freewheel.utils.checks import check_integer, check_number, check_text
+from freewheel.utils.checks import Count, CountOrZero, NotNegative, Positive, Text, check_fields, check_integer
 from freewheel.utils.registry import Registry
 
 Mode = Literal["sync", "one_step_off", "fully_async"]
@@ -53,7 +55,8 @@ _UNKNOWN_WORDS = ("gsm8k",)
 """Built-in tasks with words that the embedded model does not know."""
 
 _LARGEST_SEED = 2**64 - 1
-_LARGEST_PORT = 2**16 - 1
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+_Port = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 _MOST_STEPS = 10**9
 """More is a typing error: 32 years at a step per second."""
 _RESPONSE_BYTES = 512
@@ -64,87 +67,15 @@ _KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token
 """Parameters of a URL in which services accept an API key."""
 
 
-# -- checks of single keys --------------------------------------------------------------------------------------------
-
-
-def _check_object_name(key: str, value: str | None, registry: Registry[Any] | None = None) -> None:
-    """Refuse a value that is neither `module:name` nor a name in `registry`. Imports nothing."""
-    if value is None or (registry is not None and value in registry):
-        return
-    if not isinstance(value, str) or not all(value.partition(":")[::2]):
-        raise ConfigError(key, value, "give module:name, such as my_package.rewards:score")
-
-
-def _check_urls(key: str, urls: list[str] | None) -> None:
-    if urls is None:
-        return
-    if not urls:
-        raise ConfigError(key, urls, "give one URL or more, or leave it out")
-    for url in urls:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(key, url, "give the address of a `vllm serve`, such as http://127.0.0.1:8000")
-        if has_key(url):
-            remedy = "the configuration is written to the run directory: give a URL without a key"
-            raise ConfigError(key, "<hidden>", remedy)
-
-
-def _check_failure_policy(on_failure: str) -> None:
-    if on_failure == "mask":
-        return  # the default: importing the policy takes a quarter of a second
-    from freewheel.rollout.reward_stage import GroupPolicy
-
-    GroupPolicy.of(on_failure, 0)
-
-
-def check_judge(judge: Mapping[str, Any] | None) -> None:
-    """Check the settings of `reward.judge` as the reward manager does. They must not contain an API key."""
-    if judge is None:
-        return
-    where = _find_key(judge)
-    if where is not None:
-        raise ConfigError(
-            f"reward.judge.{where}",
-            "<hidden>",
-            "the configuration is written to the run directory, and a key must not be: put it into the environment as "
-            "OPENAI_API_KEY, or name another variable in reward.judge.judge.api_key_env",
-        )
-    from freewheel.rewards.config import as_config
-
-    try:
-        as_config(dict(judge))
-    except ConfigError as error:
-        raise error.renamed(f"reward.judge.{error.key.removeprefix('length_penalty_config.')}") from None
-
-
-def _find_key(value: Any) -> str | None:
-    """Return the dotted name of an `api_key` inside `value`, or of a URL that contains one."""
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    for name, inner in items:
-        if (name == "api_key" and inner is not None) or has_key(inner):
-            return str(name)
-        found = _find_key(inner)
-        if found is not None:
-            return f"{name}.{found}"
-    return None
-
-
-def has_key(value: Any) -> bool:
-    """Whether a URL carries an API key among its parameters."""
-    if not isinstance(value, str) or not value.lstrip().startswith(("http://", "https://")):
-        return False
-    query = value.partition("?")[2].partition("#")[0]
-    return any(name.lower() in _KEY_PARAMETERS for name, _ in parse_qsl(query))
-
-
 # -- the schema -------------------------------------------------------------------------------------------------------
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model that is trained."""
 
-    path: str = EMBEDDED
+    path: Text = EMBEDDED
     """`embedded` (it ships with the package), a HF folder, or a hub id."""
-    tokenizer: str | None = None
+    tokenizer: Text | None = None
     """A folder or a hub id. None: `path`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU that has it, else float32."""
@@ -155,15 +86,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, a third more time."""
 
-    def __post_init__(self) -> None:
-        check_text("model.path", self.path, "give 'embedded', a folder or a hub id")
-        check_text("model.tokenizer", self.tokenizer, "give a folder or a hub id", optional=True)
-
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where prompts come from."""
 
-    task: str = "word_problems"
+    task: Text = "word_problems"
     """How to load, render and score rows: a built-in task (`word_problems`, `gsm8k`, `rows` for data in the form of
     samples), or `module:name` of your own."""
     train: str | None = None
@@ -174,26 +101,20 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The split of `train`, if it has several."""
     eval_split: str = "test"
     """The split of `eval`, if it has several."""
-    limit: int | None = None
+    limit: Count | None = None
     """Use only this many rows, from the start."""
     shuffle: bool = True
     """Use a new order in each epoch, from `seed`. Off: the order of the file."""
-    epochs: int | None = None
+    epochs: Count | None = None
     """How often each prompt may be used. None: as often as `trainer.total_steps` needs."""
     system_prompt: str | None = None
     """Put before every prompt. Replaces a row's own system prompt."""
     chat_template: Literal["auto", "on", "off"] = "auto"
     """`auto`: use the tokenizer's template, if it has one."""
-    max_prompt_tokens: int = 512
+    max_prompt_tokens: Count = 512
     """Longest prompt."""
     too_long: Literal["filter", "truncate_left", "error"] = "filter"
     """What happens to a longer prompt."""
-
-    def __post_init__(self) -> None:
-        check_text("data.task", self.task, "give a built-in task's name, or module:name")
-        check_integer("data.limit", self.limit, low=1, optional=True)
-        check_integer("data.epochs", self.epochs, low=1, optional=True)
-        check_integer("data.max_prompt_tokens", self.max_prompt_tokens, low=1)
 
 
 class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,31 +123,31 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     engine: str = "native"
     """`native`: continuous batching over a HF decoder, on a CPU or one GPU. `vllm`: vLLM, on any number of GPUs, or its
     CPU build. Or `module:name` of an `EngineFactory` of your own."""
-    n: int = 8
+    n: Count = 8
     """Responses to a prompt: the size of a group."""
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Sampling temperature; training uses the same."""
-    top_p: float = 1.0
+    top_p: PositiveShare = 1.0
     """Sample from the most likely tokens that make up this share. 1: from all."""
-    top_k: int = 0
+    top_k: CountOrZero = 0
     """Sample from this many most likely tokens. 0: from all."""
-    max_new_tokens: int | Auto = "auto"
+    max_new_tokens: Count | Auto = "auto"
     """Longest response. `auto`: the task's own."""
-    slots: int | Auto = "auto"
+    slots: Count | Auto = "auto"
     """Sequences that a replica generates at a time. `auto`: a training step's worth, at most 256."""
-    replicas: int | Auto = "auto"
+    replicas: Count | Auto = "auto"
     """Rollouters, each with an engine. `auto`: one per GPU, or one on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
-    n_gpus_per_node: int | Auto = "auto"
+    n_gpus_per_node: CountOrZero | Auto = "auto"
     """GPUs for generation on each of `nnodes`. `auto`: all that the trainer leaves."""
-    nnodes: int = 1
+    nnodes: Count = 1
     """Machines for generation. More than one needs `ray.address`."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: Count = 1
     """GPUs that share each matrix of a replica's model (vllm)."""
-    pipeline_parallel_size: int = 1
+    pipeline_parallel_size: Count = 1
     """Groups of such GPUs that share a replica's layers (vllm)."""
-    gpu_memory_share: float | Auto = "auto"
+    gpu_memory_share: PositiveShare | Auto = "auto"
     """Share of a GPU for a replica's weights and KV cache (vllm). `auto`: 0.9, or 0.4 on a GPU that also trains,
     divided by the replicas on it."""
     vllm: dict[str, Any] = {}
@@ -234,25 +155,10 @@ class RolloutConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     of a file or of a resumed run; `rollout.vllm.enforce_eager=true` adds to it."""
     urls: list[str] | None = None
     """`vllm serve` servers that generate instead of engines in the run, one per replica."""
-    threads: int = 1
+    threads: Count = 1
     """Threads of a replica on a CPU. Two on two busy cores are slower than one."""
     rollouter_class: str | None = None
     """`default`, or `module:name` of a subclass of `Rollouter`. None: `default`."""
-
-    def __post_init__(self) -> None:
-        check_integer("rollout.n", self.n, low=1)
-        check_number("rollout.temperature", self.temperature, above=0)
-        check_number("rollout.top_p", self.top_p, above=0, high=1)
-        check_integer("rollout.top_k", self.top_k, low=0)
-        for key in ("max_new_tokens", "slots", "replicas", "n_gpus_per_node"):
-            low = 0 if key == "n_gpus_per_node" else 1
-            check_integer(f"rollout.{key}", getattr(self, key), low=low, auto=True)
-        for key in ("nnodes", "threads", "tensor_parallel_size", "pipeline_parallel_size"):
-            check_integer(f"rollout.{key}", getattr(self, key), low=1)
-        if self.gpu_memory_share != "auto":
-            check_number("rollout.gpu_memory_share", self.gpu_memory_share, above=0, high=1)
-        _check_urls("rollout.urls", self.urls)
-        _check_object_name("rollout.rollouter_class", self.rollouter_class, ROLLOUTER_CLASSES)
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -262,148 +168,106 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """`module:name` of a function, sync or async, for one response or a batch. None: the task's own."""
     judge: dict[str, Any] | None = None
     """Settings of `LengthPenaltyConfig`: an LLM judge and a length penalty on top of the function. None: neither."""
-    concurrency: int = 2048
+    concurrency: Count = 2048
     """Responses that a replica scores at a time. They hold no generation slot."""
-    timeout_s: float = 300.0
+    timeout_s: Positive = 300.0
     """Longest time to score a response; after that it has failed."""
-    workers: int = 4
+    workers: Count = 4
     """Threads (or processes) for functions that are not async."""
     executor: Literal["thread", "process"] = "thread"
     """`process` keeps a function that computes in Python from slowing the engine."""
-    retries: int = 2
+    retries: CountOrZero = 2
     """How often a group with fewer than two scored responses is scored again before it is dropped."""
     on_failure: str = "mask"
     """What happens to a response whose scoring failed: `mask` leaves it out of baseline and loss, `raise` ends the run,
     `fallback: -1.0` gives it that reward."""
 
-    def __post_init__(self) -> None:
-        _check_object_name("reward.function", self.function)
-        check_integer("reward.concurrency", self.concurrency, low=1)
-        check_number("reward.timeout_s", self.timeout_s, above=0)
-        check_integer("reward.workers", self.workers, low=1)
-        check_integer("reward.retries", self.retries, low=0)
-        check_judge(self.judge)
-        _check_failure_policy(self.on_failure)
-
 
 class TrainerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How steps are taken, and where."""
 
-    total_steps: int = 40
+    total_steps: Annotated[int, Meta(ge=1, le=_MOST_STEPS)] = 40
     """Training steps of the run."""
-    groups_per_step: int = 32
+    groups_per_step: Count = 32
     """P: groups that a step trains on."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: Count = 16384
     """Largest micro-batch in tokens, padding included. A step accumulates gradients over its micro-batches."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
-    n_gpus_per_node: int | Auto = "auto"
+    n_gpus_per_node: CountOrZero | Auto = "auto"
     """GPUs for training on each of `nnodes`. `auto`: one, if there is one."""
-    nnodes: int = 1
+    nnodes: Count = 1
     """Machines for training. More than one needs `ray.address`."""
-    world_size: int | Auto = "auto"
+    world_size: Count | Auto = "auto"
     """Training processes, each with a shard of the model (FSDP2). `auto`: one per GPU, or one on a CPU."""
     compile: bool | Auto = "auto"
     """Compile the decoder's layers (torch.compile): a slower first step, faster ones after it. `auto`: on a GPU."""
-    threads: int = 1
+    threads: Count = 1
     """Threads on a CPU. Two on two busy cores are slower than one."""
-    save_every_steps: int | None = 20
+    save_every_steps: Count | None = 20
     """Steps between two checkpoints. None: only at the end."""
-    keep_last: int = 2
+    keep_last: Count = 2
     """Checkpoints to keep: a resume falls back to the one before if the newest is damaged."""
     keep_best: bool = True
     """Keep the weights that did best on held-out prompts, in `best/`."""
-    max_errors: int = 3
+    max_errors: Count = 3
     """Attempts at a failing step (out of memory, say) before the run ends."""
     trainer_class: str | None = None
     """`default`, or `module:name` of a subclass of `FullyAsyncTrainer`. None: `default`."""
-
-    def __post_init__(self) -> None:
-        for key in ("total_steps", "groups_per_step", "micro_batch_tokens", "nnodes", "threads", "max_errors"):
-            check_integer(f"trainer.{key}", getattr(self, key), low=1)
-        check_integer("trainer.total_steps", self.total_steps, low=1, high=_MOST_STEPS)
-        check_integer("trainer.n_gpus_per_node", self.n_gpus_per_node, low=0, auto=True)
-        check_integer("trainer.world_size", self.world_size, low=1, auto=True)
-        check_integer("trainer.save_every_steps", self.save_every_steps, low=1, optional=True)
-        check_integer("trainer.keep_last", self.keep_last, low=1)
-        _check_object_name("trainer.trainer_class", self.trainer_class, TRAINER_CLASSES)
 
 
 class AsyncTrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How far generation may run ahead of training, and how long each waits for the other."""
 
-    staleness_threshold: int = 3
+    staleness_threshold: CountOrZero = 3
     """Versions a sample may lag before generation is held back. `mode` fixes it at 0 (sync) or 1 (one_step_off)."""
-    max_staleness_allowed: int = 5
+    max_staleness_allowed: CountOrZero = 5
     """Versions a sample may lag at most when it is trained on; older is never trained on."""
-    selection_window: int | Auto = "auto"
+    selection_window: Count | Auto = "auto"
     """W: the trainer takes the first finished groups among the W oldest ones that it has not taken. 1: strictly in
     order. `auto`: the largest that `max_staleness_allowed` permits."""
-    max_queue_size: int = 1000
+    max_queue_size: Count = 1000
     """Most groups alive at a time: admitted, in generation, in scoring, queued or in training."""
-    min_batch_count: int = 1
+    min_batch_count: Count = 1
     """Batches of `groups_per_step` that must be ready before a step."""
-    batch_timeout: float = 30.0
+    batch_timeout: Positive = 30.0
     """Seconds that the trainer waits for a batch before it warns and other components are checked."""
-    generation_timeout: float = 30.0
+    generation_timeout: Positive = 30.0
     """Seconds without a new token, pauses excluded, before a response is abandoned and its prompt issued again."""
-    batch_generation_interval: float = 0.1
+    batch_generation_interval: NotNegative = 0.1
     """Seconds between two admissions of prompts while the engine is full. A free slot ends the pause."""
-    sync_every_steps: int = 1
+    sync_every_steps: Count = 1
     """Steps between two weight versions."""
     in_flight_updates: bool = True
     """Load new weights in the middle of responses. Off: wait until all admitted responses are complete. Modes sync and
     one_step_off turn it off."""
-    max_sync_retries: int = 3
+    max_sync_retries: CountOrZero = 3
     """How often a failed weight sync is retried. Meanwhile engines use the old version."""
-    sync_timeout: float = 30.0
+    sync_timeout: Positive = 30.0
     """Seconds for an engine to load a version and confirm it."""
-    sync_retry_delay: float = 1.0
+    sync_retry_delay: NotNegative = 1.0
     """Seconds before a failed sync is retried."""
     weight_transport: Literal["auto", "object_store", "ipc", "nccl"] = "auto"
     """How weights reach engines. `ipc`: within a GPU that training and generation share. `nccl`: from GPU to GPU
     (vllm). `object_store`: through host memory, everywhere. `auto`: the fastest that works."""
-    verify_every_syncs: int = 10
+    verify_every_syncs: CountOrZero = 10
     """Compare an engine's weights with those sent at its first sync, after a recovery, and at every this many syncs.
     0: never."""
-
-    def __post_init__(self) -> None:
-        for key, low in (
-            ("staleness_threshold", 0),
-            ("max_staleness_allowed", 0),
-            ("max_queue_size", 1),
-            ("min_batch_count", 1),
-            ("sync_every_steps", 1),
-            ("verify_every_syncs", 0),
-            ("max_sync_retries", 0),
-        ):
-            check_integer(f"async_training.{key}", getattr(self, key), low=low)
-        for key in ("batch_timeout", "generation_timeout", "sync_timeout"):
-            check_number(f"async_training.{key}", getattr(self, key), above=0)
-        for key in ("batch_generation_interval", "sync_retry_delay"):
-            check_number(f"async_training.{key}", getattr(self, key), low=0)
-        check_integer("async_training.selection_window", self.selection_window, low=1, auto=True)
 
 
 class EvalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Evaluation on held-out prompts during training."""
 
-    every_steps: int | None = 5
+    every_steps: Count | None = 5
     """Steps between two evaluations. None: only at the start and at the end."""
-    prompts: int = 128
+    prompts: CountOrZero = 128
     """How many held-out prompts; 0 turns evaluation off."""
     at_start: bool = True
     """Also evaluate before the first step, for comparison."""
-    temperature: float = 0.0
+    temperature: NotNegative = 0.0
     """Sampling temperature. 0: always the most likely token."""
-    samples: int = 1
+    samples: Count = 1
     """Responses per prompt; their rewards are averaged."""
-
-    def __post_init__(self) -> None:
-        check_integer("eval.every_steps", self.every_steps, low=1, optional=True)
-        check_integer("eval.prompts", self.prompts, low=0)
-        check_number("eval.temperature", self.temperature, low=0)
-        check_integer("eval.samples", self.samples, low=1)
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -420,48 +284,28 @@ class ObserveConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     tensorboard: bool = False
     """Event files under `tensorboard/` in the run directory."""
-    wandb_project: str | None = None
+    wandb_project: Text | None = None
     """None: no Weights & Biases."""
-    prometheus_port: int | None = None
+    prometheus_port: _Port | None = None
     """Serve the metrics on this port of 127.0.0.1; 0 takes any free one."""
-    statistics_every_s: float = 10.0
+    statistics_every_s: Positive = 10.0
     """Seconds between two `Component Statistics` in the log."""
     alerts: dict[str, Alert] = {}
     """Metric name → thresholds."""
     custom_monitor: str | None = None
     """`module:name` of a function `(trainer_stats, rollouter_stats)`, called with each `Component Statistics`."""
-    trace_every: int = 1
+    trace_every: CountOrZero = 1
     """Trace one group in this many from prompt to weight update. 0: trace components only."""
-    trace_mb: float = 64.0
+    trace_mb: NotNegative = 64.0
     """MB of trace to keep per component, the newest. 0: no trace."""
-    samples_per_s: float = 1.0
+    samples_per_s: NotNegative = 1.0
     """Groups per second and rollouter to keep as text for the sample browser. 0: none."""
-    samples_mb: float = 64.0
+    samples_mb: NotNegative = 64.0
     """MB of samples to keep per rollouter, the first and the newest. 0: none."""
     dashboard: bool = True
     """Serve the run's page on 127.0.0.1 while it lasts, from a separate process. The start prints its address."""
-    dashboard_port: int = 0
+    dashboard_port: _Port = 0
     """Port of that page. 0 takes any free one."""
-
-    def __post_init__(self) -> None:
-        check_text("observe.wandb_project", self.wandb_project, "give the project's name", optional=True)
-        check_integer("observe.prometheus_port", self.prometheus_port, low=0, high=_LARGEST_PORT, optional=True)
-        check_number("observe.statistics_every_s", self.statistics_every_s, above=0)
-        _check_object_name("observe.custom_monitor", self.custom_monitor)
-        check_integer("observe.trace_every", self.trace_every, low=0)
-        check_number("observe.trace_mb", self.trace_mb, low=0)
-        check_number("observe.samples_per_s", self.samples_per_s, low=0)
-        check_number("observe.samples_mb", self.samples_mb, low=0)
-        check_integer("observe.dashboard_port", self.dashboard_port, low=0, high=_LARGEST_PORT)
-        for name, alert in self.alerts.items():
-            if alert.above is None and alert.below is None:
-                raise ConfigError(f"observe.alerts.{name}", {}, "give above, below or both")
-            if alert.above is not None and alert.below is not None and alert.above < alert.below:
-                raise ConfigError(
-                    f"observe.alerts.{name}",
-                    {"above": alert.above, "below": alert.below},
-                    "every value would then raise it: above must not be less than below",
-                )
 
 
 class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -469,40 +313,28 @@ class JournalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     enabled: bool = True
     """Off: queued groups and steps since the last checkpoint are lost with the process that holds them."""
-    keep_groups: int = 256
+    keep_groups: CountOrZero = 256
     """Groups to keep for `freewheel inspect --group` after a checkpoint covers their step."""
-
-    def __post_init__(self) -> None:
-        check_integer("journal.keep_groups", self.keep_groups, low=0)
 
 
 class RecoveryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What happens when a component dies."""
 
-    max_restarts: int = 5
+    max_restarts: CountOrZero = 5
     """Restarts of a component in a row, without a trained step in between. Then the run ends and can be resumed."""
-    backoff_s: float = 1.0
+    backoff_s: NotNegative = 1.0
     """Seconds before the second restart in a row. Doubles with each further one, up to 30 s. The first is immediate."""
-    silent_s: float = 60.0
+    silent_s: Positive = 60.0
     """Kill and restart a component that has not answered for this many seconds."""
-
-    def __post_init__(self) -> None:
-        check_integer("recovery.max_restarts", self.max_restarts, low=0)
-        check_number("recovery.backoff_s", self.backoff_s, low=0)
-        check_number("recovery.silent_s", self.silent_s, above=0)
 
 
 class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The Ray cluster."""
 
-    address: str | None = None
+    address: Text | None = None
     """`auto` or `host:port` of a running cluster. None: start one here and end it with the run."""
-    room_s: float = 60.0
+    room_s: Positive = 60.0
     """Longest wait for room on the cluster: machines may still be joining."""
-
-    def __post_init__(self) -> None:
-        check_text("ray.address", self.address, "give 'auto' or host:port", optional=True)
-        check_number("ray.room_s", self.room_s, above=0)
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -512,7 +344,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`sync`: generate, then train. `one_step_off`: batch k trains while k+1 generates. `fully_async`: streaming."""
     seed: int = 0
     """Seed of the order of prompts and of every random draw."""
-    run_dir: str | None = None
+    run_dir: Text | None = None
     """Folder of the run. None: a new one under `runs/`."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -529,9 +361,14 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ray: RayConfig = RayConfig()
 
     def __post_init__(self) -> None:
-        check_integer("seed", self.seed, low=0, high=_LARGEST_SEED)
-        check_text("run_dir", self.run_dir, "give a folder's path", optional=True)
-        _check_pairs(self)
+        check_integer("seed", self.seed, low=0, high=_LARGEST_SEED)  # beyond the bounds that msgspec can check
+        check_fields(self)
+        for name in self.__struct_fields__:
+            if isinstance(section := getattr(self, name), msgspec.Struct):
+                check_fields(section, f"{name}.")
+        for check in _CHECKS:
+            for key, remedy in check(self):
+                raise ConfigError(key, reduce(getattr, key.split("."), self), remedy)
 
     @property
     def staleness_threshold(self) -> int:
@@ -581,20 +418,94 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return plain
 
 
-# -- checks of keys that must agree -----------------------------------------------------------------------------------
-
-
-def _check_pairs(config: TrainConfig) -> None:
-    for check in (_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation):
-        for key, remedy in check(config):
-            value: Any = config
-            for name in key.split("."):
-                value = getattr(value, name)
-            raise ConfigError(key, value, remedy)
+# -- checks across keys -----------------------------------------------------------------------------------
 
 
 _Problems = Iterator[tuple[str, str]]
 """A key and its remedy. Only the first problem is used: later checks may assume that there was none before."""
+
+
+def _objects(config: TrainConfig) -> _Problems:
+    """Names of a user's objects. Imports nothing."""
+    for key, value, registry in (
+        ("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES),
+        ("trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES),
+        ("reward.function", config.reward.function, ()),
+        ("observe.custom_monitor", config.observe.custom_monitor, ()),
+    ):
+        if value is not None and value not in registry and not all(value.partition(":")[::2]):
+            yield key, "give module:name, such as my_package.rewards:score"
+
+
+def _urls(config: TrainConfig) -> _Problems:
+    urls = config.rollout.urls
+    if urls == []:
+        yield "rollout.urls", "give one URL or more, or leave it out"
+    for url in urls or ():
+        if not url.startswith(("http://", "https://")):
+            yield "rollout.urls", "give addresses of `vllm serve`, such as http://127.0.0.1:8000"
+        if has_key(url):
+            remedy = "the configuration is written to the run directory: give a URL without a key"
+            raise ConfigError("rollout.urls", "<hidden>", remedy)
+
+
+def _reward(config: TrainConfig) -> _Problems:
+    check_judge(config.reward.judge)
+    if config.reward.on_failure != "mask":  # not for the default: the import takes a quarter of a second
+        from freewheel.rollout.reward_stage import GroupPolicy
+
+        GroupPolicy.of(config.reward.on_failure, 0)
+    return iter(())
+
+
+def check_judge(judge: Mapping[str, Any] | None) -> None:
+    """Check the settings of `reward.judge` as the reward manager does. They must not contain an API key."""
+    if judge is None:
+        return
+    where = _find_key(judge)
+    if where is not None:
+        raise ConfigError(
+            f"reward.judge.{where}",
+            "<hidden>",
+            "the configuration is written to the run directory, and a key must not be: put it into the environment as "
+            "OPENAI_API_KEY, or name another variable in reward.judge.judge.api_key_env",
+        )
+    from freewheel.rewards.config import as_config
+
+    try:
+        as_config(dict(judge))
+    except ConfigError as error:
+        raise error.renamed(f"reward.judge.{error.key.removeprefix('length_penalty_config.')}") from None
+
+
+def _find_key(value: Any) -> str | None:
+    """Return the dotted name of an `api_key` inside `value`, or of a URL that contains one."""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in items:
+        if (name == "api_key" and inner is not None) or has_key(inner):
+            return str(name)
+        found = _find_key(inner)
+        if found is not None:
+            return f"{name}.{found}"
+    return None
+
+
+def has_key(value: Any) -> bool:
+    """Whether a URL carries an API key among its parameters."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("http://", "https://")):
+        return False
+    query = value.partition("?")[2].partition("#")[0]
+    return any(name.lower() in _KEY_PARAMETERS for name, _ in parse_qsl(query))
+
+
+def _alerts(config: TrainConfig) -> _Problems:
+    for name, alert in config.observe.alerts.items():
+        if alert.above is None and alert.below is None:
+            raise ConfigError(f"observe.alerts.{name}", {}, "give above, below or both")
+        if alert.above is not None and alert.below is not None and alert.above < alert.below:
+            remedy = "every value would then raise it: above must not be less than below"
+            raise ConfigError(f"observe.alerts.{name}", msgspec.structs.asdict(alert), remedy)
+    return iter(())
 
 
 def _staleness(config: TrainConfig) -> _Problems:
@@ -703,6 +614,12 @@ def _evaluation(config: TrainConfig) -> _Problems:
             "the run would be evaluated on prompts that it trains on: give another split or file, or eval.prompts=0"
         )
         yield "data.eval_split", remedy
+
+
+_CHECKS = (
+    *(_objects, _urls, _reward, _alerts),
+    *(_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation),
+)
 
 
 def step_in_memory(config: TrainConfig, memory_bytes: int) -> list[ConfigError]:

@@ -15,19 +15,18 @@ import difflib
 import os
 import re
 import threading
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from freewheel.errors import ConfigError
 from freewheel.runtime.config import TrainConfig
-from freewheel.utils.checks import shown_value
+from freewheel.utils.checks import alternatives, describe, shown_value
 
 PACKAGED = Path(__file__).parent / "configs"
 _DEFAULT_NAME = "default"
@@ -309,8 +308,6 @@ def _walk_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, tupl
 
 _MANDATORY = "???"
 """Marks a value in a Hydra file that the user must give."""
-_SIMILARITY = 0.6
-"""How similar a suggested name must be; difflib's default."""
 _SWITCHES = {True: "on", False: "off"}
 """YAML reads a bare `on` or `off` as a boolean; some keys want the words."""
 
@@ -332,39 +329,34 @@ def to_config(values: Mapping[Any, Any]) -> TrainConfig:
         raise
 
 
-def all_keys(struct: Any = TrainConfig, path: str = "") -> Iterator[str]:
-    """Yield every dotted key, without sections."""
+def all_keys() -> list[str]:
+    """Return every dotted key, without sections."""
+    return [key for key, _ in _walk(TrainConfig)]
+
+
+def mapping_keys() -> list[str]:
+    """Return the keys whose value is a mapping with free names."""
+    return [key for key, kind in _walk(TrainConfig) if any(get_origin(one) is dict for one in alternatives(kind))]
+
+
+def _walk(struct: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every dotted key with its type, without sections."""
     for name, kind in _hints(struct).items():
         inner = section_of(kind)
         if inner is None:
-            yield path + name
+            yield path + name, kind
         else:
-            yield from all_keys(inner, f"{path}{name}.")
-
-
-def mapping_keys() -> frozenset[str]:
-    """Return the keys whose value is a mapping with free names."""
-    return frozenset(_mappings(TrainConfig, ""))
-
-
-def _mappings(struct: Any, path: str) -> Iterator[str]:
-    for name, kind in _hints(struct).items():
-        inner = section_of(kind)
-        if inner is not None:
-            yield from _mappings(inner, f"{path}{name}.")
-        elif any(get_origin(one) is dict for one in _alternatives(kind)):
-            yield path + name
+            yield from _walk(inner, f"{path}{name}.")
 
 
 def _check(value: Any, kind: Any, path: str) -> Any:
     """Check a value. Sections are checked key by key, so that an error can name the key."""
-    section = section_of(kind)
-    if section is not None and (value is not None or type(None) not in get_args(kind)):
+    section, kinds = section_of(kind), alternatives(kind)
+    if section is not None and (value is not None or type(None) not in kinds):
         return _check_section({} if value is None else value, section, path)
-    inner = _values_of(kind)
-    if inner is not None and isinstance(value, Mapping):
-        return {str(name): _check(one, inner, f"{path}.{name}") for name, one in value.items()}
-    if isinstance(value, bool) and _SWITCHES[value] in _choices(kind):
+    if get_origin(kind) is dict and isinstance(value, Mapping) and section_of(get_args(kind)[1]):
+        return {str(name): _check(one, get_args(kind)[1], f"{path}.{name}") for name, one in value.items()}
+    if isinstance(value, bool) and any(_SWITCHES[value] in get_args(one) for one in kinds):
         return _SWITCHES[value]
     if path in _NAME_AND_NUMBER and isinstance(value, Mapping) and len(value) == 1:
         return ": ".join(map(str, *value.items()))
@@ -373,14 +365,12 @@ def _check(value: Any, kind: Any, path: str) -> Any:
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError:
-        meant = f": {int(value)}" if int in _alternatives(kind) and _is_whole(value) else ""
-        raise ConfigError(path, shown_value(path, value), f"give {in_words(kind)}{meant}") from None
+        # YAML reads 1e9 as a float.
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT
+        words = in_words(kind)
+        meant = f": {int(value)}" if is_whole and "a whole number" in words else ""
+        raise ConfigError(path, shown_value(path, value), f"give {words}{meant}") from None
     return value
-
-
-def _is_whole(value: Any) -> bool:
-    """Whether a float is a whole number, such as YAML's 1e9."""
-    return isinstance(value, float) and value.is_integer() and abs(value) <= _LARGEST_EXACT
 
 
 def _check_section(value: Any, section: Any, path: str) -> dict[str, Any]:
@@ -400,59 +390,24 @@ def _check_section(value: Any, section: Any, path: str) -> dict[str, Any]:
 def _suggestion(path: str, siblings: Mapping[str, Any]) -> str:
     """Suggest a similar name in the section, else the same or a similar one elsewhere, else list all names."""
     section, _, name = path.rpartition(".")
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=_SIMILARITY)
-    if near:
-        return f"did you mean {f'{section}.{near[0]}'.removeprefix('.')}?"
-    elsewhere = {key.rpartition(".")[2]: key for key in all_keys()}
-    near = difflib.get_close_matches(name, elsewhere, n=1, cutoff=_SIMILARITY)
-    if near:
-        return f"did you mean {elsewhere[near[0]]}?"
+    here = {one: f"{section}.{one}".removeprefix(".") for one in siblings}
+    for names in (here, {key.rpartition(".")[2]: key for key in all_keys()}):
+        if near := difflib.get_close_matches(name, names, n=1):
+            return f"did you mean {names[near[0]]}?"
     return f"{f'{section} has' if section else 'there are'} {', '.join(siblings)}"
 
 
 def in_words(kind: Any) -> str:
-    """Describe the values of a type."""
-    words = [str(choice) for choice in _choices(kind)]
-    for one in _alternatives(kind):
-        name = get_origin(one) or one
-        if name in _WORDS:
-            words.append(f"a list of {len(get_args(one))}" if name is tuple else _WORDS[name])
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    tuple: "a list of so many",
-    dict: "a mapping",
-    type(None): "null",
-}
+    """Describe the values of a type as YAML has them."""
+    return re.sub(r"\bNone\b", "null", describe(kind))
 
 
 @cache
 def _hints(struct: Any) -> dict[str, Any]:
-    return get_type_hints(struct)
-
-
-def _alternatives(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-
-
-def _choices(kind: Any) -> list[Any]:
-    return [choice for one in _alternatives(kind) if get_origin(one) is Literal for choice in get_args(one)]
+    return get_type_hints(struct, include_extras=True)
 
 
 def section_of(kind: Any) -> Any | None:
     """Return the section (a struct) that a field holds, directly or optionally."""
-    found = [one for one in _alternatives(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
-    return found[0] if found else None
-
-
-def _values_of(kind: Any) -> Any | None:
-    """Return the struct type of a mapping's values."""
-    if get_origin(kind) is not dict:
-        return None
-    return section_of(get_args(kind)[1])
+    found = (one for one in alternatives(kind) if isinstance(one, type) and issubclass(one, msgspec.Struct))
+    return next(found, None)

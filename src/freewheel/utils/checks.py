@@ -9,6 +9,7 @@ import difflib
 import math
 import re
 import types
+from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
@@ -32,10 +33,13 @@ def check_fields(settings: msgspec.Struct, prefix: str = "") -> None:
 
     Numbers must be finite, and text must have no lone surrogates.
     """
-    for field in msgspec.structs.fields(settings):
+    for field in _fields(type(settings)):
         value = getattr(settings, field.name)
         if not _fits(value, field.type):
-            raise ConfigError(prefix + field.name, shown_value(field.name, value), f"give {_describe(field.type)}")
+            raise ConfigError(prefix + field.name, shown_value(field.name, value), f"give {describe(field.type)}")
+
+
+_fields = cache(msgspec.structs.fields)
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -49,23 +53,35 @@ def _fits(value: Any, kind: Any) -> bool:
     )
 
 
-def _describe(kind: Any) -> str:
-    """Describe the values of a type: `a whole number of at least 1, or None`."""
+def describe(kind: Any) -> str:
+    """Describe the values of a type: `a whole number of at least 1, auto or None`."""
+    words = [word for one in alternatives(kind) for word in _words(one)]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+
+
+def _words(kind: Any) -> list[str]:
     bounds = Meta()
     if get_origin(kind) is Annotated:
         kind, bounds = get_args(kind)
-    if get_origin(kind) in (Union, types.UnionType):
-        return ", or ".join(_describe(one) for one in get_args(kind))
     if get_origin(kind) is Literal:
-        return " or ".join(repr(choice) for choice in get_args(kind))
-    words = _TYPES.get(get_origin(kind) or kind) or f"a {kind.__name__}"
+        return [str(choice) for choice in get_args(kind)]
+    words = _TYPES.get(get_origin(kind) or kind) or f"a {getattr(kind, '__name__', kind)}"
+    if get_origin(kind) is tuple and Ellipsis not in get_args(kind):
+        words += f" of {len(get_args(kind))}"
     if bounds.pattern is not None:
         words += " that is not blank"
     if bounds.ge is not None and bounds.le is not None:
-        return f"{words} from {bounds.ge} to {bounds.le}"
+        return [f"{words} from {bounds.ge} to {bounds.le}"]
     if bounds.ge is not None:
-        return f"{words} of at least {bounds.ge}"
-    return f"{words} above {bounds.gt}" if bounds.gt is not None else words
+        words += f" of at least {bounds.ge}"
+    if bounds.gt is not None:
+        words += f" above {bounds.gt}"
+    return [words + (f" and at most {bounds.le}" if bounds.le is not None else "")]
 
 
 _TYPES: dict[Any, str] = {
@@ -73,6 +89,7 @@ _TYPES: dict[Any, str] = {
     int: "a whole number",
     float: "a finite number",
     str: "text",
+    list: "a list",
     tuple: "a list",
     dict: "a mapping",
     type(None): "None",
