@@ -13,11 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from freewheel.observe import lines as lines_module
-from freewheel.observe.lines import LineFile, Lines, files_of, read_lines, superfluous
+from freewheel.observe.lines import Lines, files_of, read_lines
 
 WAIT_S = 30.0
 MANY = 10**9
@@ -107,13 +105,6 @@ def test_after_its_end_nothing_is_written_and_all_is_counted(made):
     assert (whole(lines.path), lines.lost) == ([1], 1)
 
 
-def test_files_are_their_owners_alone(made):
-    lines = made()
-    lines.add(1)
-    lines.flush()
-    assert (lines.path.stat().st_mode & 0o777, lines.path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-
-
 # -- bounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -179,16 +170,6 @@ def test_the_file_of_one_that_died_in_a_runs_beginning_is_that_beginning(made, t
     assert [file.process for file in files_of(folder) if file.is_head] == [12]
 
 
-@given(st.lists(st.integers(0, 50)), st.integers(0, 200))
-def test_removing_the_oldest_leaves_as_much_as_fits(sizes, most):
-    files = [LineFile(Path(str(place)), "n", 1, 1, size, float(place)) for place, size in enumerate(sizes)]
-    gone = superfluous(files, most_bytes=most)
-    assert gone == [file.path for file in files[: len(gone)]]
-    left = sum(sizes[len(gone) :])
-    assert left <= most
-    assert not gone or left + sizes[len(gone) - 1] > most
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -210,34 +191,6 @@ def test_a_full_disk_costs_lines_raises_nothing_and_ends_when_there_is_room(made
     said = [record.getMessage() for record in caplog.records]
     assert sum("cannot be written (No space left on device): lines are lost" in text for text in said) == 1
     assert any("can be written again; 11 lines were lost" in text for text in said)
-
-
-FULL = """
-import resource, sys
-from freewheel.observe.lines import Lines
-lines = Lines(sys.argv[1], "main", most_bytes=10**9)
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
-for number in range(20):
-    lines.add({"number": number, "text": "x" * 40})
-lines.flush()
-lost = lines.lost
-resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-lines.add("after")
-lines.close()
-sys.stdout.write(f"{lost} {lines.lost}")
-"""
-
-
-def test_a_file_that_may_not_grow_keeps_whole_lines_and_grows_again(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=WAIT_S, check=True
-    )
-    lost, lost_in_all = map(int, done.stdout.split())
-    *rows, last = all_of(tmp_path)
-    assert 0 < lost == lost_in_all < 20
-    assert [row["number"] for row in rows] == list(range(20 - lost))
-    assert last == "after"
 
 
 def test_a_folder_that_cannot_be_made_costs_lines_and_nothing_else(made, tmp_path):
@@ -272,29 +225,6 @@ def test_a_link_in_its_place_is_not_followed(made, tmp_path):
     lines.add(1)
     lines.flush()
     assert (target.read_text(), lines.lost) == ("untouched", 1)
-
-
-FORKS = """
-import os, sys
-from freewheel.observe.lines import Lines
-lines = Lines(sys.argv[1], "main", most_bytes=10**9)
-for number in range(100):
-    lines.add(number)
-child = os.fork()
-if child == 0:
-    lines.add("the child's")
-    lines.flush()
-    lines.close()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-lines.add("the parent's")
-lines.close()
-"""
-
-
-def test_a_fork_writes_nothing_twice_and_does_not_hang(tmp_path):
-    subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], timeout=WAIT_S, check=True)
-    assert all_of(tmp_path) == [*range(100), "the parent's"]
 
 
 WRITER = """

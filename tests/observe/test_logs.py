@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from freewheel.observe.logs import AppendHandler, attach_log, component_statistics, detach_log
+from freewheel.observe.logs import LogFile, attach_log, component_statistics, detach_log
 
 LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \[[\w-]+\] ")
 
@@ -26,7 +26,11 @@ def detached():
 
 
 def handlers():
-    return [one for one in logging.getLogger("freewheel").handlers if isinstance(one, AppendHandler)]
+    return [one for one in logging.getLogger("freewheel").handlers if isinstance(one, LogFile)]
+
+
+def objects(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def test_a_line_has_time_level_component_and_message(tmp_path):
@@ -42,28 +46,27 @@ def test_a_second_attach_changes_component_and_level_and_doubles_nothing(tmp_pat
     attach_log(tmp_path, "main")
     path = attach_log(tmp_path, "queue", "DEBUG")
     logging.getLogger("freewheel").debug("once")
-    assert len(handlers()) == 1
+    assert len(handlers()) == 2
     assert [line[line.index("DEBUG") :] for line in path.read_text().splitlines()] == ["DEBUG [queue] once"]
 
 
-def test_another_run_of_the_same_process_has_its_own_file(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    first, second = attach_log(tmp_path / "a", "main"), attach_log(tmp_path / "b", "main")
-    logging.getLogger("freewheel").warning("hello")
-    assert (first.read_text(), len(second.read_text().splitlines())) == ("", 1)
+def test_another_run_of_the_same_process_has_its_own_files(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        attach_log(tmp_path / name, "main")
+        attach_log(tmp_path / name, "queue")
+        logging.getLogger("freewheel").warning("hello")
     with pytest.raises(OSError, match="missing"):
         attach_log(tmp_path / "missing", "main")
     logging.getLogger("freewheel").warning("still there")
-    assert len(second.read_text().splitlines()) == 2
-
-
-def test_detached_means_silent_and_can_be_said_twice(tmp_path):
-    path = attach_log(tmp_path, "main")
-    detach_log()
-    detach_log()
-    logging.getLogger("freewheel").error("not for this file")
-    assert path.read_text() == "" and not handlers()
+    for _ in range(2):
+        detach_log()
+    logging.getLogger("freewheel").warning("not for these files")
+    assert not handlers()
+    found = [[(one["role"], one["message"]) for one in objects(tmp_path / name)] for name in ("a", "b")]
+    assert found == [[("queue", "hello")], [("queue", "hello"), ("queue", "still there")]]
+    lines = [(tmp_path / name / "fully_async_training.log").read_text().splitlines() for name in ("a", "b")]
+    assert [len(one) for one in lines] == [1, 2]
 
 
 def test_a_library_that_sets_up_logging_does_not_end_the_log(tmp_path):
@@ -82,12 +85,14 @@ def test_a_traceback_stays_in_one_piece_and_a_bad_message_is_still_a_line(tmp_pa
     try:
         raise RuntimeError("boom \ud800")
     except RuntimeError:
-        log.exception("failed")
+        log.exception("failed", extra={"step": object()})
     log.info("%d steps", "three")
     text = path.read_text()
-    assert "ERROR [100%] failed\nTraceback (most recent call last):\n" in text
-    assert "RuntimeError: boom" in text
-    assert "cannot be formatted: '%d steps'" in text.splitlines()[-1]
+    assert "ERROR [100%] failed\nTraceback (most recent call last):\n" in text and "RuntimeError: boom" in text
+    assert text.endswith("INFO [100%] a message that cannot be formatted: '%d steps'\n")
+    first, second = objects(tmp_path)
+    assert first["message"].startswith("failed\nTraceback (most recent call last):\n")
+    assert first["step"].startswith("<object") and second["message"].endswith("cannot be formatted: '%d steps'")
 
 
 WRITER = """
@@ -109,6 +114,9 @@ def test_processes_write_to_one_file_without_mixing(tmp_path):
     for first, second in zip(lines[::2], lines[1::2], strict=True):
         name = re.search(r"\[(\w+)\]", first)[1]
         assert first.endswith(" " + name * 300) and second == f"  second line of {name}"
+    found = objects(tmp_path)
+    assert len(found) == 300 * len(names)
+    assert all(one["message"].endswith(f"second line of {one['role']}") for one in found)
 
 
 FULL = """
@@ -126,15 +134,17 @@ log.info("and after")
 """
 
 
-def test_a_full_disk_loses_lines_raises_nothing_and_is_told_afterwards(tmp_path):
+def test_a_full_disk_loses_lines_raises_nothing_and_is_logged_afterwards(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     lines = (tmp_path / "fully_async_training.log").read_text().splitlines()
     whole = [line for line in lines if LINE.match(line) and line.endswith("x" * 60)]
     assert 0 < len(whole) < 10
-    assert lines[-3] == f"WARNING [main] {10 - len(whole)} lines before this one were lost"
+    assert lines[-3].endswith(f"WARNING [main] {10 - len(whole)} lines before this one were lost")
     assert lines[-2].endswith("[main] after") and LINE.match(lines[-2])
     assert lines[-1].endswith("[main] and after")
+    told = [json.loads(line)["message"] for line in (tmp_path / "log.jsonl").read_text().splitlines()[-3:]]
+    assert re.fullmatch(r"\d+ lines before this one were lost", told[0]) and told[1:] == ["after", "and after"]
 
 
 # -- Component Statistics ---------------------------------------------------------------------------------------------
@@ -170,10 +180,6 @@ def test_a_component_that_did_not_answer_is_in_the_line_too():
 # -- log.jsonl --------------------------------------------------------------------------------------------------------
 
 
-def objects(folder):
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
 def test_the_same_records_are_there_for_programs(tmp_path):
     path = attach_log(tmp_path, "trainer")
     log = logging.getLogger("freewheel.trainer")
@@ -192,47 +198,3 @@ def test_the_same_records_are_there_for_programs(tmp_path):
     assert (second["level"], second["ordinal"], "step" in second) == ("WARNING", 7, False)
     assert second["message"] == "Prompt 7 failed: zwei\nZeilen ü"
     assert path.read_text().splitlines()[0].endswith(" INFO [trainer] Saved the checkpoint of step 20")
-
-
-def test_a_traceback_and_a_bad_message_are_objects_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("freewheel"), "propagate", False)  # pytest raises for bad messages
-    attach_log(tmp_path, "100%")
-    log = logging.getLogger("freewheel")
-    try:
-        raise RuntimeError("boom \ud800")
-    except RuntimeError:
-        log.exception("failed", extra={"step": object()})
-    log.info("%d steps", "three")
-    first, second = objects(tmp_path)
-    assert first["message"].startswith("failed\nTraceback (most recent call last):\n")
-    assert first["step"].startswith("<object")
-    assert second["message"] == "a message that cannot be formatted: '%d steps'"
-
-
-def test_both_files_follow_the_run_and_its_component(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        attach_log(tmp_path / name, "main")
-        attach_log(tmp_path / name, "queue")
-        logging.getLogger("freewheel").warning("hello")
-    assert [[one["role"] for one in objects(tmp_path / name)] for name in ("a", "b")] == [["queue"], ["queue"]]
-    detach_log()
-    logging.getLogger("freewheel").warning("not for these files")
-    assert len(objects(tmp_path / "b")) == 1
-
-
-def test_processes_write_objects_without_mixing(tmp_path):
-    names = ["alpha", "beta", "gamma"]
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name]) for name in names]
-    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
-    found = objects(tmp_path)
-    assert len(found) == 300 * len(names)
-    assert all(one["message"].endswith(f"second line of {one['role']}") for one in found)
-
-
-def test_lines_that_a_full_disk_swallowed_are_told_in_both_files(tmp_path):
-    subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, timeout=60, check=True)
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    told = [json.loads(line) for line in lines[-3:]]
-    assert re.fullmatch(r"\d+ lines before this one were lost", told[0]["message"])
-    assert [one["message"] for one in told[1:]] == ["after", "and after"]

@@ -6,7 +6,7 @@ import itertools
 import json
 
 from freewheel.observe.snapshot import PULSE_MAX_S as LATER_S
-from freewheel.observe.snapshot import Pulse, RunSnapshot, pulse_of
+from freewheel.observe.snapshot import Pulse, RunSnapshot
 
 NOW = RunSnapshot(
     mode="fully_async",
@@ -40,8 +40,8 @@ def test_an_old_run_has_one_in_ten_seconds():
     assert set(gaps) == {10.0} and gaps[0] >= LATER_S
 
 
-def test_it_says_what_the_run_does_now():
-    assert pulse_of(NOW) == {
+def test_a_row_has_what_the_run_does_now_and_none_for_what_is_unknown():
+    row = {
         "queue_size": 18,
         "in_progress": 40,
         "version": 12,
@@ -51,16 +51,10 @@ def test_it_says_what_the_run_does_now():
         "waits": {"trainer": {"wait_batch": 0.3333, "train": 0.6667}},
         "verdict": "",
     }
-
-
-def test_of_a_run_of_which_nothing_is_known_it_says_so():
-    found = pulse_of(RunSnapshot(mode="sync", step=0, total_steps=0))
-    assert (found["queue_size"], found["in_progress"], found["waits"]) == (None, None, {})
-    json.dumps(found, allow_nan=False)
-
-
-def test_the_end_of_a_run_is_told_however_soon_it_comes():
     pulse = Pulse()
-    assert pulse.beat(1.0, NOW) is not None
+    assert pulse.beat(1.0, NOW) == row
     assert pulse.beat(1.1, NOW) is None
-    assert pulse.beat(1.2, NOW, last=True) == {**pulse_of(NOW), "last": True}
+    assert pulse.beat(1.2, NOW, last=True) == {**row, "last": True}, "the end is reported however soon it comes"
+    unknown = Pulse().beat(1.0, RunSnapshot(mode="sync", step=0, total_steps=0))
+    assert unknown is not None and (unknown["queue_size"], unknown["waits"]) == (None, {})
+    json.dumps(unknown, allow_nan=False)

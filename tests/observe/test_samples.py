@@ -21,14 +21,6 @@ def detached():
     detach_samples()
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 # -- segments ---------------------------------------------------------------------------------------------------------
 
 
@@ -42,24 +34,21 @@ def by_words(tokens) -> str:
     return " ".join(f"w{token}" for token in tokens)
 
 
-def test_a_text_is_cut_where_the_version_changes():
-    assert segments(by_words, [1, 2, 3, 4], [5, 5, 6, -1]) == [(5, "w1 w2"), (6, " w3"), (-1, " w4")]
-    assert segments(by_words, [1, 2], [5, 5]) == [(5, "w1 w2")]
+BYTES = list("aü€".encode())  # 1, 2 and 3 bytes
 
 
-def test_a_character_belongs_to_the_version_that_completed_it():
-    tokens = list("aü€".encode())  # 1, 2 and 3 bytes
-    assert segments(by_bytes, tokens, [1, 1, 2, 2, 2, 3]) == [(1, "a"), (2, "ü"), (3, "€")]
-
-
-def test_a_version_that_completed_nothing_has_no_text():
-    tokens = list("€".encode())
-    assert segments(by_bytes, tokens, [1, 2, 3]) == [(1, ""), (2, ""), (3, "€")]
-
-
-def test_a_replacement_character_that_was_really_said_is_kept():
-    tokens = [0xFF, *b"ok"]
-    assert "".join(text for _, text in segments(by_bytes, tokens, [1, 2, 2])) == "\ufffdok"
+@pytest.mark.parametrize(
+    ("decode", "tokens", "versions", "expected"),
+    [
+        (by_words, [1, 2, 3, 4], [5, 5, 6, -1], [(5, "w1 w2"), (6, " w3"), (-1, " w4")]),
+        (by_words, [1, 2], [5, 5], [(5, "w1 w2")]),
+        (by_bytes, BYTES, [1, 1, 2, 2, 2, 3], [(1, "a"), (2, "ü"), (3, "€")]),
+        (by_bytes, BYTES[3:], [1, 2, 3], [(1, ""), (2, ""), (3, "€")]),
+    ],
+    ids=["words", "one version", "a character belongs to the version that completed it", "nothing completed, no text"],
+)
+def test_a_text_is_cut_where_the_version_changes(decode, tokens, versions, expected):
+    assert segments(decode, tokens, versions) == expected
 
 
 def cleans_up(tokens) -> str:
@@ -81,8 +70,7 @@ def test_the_pieces_joined_are_the_text_and_versions_keep_their_order(decode, gi
 # -- keeping ----------------------------------------------------------------------------------------------------------
 
 
-def test_so_many_a_second_are_kept_and_the_others_are_not_even_made(tmp_path):
-    clock = Clock()
+def test_at_most_so_many_per_second_are_kept_and_the_others_are_not_built(tmp_path, clock):
     kept = Samples(tmp_path, "rollouter-0", per_s=2.0, most_bytes=10**9, clock=clock)
     made = []
 
@@ -98,9 +86,8 @@ def test_so_many_a_second_are_kept_and_the_others_are_not_even_made(tmp_path):
     assert list(read_samples(tmp_path)) == [{"number": number, "value": None} for number in made]
 
 
-def test_one_that_cannot_be_made_is_said_once_and_costs_itself(tmp_path, caplog):
+def test_a_sample_that_cannot_be_built_is_logged_once_and_skipped(tmp_path, caplog, clock):
     caplog.set_level(logging.INFO, logger="freewheel")
-    clock = Clock()
     kept = Samples(tmp_path, "rollouter-0", per_s=1.0, most_bytes=10**9, clock=clock)
     for _ in range(3):
         kept.offer(lambda: 1 / 0)  # type: ignore[arg-type,return-value]

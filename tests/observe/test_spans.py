@@ -10,19 +10,6 @@ import pytest
 from freewheel.observe.spans import Spans, shares
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
 def test_seconds_add_up_by_name_and_a_running_span_counts(clock):
     spans = Spans(clock)
     for seconds in (2.0, 3.0):
@@ -54,16 +41,6 @@ async def test_tasks_that_wait_at_once_have_waited_once(clock):
     task = asyncio.create_task(first())
     await second()
     assert spans.snapshot() == {"wait": 3.0, "elapsed": 3.0}
-
-
-def test_a_span_within_one_of_the_same_name_changes_nothing(clock):
-    spans = Spans(clock)
-    with spans("train"):
-        clock.now += 1.0
-        with spans("train"):
-            clock.now += 1.0
-        clock.now += 1.0
-    assert spans.snapshot()["train"] == 3.0
 
 
 def test_an_exception_ends_its_span(clock):
@@ -113,11 +90,6 @@ def test_a_restarted_component_has_no_negative_shares(clock):
 def test_no_time_has_no_shares():
     same = {"train": 1.0, "elapsed": 4.0}
     assert shares(same, same) == {} == shares({}, {})
-
-
-def test_a_span_may_not_hide_the_elapsed_time():
-    with pytest.raises(ValueError, match="elapsed"):
-        Spans()("elapsed")
 
 
 def test_each_span_that_closes_is_told_with_what_is_known_of_it(clock):

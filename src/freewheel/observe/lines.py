@@ -29,9 +29,8 @@ import os
 import re
 import stat
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -92,7 +91,6 @@ class Lines:
         self._starting = threading.Lock()
         self._lock = threading.Lock()
         """The holder writes."""
-        _OPEN.add(self)
 
     @property
     def path(self) -> Path:
@@ -126,7 +124,6 @@ class Lines:
         self.flush()
         with self._lock:
             self._file.close()
-        _OPEN.discard(self)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -144,17 +141,9 @@ class Lines:
             self._many.wait(FLUSH_EVERY_S)
             self._many.clear()
             self._some.clear()
-            self._awake = (
-                False  # Clear it before looking at the queue: an item that arrives now wakes the thread again.
-            )
+            # Clear this before looking at the queue: an item that arrives now wakes the thread again.
+            self._awake = False
             self.flush()
-
-    def _forget(self) -> None:
-        """Drop thread and queue in a forked process: they belong to the parent."""
-        self._closed = True
-        self._waiting.clear()
-        self._lock = threading.Lock()
-        self._file.forget()
 
     # -- the files ----------------------------------------------------------------------------------------------------
 
@@ -216,8 +205,13 @@ class Lines:
         self._prune()
 
     def _prune(self) -> None:
-        for path in superfluous(self._kept(), most_bytes=self._part_bytes):
-            path.unlink(missing_ok=True)
+        """Remove the oldest files until the rest fit."""
+        kept = self._kept()
+        excess = sum(one.size for one in kept) - self._part_bytes
+        for one in kept:
+            if excess > 0:
+                one.path.unlink(missing_ok=True)
+                excess -= one.size
 
     def _begins_run(self) -> bool:
         """Return whether the next lines are the start of a run, which is kept. If an earlier process died while writing
@@ -235,17 +229,6 @@ class Lines:
         """Return all files except the current one and the start of the run."""
         found = files_of(self._folder, self._name)
         return [one for one in found if not one.is_head and one.path != self._file.path]
-
-
-_OPEN: weakref.WeakSet[Lines] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for lines in list(_OPEN):
-        lines._forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
 
 
 @dataclass(frozen=True)
@@ -271,40 +254,18 @@ _FILE = re.compile(rf"(?P<name>.+)-(?P<process>\d+)(?:\.(?P<part>[01]))?{re.esca
 def files_of(folder: Path, name: str | None = None) -> list[LineFile]:
     """Return the files of one name, or of all names, oldest first. Other files are ignored."""
     found = []
-    for entry in _entries(folder):
-        match = _FILE.fullmatch(entry.name)
+    for path in folder.iterdir() if folder.exists() else ():
+        match = _FILE.fullmatch(path.name)
         if match is None or (name is not None and match["name"] != name):
             continue
         try:
-            facts = entry.stat(follow_symlinks=False)
+            about = path.lstat()
         except FileNotFoundError:  # rotated or removed meanwhile
             continue
-        part = None if match["part"] is None else int(match["part"])
-        found.append(
-            LineFile(folder / entry.name, match["name"], int(match["process"]), part, facts.st_size, facts.st_mtime)
-        )
+        if stat.S_ISREG(about.st_mode):
+            part = None if match["part"] is None else int(match["part"])
+            found.append(LineFile(path, match["name"], int(match["process"]), part, about.st_size, about.st_mtime))
     return sorted(found, key=lambda one: (one.written_s, one.part is None, one.path.name))
-
-
-def _entries(folder: Path) -> Iterator[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as entries:
-            yield from (entry for entry in entries if entry.is_file(follow_symlinks=False))
-    except FileNotFoundError:
-        return
-
-
-def superfluous(files: Iterable[LineFile], *, most_bytes: int) -> list[Path]:
-    """Return the files to remove, oldest first, so that the others take at most `most_bytes`. Pure."""
-    found = list(files)
-    over = sum(one.size for one in found) - most_bytes
-    gone = []
-    for one in found:
-        if over <= 0:
-            break
-        gone.append(one.path)
-        over -= one.size
-    return gone
 
 
 def as_line(value: Any) -> bytes:

@@ -10,10 +10,10 @@ The subject of a record is passed as `extra={"ordinal": 7}`; `ABOUT` lists the n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,16 @@ def attach_log(run_dir: str | os.PathLike[str], component: str, level: int | str
     handlers = _attached()
     if not handlers or handlers[0].path.parent != folder:
         # Open first: if the run directory cannot be written, the old files stay attached.
-        opened = _opened(folder, component)
+        with contextlib.ExitStack() as opened:
+            handlers = [opened.enter_context(contextlib.closing(LogFile(folder / name))) for name in (TEXT_LOG, LOG)]
+            opened.pop_all()
         detach_log()
-        handlers = opened
         for handler in handlers:
             logger.addHandler(handler)
-    for handler in handlers:
-        handler.speak_for(component)
+    text, objects = handlers
+    shown = component.replace("%", "%%")
+    text.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{shown}] %(message)s"))
+    objects.setFormatter(JsonFormatter(folder.name, component))
     logger.setLevel(level)
     return folder / TEXT_LOG
 
@@ -55,15 +58,6 @@ def detach_log() -> None:
         handler.close()
 
 
-def _opened(folder: Path, component: str) -> list[LogFile]:
-    text = AppendHandler(folder / TEXT_LOG, component)
-    try:
-        return [text, JsonHandler(folder / LOG, component)]
-    except OSError:
-        text.close()
-        raise
-
-
 def _attached() -> list[LogFile]:
     return [one for one in logging.getLogger(LOGGER).handlers if isinstance(one, LogFile)]
 
@@ -72,29 +66,25 @@ class LogFile(logging.Handler):
     """Writes one record per call. A full disk loses lines and never raises; the next line says how many. It survives
     being closed while attached, because `logging.config.dictConfig` of a library closes all handlers."""
 
-    def __init__(self, path: Path, component: str) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
         self.path = path
         self.lost_lines = 0
         self._torn = False
-        self.speak_for(component)
         self._fd = open_private(path, os.O_WRONLY | os.O_APPEND)
-
-    def speak_for(self, component: str) -> None:
-        self.component = component
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
         except Exception:  # noqa: BLE001  # a message with the wrong arguments is its author's error, not training's
-            text = self._said(record.levelname, f"a message that cannot be formatted: {record.msg!r}")
-        lost = f"{self.lost_lines} lines before this one were lost"
-        before = self._said("WARNING", lost) + "\n" if self.lost_lines else ""
-        self._append((before + text + "\n").encode(errors="backslashreplace"))
+            text = self._message(record.levelname, f"a message that cannot be formatted: {record.msg!r}")
+        if self.lost_lines:
+            text = self._message("WARNING", f"{self.lost_lines} lines before this one were lost") + "\n" + text
+        self._append((text + "\n").encode(errors="backslashreplace"))
 
-    def _said(self, level: str, message: str) -> str:
+    def _message(self, level: str, message: str) -> str:
         """Return a line of the handler itself."""
-        raise NotImplementedError
+        return self.format(logging.makeLogRecord({"levelname": level, "msg": message}))
 
     def _append(self, data: bytes) -> None:
         data = b"\n" + data if self._torn else data
@@ -109,42 +99,31 @@ class LogFile(logging.Handler):
         self.lost_lines = self.lost_lines + 1 if self._torn else 0
 
     def close(self) -> None:
-        self.acquire()
-        try:
+        with self.lock or contextlib.nullcontext():
             fd, self._fd = self._fd, -1
-        finally:
-            self.release()
         if fd >= 0:
             os.close(fd)
         super().close()
 
 
-class AppendHandler(LogFile):
-    """Writes text."""
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a JSON object."""
 
-    def speak_for(self, component: str) -> None:
-        super().speak_for(component)
-        shown = component.replace("%", "%%")
-        self.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [{shown}] %(message)s"))
-
-    def _said(self, level: str, message: str) -> str:
-        return f"{level} [{self.component}] {message}"
-
-
-class JsonHandler(LogFile):
-    """Writes one JSON object per line."""
+    def __init__(self, run: str, component: str) -> None:
+        super().__init__()
+        self._run = run
+        self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
-        about = {name: plain(getattr(record, name)) for name in ABOUT if hasattr(record, name)}
-        return self._line(record.created, record.levelname, super().format(record), about)
-
-    def _said(self, level: str, message: str) -> str:
-        return self._line(time.time(), level, message, {})
-
-    def _line(self, wall_s: float, level: str, message: str, about: Mapping[str, Any]) -> str:
-        line = {"time": round(wall_s, 3), "level": level, "run": self.path.parent.name, "role": self.component}
-        text = json.dumps({**line, "message": message, **about}, ensure_ascii=False)
-        return text.encode(errors="replace").decode()  # JSON has no lone surrogates
+        line = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "run": self._run,
+            "role": self._component,
+            "message": super().format(record),
+            **{name: plain(getattr(record, name)) for name in ABOUT if hasattr(record, name)},
+        }
+        return json.dumps(line, ensure_ascii=False).encode(errors="replace").decode()  # JSON has no lone surrogates
 
 
 def component_statistics(stats: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -154,25 +133,24 @@ def component_statistics(stats: Mapping[str, Mapping[str, Any]]) -> list[str]:
     the remaining counters, one line per component.
     """
     known = {name: [metric.name for metric in METRICS if metric.component == name] for name in COMPONENTS}
-    whole = [f"{name}: {_said(stats.get(name), known[name]) or 'no answer'}" for name in COMPONENTS]
+    whole = [f"{name}: {_format(stats.get(name), known[name]) or 'no answer'}" for name in COMPONENTS]
     lines = [f"{STATISTICS} | " + " | ".join(whole)]
     for name, values in stats.items():
-        rest = [key for key in values if key not in known.get(name, ())]
-        if said := _said(values, rest):
-            lines.append(f"{STATISTICS} of {name}: {said}")
+        if rest := _format(values, [key for key in values if key not in known.get(name, ())]):
+            lines.append(f"{STATISTICS} of {name}: {rest}")
     return lines
 
 
-def _said(values: Mapping[str, Any] | None, names: list[str]) -> str:
-    return " ".join(f"{name}={_short(plain(values[name]))}" for name in names if values and name in values)
+def _format(values: Mapping[str, Any] | None, names: list[str]) -> str:
+    return " ".join(f"{name}={_format_value(plain(values[name]))}" for name in names if values and name in values)
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        return "{" + " ".join(f"{name}={_short(inner)}" for name, inner in value.items()) + "}"
+        return "{" + " ".join(f"{name}={_format_value(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
-        return "[" + " ".join(_short(inner) for inner in value) + "]"
+        return "[" + " ".join(_format_value(inner) for inner in value) + "]"
     text = str(value)
     return json.dumps(text, ensure_ascii=False) if len(text.split()) != 1 else text

@@ -261,25 +261,6 @@ class Threshold(Protocol):
     def below(self) -> float | None: ...
 
 
-@dataclass(frozen=True)
-class Limits:
-    """A `Threshold` as a plain class."""
-
-    above: float | None = None
-    below: float | None = None
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something to log."""
-
-    level: int
-    """`logging.WARNING` when a threshold is crossed, `logging.INFO` when the metric is back."""
-    name: str
-    """The metric, with its component if it has one."""
-    text: str
-
-
 class Alerts:
     """Reports each crossing once: a metric out of bounds is silent until it is back, or out on the other side.
 
@@ -290,12 +271,13 @@ class Alerts:
     def __init__(self, thresholds: Mapping[str, Threshold]) -> None:
         self._thresholds = dict(thresholds)
         self._unseen = set(self._thresholds)
-        self._wrong: dict[tuple[str, str], str] = {}
-        self._active: dict[tuple[str, str], str] = {}
+        self._active: dict[tuple[str, str], tuple[str, str]] = {}
+        """What is wrong with each metric that is out of bounds, and the message about it."""
 
-    def check(self, values: Mapping[str, Any]) -> list[Notice]:
-        """Return the notices for a row of plain values. A metric that is missing in the row keeps its state."""
-        found = []
+    def check(self, values: Mapping[str, Any]) -> list[tuple[int, str]]:
+        """Return what to log about a row of plain values: WARNING when a threshold is crossed, INFO when the metric is
+        back. A metric that is missing in the row keeps its state."""
+        found: list[tuple[int, str]] = []
         for path, value in numbers(values):
             for name in dict.fromkeys((path, path.rpartition("/")[2])):
                 if name in self._thresholds:
@@ -303,24 +285,23 @@ class Alerts:
                     found += self._look(name, path, value)
         return found
 
-    def _look(self, name: str, path: str, value: float) -> list[Notice]:
+    def _look(self, name: str, path: str, value: float) -> list[tuple[int, str]]:
         threshold, key = self._thresholds[name], f"{KEY}.{name}"
         wrong = _wrong(threshold, value)
-        before = self._wrong.get((name, path))
+        before, _ = self._active.get((name, path), (None, ""))
         if wrong == before:
             return []
         if wrong is None:
-            del self._wrong[name, path], self._active[name, path]
-            return [Notice(logging.INFO, path, f"{path} = {value:g} is back within {key} ({_bounds(threshold)})")]
-        self._wrong[name, path] = wrong
+            del self._active[name, path]
+            return [(logging.INFO, f"{path} = {value:g} is back within {key} ({_bounds(threshold)})")]
         text = f"{path} = {value:g} is {wrong} ({key}: {_bounds(threshold)})"
-        self._active[name, path] = text
-        return [Notice(logging.WARNING, path, text)]
+        self._active[name, path] = wrong, text
+        return [(logging.WARNING, text)]
 
     @property
     def active(self) -> list[str]:
         """Return the last message of each metric that is out of bounds now."""
-        return list(self._active.values())
+        return [text for _, text in self._active.values()]
 
     @property
     def unseen(self) -> list[str]:

@@ -97,6 +97,7 @@ def open_sinks(
 
 
 def need(module: str, *, key: str, value: object, package: str | None = None) -> Any:
+    """Import a package that only a sink needs. `package`: the name to install it by."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -167,18 +168,18 @@ class TensorBoardSink:
         name = f"events.out.tfevents.{time.time_ns() / 1e9:.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = writer.RecordWriter(str(folder / name))
         self._flushed_at = time.monotonic()
-        self._put(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._put(file_version="brain.Event:2")
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         found = [self._summary.Value(tag=name, simple_value=number) for name, number in named(kind, values)]
         if found:
-            self._put(self._event(wall_time=time.time(), step=step, summary=self._summary(value=found)))
+            self._put(step=step, summary=self._summary(value=found))
         if time.monotonic() - self._flushed_at >= FLUSH_EVERY_S:
             self._file.flush()
             self._flushed_at = time.monotonic()
 
-    def _put(self, event: Any) -> None:
-        self._file.write(event.SerializeToString())
+    def _put(self, **fields: Any) -> None:
+        self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
     def close(self) -> None:
         self._file.close()
@@ -323,8 +324,8 @@ class Recorder:
         with self._lock:
             self._file.append(self._row(kind, step, found))
             if kind in WATCHED:
-                for notice in self._alerts.check(found):
-                    log.log(notice.level, "Alert: %s", notice.text)
+                for level, text in self._alerts.check(found):
+                    log.log(level, "Alert: %s", text)
             for sink in [] if kind in FILE_ONLY else list(self._sinks):
                 self._tell(sink, kind, step, found)
 
@@ -376,14 +377,9 @@ class Recorder:
 
 
 def read_metrics(run_dir: str | os.PathLike[str], kind: Kind | None = None) -> list[dict[str, Any]]:
-    """Yield the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
-    return list(_rows(Path(run_dir) / METRICS, kind))
-
-
-def _rows(path: Path, kind: Kind | None) -> Iterator[dict[str, Any]]:
-    for row in read_lines(path):
-        if isinstance(row, dict) and isinstance(row.get("step"), int) and kind in (None, row.get("kind")):
-            yield row
+    """Return the rows of a run, all or of one kind, during or after it. Invalid lines are skipped."""
+    rows = [row for row in read_lines(Path(run_dir) / METRICS) if isinstance(row, dict)]
+    return [row for row in rows if isinstance(row.get("step"), int) and kind in (None, row.get("kind"))]
 
 
 def _name(sink: Sink) -> str:

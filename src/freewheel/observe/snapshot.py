@@ -74,20 +74,17 @@ class Pulse:
         if not last and now - self._last_s < pause_s:
             return None
         self._last_s = now
-        return {**pulse_of(snapshot), **({"last": True} if last else {})}
-
-
-def pulse_of(snapshot: RunSnapshot) -> dict[str, Any]:
-    return {
-        "queue_size": snapshot.queue.get("queue_size"),
-        "in_progress": snapshot.queue.get("in_progress"),
-        "version": snapshot.version,
-        "published_version": snapshot.published_version,
-        "tokens_per_s": snapshot.tokens_per_s,
-        "samples_per_s": snapshot.samples_per_s,
-        "waits": {
-            component: {name: round(share, DIGITS) for name, share in shares.items()}
-            for component, shares in snapshot.waits.items()
-        },
-        "verdict": snapshot.verdict,
-    }
+        row = {
+            "queue_size": snapshot.queue.get("queue_size"),
+            "in_progress": snapshot.queue.get("in_progress"),
+            "version": snapshot.version,
+            "published_version": snapshot.published_version,
+            "tokens_per_s": snapshot.tokens_per_s,
+            "samples_per_s": snapshot.samples_per_s,
+            "waits": {
+                component: {name: round(share, DIGITS) for name, share in shares.items()}
+                for component, shares in snapshot.waits.items()
+            },
+            "verdict": snapshot.verdict,
+        }
+        return row | {"last": True} if last else row

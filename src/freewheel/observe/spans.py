@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
-from types import TracebackType
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 ELAPSED = "elapsed"
@@ -21,34 +22,13 @@ OnClose = Callable[[str, float, float, Mapping[str, Any]], None]
 """(name, since, until, arguments), by the clock of the spans. It must not raise and must be fast."""
 
 
+@dataclass(slots=True)
 class _Name:
     """The state of one name."""
 
-    __slots__ = ("closed_s", "open", "since")
-
-    def __init__(self) -> None:
-        self.closed_s = 0.0
-        self.open = 0
-        self.since = 0.0
-
-
-class _Span:
-    """One use of a name. Each `with` has its own, so interleaved tasks cannot close each other's spans."""
-
-    __slots__ = ("_args", "_name", "_spans")
-
-    def __init__(self, spans: Spans, name: str, args: Mapping[str, Any]) -> None:
-        self._spans = spans
-        self._name = name
-        self._args = args
-
-    def __enter__(self) -> None:
-        self._spans._enter(self._name)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._spans._leave(self._name, self._args)
+    closed_s: float = 0.0
+    open: int = 0
+    since: float = 0.0
 
 
 class Spans:
@@ -63,29 +43,24 @@ class Spans:
         self._names: dict[str, _Name] = {}
         self._lock = threading.Lock()
 
-    def __call__(self, name: str, **args: Any) -> _Span:
-        """`args` go to `on_close`; the last span that closes decides."""
-        if name == ELAPSED:
-            raise ValueError(f"a span cannot be named {ELAPSED!r}: snapshots keep the whole time there")
-        return _Span(self, name, args)
-
-    def _enter(self, name: str) -> None:
+    @contextmanager
+    def __call__(self, name: str, **args: Any) -> Iterator[None]:
+        """Open a span. `args` go to `on_close`; the last span that closes decides."""
         with self._lock:
             known = self._names.setdefault(name, _Name())
             if not known.open:
                 known.since = self._clock()
             known.open += 1
-
-    def _leave(self, name: str, args: Mapping[str, Any]) -> None:
-        with self._lock:
-            known = self._names[name]
-            known.open -= 1
-            if known.open:
-                return
-            since, until = known.since, self._clock()
-            known.closed_s += until - since
-        if self._on_close is not None:
-            self._on_close(name, since, until, args)
+        try:
+            yield
+        finally:
+            with self._lock:
+                known.open -= 1
+                is_last, since, until = not known.open, known.since, self._clock()
+                if is_last:
+                    known.closed_s += until - since
+            if is_last and self._on_close is not None:
+                self._on_close(name, since, until, args)
 
     def snapshot(self) -> dict[str, float]:
         """Return seconds by name since the start, including open spans, and the total time as `elapsed`."""

@@ -17,7 +17,6 @@ Invalid lines are skipped and counted; incomplete pairs are skipped.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from freewheel.observe.lines import Lines, files_of, read_lines
+from freewheel.observe.lines import Lines, as_line, files_of, read_lines
 from freewheel.observe.run_folder import TRACE
 
 Category = Literal["span", "group", "counter"]
@@ -110,79 +109,57 @@ class Tracer:
     ) -> None:
         """`every`: trace groups whose ordinal it divides; 0: none."""
         self.lines = Lines(Path(run_dir) / TRACE, component, most_bytes=most_bytes, render=_render)
+        self._component = component
         self._every = every
         self._clock = clock
-        # Taken once: if the wall clock is set meanwhile, a span must not end before it began.
-        self._place = _Place(_text(component), wall_clock() - clock())
+        # Computed once: if the wall clock is set meanwhile, a span must not end before it began.
+        self._offset_s = wall_clock() - clock()
 
     def span(self, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str = MAIN) -> None:
-        self.lines.add((_span, self._place, name, since_s, until_s, args, track))
+        self.lines.add((self._render_span, name, since_s, until_s, args, track))
 
     def phase(self, name: str, ordinal: int, since_s: float, args: Mapping[str, Any]) -> None:
         """Trace a phase of group `ordinal`, from `since_s` until now."""
         if self._every and not ordinal % self._every:
-            self.lines.add((_phase, self._place, name, ordinal, since_s, self._clock(), args))
+            self.lines.add((self._render_phase, name, ordinal, since_s, self._clock(), args))
 
     def instant(self, text: str) -> None:
-        self.lines.add((_instant, self._place, text, self._clock()))
+        self.lines.add((self._render_instant, text, self._clock()))
 
     def counter(self, name: str, values: Mapping[str, float]) -> None:
-        self.lines.add((_counter, self._place, name, self._clock(), values))
+        self.lines.add((self._render_counter, name, self._clock(), values))
 
+    # -- events as text, in the writing thread ------------------------------------------------------------------------
 
-# -- events as text: in the writing thread, which has thousands of them a second to make -------------------------------
+    def _us(self, at_s: float) -> int:
+        return int((at_s + self._offset_s) * 1e6)
 
+    def _render_span(self, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str) -> bytes:
+        begin, end = self._us(since_s), self._us(until_s)
+        event = {"ph": "X", "cat": SPAN, "name": name, "pid": self._component, "tid": track}
+        return as_line(event | {"ts": begin, "dur": end - begin, "args": args})
 
-@dataclass(frozen=True)
-class _Place:
-    """The origin of events."""
+    def _render_phase(self, name: str, ordinal: int, since_s: float, until_s: float, args: Mapping[str, Any]) -> bytes:
+        same = {"cat": GROUP, "id": ordinal, "name": name, "pid": self._component, "tid": "groups"}
+        begin = {"ph": "b", **same, "ts": self._us(since_s), "args": args}
+        return as_line(begin) + as_line({"ph": "e", **same, "ts": self._us(until_s)})
 
-    process: bytes
-    """Its name, as JSON."""
-    offset_s: float
-    """From the trace's clock to the wall clock."""
+    def _render_instant(self, text: str, at_s: float) -> bytes:
+        event = {"ph": "i", "s": "g", "cat": EVENT, "name": text, "pid": self._component, "tid": MAIN}
+        return as_line(event | {"ts": self._us(at_s)})
 
-    def us(self, at_s: float) -> int:
-        return int((at_s + self.offset_s) * 1e6)
-
-
-_encode = msgspec.json.Encoder().encode
-
-
-def _text(value: str) -> bytes:
-    """Encode as JSON; a lone surrogate becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    def _render_counter(self, name: str, at_s: float, values: Mapping[str, float]) -> bytes:
+        event = {"ph": "C", "cat": COUNTER, "name": name, "pid": self._component, "tid": MAIN}
+        return as_line(event | {"ts": self._us(at_s), "args": values})
 
 
 def _render(item: tuple[Any, ...]) -> bytes:
-    make, *rest = item
-    line: bytes = make(*rest)
+    make, *values = item
+    line: bytes = make(*values)
     return line
 
 
-def _span(place: _Place, name: str, since_s: float, until_s: float, args: Mapping[str, Any], track: str) -> bytes:
-    begin, end = place.us(since_s), place.us(until_s)
-    told = (SPAN.encode(), name.encode(), place.process, _text(track), begin, end - begin, _encode(args))
-    return b'{"ph":"X","cat":"%b","name":"%b","pid":%b,"tid":%b,"ts":%d,"dur":%d,"args":%b}\n' % told
-
-
-def _phase(place: _Place, name: str, ordinal: int, since_s: float, until_s: float, args: Mapping[str, Any]) -> bytes:
-    same = b'"cat":"group","id":%d,"name":"%b","pid":%b,"tid":"groups"' % (ordinal, name.encode(), place.process)
-    told = (same, place.us(since_s), _encode(args), same, place.us(until_s))
-    return b'{"ph":"b",%b,"ts":%d,"args":%b}\n{"ph":"e",%b,"ts":%d}\n' % told
-
-
-def _instant(place: _Place, text: str, at_s: float) -> bytes:
-    told = (EVENT.encode(), _text(text), place.process, MAIN.encode(), place.us(at_s))
-    return b'{"ph":"i","s":"g","cat":"%b","name":%b,"pid":%b,"tid":"%b","ts":%d}\n' % told
-
-
-def _counter(place: _Place, name: str, at_s: float, values: Mapping[str, float]) -> bytes:
-    told = (COUNTER.encode(), name.encode(), place.process, MAIN.encode(), place.us(at_s), _encode(values))
-    return b'{"ph":"C","cat":"%b","name":"%b","pid":%b,"tid":"%b","ts":%d,"args":%b}\n' % told
-
-
-# -- the process's own ------------------------------------------------------------------------------------------------
+# -- this process's tracer --------------------------------------------------------------------------------------------
 
 _tracer: Tracer | None = None
 
@@ -237,17 +214,13 @@ Refused = Callable[[Path], object]
 """Called for each invalid line of a file."""
 
 
-def _passed_over(path: Path) -> None:
-    pass
-
-
 class Writes(Protocol):
     """A file, compressed or not."""
 
     def write(self, data: bytes, /) -> int: ...
 
 
-def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
+def read_trace(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[Event]:
     """Yield all events as they were written, file by file. The two events of a pair follow each other."""
     for file in files_of(Path(run_dir) / TRACE):
         none = partial(refused, file.path)
@@ -264,7 +237,7 @@ def components(run_dir: str | os.PathLike[str]) -> list[str]:
     return sorted(names, key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), len(name), name))
 
 
-def merged(run_dir: str | os.PathLike[str], *, refused: Refused = _passed_over) -> Iterator[Event]:
+def merged(run_dir: str | os.PathLike[str], *, refused: Refused = lambda _: None) -> Iterator[Event]:
     """Yield one trace: names are numbered and explained by events, and pairs are complete."""
     numbers = {name: number for number, name in enumerate(components(run_dir), start=1)}
     for name, number in numbers.items():
@@ -314,15 +287,11 @@ def _same(begin: Event, end: Event) -> bool:
 def _pair(begin: Event, end: Event) -> Iterator[Event]:
     """Yield a pair with an id that no other phase of the process has. A viewer treats equal ids as one object and
     groups equal names."""
-    args = begin.get("args", {})
-    parts = (begin["id"], begin["name"], *([args["index"]] if "index" in args else []))
-    own = {"id2": {"local": "/".join(map(str, parts))}}
-    yield _without_id(begin) | own | {"args": {"ordinal": begin["id"], **args}}
-    yield _without_id(end) | own
-
-
-def _without_id(event: Event) -> Event:
-    return {name: value for name, value in event.items() if name != "id"}
+    args, ordinal = begin.get("args", {}), begin["id"]
+    parts = (ordinal, begin["name"], *([args["index"]] if "index" in args else []))
+    unique = {"id2": {"local": "/".join(map(str, parts))}}
+    for event, more in ((begin, {"args": {"ordinal": ordinal, **args}}), (end, {})):
+        yield {name: value for name, value in event.items() if name != "id"} | unique | more
 
 
 def _track(event: Event) -> str:
