@@ -10,7 +10,6 @@ are SHA-256 digests of everything that decides a reply. `ReplyCache` is the engi
 from __future__ import annotations
 
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +20,10 @@ from freewheel.judge.cache_file import CachedReply
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.limiter import LimiterMemory
 from freewheel.judge.outcome import Reply
-from freewheel.judge.store import Store
+from freewheel.judge.store import Store, memory_bytes
 
 CACHE_FILE = "judge.sqlite3"
 """The file name in `cache_dir`."""
-ENTRY_OVERHEAD_BYTES = 400
-"""Memory of an entry besides its text, by tracemalloc: the digest, the reply, two tuples and the dict's slot."""
 
 
 def cache_dir(configured: str | None = None) -> Path:
@@ -42,43 +39,31 @@ def cache_dir(configured: str | None = None) -> Path:
 class MemoryCache:
     """The most recently used replies, within `max_entries` and `max_bytes`. For one thread only: the event loop's."""
 
-    __slots__ = ("_bytes", "_entries", "max_bytes", "max_entries")
-
     def __init__(self, max_entries: int, max_bytes: int) -> None:
-        self.max_entries = max_entries
-        self.max_bytes = max_bytes
-        self._entries: OrderedDict[bytes, tuple[CachedReply, int]] = OrderedDict()
-        self._bytes = 0
+        self.bytes = 0
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[bytes, CachedReply] = OrderedDict()
 
     def get(self, key: bytes) -> CachedReply | None:
-        entry = self._entries.get(key)
-        if entry is None:
-            return None
-        self._entries.move_to_end(key)
-        return entry[0]
+        reply = self._entries.get(key)
+        if reply is not None:
+            self._entries.move_to_end(key)
+        return reply
 
     def put(self, key: bytes, reply: CachedReply) -> None:
         """Keep `reply` and drop the least recently used ones. A reply larger than the bound is not kept."""
-        # Keep the size, because a str grows when something asks for its UTF-8.
-        size = sys.getsizeof(reply.text) + ENTRY_OVERHEAD_BYTES
         entries = self._entries
         old = entries.pop(key, None)
         if old is not None:
-            self._bytes -= old[1]
-        if size > self.max_bytes or self.max_entries <= 0:
+            self.bytes -= memory_bytes(old)
+        size = memory_bytes(reply)
+        if size > self._max_bytes:
             return
-        entries[key] = (reply, size)
-        self._bytes += size
-        while self._bytes > self.max_bytes or len(entries) > self.max_entries:
-            self._bytes -= entries.popitem(last=False)[1][1]
-
-    def clear(self) -> None:
-        self._entries.clear()
-        self._bytes = 0
-
-    @property
-    def bytes(self) -> int:
-        return self._bytes
+        entries[key] = reply
+        self.bytes += size
+        while self.bytes > self._max_bytes or len(entries) > self._max_entries:
+            self.bytes -= memory_bytes(entries.popitem(last=False)[1])
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
 import sqlite3
 import stat
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +27,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from freewheel.judge.verdict import TOKENS_MAX
 from freewheel.utils.files import open_private
 from freewheel.utils.sqlite import (
     COMPANIONS,
@@ -41,6 +38,8 @@ from freewheel.utils.sqlite import (
     rename_database,
     transaction,
 )
+
+log = logging.getLogger("freewheel.judge.cache")
 
 APPLICATION_ID = 0x46574A43
 """Marks the file in its header as freewheel's judge cache ("FWJC")."""
@@ -57,12 +56,9 @@ STEP_ENTRIES = 512
 """Rows per transaction of eviction, expiry and clearing: a few milliseconds, so that other processes can write."""
 STEP_PAGES = 512
 """Pages returned to the disk per transaction, for the same reason."""
-BEFORE_FIRST_ID = -1
 _EXPORT_ENTRIES = 256
 _EXPORT_BYTES = 4 * 2**20
 """An export reads this much at a time. A slow reader that held a snapshot would make the log grow."""
-_FUTURE_SLACK_S = 86_400.0
-"""Timestamps further in the future than this come from a wrong clock, not from one that was adjusted a little."""
 _ROW_OVERHEAD_BYTES = 100
 """Bytes of an entry in the file besides key and text: the key again in its index, numbers, the index of last use."""
 _QUERY_SIZES = (1, 8, 64, 256)
@@ -116,7 +112,7 @@ _COLUMNS = "id, key, created_at, used_at, checksum, prompt_tokens, completion_to
 _QUERIES = {size: f"SELECT {_COLUMNS} FROM replies WHERE key IN ({','.join('?' * size)})" for size in _QUERY_SIZES}
 
 
-class CachedReply(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class CachedReply(msgspec.Struct, frozen=True, gc=False):
     """A judge's reply, unparsed, and the tokens that it cost."""
 
     text: str
@@ -131,23 +127,6 @@ class Entry(NamedTuple):
     reply: CachedReply
     created_at: float
     used_at: float
-
-
-class Summary(NamedTuple):
-    """Totals over all entries."""
-
-    entries: int
-    payload_bytes: int
-    oldest_at: float | None
-    newest_at: float | None
-    expired: int
-
-
-class _Identity(NamedTuple):
-    """Identifies the file that a path led to. Unique while somebody has that file open."""
-
-    device: int
-    inode: int
 
 
 class CacheDatabase:
@@ -188,33 +167,23 @@ class CacheDatabase:
         now: float,
     ) -> None:
         """Write replies, mark entries as used now and write notes, in one transaction."""
+        rows = []
+        for key, reply in replies:
+            text = _encode(reply.text)
+            tokens = reply.prompt_tokens, reply.completion_tokens
+            rows.append((key, now, now, len(key) + len(text), _checksum(key, text), *tokens, text))
+        rows.sort(key=itemgetter(0))  # neighbours in the index are then written together
         with transaction(self.db):
-            self._write_replies(replies, now)
-            self.db.executemany(
-                "UPDATE replies SET used_at = ?, created_at = min(created_at, ?) WHERE key = ?",
-                [(now, now, key) for key in used],  # a creation time in the future becomes now
-            )
+            start = 0
+            for size in _INSERT_SIZES:
+                while len(rows) - start >= size:
+                    self.db.execute(_UPSERTS[size], [value for row in rows[start : start + size] for value in row])
+                    start += size
+            self.db.executemany("UPDATE replies SET used_at = ? WHERE key = ?", [(now, key) for key in used])
             self.db.executemany(
                 "INSERT INTO notes (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
                 [(_encode(name), value) for name, value in notes],
             )
-
-    def _write_replies(self, replies: Iterable[tuple[bytes, CachedReply]], now: float) -> None:
-        rows: list[tuple[Any, ...]] = []
-        for key, reply in replies:
-            try:
-                text = _encode(reply.text)
-                tokens = [min(max(int(n), 0), TOKENS_MAX) for n in (reply.prompt_tokens, reply.completion_tokens)]
-                rows.append((key, now, now, len(key) + len(text), _checksum(key, text), *tokens, text))
-            except (TypeError, ValueError, AttributeError, OverflowError):
-                continue  # fields of the wrong type: drop this entry, so the rest of its batch is kept
-        rows.sort(key=itemgetter(0))  # neighbours in the index are then written together
-        start = 0
-        for size in _INSERT_SIZES:
-            while len(rows) - start >= size:
-                chunk = rows[start : start + size]
-                self.db.execute(_UPSERTS[size], [value for row in chunk for value in row])
-                start += size
 
     def read_note(self, name: str) -> bytes | None:
         row = self.db.execute("SELECT value FROM notes WHERE name = ?", (_encode(name),)).fetchone()
@@ -246,28 +215,10 @@ class CacheDatabase:
             self.db.executemany("DELETE FROM replies WHERE id = ?", victims)
         return bool(victims)
 
-    def expire_step(self, cutoff: float) -> bool:
-        """Remove some entries last used before `cutoff`. False: none are left.
-
-        Selects by last use, which is indexed. An expired entry was last used before it expired, so it leaves the file
-        after twice its lifetime at the latest.
-        """
-        with transaction(self.db):
-            removed = self.db.execute(
-                "DELETE FROM replies WHERE id IN (SELECT id FROM replies WHERE used_at < ? LIMIT ?)",
-                (cutoff, STEP_ENTRIES),
-            ).rowcount
-        return removed == STEP_ENTRIES
-
-    def correct_future_step(self, now: float) -> bool:
-        """Set some future timestamps to now; otherwise those entries outlive all others. False: none are left."""
-        with transaction(self.db):
-            corrected = self.db.execute(
-                "UPDATE replies SET used_at = ?, created_at = min(created_at, ?)"
-                " WHERE id IN (SELECT id FROM replies WHERE used_at > ? LIMIT ?)",
-                (now, now, now + _FUTURE_SLACK_S, STEP_ENTRIES),
-            ).rowcount
-        return corrected == STEP_ENTRIES
+    def delete_step(self, column: str, before: float) -> int:
+        """Remove some entries whose time in `column` is before that time. Returns how many; 0 when none is left."""
+        query = f"DELETE FROM replies WHERE id IN (SELECT id FROM replies WHERE {column} < ? LIMIT ?)"
+        return self.db.execute(query, (before, STEP_ENTRIES)).rowcount
 
     def vacuum_step(self) -> None:
         """Return some free pages to the disk."""
@@ -275,51 +226,39 @@ class CacheDatabase:
 
     # -- for the command line ---------------------------------------------------------------------------------------
 
-    def summarize(self, cutoff: float) -> Summary:
-        return Summary(
-            *self.db.execute(
-                "SELECT count(*), coalesce(sum(size), 0), min(created_at), max(created_at),"
-                " coalesce(sum(created_at < ?), 0) FROM replies INDEXED BY replies_used",
-                (cutoff,),
-            ).fetchone()
-        )
+    def summarize(self, cutoff: float) -> tuple[int, int, float | None, float | None, int]:
+        """Entries, their bytes, the oldest and newest time of storing, and how many were stored before `cutoff`."""
+        found: tuple[int, int, float | None, float | None, int] = self.db.execute(
+            "SELECT count(*), coalesce(sum(size), 0), min(created_at), max(created_at),"
+            " coalesce(sum(created_at < ?), 0) FROM replies INDEXED BY replies_used",
+            (cutoff,),
+        ).fetchone()
+        return found
 
-    def id_ranges(self) -> list[tuple[int, int]]:
-        """All present ids as ranges (from, to] of one step each."""
-        first, last = self.db.execute("SELECT min(id), max(id) FROM replies").fetchone()
-        starts = () if first is None else range(first - 1, last, STEP_ENTRIES)
-        return [(start, min(last, start + STEP_ENTRIES)) for start in starts]
-
-    def delete_range(self, ids: tuple[int, int], before: float) -> int:
-        """Delete entries with these ids that were created before that time. Returns how many."""
-        query = "DELETE FROM replies WHERE id > ? AND id <= ? AND created_at < ?"
-        return self.db.execute(query, (*ids, before)).rowcount
-
-    def export_step(self, after_id: int, cutoff: float) -> tuple[int | None, list[Entry]]:
-        """The next entries in the order of insertion, and the id to continue from; None at the end."""
-        entries: list[Entry] = []
-        last: int | None = None
-        size = 0
+    def export(self, cutoff: float) -> Iterator[Entry]:
+        """The entries stored since `cutoff`, in the order of insertion. Reads a few at a time and keeps no snapshot."""
+        last = -1
         query = f"SELECT {_COLUMNS} FROM replies WHERE id > ? AND created_at >= ? ORDER BY id LIMIT ?"
-        with contextlib.closing(self.db.execute(query, (after_id, cutoff, _EXPORT_ENTRIES))) as cursor:
-            for row in cursor:
-                last = row[0]
-                entry = _decode(row)
-                if entry is not None:
-                    entries.append(entry)
+        while True:
+            rows, size = [], 0
+            with contextlib.closing(self.db.execute(query, (last, cutoff, _EXPORT_ENTRIES))) as cursor:
+                for row in cursor:
+                    rows.append(row)
                     size += len(row[-1])
-                if size > _EXPORT_BYTES:
-                    break
-        return last, entries
+                    if size > _EXPORT_BYTES:
+                        break
+            if not rows:
+                return
+            last = rows[-1][0]
+            yield from filter(None, map(_decode, rows))
 
 
 class CacheFile:
     """Connects to the file at `path`. Creates it, or sets it aside and creates a new one, where needed."""
 
-    def __init__(self, path: Path, *, wall_clock: Callable[[], float], log: logging.Logger) -> None:
+    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time) -> None:
         self.given = path
         self._wall_clock = wall_clock
-        self._log = log
         self._asides_made = 0
 
     @property
@@ -327,14 +266,20 @@ class CacheFile:
         """The path with links resolved: SQLite puts its log next to the real file."""
         return Path(os.path.realpath(self.given))
 
-    def connect(self) -> CacheDatabase:
+    def connect(self, timeout_s: float = BUSY_TIMEOUT_S) -> CacheDatabase:
         """Connect to a file of our schema. Raises `sqlite3.Error` or `OSError` if there can be none."""
         path = self.path
         with contextlib.suppress(_NotReadyError):
-            return _connect_ready(path)
+            return _connect_ready(path, timeout_s)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _setup_lock(path):
-            return self._connect_or_create(path)
+        with _setup_lock(path):  # nobody else creates, fills or renames the file
+            try:
+                return _connect_ready(path, timeout_s)
+            except _NotReadyError as why:
+                if why.suffix is not None:
+                    self._rename(path, why.suffix, str(why))
+            _create(path)
+            return _connect_ready(path, timeout_s)
 
     def set_aside(self, identity: _Identity, error: Exception) -> bool:
         """Rename a damaged file, unless another process already did. False if that fails.
@@ -345,93 +290,68 @@ class CacheFile:
         try:
             with _setup_lock(path):
                 if _identify(path) == identity:
-                    self._set_aside(path, self._corrupt_suffix(), str(error))
+                    self._rename(path, "", str(error))
         except OSError as refused:
-            self._log.warning("judge cache %s is damaged (%s) and cannot be set aside: %s", path, error, refused)
+            log.warning("judge cache %s is damaged (%s) and cannot be set aside: %s", path, error, refused)
             return False
         return True
-
-    def warn(self, trouble: Trouble, error: Exception) -> None:
-        self._log.warning(
-            "judge cache %s: %s (%s); continuing without it, and trying again later", self.given, trouble, error
-        )
 
     def asides(self) -> tuple[str, ...]:
         """The names of the files set aside so far. The user may inspect or delete them."""
         path = self.path
         marks = (f"{path.name}.corrupt-", f"{path.name}.schema-")
         with contextlib.suppress(OSError):
-            names = (entry.name for entry in path.parent.iterdir())
+            names = [entry.name for entry in path.parent.iterdir()]
             return tuple(sorted(name for name in names if name.startswith(marks) and not name.endswith(COMPANIONS)))
         return ()
 
-    def _connect_or_create(self, path: Path) -> CacheDatabase:
-        """With the setup lock held: nobody else creates, fills or renames the file."""
-        try:
-            return _connect_ready(path)
-        except _NotReadyError as why:
-            if why.suffix is not None:
-                self._set_aside(path, why.suffix or self._corrupt_suffix(), why.detail)
-        if _identify(path) is None:
-            # A log without its database would be replayed into the new file and corrupt it.
-            for suffix in COMPANIONS:
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            os.close(open_private(path, os.O_RDWR))
-        # Pages that eviction frees are used again by later puts, so the file does not grow past its bound. Only `clear`
-        # and a smaller bound return pages to the disk, for which auto_vacuum must be on from the start.
-        settings = ("auto_vacuum = INCREMENTAL", "journal_mode = WAL")
-        with contextlib.closing(connect(path, timeout_s=BUSY_TIMEOUT_S, settings=settings)) as db, transaction(db):
-            for statement in _SCHEMA:
-                db.execute(statement)
-        return _connect_ready(path)
-
-    def _corrupt_suffix(self) -> str:
-        return time.strftime("corrupt-%Y%m%dT%H%M%SZ", time.gmtime(self._wall_clock()))
-
-    def _set_aside(self, path: Path, suffix: str, why: str) -> None:
+    def _rename(self, path: Path, suffix: str, why: str) -> None:
         if self._asides_made >= ASIDES_MAX:
             raise OSError(errno.EIO, f"{ASIDES_MAX} damaged files were set aside already, and it is damaged again")
         self._asides_made += 1
+        suffix = suffix or time.strftime("corrupt-%Y%m%dT%H%M%SZ", time.gmtime(self._wall_clock()))
         target = path.with_name(f"{path.name}.{suffix}")
         count = 1
         while target.exists() or target.is_symlink():
             count += 1
             target = path.with_name(f"{path.name}.{suffix}-{count}")
         rename_database(path, target)
-        self._log.warning("judge cache %s cannot be used (%s): moved to %s; a new one is created", path, why, target)
+        log.warning("judge cache %s cannot be used (%s): moved to %s; a new one is created", path, why, target)
+
+
+_Identity = tuple[int, int]
+"""Device and inode of the file that a path led to. Unique while somebody has that file open."""
 
 
 class _NotReadyError(OSError):
-    """The file needs work under the setup lock. `suffix`: None to create or fill it, else set it aside first."""
+    """The file needs work under the setup lock.
 
-    def __init__(self, detail: str, *, suffix: str | None = None) -> None:
+    `suffix`: None to create or fill the file; else set it aside under that suffix first, "" for a damaged file.
+    """
+
+    def __init__(self, detail: str, suffix: str | None = None) -> None:
         super().__init__(detail)
-        self.detail = detail
         self.suffix = suffix
 
 
-def _connect_ready(path: Path) -> CacheDatabase:
+def _connect_ready(path: Path, timeout_s: float) -> CacheDatabase:
     try:
         status = path.stat()
     except FileNotFoundError:
         raise _NotReadyError("there is no file") from None
     if not stat.S_ISREG(status.st_mode):
-        raise _NotReadyError("it is not a file", suffix="")
-    if status.st_size == 0:
-        raise _NotReadyError("it is empty")
+        raise _NotReadyError("it is not a file", "")
     if status.st_mode & 0o077:
         path.chmod(0o600)  # first, because SQLite gives its log and index the same permissions
-    db = connect(path, timeout_s=BUSY_TIMEOUT_S)
+    db = connect(path, timeout_s=timeout_s)
     try:
         version, application = read_pragma(db, "user_version"), read_pragma(db, "application_id")
         if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
-            is_blank = (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_master").fetchone()
-            raise _NotReadyError(
-                f"its schema is {version} and this version of freewheel uses {SCHEMA_VERSION}"
-                if application == APPLICATION_ID
-                else "it is another program's database",
-                suffix=None if is_blank else f"schema-{version}",
-            )
+            if (application, version) == (0, 0) and not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+                raise _NotReadyError("it is empty")
+            ours = f"its schema is {version} and this version of freewheel uses {SCHEMA_VERSION}"
+            why = ours if application == APPLICATION_ID else "it is another program's database"
+            raise _NotReadyError(why, f"schema-{version}")
         for setting in _SETTINGS:
             db.execute(f"PRAGMA {setting}").fetchall()
         identity = _identify(path)
@@ -440,9 +360,24 @@ def _connect_ready(path: Path) -> CacheDatabase:
     except BaseException as error:
         db.close()
         if isinstance(error, sqlite3.DatabaseError) and diagnose(error) is Trouble.CORRUPT:
-            raise _NotReadyError(str(error), suffix="") from error
+            raise _NotReadyError(str(error), "") from error
         raise
     return CacheDatabase(db, path, identity)
+
+
+def _create(path: Path) -> None:
+    """Create the tables, and the file if it is missing."""
+    if _identify(path) is None:
+        # A log without its database would be replayed into the new file and corrupt it.
+        for suffix in COMPANIONS:
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        os.close(open_private(path, os.O_RDWR))
+    # Pages that eviction frees are used again by later puts, so the file does not grow past its bound. Only `clear`
+    # and a smaller bound return pages to the disk, for which auto_vacuum must be on from the start.
+    settings = ("auto_vacuum = INCREMENTAL", "journal_mode = WAL")
+    with contextlib.closing(connect(path, timeout_s=BUSY_TIMEOUT_S, settings=settings)) as db, transaction(db):
+        for statement in _SCHEMA:
+            db.execute(statement)
 
 
 def _identify(path: Path) -> _Identity | None:
@@ -450,7 +385,7 @@ def _identify(path: Path) -> _Identity | None:
         status = path.stat()
     except OSError:
         return None
-    return _Identity(status.st_dev, status.st_ino)
+    return status.st_dev, status.st_ino
 
 
 def _encode(text: str) -> bytes:
@@ -474,22 +409,11 @@ def _decode(row: tuple[Any, ...]) -> Entry | None:
         return None
 
 
-_setup_mutex = threading.Lock()
-"""POSIX record locks do not keep two threads of one process apart."""
-
-
-def forget_setup_lock() -> None:
-    """Call in a forked child: the thread that held the lock does not exist there."""
-    global _setup_mutex
-    _setup_mutex = threading.Lock()
-
-
 @contextlib.contextmanager
 def _setup_lock(path: Path) -> Iterator[None]:
-    """Hold `<name>.lock`. A record lock, because a child that is forked meanwhile must not inherit it."""
-    with _setup_mutex:
-        handle = lock_database(path, SETUP_WAIT_S, fcntl.lockf)
-        try:
-            yield
-        finally:
-            os.close(handle)
+    """Hold `<name>.lock`."""
+    handle = lock_database(path, SETUP_WAIT_S)
+    try:
+        yield
+    finally:
+        os.close(handle)

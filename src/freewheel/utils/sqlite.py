@@ -135,20 +135,19 @@ def rename_database(path: Path, target: Path) -> None:
             path.with_name(path.name + suffix).rename(target.with_name(target.name + suffix))
 
 
-def lock_database(path: Path, wait_s: float, lock: Callable[[int, int], None] = fcntl.flock) -> int:
+def lock_database(path: Path, wait_s: float) -> int:
     """Lock `<path>.lock` and return its descriptor; closing it unlocks. Raises `TimeoutError` after `wait_s`.
 
-    The operating system releases the lock when the process dies. A forked child shares the lock with
-    `fcntl.flock`, and does not with `fcntl.lockf`; but then two threads of one process do.
+    The operating system releases the lock when the process dies. A child that is forked meanwhile shares the lock.
     """
     descriptor = open_private(path.with_name(path.name + ".lock"), os.O_RDWR)
     deadline = time.monotonic() + wait_s
     try:
         while True:
             try:
-                lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return descriptor
-            except (BlockingIOError, PermissionError):  # the two errors that POSIX allows lockf for "held"
+            except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(errno.ETIMEDOUT, "another process holds the lock", str(path)) from None
             time.sleep(_LOCK_POLL_S)
