@@ -107,7 +107,7 @@ async def ours(engine: Any, asked: list[np.ndarray[Any, Any]], sequences: int) -
         prompt=lambda ordinal: Prompt(tokens=asked[ordinal], row={}),
         rewards=stage,
         queue=queue,
-        sampling=Sampling(n=GROUP, max_new_tokens=NEW_TOKENS),
+        sampling=Sampling(n=GROUP, max_new_tokens=NEW_TOKENS, seed=0),
         decode=lambda tokens: "",
         capacity=sequences // GROUP,
         generation_timeout_s=60.0,

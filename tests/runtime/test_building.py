@@ -150,9 +150,9 @@ def test_there_are_no_evaluation_metrics_without_held_out_prompts() -> None:
 def test_an_evaluation_reports_the_parts_of_its_reward_by_name() -> None:
     def share(scores: list[float], prompts: list[float]) -> EvalResult:
         values = np.array([scores]).T
-        parts = {"correct": values, "prompts": np.array([prompts]).T}
+        parts = tuple(({"correct": one, "prompts": other},) for one, other in zip(scores, prompts, strict=True))
         ones = np.ones(values.shape, np.int64)
-        return EvalResult(scores=values, truncated=ones > 1, lengths=ones, versions=(3,), part_scores=parts)
+        return EvalResult(scores=values, truncated=ones > 1, lengths=ones, versions=(3,), named_parts=parts)
 
     found = evaluation_metrics([share([1.0, 0.0], [9.0, 9.0]), None, share([0.0, 0.0], [9.0, 9.0])])
     assert found is not None

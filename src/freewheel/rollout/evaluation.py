@@ -10,33 +10,23 @@ counted; they are never a zero.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from freewheel.data.group import Array, Prompt, Response
-from freewheel.judge.verdict import Failed, Scored, Verdict
+from freewheel.judge.verdict import Failed, Verdict
 from freewheel.rewards.scoring import rule_value
-from freewheel.rollout.engine import (
-    Engine,
-    EngineDied,
-    EngineError,
-)
+from freewheel.rollout.engine import Engine, EngineDied, EngineError
 from freewheel.rollout.generation import Sampling, generate_and_score
 from freewheel.rollout.reward_functions import Call, RewardFunction
 from freewheel.rollout.reward_workers import Executor, FunctionRunner
 
 log = logging.getLogger("freewheel.rollout")
-
-Found = Verdict | float
-Score = Callable[[Prompt, Response], Found | Awaitable[Found]]
-"""An exception counts as a failure."""
 
 AHEAD = 2
 """Prompts requested, in units of what the engine runs at a time: a free slot always finds the next prompt waiting."""
@@ -69,8 +59,8 @@ class EvalResult:
     """Versions of the weights that made the tokens, ascending."""
     responses: tuple[tuple[Response | None, ...], ...] = ()
     """Empty unless the caller asked for them."""
-    part_scores: Mapping[str, Array] = field(default_factory=dict)
-    """The parts of the scores by name, each shaped like `scores`; NaN where a response has no such part."""
+    named_parts: tuple[tuple[Mapping[str, float], ...], ...] = ()
+    """The parts of each response's score, by name."""
 
     @property
     def reward(self) -> Estimate:
@@ -78,8 +68,12 @@ class EvalResult:
 
     @property
     def parts(self) -> dict[str, Estimate]:
-        """The parts of the reward, by name."""
-        return {name: _estimate(values) for name, values in self.part_scores.items()}
+        """The parts of the reward by name, each over the responses that have it."""
+        names = sorted({name for row in self.named_parts for one in row for name in one})
+        values = {
+            name: np.array([[one.get(name, math.nan) for one in row] for row in self.named_parts]) for name in names
+        }
+        return {name: _estimate(np.where(np.isfinite(part), part, math.nan)) for name, part in values.items()}
 
     @property
     def mean(self) -> float:
@@ -89,8 +83,7 @@ class EvalResult:
     @property
     def best(self) -> float:
         """Mean over prompts of their best sample; for rewards of 0 and 1, pass@k."""
-        any_scored = self.scores[~np.isnan(self.scores).all(axis=1)] if self.scores.size else self.scores
-        return _mean(np.nanmax(any_scored, axis=1)) if any_scored.size else math.nan
+        return _mean(np.fmax.reduce(self.scores, axis=1))
 
     @property
     def per_prompt(self) -> Array:
@@ -98,12 +91,12 @@ class EvalResult:
         return np.array([_mean(row) for row in self.scores])
 
     @property
-    def scored(self) -> int:
-        return int((~np.isnan(self.scores)).sum())
-
-    @property
     def failed(self) -> int:
         return int(np.isnan(self.scores).sum())
+
+    @property
+    def scored(self) -> int:
+        return self.scores.size - self.failed
 
     @property
     def truncated_share(self) -> float:
@@ -117,17 +110,13 @@ class EvalResult:
     @classmethod
     def joined(cls, parts: Sequence[EvalResult]) -> EvalResult:
         """Join the shares of several engines, one after the other."""
-        names = sorted({name for part in parts for name in part.part_scores})
         return cls(
             scores=np.concatenate([part.scores for part in parts]),
-            part_scores={
-                name: np.concatenate([part.part_scores.get(name, np.full_like(part.scores, np.nan)) for part in parts])
-                for name in names
-            },
             truncated=np.concatenate([part.truncated for part in parts]),
             lengths=np.concatenate([part.lengths for part in parts]),
             versions=tuple(sorted({version for part in parts for version in part.versions})),
             responses=tuple(itertools.chain.from_iterable(part.responses for part in parts)),
+            named_parts=tuple(itertools.chain.from_iterable(part.named_parts for part in parts)),
         )
 
 
@@ -162,62 +151,40 @@ class HeldOutScore(FunctionRunner):
 async def evaluate(
     engine: Engine,
     prompts: Sequence[Prompt],
-    score: Score,
+    score: Callable[[Prompt, Response], Awaitable[Verdict]],
+    sampling: Sampling,
     *,
-    samples: int = 1,
-    temperature: float = 0.0,
-    max_new_tokens: int,
     timeout_s: float,
-    stop_token_ids: Sequence[int] = (),
-    seed: int = 0,
     ordinals: Sequence[int] | None = None,
     keep_responses: bool = False,
-    progress: Callable[[int], None] | None = None,
 ) -> EvalResult:
-    """`ordinals`: the numbers of the prompts if these are a share of all; seeds depend on them. `progress` is called
-    with the number of finished prompts. Raises `EngineError` if the engine failed on every prompt, or died."""
+    """`ordinals`: the numbers of the prompts if these are a share of all; seeds depend on them. Raises `EngineError` if
+    the engine failed on every prompt, or died."""
     if not prompts:
         raise ValueError("prompts = []: an evaluation needs at least one")
     numbers = range(len(prompts)) if ordinals is None else ordinals
-    sampling = Sampling(
-        n=samples,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        stop_token_ids=tuple(stop_token_ids),
-        seed=seed,
-    )
-    gate = asyncio.Semaphore(AHEAD * max(1, engine.stats().slots // samples))
+    gate = asyncio.Semaphore(AHEAD * max(1, engine.stats().slots // sampling.n))
     name = f"eval-{next(_numbers)}"
-    found: list[list[Response | None]] = [[None] * samples for _ in prompts]
-    scores: list[list[Verdict | None]] = [[None] * samples for _ in prompts]
+    found: list[list[Response | None]] = [[None] * sampling.n for _ in prompts]
+    verdicts: list[list[Verdict]] = [[Failed("generation")] * sampling.n for _ in prompts]
     errors: list[EngineError] = []
-    done = 0
 
     async def run(row: int) -> None:
-        nonlocal done
         prompt = prompts[row]
-        scoring: dict[int, asyncio.Task[Verdict | None]] = {}
 
-        def start_scoring(index: int, response: Response) -> None:
+        async def score_response(index: int, response: Response) -> None:
             found[row][index] = response
-            scoring[index] = asyncio.create_task(_score(score, prompt, response))
+            verdicts[row][index] = await score(prompt, response)
 
         request = sampling.request(f"{name}/{numbers[row]}", numbers[row], prompt, timeout_s=timeout_s)
-        try:
-            async with gate:
-                try:
-                    await generate_and_score(engine.generate(request), samples, start_scoring)
-                except EngineError as error:
-                    errors.append(error)
-            # Scoring holds no slot of the engine: a slow reward function must not make it wait.
-            for index, task in scoring.items():
-                scores[row][index] = await task
-        finally:
-            for task in scoring.values():
-                task.cancel()
-        done += 1
-        if progress is not None:
-            progress(done)
+        # Scoring holds no slot of the engine: a slow reward function must not make it wait.
+        async with asyncio.TaskGroup() as scoring, gate:
+            try:
+                await generate_and_score(
+                    engine.generate(request), sampling.n, lambda *ended: scoring.create_task(score_response(*ended))
+                )
+            except EngineError as error:
+                errors.append(error)
 
     async with asyncio.TaskGroup() as tasks:
         for row in range(len(prompts)):
@@ -227,43 +194,17 @@ async def evaluate(
         dead = [error for error in errors if isinstance(error, EngineDied)]  # a dead engine fails most prompts
         if dead or len(errors) == len(prompts):
             raise dead[0] if dead else errors[0]
-    return _result(found, scores, keep_responses)
-
-
-async def _score(score: Score, prompt: Prompt, response: Response) -> Verdict | None:
-    """Return None if the response could not be scored."""
-    try:
-        value: Any = score(prompt, response)
-        if inspect.isawaitable(value):
-            value = await value
-        return value if isinstance(value, Verdict) else Scored(float(value))
-    except Exception as error:  # a user's function may raise anything; it counts as a failure to score
-        log.warning("Evaluation: a response could not be scored: %s: %s", type(error).__name__, error, exc_info=error)
-        return None
-
-
-def _result(found: list[list[Response | None]], scores: list[list[Verdict | None]], keep_responses: bool) -> EvalResult:
-    versions: set[int] = set()
-    for response in itertools.chain.from_iterable(found):
-        if response is not None:
-            versions.update(np.unique(response.versions).tolist())
+    versions = {
+        version for row in found for one in row if one is not None for version in np.unique(one.versions).tolist()
+    }
     return EvalResult(
-        scores=np.array([[math.nan if one is None else rule_value(one) for one in row] for row in scores], np.float64),
-        part_scores=_part_scores(scores),
+        scores=np.array([[rule_value(one) for one in row] for row in verdicts], np.float64),
         truncated=np.array([[one is not None and one.finish == "length" for one in row] for row in found]),
         lengths=np.array([[0 if one is None else len(one.tokens) for one in row] for row in found], np.int64),
         versions=tuple(sorted(versions)),
         responses=tuple(map(tuple, found)) if keep_responses else (),
+        named_parts=tuple(tuple(one.parts for one in row) for row in verdicts),
     )
-
-
-def _part_scores(scores: list[list[Verdict | None]]) -> dict[str, Array]:
-    names = sorted({name for row in scores for one in row if one is not None for name in one.parts})
-    found = {
-        name: np.array([[math.nan if one is None else one.parts.get(name, math.nan) for one in row] for row in scores])
-        for name in names
-    }
-    return {name: np.where(np.isfinite(values), values, math.nan) for name, values in found.items()}
 
 
 def _estimate(values: Array) -> Estimate:

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from freewheel.data.group import Prompt, Response, Ticket
@@ -33,31 +33,16 @@ def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the responses to a prompt are sampled."""
+class Sampling(SamplingParams):
+    """How the `n` responses to a prompt are sampled. `seed` is the run's."""
 
     n: int
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int = 0
-    """The seed of the run."""
+
+    def params(self, ordinal: int) -> tuple[SamplingParams, ...]:
+        return tuple(replace(self, n=1, seed=sample_seed(self.seed, ordinal, index)) for index in range(self.n))
 
     def request(self, name: str, ordinal: int, prompt: Prompt, *, timeout_s: float) -> GenerationRequest:
-        samples = tuple(
-            SamplingParams(
-                max_new_tokens=self.max_new_tokens,
-                seed=sample_seed(self.seed, ordinal, index),
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                stop_token_ids=self.stop_token_ids,
-            )
-            for index in range(self.n)
-        )
-        return GenerationRequest(id=name, prompt=prompt.tokens, samples=samples, timeout_s=timeout_s)
+        return GenerationRequest(id=name, prompt=prompt.tokens, samples=self.params(ordinal), timeout_s=timeout_s)
 
 
 async def generate_and_score(

@@ -1,4 +1,4 @@
-"""What the engines share: the check of each request, and the requests in flight.
+"""The requests in flight of an engine: each is checked first, and its responses reach the caller one by one.
 
 caller ── RequestTracker.serve ◀── InFlightRequest.put ◀── the engine: a response, or the error that ends the request
 """
@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from freewheel.data.group import Response
-from freewheel.rollout.engine import EngineError, GenerationAborted, GenerationRequest, PromptRefused, SamplingParams
+from freewheel.rollout.engine import EngineError, GenerationAborted, GenerationRequest, PromptRefused
 
 Event = tuple[int, Response] | EngineError
 """An ended sample (its index and response), or the end of the whole request."""
@@ -22,13 +22,13 @@ class InFlightRequest:
 
     __slots__ = ("_inbox", "holds_slot", "loop", "missing", "over", "request")
 
-    def __init__(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
         self.request = request
-        self.loop = loop
+        self.loop = asyncio.get_running_loop()
         self.missing = len(request.samples)
         """Responses that the caller has not got."""
         self.over = False
-        """Nobody waits for it any more."""
+        """The caller no longer waits."""
         self.holds_slot = False
         """It should get a token soon."""
         self._inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -37,7 +37,7 @@ class InFlightRequest:
         self._inbox.put_nowait(event)
 
     async def get(self) -> tuple[int, Response]:
-        """The next response. Raises an error that was `put` in place of one."""
+        """Return the next response. Raises an error that was `put` in its place."""
         event = await self._inbox.get()
         if isinstance(event, EngineError):
             raise event
@@ -70,15 +70,8 @@ class RequestTracker:
 
         `start` hands it to the engine. `stop` is called at its end, after the last response or before (`missing`).
         """
-        check_request(
-            request,
-            max_prompt_tokens=self._max_prompt_tokens,
-            max_new_tokens=self._max_new_tokens,
-            vocabulary=self._vocabulary,
-        )
-        if request.id in self._requests:
-            raise ValueError(f"request {request.id!r} is in flight already: give each request its own id")
-        entry = self._requests[request.id] = InFlightRequest(request, asyncio.get_running_loop())
+        self._check(request)
+        entry = self._requests[request.id] = InFlightRequest(request)
         try:
             start(entry)
             while entry.missing:
@@ -94,6 +87,29 @@ class RequestTracker:
         if entry is not None:
             entry.put(GenerationAborted(f"request {request_id!r} was aborted"))
 
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise `PromptRefused` for an unusable prompt and ValueError for impossible parameters."""
+        prompt, name = request.prompt, f"request {request.id!r}"
+        if request.id in self._requests:
+            raise ValueError(f"{name} is in flight already: give each request its own id")
+        if not 1 <= len(prompt) <= self._max_prompt_tokens:
+            raise PromptRefused(f"{name}: the prompt has {len(prompt)} tokens: give 1 to {self._max_prompt_tokens}")
+        for token in (int(prompt.min()), int(prompt.max())):
+            if not 0 <= token < self._vocabulary:
+                most = self._vocabulary - 1
+                raise PromptRefused(f"{name}: the prompt has token {token}, the model knows 0 to {most}")
+        if not request.timeout_s > 0:
+            raise ValueError(f"{name}: timeout_s = {request.timeout_s}: give a time over 0")
+        for params in request.samples:
+            for key, is_possible, remedy in (
+                ("max_new_tokens", 1 <= params.max_new_tokens <= self._max_new_tokens, f"1 to {self._max_new_tokens}"),
+                ("temperature", 0 <= params.temperature < math.inf, "0 (greedy) or more"),
+                ("top_p", 0 < params.top_p <= 1, "a number over 0, 1 at most"),
+                ("top_k", params.top_k >= 0, "0 (all tokens) or more"),
+            ):
+                if not is_possible:
+                    raise ValueError(f"{name}: {key} = {getattr(params, key)}: give {remedy}")
+
 
 def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
     """Deliver events from an engine's thread, with one call of the event loop."""
@@ -103,40 +119,5 @@ def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
             request.put(event)
 
     if events:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the callers are gone
             events[0][0].loop.call_soon_threadsafe(deliver)
-
-
-def check_request(request: GenerationRequest, *, max_prompt_tokens: int, max_new_tokens: int, vocabulary: int) -> None:
-    """Raises `PromptRefused` for an unusable prompt and ValueError for impossible parameters."""
-    prompt = request.prompt
-    if len(prompt) == 0:
-        raise PromptRefused(f"request {request.id!r}: the prompt has no tokens; give at least 1")
-    if len(prompt) > max_prompt_tokens:
-        raise PromptRefused(
-            f"request {request.id!r}: the prompt has {len(prompt)} tokens, max_prompt_tokens = {max_prompt_tokens}"
-        )
-    lowest, highest = int(prompt.min()), int(prompt.max())
-    if lowest < 0 or highest >= vocabulary:
-        raise PromptRefused(
-            f"request {request.id!r}: the prompt has token {lowest if lowest < 0 else highest}, "
-            f"the model knows 0 to {vocabulary - 1}"
-        )
-    if not request.timeout_s > 0:
-        raise ValueError(f"request {request.id!r}: timeout_s = {request.timeout_s}: give a time over 0")
-    for params in set(request.samples):
-        _check_params(request.id, params, max_new_tokens)
-
-
-def _check_params(request_id: str, params: SamplingParams, max_new_tokens: int) -> None:
-    problem = None
-    if not 1 <= params.max_new_tokens <= max_new_tokens:
-        problem = f"max_new_tokens = {params.max_new_tokens}: the engine makes 1 to {max_new_tokens}"
-    elif not (params.temperature >= 0 and math.isfinite(params.temperature)):
-        problem = f"temperature = {params.temperature}: give 0 (greedy) or more"
-    elif not 0 < params.top_p <= 1:
-        problem = f"top_p = {params.top_p}: give a number over 0, 1 at most"
-    elif params.top_k < 0:
-        problem = f"top_k = {params.top_k}: give 0 (all tokens) or more"
-    if problem:
-        raise ValueError(f"request {request_id!r}: {problem}")

@@ -268,6 +268,7 @@ class RolloutSide:
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
         """Evaluate every `shares`-th held-out prompt with the engine's current weights. None: this share is empty."""
         from freewheel.rollout.evaluation import evaluate
+        from freewheel.rollout.generation import Sampling
 
         places = range(share, len(self.held_out), shares)
         if not places:
@@ -278,11 +279,13 @@ class RolloutSide:
                 self.engine,
                 [self.held_out[place] for place in places],
                 score,
-                samples=settings.samples,
-                temperature=settings.temperature,
-                max_new_tokens=self.plan.max_new_tokens,
-                stop_token_ids=self.stop_token_ids,
-                seed=self.config.seed,
+                Sampling(
+                    n=settings.samples,
+                    max_new_tokens=self.plan.max_new_tokens,
+                    temperature=settings.temperature,
+                    stop_token_ids=self.stop_token_ids,
+                    seed=self.config.seed,
+                ),
                 timeout_s=self.config.async_training.generation_timeout,
                 ordinals=places,
             )

@@ -9,7 +9,7 @@ The configuration of a run names its task; any other model needs a task. Used by
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluation import EvalResult, evaluate
+from freewheel.rollout.generation import Sampling
 from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import MOST_SLOTS, Machine
@@ -97,9 +98,7 @@ def eval_config(
     return to_config(values)
 
 
-async def run_evaluation(
-    config: TrainConfig, *, keep_responses: bool = False, progress: Callable[[int], None] | None = None
-) -> EvalResult:
+async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -> EvalResult:
     """Load the model into this process and evaluate it."""
     from freewheel.rollout.reward_functions import load_reward
     from freewheel.runtime import building
@@ -128,14 +127,15 @@ async def run_evaluation(
                 loaded.engine,
                 prompts,
                 score,
-                samples=config.eval.samples,
-                temperature=config.eval.temperature,
-                max_new_tokens=plan.max_new_tokens,
-                stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
-                seed=config.seed,
+                Sampling(
+                    n=config.eval.samples,
+                    max_new_tokens=plan.max_new_tokens,
+                    temperature=config.eval.temperature,
+                    stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
+                    seed=config.seed,
+                ),
                 timeout_s=config.async_training.generation_timeout,
                 keep_responses=keep_responses,
-                progress=progress,
             )
     finally:
         await loaded.engine.close()
