@@ -1,8 +1,9 @@
-"""Responses are scored as they finish; whatever a function or a judge does, each one ends, and nothing else suffers."""
+"""Responses are scored as they finish. Each one ends, whatever a function or a judge does, and nothing else suffers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -21,8 +22,9 @@ import pytest
 
 from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.judge import ConfigError
+from freewheel.judge.judge import Judge
 from freewheel.judge.testing import JudgeProfile, MockJudge, RunningJudge
-from freewheel.judge.verdict import Failed, Scored, Skipped
+from freewheel.judge.verdict import EngineDied, Failed, Scored, Skipped
 from freewheel.rollout import reward_stage, reward_workers
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, GroupPolicy, GroupScoring, RewardStage, ScoringFailed
@@ -83,8 +85,9 @@ async def make_stage() -> AsyncIterator[MakeStage]:
         await asyncio.wait_for(stage.close(), WAIT_S)
 
 
-def begin(stage: RewardStage, texts: Sequence[str], ordinal: int = 0) -> GroupScoring:
-    group = stage.group(Ticket(ordinal, ordinal), Prompt(tokens=np.ones(1, np.int32), row=ROW), len(texts))
+def begin(stage: RewardStage, texts: Sequence[str], ordinal: int = 0, n: int | None = None) -> GroupScoring:
+    """Add `texts` to a group of `n` responses."""
+    group = stage.group(Ticket(ordinal, ordinal), Prompt(tokens=np.ones(1, np.int32), row=ROW), n or len(texts))
     for index, text in enumerate(texts):
         group.add(index, text, response(text))
     return group
@@ -92,6 +95,12 @@ def begin(stage: RewardStage, texts: Sequence[str], ordinal: int = 0) -> GroupSc
 
 async def scored(stage: RewardStage, *texts: str, ordinal: int = 0) -> list[Response]:
     return await asyncio.wait_for(begin(stage, texts, ordinal).result(), WAIT_S)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 def numbers(rewarded: Sequence[Response]) -> list[float | None]:
@@ -102,33 +111,23 @@ def numbers(rewarded: Sequence[Response]) -> list[float | None]:
 # -- the way of a response --------------------------------------------------------------------------------------------
 
 
-async def test_rewards_come_in_the_order_of_the_indexes_whatever_the_order_of_their_ends(make_stage: MakeStage):
-    stage = make_stage()
-    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 3)
-    for index, text in ((2, "yes"), (0, "yes"), (1, "no")):
-        group.add(index, text, response(text))
-    assert numbers(await group.result()) == [1.0, 0.0, 1.0]
-
-
-async def test_a_response_is_scored_before_the_others_of_its_group_have_finished(make_stage: MakeStage):
-    seen = asyncio.Event()
+async def test_a_response_is_scored_at_once_and_rewards_come_in_the_order_of_the_indexes(make_stage: MakeStage):
+    seen: asyncio.Queue[str] = asyncio.Queue()
 
     async def score(response: str, row: Any) -> float:
-        seen.set()
-        return 1.0
+        seen.put_nowait(response)
+        return float(len(response))
 
-    stage = make_stage(score)
-    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 2)
-    group.add(0, "first", response("first"))
-    await asyncio.wait_for(seen.wait(), WAIT_S)
-    group.add(1, "second", response("second"))
-    assert numbers(await group.result()) == [1.0, 1.0]
+    group = begin(make_stage(score), [], n=3)
+    for index, text in ((2, "ccc"), (0, "a"), (1, "bb")):
+        group.add(index, text, response(text))
+        assert await asyncio.wait_for(seen.get(), WAIT_S) == text
+    assert numbers(await group.result()) == [1.0, 2.0, 3.0]
 
 
-async def test_a_function_that_sleeps_does_not_hold_up_the_loop(make_stage: MakeStage):
+async def test_a_function_that_blocks_does_not_hold_up_the_loop(make_stage: MakeStage):
     release = threading.Event()
-    stage = make_stage(lambda response, row: float(release.wait(WAIT_S)))
-    group = begin(stage, ["a", "b"])
+    group = begin(make_stage(lambda response, row: float(release.wait(WAIT_S))), ["a", "b"])
     for _ in range(5):
         await asyncio.sleep(0)  # the loop turns while both threads are in the function
     release.set()
@@ -142,18 +141,16 @@ async def test_no_more_than_concurrency_responses_are_scored_at_a_time(make_stag
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         running -= 1
         return 1.0
 
-    stage = make_stage(score, concurrency=3)
-    await scored(stage, *"abcdefghij")
+    await scored(make_stage(score, concurrency=3), *"abcdefghij")
     assert most == 3
 
 
 async def test_named_parts_travel_with_the_reward(make_stage: MakeStage):
-    stage = make_stage(lambda solution_str: {"score": 0.5, "acc": 1, "note": "text"})
-    rewards = await scored(stage, "a", "b")
+    rewards = await scored(make_stage(lambda solution_str: {"score": 0.5, "acc": 1, "note": "text"}), "a", "b")
     assert (rewards[0].verdict, rewards[0].reward) == (Scored(0.5, parts={"acc": 1.0}), 0.5)
 
 
@@ -161,7 +158,7 @@ async def test_named_parts_travel_with_the_reward(make_stage: MakeStage):
 
 
 async def test_a_batch_function_gets_whole_groups_as_soon_as_they_are_whole(make_stage: MakeStage, monkeypatch):
-    monkeypatch.setattr(reward_stage, "LINGER_S", WAIT_S)  # nobody waits for it
+    monkeypatch.setattr(reward_stage, "LINGER_S", WAIT_S)  # a whole group does not wait for it
     sizes: list[int] = []
 
     def score(solution_strs: list[str]) -> list[float]:
@@ -170,8 +167,7 @@ async def test_a_batch_function_gets_whole_groups_as_soon_as_they_are_whole(make
 
     stage = make_stage(score)
     first, second = begin(stage, ["a", "bb"]), begin(stage, ["ccc", "dddd"])
-    assert numbers(await first.result()) == [1.0, 2.0]
-    assert numbers(await second.result()) == [3.0, 4.0]
+    assert numbers([*await first.result(), *await second.result()]) == [1.0, 2.0, 3.0, 4.0]
     assert sizes == [4]
 
 
@@ -182,18 +178,14 @@ async def test_a_batch_function_does_not_wait_for_the_slowest_of_a_group(make_st
         seen.put_nowait(completions)
         return [1.0] * len(completions)
 
-    stage = make_stage(score)
-    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 3)
-    group.add(0, "a", response("a"))
-    group.add(1, "b", response("b"))
+    group = begin(make_stage(score), ["a", "b"], n=3)
     assert await asyncio.wait_for(seen.get(), WAIT_S) == ["a", "b"]
     group.add(2, "c", response("c"))
     assert numbers(await group.result()) == [1.0] * 3
 
 
-async def test_one_response_that_brings_a_batch_down_fails_alone(make_stage: MakeStage):
-    stage = make_stage(lambda solution_strs: [1 / len(text) for text in solution_strs])
-    rewards = await scored(stage, "a", "", "bb")
+async def test_a_response_that_breaks_a_batch_fails_alone(make_stage: MakeStage):
+    rewards = await scored(make_stage(lambda solution_strs: [1 / len(text) for text in solution_strs]), "a", "", "bb")
     assert numbers(rewards) == [1.0, None, 0.5]
     assert rewards[1].verdict.summary.startswith("ZeroDivisionError")
 
@@ -201,7 +193,7 @@ async def test_one_response_that_brings_a_batch_down_fails_alone(make_stage: Mak
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_function_that_raises_masks_that_response_and_says_so_once(make_stage: MakeStage, caplog):
+async def test_a_failed_response_is_masked_and_logged_once_with_its_traceback(make_stage: MakeStage, caplog):
     def score(response: str, row: Any) -> float:
         if response.startswith("bad"):
             raise KeyError("answer")
@@ -210,19 +202,17 @@ async def test_a_function_that_raises_masks_that_response_and_says_so_once(make_
     stage = make_stage(score)
     rewards = await scored(stage, "good", "bad", "good", *["bad"] * 8)
     assert numbers(rewards) == [1.0, None, 1.0, *[None] * 8]
-    assert (
-        rewards[1].verdict.status == "failed"
-        and rewards[1].verdict.summary == "KeyError: 'answer'"
-        and math.isnan(rewards[1].raw_reward)
-    )
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and 'raise KeyError("answer")' in said[0], "the first, with its traceback, and no other"
+    assert rewards[1].verdict.status == "failed" and rewards[1].verdict.summary == "KeyError: 'answer'"
+    assert math.isnan(rewards[1].raw_reward)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert 'raise KeyError("answer")' in message
     await scored(stage, "good", "good", "bad", ordinal=1)
     assert "10 times by now" in caplog.records[-1].getMessage()
-    assert stage.stats()["failed"] == {"KeyError": 10}
+    stats = stage.stats()
+    assert (stats["failed"], stats["first_failure"]) == ({"KeyError": 10}, "KeyError: 'answer'")
 
 
-async def test_a_response_that_the_function_leaves_out_is_masked_and_is_no_failure(make_stage: MakeStage, caplog):
+async def test_a_skipped_response_is_masked_and_is_no_failure(make_stage: MakeStage, caplog):
     stage = make_stage(lambda completions: [1.0, None, 0.0], on_failure="raise")
     rewards = await scored(stage, "a", "b", "c")
     assert numbers(rewards) == [1.0, None, 0.0]
@@ -236,55 +226,33 @@ async def test_a_number_that_is_not_finite_is_a_failure(make_stage: MakeStage):
     assert "finite" in rewards[1].verdict.summary
 
 
-async def test_a_group_is_scored_again_and_only_what_failed(make_stage: MakeStage):
-    seen: list[str] = []
+@pytest.mark.parametrize(
+    ("fails", "retries", "rewards", "calls"),
+    [
+        ({"b": 1, "c": 1}, 1, [1.0, 1.0, 1.0], "abbcc"),  # only what failed is scored again
+        ({"c": 9}, 3, [1.0, 1.0, None], "abc"),  # two rewards are enough
+        ({"b": 9, "c": 9}, 2, ScoringFailed, "abbbccc"),
+    ],
+)
+async def test_a_group_without_a_baseline_is_scored_again(make_stage: MakeStage, fails, retries, rewards, calls):
+    made: list[str] = []
 
     def score(response: str, row: Any) -> float:
-        seen.append(response)
-        if response != "a" and seen.count(response) < 2:
+        made.append(response)
+        if made.count(response) <= fails.get(response, 0):
             raise ConnectionError("not now")
         return 1.0
 
-    stage = make_stage(score, retries=1)
-    assert numbers(await scored(stage, "a", "b", "c")) == [1.0, 1.0, 1.0]
-    assert sorted(seen) == ["a", "b", "b", "c", "c"]
-    assert stage.stats()["retried_groups"] == 1
-
-
-async def test_a_group_with_two_rewards_is_not_scored_again(make_stage: MakeStage):
-    calls: list[str] = []
-
-    def score(response: str, row: Any) -> float:
-        calls.append(response)
-        return {"a": 1.0, "b": 2.0}[response]
-
-    assert numbers(await scored(make_stage(score, retries=3), "a", "b", "c")) == [1.0, 2.0, None]
-    assert len(calls) == 3
-
-
-async def test_a_group_without_a_baseline_is_given_up_after_its_retries_with_the_reasons(make_stage: MakeStage):
-    calls: list[str] = []
-
-    def score(response: str, row: Any) -> float:
-        calls.append(response)
-        return {"a": 1.0}[response]
-
-    stage = make_stage(score, retries=2)
-    with pytest.raises(ScoringFailed, match=r"1 of 3 responses have a reward after 3 tries: .* KeyError") as caught:
-        await scored(stage, "a", "b", "c")
-    assert sum(caught.value.reasons.values()) == 2
-    assert len(calls) == 1 + 2 * 3
-    assert stage.stats()["dropped_groups"] == 1
-
-
-@pytest.mark.parametrize(("error", "is_infra"), [(ConnectionError("down"), True), (KeyError("answer"), False)])
-async def test_a_service_that_is_down_is_not_the_prompts_fault(make_stage: MakeStage, error, is_infra):
-    def score(response: str, row: Any) -> float:
-        raise error
-
-    with pytest.raises(ScoringFailed) as caught:
-        await scored(make_stage(score), "a", "b")
-    assert caught.value.is_infra == is_infra
+    stage = make_stage(score, retries=retries)
+    if rewards is ScoringFailed:
+        with pytest.raises(ScoringFailed, match=r"1 of 3 responses .* 3 tries: 2 x ConnectionError") as caught:
+            await scored(stage, *"abc")
+        assert sum(caught.value.reasons.values()) == 2 and caught.value.is_infra
+        assert stage.stats()["dropped_groups"] == 1
+    else:
+        assert numbers(await scored(stage, *"abc")) == rewards
+    assert "".join(sorted(made)) == calls
+    assert stage.stats()["retried_groups"] == max(map(calls.count, calls)) - 1
 
 
 async def test_a_single_response_needs_one_reward_only(make_stage: MakeStage):
@@ -294,7 +262,7 @@ async def test_a_single_response_needs_one_reward_only(make_stage: MakeStage):
         await scored(stage, "b", ordinal=1)
 
 
-async def test_a_group_that_was_left_out_whole_is_not_scored_again(make_stage: MakeStage):
+async def test_a_skipped_group_is_not_scored_again(make_stage: MakeStage):
     calls: list[int] = []
     stage = make_stage(lambda completions: calls.append(1) or [None] * len(completions), retries=5)
     with pytest.raises(ScoringFailed, match="None"):
@@ -333,35 +301,28 @@ def settled(*verdicts: Any) -> list[Response]:
     return [replace(response("x"), verdict=one, reward=r) for one, r in zip(verdicts, rewards, strict=True)]
 
 
-def test_a_fallback_replaces_failures_and_not_what_was_skipped():
-    responses = settled(Scored(1.0), Failed("timeout"), Skipped("none"))
-    decided = GroupPolicy(retries=0, fallback=-1.0).decide(responses, [Failed("timeout")], tries=0)
-    assert isinstance(decided, list) and numbers(decided) == [1.0, -1.0, None]
+def test_a_fallback_replaces_failures_and_not_skipped_responses():
+    decided = GroupPolicy(retries=0, fallback=-1.0).decide(settled(Scored(1.0), Failed("timeout"), Skipped("none")), 0)
+    assert decided is not None and numbers(decided) == [1.0, -1.0, None]
 
 
 @pytest.mark.parametrize("infra", [(True, True), (True, False), (False, False)])
 def test_a_group_is_lost_to_infrastructure_only_if_every_failure_is(infra: tuple[bool, bool]):
-    failures = [Failed("down", infra=one) for one in infra]
     with pytest.raises(ScoringFailed) as caught:
-        GroupPolicy(retries=0).decide(settled(*failures), failures, tries=0)
+        GroupPolicy(retries=0).decide(settled(*(Failed("down", infra=one) for one in infra)), 0)
     assert caught.value.is_infra == all(infra)
 
 
 async def test_a_function_that_never_scored_anything_is_called_broken(make_stage: MakeStage, caplog):
-    stage = make_stage(lambda response, row: row["answer"])
-    for ordinal in range(5):
-        with pytest.raises(ScoringFailed):
-            await scored(stage, "a", "b", ordinal=ordinal)
-    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 1 and "looks broken" in errors[0] and "KeyError: 'answer'" in errors[0]
-
-
-async def test_a_function_that_scores_something_is_not_called_broken(make_stage: MakeStage, caplog):
-    stage = make_stage()
-    await scored(stage, "yes", "no")
-    for ordinal in range(1, 5):
-        await scored(stage, "yes", "no", ordinal=ordinal)
-    assert not [record for record in caplog.records if record.levelno == logging.ERROR]
+    for working in (False, True):
+        stage = make_stage(lambda response, row: row["answer"] if response == "bad" else 1.0)
+        if working:
+            await scored(stage, "good", "good")
+        for ordinal in range(1, 6):
+            with pytest.raises(ScoringFailed):
+                await scored(stage, "bad", "bad", ordinal=ordinal)
+        errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        assert len(errors) == 1 and "looks broken" in errors[0] and "KeyError: 'answer'" in errors[0]
 
 
 # -- time -------------------------------------------------------------------------------------------------------------
@@ -383,7 +344,7 @@ async def test_a_function_that_never_returns_fails_its_response_and_holds_up_no_
     forever.set()
 
 
-async def test_a_score_is_told_though_the_next_call_of_its_thread_takes_long(make_stage: MakeStage):
+async def test_a_score_is_reported_during_a_long_next_call_of_its_thread(make_stage: MakeStage):
     release = threading.Event()
     stage = make_stage(lambda response, row: float(response == "quick" or release.wait(WAIT_S)), workers=1)
     quick, slow = begin(stage, ["quick"]), begin(stage, ["slow"], ordinal=1)
@@ -395,51 +356,39 @@ async def test_a_score_is_told_though_the_next_call_of_its_thread_takes_long(mak
     assert numbers(await waiting) == [1.0]
 
 
-async def test_what_one_thread_scores_in_one_go_is_told_in_one_go(make_stage: MakeStage, monkeypatch):
+async def test_scores_of_one_thread_share_a_report(make_stage: MakeStage, monkeypatch):
     monkeypatch.setattr(reward_workers, "RECRUIT_S", WAIT_S)  # nothing here takes that long
     told = threading.Event()
     stage = make_stage(lambda response, row: float(response == "second" and told.wait(0.1)), workers=1)
     first, second = begin(stage, ["first"]), begin(stage, ["second"], ordinal=1)
     waiting = asyncio.create_task(first.result())
     waiting.add_done_callback(lambda _: told.set())
-    assert numbers(await second.result()) == [0.0], "the first was told before the second was scored"
+    assert numbers(await second.result()) == [0.0], "the first was reported before the second was scored"
     assert numbers(await waiting) == [0.0]
 
 
-async def test_an_async_function_that_ignores_its_cancelling_is_not_waited_for(make_stage: MakeStage):
+@pytest.mark.parametrize("odd", ["ignores its cancellation", "times out by itself", "cancels itself"])
+async def test_an_async_function_fails_one_response_however_it_ends(make_stage: MakeStage, odd: str):
     stop = asyncio.Event()
 
     async def score(response: str, row: Any) -> float:
-        while response == "hang" and not stop.is_set():
-            try:
-                await stop.wait()
-            except asyncio.CancelledError:
-                continue
-        return 1.0
-
-    stage = make_stage(score, timeout_s=0.3)
-    assert numbers(await scored(stage, "hang", "a", "b")) == [None, 1.0, 1.0]
-    stop.set()
-
-
-async def test_a_timeout_of_the_functions_own_is_its_exception(make_stage: MakeStage):
-    async def score(response: str, row: Any) -> float:
-        if response == "slow":
-            async with asyncio.timeout(0):
-                await asyncio.sleep(1)
-        return 1.0
-
-    rewards = await scored(make_stage(score), "slow", "a", "b")
-    assert rewards[0].verdict.summary.startswith("TimeoutError")
-
-
-async def test_an_async_function_that_cancels_itself_fails(make_stage: MakeStage):
-    async def score(response: str, row: Any) -> float:
-        if response == "odd":
+        if response != "odd":
+            return 1.0
+        if odd == "cancels itself":
             raise asyncio.CancelledError
+        if odd == "times out by itself":
+            async with asyncio.timeout(0):
+                await stop.wait()
+        while not stop.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await stop.wait()
         return 1.0
 
-    assert numbers(await scored(make_stage(score), "odd", "a", "b")) == [None, 1.0, 1.0]
+    rewards = await scored(make_stage(score, timeout_s=0.3), "odd", "a", "b")
+    assert numbers(rewards) == [None, 1.0, 1.0]
+    reason = {"ignores its cancellation": "timeout", "times out by itself": "TimeoutError"}.get(odd, "CancelledError")
+    assert rewards[0].verdict.reason == reason
+    stop.set()
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
@@ -469,28 +418,28 @@ def in_processes(make_stage: MakeStage, tmp_path: Path, monkeypatch: pytest.Monk
     return lambda **settings: make_stage("rewards_in_processes:score", executor="process", **settings)
 
 
-async def test_processes_score_and_fail_as_threads_do(in_processes: MakeStage):
-    rewards = await scored(in_processes(workers=1), "a", "raise answer", "b")
-    assert numbers(rewards) == [1.0, None, 1.0]
-    assert rewards[1].verdict.summary == "KeyError: 'answer'"
-    assert rewards[0].verdict.parts["pid"] != os.getpid()
-
-
-async def test_a_process_that_dies_is_replaced_and_its_response_tried_once_more(in_processes, tmp_path: Path):
+async def test_processes_score_and_fail_as_threads_do_and_a_dead_one_is_replaced(in_processes, tmp_path: Path):
     stage = in_processes(workers=1)
-    rewards = await scored(stage, "a", f"die_once {tmp_path / 'mark'}", "die", "b")
-    assert numbers(rewards) == [1.0, 1.0, None, 1.0]
-    assert "exit code 9" in rewards[2].verdict.summary
+    rewards = await scored(stage, "a", "raise answer", f"die_once {tmp_path / 'mark'}", "die", "b")
+    assert numbers(rewards) == [1.0, None, 1.0, None, 1.0]
+    assert rewards[1].verdict.summary == "KeyError: 'answer'"
+    assert "exit code 9" in rewards[3].verdict.summary and rewards[3].verdict.infra
+    assert rewards[0].verdict.parts["pid"] != os.getpid()
+    assert stage.stats()["process_deaths"] == 3
 
 
 async def test_a_process_that_hangs_is_killed(in_processes: MakeStage):
     stage = in_processes(workers=1, timeout_s=1.0)
-    first = await scored(stage, "a", "b")
-    rewards = await scored(stage, "hang", "c", "d", ordinal=1)
-    assert numbers(rewards) == [None, 1.0, 1.0]
-    async with asyncio.timeout(WAIT_S):
-        while psutil.pid_exists(int(first[0].verdict.parts["pid"])):
-            await asyncio.sleep(0.01)
+    first, hung, last = await scored(stage, "a", "hang", "c")
+    assert numbers([first, hung, last]) == [1.0, None, 1.0]
+    await until(lambda: not psutil.pid_exists(int(first.verdict.parts["pid"])))
+
+
+async def test_a_function_that_a_process_cannot_load_fails_with_the_reason(in_processes: MakeStage, tmp_path: Path):
+    stage = in_processes(workers=1)
+    (tmp_path / "rewards_in_processes.py").write_text("")
+    with pytest.raises(ScoringFailed, match="the function could not be loaded there: AttributeError"):
+        await scored(stage, "a")
 
 
 def test_a_process_that_is_busy_ends_with_its_parent(tmp_path: Path):
@@ -501,11 +450,11 @@ def test_a_process_that_is_busy_ends_with_its_parent(tmp_path: Path):
         from freewheel.rollout.reward_functions import Call, load_reward
 
         function = load_reward("rewards_in_processes:score")
-        child = reward_workers._Child(reward_workers._pickled(function))
-        child.start()
+        child = reward_workers._Child()
+        child.load(reward_workers._pickled(function))
         threading.Thread(target=child.ask, args=([Call(text="hang", row={})],), daemon=True).start()
         time.sleep(0.1)
-        print(child._process.pid, flush=True)
+        print(child.process.pid, flush=True)
         os.kill(os.getpid(), 9)
     """
     done = subprocess.run(
@@ -547,74 +496,64 @@ async def test_the_judge_is_added_to_the_rule_and_raw_and_shaped_are_kept_apart(
     assert [one.raw_reward for one in rewards] == pytest.approx([1.8, 1.8, 1.8, 0.3])
     assert rewards[0].reward == pytest.approx(1.8)
     assert rewards[2].reward == pytest.approx(0.8), "three times the median length costs max_penalty"
-    assert rewards[2].verdict.parts == {
-        "rule": 1.0,
-        "quality": pytest.approx(0.8),
-        "length_penalty": 1.0,
-        "judged": 1.0,
-    }
+    parts = {"rule": 1.0, "quality": pytest.approx(0.8), "length_penalty": 1.0, "judged": 1.0}
+    assert rewards[2].verdict.parts == parts
 
 
 async def test_a_response_is_judged_before_its_group_is_whole(make_stage: MakeStage):
     async with MockJudge(JudgeProfile()) as mock:
         stage = make_stage(judge=judged(mock))
-        group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 2)
-        group.add(0, "first", response("first"))
-        async with asyncio.timeout(WAIT_S):
-            while stage.stats()["scored"] == 0:
-                await asyncio.sleep(0.01)
+        group = begin(stage, ["first"], n=2)
+        await until(lambda: stage.stats()["scored"] == 1)
         assert mock.counts().most_received == 1
         group.add(1, "second", response("second"))
         assert len(await group.result()) == 2
         await stage.close()
 
 
-async def test_a_gated_response_keeps_its_rule_score_and_is_not_sent(make_stage: MakeStage):
-    async with MockJudge(JudgeProfile(scores={"fine": "8"})) as mock:
-        stage = make_stage(judge=judged(mock, judge_gate="on"))
-        rewards = await scored(stage, "fine yes", "fine", "yes, fine")
+BAD = JudgeProfile(scores={"bad": "no score at all", "good": "5", "fine": "8"})
+
+
+@pytest.mark.parametrize(
+    ("texts", "judge", "rewards", "odd", "sent"),
+    [
+        # The gate keeps a response whose rule gave 0 from the judge, and its rule score counts.
+        (("fine yes", "fine", "yes, fine"), {"judge_gate": "on"}, [9.0, 0.0, 9.0], "scored", 2),
+        (("good yes", "bad yes", "good"), {}, [6.0, None, 5.0], "failed", 4),  # asked twice
+        (("good yes", "bad yes", "good"), {"on_failure": "rule_only"}, [6.0, 1.0, 5.0], "failed", 4),
+        (("good", "odd", "good"), {}, [5.0, None, 5.0], "failed", 1),  # its rule fails: it is not judged
+    ],
+)
+async def test_a_verdict_that_is_missing_is_no_zero(make_stage: MakeStage, caplog, texts, judge, rewards, odd, sent):
+    def rule(response: str, row: Any) -> float:
+        return 1 / 0 if response == "odd" else yes(response, row)
+
+    async with MockJudge(BAD) as mock:
+        on_failure = "raise" if "on_failure" in judge else "mask"
+        stage = make_stage(rule, judge=judged(mock, **judge), on_failure=on_failure)
+        found = await scored(stage, *texts)
         await stage.close()
-        assert len(mock.counts().contents) == 2
-    assert numbers(rewards) == [9.0, 0.0, 9.0]
-    assert [reward.verdict.parts["judged"] for reward in rewards] == [1.0, 0.0, 1.0]
-    assert all(reward.verdict.status == "scored" for reward in rewards)
+        assert len(set(mock.counts().contents)) == sent
+    assert numbers(found) == rewards
+    assert found[1].verdict.status == odd
+    assert found[1].verdict.parts["judged"] == 0.0
+    reason = {"bad yes": "judge unparseable", "odd": "ZeroDivisionError"}.get(texts[1])
+    assert stage.stats()["failed"] == ({reason: 1} if reason else {})
+    assert KEY not in caplog.text
 
 
-async def test_the_judges_own_numbers_are_told_and_nobody_waits_for_them(make_stage: MakeStage):
+async def test_statistics_of_the_judge_come_without_a_wait(make_stage: MakeStage):
     async with MockJudge(JudgeProfile(scores={"fine": "8"})) as mock:
         stage = make_stage(judge=judged(mock))
         assert "judge" not in stage.stats(), "it is not started before the first request"
         await scored(stage, "fine", "fine", "fine and more")
-        async with asyncio.timeout(WAIT_S):
-            while stage.stats()["judge"]["scored"] < 3:  # what is asked for now is told the next time
-                await asyncio.sleep(0.01)
-    told = stage.stats()["judge"]
-    assert (told["sent"], told["throttled"], told["failed"], told["faults"]) == (2, 0, {}, {})
-    assert told["shared"] + told["cache_hits"] == 1
-    assert [(one["url"], one["answered"]) for one in told["endpoints"]] == [(mock.url, 2)]
-    assert told["limit"] > 0
-    assert KEY not in str(told)
-    assert "judge" not in make_stage(judge=None).stats()
-
-
-async def test_a_verdict_that_fails_is_masked_and_not_a_zero(make_stage: MakeStage, caplog):
-    async with MockJudge(JudgeProfile(scores={"bad": "no score at all", "good": "5"})) as mock:
-        stage = make_stage(judge=judged(mock))
-        rewards = await scored(stage, "good yes", "bad yes", "good")
-        await stage.close()
-    assert numbers(rewards) == [6.0, None, 5.0]
-    assert rewards[1].verdict.status == "failed" and rewards[1].verdict.summary.startswith("judge unparseable")
-    assert stage.stats()["failed"] == {"judge unparseable": 1}
-    assert KEY not in caplog.text
-
-
-async def test_rule_only_keeps_the_rule_where_the_verdict_fails(make_stage: MakeStage):
-    async with MockJudge(JudgeProfile(scores={"bad": "no score at all", "good": "5"})) as mock:
-        stage = make_stage(judge=judged(mock, on_failure="rule_only"), on_failure="raise")
-        rewards = await scored(stage, "good yes", "bad yes", "good")
-        await stage.close()
-    assert numbers(rewards) == [6.0, 1.0, 5.0]
-    assert rewards[1].verdict.status == "failed"
+        await until(lambda: stage.stats()["judge"]["scored"] == 3)  # each call brings them for the next one
+    found = stage.stats()["judge"]
+    assert (found["sent"], found["throttled"], found["failed"], found["faults"]) == (2, 0, {}, {})
+    assert found["shared"] + found["cache_hits"] == 1
+    assert [(one["url"], one["answered"]) for one in found["endpoints"]] == [(mock.url, 2)]
+    assert found["limit"] > 0
+    assert KEY not in str(found)
 
 
 async def test_only_the_judge_is_asked_again_where_the_rule_is_known(make_stage: MakeStage):
@@ -624,7 +563,7 @@ async def test_only_the_judge_is_asked_again_where_the_rule_is_known(make_stage:
         ruled.append(response)
         return 1.0
 
-    # Neither the first ask nor the re-ask, which is worded otherwise, gets anything to read; then the judge recovers.
+    # Neither the first request nor the differently worded second one gets a readable reply; then the judge recovers.
     profile = JudgeProfile(scores={"good": "5"}, unparseable_share=1.0, faults_per_content=1)
     async with MockJudge(profile) as mock:
         stage = make_stage(score, judge=judged(mock), retries=1)
@@ -634,14 +573,25 @@ async def test_only_the_judge_is_asked_again_where_the_rule_is_known(make_stage:
     assert stage.stats()["retried_groups"] == 1
 
 
-async def test_a_response_whose_rule_failed_is_not_judged(make_stage: MakeStage):
-    async with MockJudge(JudgeProfile(scores={"fine": "5"})) as mock:
-        stage = make_stage(lambda response, row: {"fine": 1.0}[response], judge=judged(mock))
-        rewards = await scored(stage, "fine", "odd", "fine")
+async def test_a_judge_that_broke_down_is_replaced_once(make_stage: MakeStage, monkeypatch, caplog):
+    submits: list[Any] = []
+    submit = Judge.submit
+
+    def breaks(judge: Judge, *given: Any, **more: Any) -> Any:
+        submits.append(judge)
+        if len(submits) in (1, 3, 4):
+            raise EngineDied("exit code 9")
+        return submit(judge, *given, **more)
+
+    monkeypatch.setattr(Judge, "submit", breaks)
+    async with MockJudge(BAD) as mock:
+        stage = make_stage(judge=judged(mock))
+        assert numbers(await scored(stage, "good")) == [5.0]
+        assert submits[0] is not submits[1]
+        with pytest.raises(ScoringFailed, match="judge engine: exit code 9"):
+            await scored(stage, "fine", ordinal=1)
         await stage.close()
-        assert len(mock.counts().contents) == 1
-    assert numbers(rewards) == [6.0, None, 6.0]
-    assert rewards[1].verdict.summary == "KeyError: 'odd'"
+    assert "another one is started: exit code 9" in caplog.text
 
 
 async def test_without_a_key_the_length_penalty_works_alone(make_stage: MakeStage, caplog):
@@ -652,13 +602,9 @@ async def test_without_a_key_the_length_penalty_works_alone(make_stage: MakeStag
     assert "No API key" in caplog.text
 
 
-async def test_what_another_wrote_into_a_response_is_not_its_length(make_stage: MakeStage):
-    stage = make_stage(judge={"enable": True})
-    group = stage.group(Ticket(0, 0), Prompt(tokens=np.ones(1, np.int32), row=ROW), 3)
-    holes = np.array([1, 1, 1] + [0] * 17, np.uint8)
-    group.add(0, "yes", response("yes"))
-    group.add(1, "yes", response("yes"))
-    group.add(2, "yes", response("y" * 20, mask=holes))
+async def test_tokens_of_others_do_not_count_towards_the_length(make_stage: MakeStage):
+    group = begin(make_stage(judge={"enable": True}), ["yes", "yes"], n=3)
+    group.add(2, "yes", response("y" * 20, mask=np.array([1, 1, 1] + [0] * 17, np.uint8)))
     assert numbers(await group.result()) == [1.0, 1.0, 1.0]
 
 
@@ -672,9 +618,7 @@ async def test_closing_leaves_no_thread_process_or_open_group(in_processes: Make
         stage = in_processes(judge=judged(mock, judge={"placement": "process"}))
         group = begin(stage, ["a", "b"])
         waiting = asyncio.create_task(group.result())
-        async with asyncio.timeout(WAIT_S):
-            while mock.counts().in_flight < 2:
-                await asyncio.sleep(0.02)
+        await until(lambda: mock.counts().in_flight == 2)
         await stage.close()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -689,7 +633,7 @@ async def test_a_stage_that_was_never_used_closes_at_once(make_stage: MakeStage)
     assert set(threading.enumerate()) == before, "nothing was started, to be closed again"
 
 
-async def test_a_group_that_nobody_wants_any_more_gives_its_permits_back(make_stage: MakeStage):
+async def test_a_group_that_is_given_up_returns_its_permits(make_stage: MakeStage):
     started: list[str] = []
     go_on = asyncio.Event()
 
@@ -711,7 +655,7 @@ async def test_a_group_that_nobody_wants_any_more_gives_its_permits_back(make_st
     assert started == ["a", "d", "e"]
 
 
-async def test_stats_say_what_goes_on(make_stage: MakeStage):
+async def test_statistics_of_the_stage(make_stage: MakeStage):
     now = 0.0
     go_on = asyncio.Event()
 

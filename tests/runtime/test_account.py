@@ -366,12 +366,12 @@ def test_a_run_that_only_replayed_steps_has_no_verdict(scene: Scene, end: End) -
 def test_a_summary_without_any_scores_says_why_and_gives_no_advice(scene: Scene, end: End) -> None:
     counts = RewardCounts("my_reward.py")
     for text in ("no key 'answer' in the row" + "!" * 500, "another"):
-        counts.settled(failed("KeyError", text, "Traceback (most recent call last):\n  ..."), "failed", 0.1)
+        counts.settle(failed("KeyError", text, "Traceback (most recent call last):\n  ..."), 0.1)
     scene.look(
         Row("eval", 0, {"eval/reward": 0.5}),
         Row("eval", 5, {"eval/reward": math.nan}),
         trainer={"spans": {"elapsed": 30.0, "wait_batch": 29.0, "train": 1.0}},
-        rollouter_0=replica(elapsed=30.0, generate=1.0, rewards=counts.snapshot(1.0)),
+        rollouter_0=replica(elapsed=30.0, generate=1.0, rewards=counts.snapshot()),
         last=True,
     )
     said = end("finished")

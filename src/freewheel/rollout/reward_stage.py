@@ -1,4 +1,4 @@
-"""`RewardStage`: scores responses as they finish, beside generation, on the rollouter's event loop.
+"""`RewardStage`: scores responses as they finish, during generation, on the rollouter's event loop.
 
     GroupScoring.add ─▶ task of the response: permit ─▶ function ─▶ judge ─┐
       never waits              one of `concurrency`      rule      verdict ▼
@@ -27,13 +27,15 @@ from freewheel.data.group import Prompt, Response, Ticket
 from freewheel.errors import ConfigError
 from freewheel.judge.judge import Judge
 from freewheel.judge.request import JudgeRequest
+from freewheel.judge.tracker import Handle
 from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Reason, Scored, Skipped, Verdict
 from freewheel.observe import trace
 from freewheel.rewards import math_equal, shutdown_judges
 from freewheel.rewards.config import OnFailure, as_config
 from freewheel.rewards.scoring import JUDGE_OFF, RewardFailed, Sample, judge_requests, rule_value, shape
 from freewheel.rollout.reward_functions import Call, RewardFunction, from_judge
-from freewheel.rollout.reward_workers import Executor, FunctionRunner, in_thread
+from freewheel.rollout.reward_workers import Executor, FunctionRunner, in_thread, is_power_of_ten
+from freewheel.utils.waiting import Stopwatch
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -47,7 +49,7 @@ RETRY_DELAY_S = 0.5
 BROKEN_GROUPS = 3
 """If this many groups at the start of a run fail entirely and in the same way, the function is called broken."""
 JUDGE_TOTALS = ("sent", "throttled", "faults", "in_flight", "limit", "cache_hits", "cost")
-"""Statistics of all the judge's endpoints together, reported beside those of each endpoint."""
+"""Statistics of all the judge's endpoints together, reported next to those of each endpoint."""
 
 
 class ScoringFailed(Exception):
@@ -83,16 +85,7 @@ class _Item:
 
     @property
     def failure(self) -> Failed | None:
-        for one in (self.rule, self.verdict):
-            if isinstance(one, Failed):
-                return one
-        return None
-
-    def start_again(self, now: float) -> None:
-        """Forget what failed. Where only the judge failed, only the judge is asked again."""
-        if not isinstance(self.rule, Scored):
-            self.rule = None
-        self.verdict, self.added_s = JUDGE_OFF, now
+        return next((one for one in (self.rule, self.verdict) if isinstance(one, Failed)), None)
 
 
 class GroupScoring:
@@ -124,12 +117,12 @@ class GroupScoring:
                 done, _ = await asyncio.wait(self._tasks)
                 for task in done:
                     task.result()
-                decision = self._stage.decide(items, tries)
-                if not isinstance(decision, Again):
-                    return decision
+                responses = self._stage.decide(items, tries)
+                if responses is not None:
+                    return responses
+                await asyncio.sleep(RETRY_DELAY_S * 2**tries)
                 tries += 1
-                await asyncio.sleep(decision.delay_s)
-                self._tasks = [self._stage.score_again(self, item) for item in items if item.failure is not None]
+                self._tasks = [self._stage.start_scoring(self, item) for item in items if item.failure is not None]
         finally:
             self.cancel()
 
@@ -171,6 +164,8 @@ class RewardStage:
         self._function_batches = _Batcher(self._score_batch)
         self._permits = asyncio.Semaphore(concurrency)
         self._counts = RewardCounts(score.name)
+        self._busy = Stopwatch(clock)
+        """Runs while any response is in the stage."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._in_flight = 0
         """Responses that hold a permit."""
@@ -198,20 +193,19 @@ class RewardStage:
         return _Item(index, response, call, sample, self._clock())
 
     def start_scoring(self, group: GroupScoring, item: _Item) -> asyncio.Task[None]:
-        self._counts.run(True, self._clock())
+        """Start the scoring of a response. One that failed is scored again, from what failed on."""
+        if not isinstance(item.rule, Scored):
+            item.rule = None
+        item.verdict, item.added_s = JUDGE_OFF, self._clock()
+        self._busy.run(True)
         task = asyncio.create_task(self._score(group, item))
         self._tasks.add(task)
         task.add_done_callback(self._end_task)
         return task
 
-    def score_again(self, group: GroupScoring, item: _Item) -> asyncio.Task[None]:
-        item.start_again(self._clock())
-        return self.start_scoring(group, item)
-
     def _end_task(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not self._tasks:
-            self._counts.run(False, self._clock())
+        self._busy.run(bool(self._tasks))
 
     async def _score(self, group: GroupScoring, item: _Item) -> None:
         """Score one response: wait for a permit, call the function, ask the judge."""
@@ -224,10 +218,9 @@ class RewardStage:
                     item.verdict = await self._judging.ask(item.sample, item.rule)
             finally:
                 self._in_flight -= 1
-        failure, status = item.failure, item.rule.status
-        self._counts.settled(failure, status, self._clock() - item.added_s)
-        status = status if failure is None else failure.status
-        trace.phase("score", group.ordinal, item.added_s, index=item.index, status=status)
+        verdict = item.failure or item.rule
+        self._counts.settle(verdict, self._clock() - item.added_s)
+        trace.phase("score", group.ordinal, item.added_s, index=item.index, status=verdict.status)
 
     async def _call_function(self, group: GroupScoring, call: Call) -> Verdict:
         if self.function.is_batch:
@@ -248,26 +241,26 @@ class RewardStage:
 
     # -- a whole group ------------------------------------------------------------------------------------------------
 
-    def decide(self, items: Sequence[_Item], tries: int) -> list[Response] | Again:
-        """All responses of a group are scored: return them with their rewards, or `Again`. Raises as `GroupPolicy`."""
-        failures = [failure for item in items if (failure := item.failure) is not None]
+    def decide(self, items: Sequence[_Item], tries: int) -> list[Response] | None:
+        """All responses of a group are scored: do as `GroupPolicy.decide`, and count it."""
         if tries == 0:
-            self._counts.grouped(len(items), failures)
+            self._counts.check_function([item.failure for item in items])
         try:
-            decision = self._policy.decide(self._rewarded(items), failures, tries)
+            responses = self._policy.decide(self._rewarded(items), tries)
         except ScoringFailed:
             self._counts.dropped_groups += 1
             raise
-        self._counts.retried_groups += isinstance(decision, Again)
-        return decision
+        self._counts.retried_groups += responses is None
+        return responses
 
     def _rewarded(self, items: Sequence[_Item]) -> list[Response]:
-        rules = [item.rule for item in items if item.rule is not None]
-        responses = [item.response for item in items]
-        if self._judging is None:
-            return [_reward(one, rule, rule_value(rule)) for one, rule in zip(responses, rules, strict=True)]
-        samples = [item.sample for item in items if item.sample is not None]
-        return self._judging.compose(samples, responses, rules, [item.verdict for item in items])
+        if self._judging is not None:
+            return self._judging.compose(items)
+        rules = [(item.response, item.rule) for item in items if item.rule is not None]
+        return [
+            replace(response, verdict=rule, reward=rule_value(rule), raw_reward=rule_value(rule))
+            for response, rule in rules
+        ]
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -278,16 +271,14 @@ class RewardStage:
             "waiting": len(self._tasks) - self._in_flight,
             "lost_threads": self._runner.lost_threads,
             "process_deaths": self._runner.process_deaths,
-            **self._counts.snapshot(self._clock()),
+            "busy_s": self._busy.elapsed_s,
+            **self._counts.snapshot(),
             **({"judge": judge} if judge else {}),
         }
 
     async def close(self) -> None:
         """End threads, processes and the judge. The scoring of unfinished groups is cancelled. Idempotent."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(self._tasks)
         await self._function_batches.close()
         await self._runner.close()
         if self._judging is not None:
@@ -301,22 +292,24 @@ def _close_shared() -> None:
     shutdown_judges()
 
 
-def _reward(response: Response, verdict: Verdict, reward: float, raw_reward: float | None = None) -> Response:
-    return replace(response, verdict=verdict, reward=reward, raw_reward=reward if raw_reward is None else raw_reward)
+async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# -- what is asked together -------------------------------------------------------------------------------------------
+# -- batches ----------------------------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
 
 class _Batcher(Generic[T]):
-    """Sends what callers ask in one tick of the loop, or within a short wait, together. Each gets its own verdict."""
+    """Sends the requests of one tick of the loop, or of a short wait, together. Each gets its own verdict."""
 
     def __init__(self, score: Callable[[list[T]], AsyncIterator[tuple[int, Verdict]]]) -> None:
         """`score` yields the index of each of its arguments with its verdict, in any order."""
         self._score = score
-        self._asked: list[tuple[T, asyncio.Future[Verdict]]] = []
+        self._requests: list[tuple[T, asyncio.Future[Verdict]]] = []
         self._send_at: asyncio.Handle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -324,34 +317,31 @@ class _Batcher(Generic[T]):
         """`wait_s`: how long `one` may wait for others. A call that does not want to wait sends all."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Verdict] = loop.create_future()
-        self._asked.append((one, answer))
+        self._requests.append((one, answer))
+        if self._send_at is not None and not wait_s and isinstance(self._send_at, asyncio.TimerHandle):
+            self._send_at.cancel()
+            self._send_at = None
         if self._send_at is None:
             self._send_at = loop.call_later(wait_s, self._send) if wait_s else loop.call_soon(self._send)
-        elif not wait_s and isinstance(self._send_at, asyncio.TimerHandle):
-            self._send_at.cancel()
-            self._send_at = loop.call_soon(self._send)
         return await answer
 
     def _send(self) -> None:
         self._send_at = None
-        asked, self._asked = self._asked, []
-        task = asyncio.create_task(self._answer(asked))
+        requests, self._requests = self._requests, []
+        task = asyncio.create_task(self._answer(requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, asked: list[tuple[T, asyncio.Future[Verdict]]]) -> None:
-        async for index, verdict in self._score([one for one, _ in asked]):
-            answer = asked[index][1]
+    async def _answer(self, requests: list[tuple[T, asyncio.Future[Verdict]]]) -> None:
+        async for index, verdict in self._score([one for one, _ in requests]):
+            answer = requests[index][1]
             if not answer.done():  # its group was given up
                 answer.set_result(verdict)
 
     async def close(self) -> None:
         if self._send_at is not None:
             self._send_at.cancel()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel(self._tasks)
 
 
 # -- the judge and the length penalty ---------------------------------------------------------------------------------
@@ -388,37 +378,36 @@ class _Judging:
         return from_judge(verdict) if isinstance(verdict, Failed) else verdict
 
     async def _ask_judge(self, requests: Sequence[JudgeRequest]) -> AsyncIterator[tuple[int, Verdict]]:
-        assert self._judge is not None
         try:
-            handle = self._judge.submit(requests, deadline_s=self._deadline_s)
+            handle = self._submit(requests)
         except (EngineDied, JudgeClosed) as error:
-            # The judge's process kept dying. Another judge may work better for later responses.
-            log.error("The judge broke down, and another one is started: %s", error)
-            broken, self._judge = self._judge, Judge(self._judge.config)
-            broken.close(timeout_s=0.0)  # its process is gone already
-            try:
-                handle = self._judge.submit(requests, deadline_s=self._deadline_s)
-            except (EngineDied, JudgeClosed) as again:
-                for index in range(len(requests)):
-                    yield index, Failed(Reason.ENGINE.value, 0, str(again))
-                return
+            for index in range(len(requests)):
+                yield index, Failed(Reason.ENGINE.value, 0, str(error))
+            return
         try:
             async for index, verdict in handle.as_completed():
                 yield index, verdict
         finally:
             handle.cancel()
 
-    def compose(
-        self,
-        samples: Sequence[Sample],
-        responses: Sequence[Response],
-        rules: Sequence[Verdict],
-        verdicts: Sequence[Verdict],
-    ) -> list[Response]:
+    def _submit(self, requests: Sequence[JudgeRequest]) -> Handle:
+        assert self._judge is not None
+        try:
+            return self._judge.submit(requests, deadline_s=self._deadline_s)
+        except (EngineDied, JudgeClosed) as error:
+            # The judge's process kept dying. Another judge may work better for later responses.
+            log.error("The judge broke down, and another one is started: %s", error)
+            broken, self._judge = self._judge, Judge(self._judge.config)
+            broken.close(timeout_s=0.0)  # its process is gone already
+            return self._judge.submit(requests, deadline_s=self._deadline_s)
+
+    def compose(self, items: Sequence[_Item]) -> list[Response]:
         """Return the responses of a whole group with their rewards. The penalty needs the group's median length."""
-        shaped = shape(samples, rules, verdicts, self._config)
+        rules = [item.rule for item in items if item.rule is not None]
+        samples = [item.sample for item in items if item.sample is not None]
+        shaped = shape(samples, rules, [item.verdict for item in items], self._config)
         rewarded = []
-        for row, (response, rule, verdict) in enumerate(zip(responses, rules, shaped.verdicts, strict=True)):
+        for row, (item, rule, verdict) in enumerate(zip(items, rules, shaped.verdicts, strict=True)):
             penalty = float(shaped.penalty[row])
             reward, raw = float(shaped.reward[row]), float(shaped.raw[row])
             if self._rule_only and isinstance(rule, Scored) and isinstance(verdict, Failed):
@@ -428,14 +417,14 @@ class _Judging:
                 "rule": rule_value(rule),
                 "quality": float(shaped.quality[row]),
                 "length_penalty": penalty,
-                "judged": float(isinstance(verdicts[row], Scored)),
+                "judged": float(isinstance(item.verdict, Scored)),
             }
             parts = {name: value for name, value in parts.items() if not math.isnan(value)}
             if isinstance(rule, Scored) and not isinstance(verdict, Failed):
                 verdict = Scored(raw, parts=parts)
             else:
                 verdict = msgspec.structs.replace(verdict, parts=parts)
-            rewarded.append(_reward(response, verdict, reward, raw))
+            rewarded.append(replace(item.response, verdict=verdict, reward=reward, raw_reward=raw))
         return rewarded
 
     def stats(self) -> dict[str, Any]:
@@ -451,14 +440,7 @@ class _Judging:
             await in_thread(self._judge.close)
 
 
-# -- what becomes of a group ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Again:
-    """Score the failed responses again, after a pause."""
-
-    delay_s: float
+# -- the decision about a group ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,24 +466,30 @@ class GroupPolicy:
         fallback = policy.value if policy.kind == "fallback" else None
         return cls(retries=retries, fallback=fallback, raises=policy.kind == "raise")
 
-    def decide(self, responses: Sequence[Response], failures: Sequence[Failed], tries: int) -> list[Response] | Again:
-        """Return the responses to train on, or `Again`. `tries`: how often the group was scored again already.
+    def decide(self, responses: Sequence[Response], tries: int) -> list[Response] | None:
+        """Return the responses to train on, or None: score the failed ones again. `tries`: earlier decisions.
 
         Raises `FatalRewardFailure`, or `ScoringFailed` if too few rewards are left for a baseline.
         """
         needed = min(MIN_SCORED, len(responses))
-        lost = [_summary(one) for one in responses if _is_lost(one)]
-        if self.raises and lost:
+        failures = [one.verdict for one in responses if isinstance(one.verdict, Failed)]
+        # Of failed responses, those without another number that takes the reward's place.
+        lost = [isinstance(one.verdict, Failed) and math.isnan(one.reward) for one in responses]
+        if self.raises and any(lost):
+            first = next(_summary(one) for one, is_lost in zip(responses, lost, strict=True) if is_lost)
             raise FatalRewardFailure(
-                f"{len(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
-                f"{lost[0]}"
+                f"{sum(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
+                f"{first}"
             )
         usable = sum(not math.isnan(one.reward) for one in responses)
         if usable < needed and failures and tries < self.retries:
-            return Again(RETRY_DELAY_S * 2**tries)
+            return None
         if self.fallback is not None:
-            responses = [replace(one, reward=self.fallback) if _is_lost(one) else one for one in responses]
-            usable += len(lost)
+            usable += sum(lost)
+            responses = [
+                replace(one, reward=self.fallback) if is_lost else one
+                for one, is_lost in zip(responses, lost, strict=True)
+            ]
         if usable < needed:
             reasons = Counter(_summary(one) for one in responses if math.isnan(one.reward))
             raise ScoringFailed(
@@ -513,11 +501,6 @@ class GroupPolicy:
         return list(responses)
 
 
-def _is_lost(response: Response) -> bool:
-    """Return whether scoring failed and no other number takes the reward's place."""
-    return isinstance(response.verdict, Failed) and math.isnan(response.reward)
-
-
 def _summary(response: Response) -> str:
     return response.verdict.summary if response.verdict is not None else ""
 
@@ -526,66 +509,54 @@ def _summary(response: Response) -> str:
 
 
 class RewardCounts:
-    """Counts of what happened, and log lines about failures. The caller gives the time."""
+    """Counts of what happened, and log lines about failures."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self.scored = self.skipped = 0
-        self.failed: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
         self.retried_groups = self.dropped_groups = 0
         self._latency_s = 0.0
-        self._busy_s = 0.0
-        self._busy_since: float | None = None
         self._broken_groups = 0
         self._first_failure = ""
 
-    def run(self, busy: bool, now: float) -> None:
-        """Count the time during which any response is in the stage."""
-        if self._busy_since is not None:
-            self._busy_s += now - self._busy_since
-        self._busy_since = now if busy else None
-
-    def settled(self, failure: Failed | None, status: str, latency_s: float) -> None:
+    def settle(self, verdict: Verdict, latency_s: float) -> None:
+        """Count a response, and log the first failure of a kind, the tenth, the hundredth and so on: a broken function
+        fails every time."""
         self._latency_s += latency_s
-        if failure is not None:
-            self._log_failure(failure)
-        elif status == "skipped":
-            self.skipped += 1
-        else:
-            self.scored += 1
-
-    def _log_failure(self, failure: Failed) -> None:
-        """Log the first failure of a kind, the tenth, the hundredth and so on: a broken function fails every time."""
-        self.failed[failure.reason] += 1
-        count = self.failed[failure.reason]
-        self._first_failure = self._first_failure or failure.summary
+        self._counts[verdict.status] += 1
+        if not isinstance(verdict, Failed):
+            return
+        self._failed[verdict.reason] += 1
+        count = self._failed[verdict.reason]
+        self._first_failure = self._first_failure or verdict.summary
         if count == 1:
-            where = f"\n{failure.trace.rstrip()}" if failure.trace else ""
-            log.warning("Scoring failed (%s): %s%s", self._name, failure.summary, where)
-        elif str(count).strip("0") == "1":
-            log.warning("Scoring failed (%s) %d times by now: %s", self._name, count, failure.summary)
+            where = f"\n{verdict.trace.rstrip()}" if verdict.trace else ""
+            log.warning("Scoring failed (%s): %s%s", self._name, verdict.summary, where)
+        elif is_power_of_ten(count):
+            log.warning("Scoring failed (%s) %d times by now: %s", self._name, count, verdict.summary)
 
-    def grouped(self, n: int, failures: Sequence[Failed]) -> None:
-        """Report a function that has never scored anything as broken."""
-        if self.scored or len(failures) < n or len({failure.reason for failure in failures}) > 1:
+    def check_function(self, failures: Sequence[Failed | None]) -> None:
+        """Report a function that has never scored anything as broken. `failures`: one entry per response of a group."""
+        first = failures[0]
+        same = first is not None and all(one is not None and one.reason == first.reason for one in failures)
+        if first is None or not same or self._counts["scored"]:
             return
         self._broken_groups += 1
         if self._broken_groups == BROKEN_GROUPS:
             log.error(
                 "The reward function %s looks broken: nothing was scored so far, and every response of the first %d "
                 "groups failed the same way: %s. Check reward.function against your data",
-                *(self._name, BROKEN_GROUPS, failures[0].summary),
+                *(self._name, BROKEN_GROUPS, first.summary),
             )
 
-    def snapshot(self, now: float) -> dict[str, Any]:
-        settled = self.scored + self.skipped + self.failed.total()
+    def snapshot(self) -> dict[str, Any]:
         return {
-            "scored": self.scored,
-            "skipped": self.skipped,
-            "failed": dict(self.failed),
+            "scored": self._counts["scored"],
+            "skipped": self._counts["skipped"],
+            "failed": dict(self._failed),
             **({"first_failure": self._first_failure} if self._first_failure else {}),
             "retried_groups": self.retried_groups,
             "dropped_groups": self.dropped_groups,
-            "mean_latency_s": self._latency_s / settled if settled else 0.0,
-            "busy_s": self._busy_s + (now - self._busy_since if self._busy_since is not None else 0.0),
+            "mean_latency_s": self._latency_s / self._counts.total() if self._counts else 0.0,
         }

@@ -3,10 +3,10 @@
     score(calls) ─▶ async function: a task on this event loop ───────────────────────────┐
                  ─▶ plain function: queue ─▶ thread (─▶ its child process) ─▶ one wake-up ┴▶ [Verdict, …]
 
-The reward stage and the evaluation use it. All methods belong to the thread of one event loop.
+The reward stage and the evaluation use it. All public methods belong to the thread of one event loop.
 
-The threads are daemons of our own, not a `ThreadPoolExecutor`: a function that never returns must delay neither the
-next response nor the end of the process. Its thread is abandoned and another one takes its place. A child is killed.
+The threads are daemons and not a `ThreadPoolExecutor`: a function that never returns must delay neither the next
+response nor the end of the process. Its thread is abandoned and another one takes its place. A child is killed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal, Self
 
 from freewheel.errors import ConfigError
-from freewheel.judge.verdict import Failed, Verdict
+from freewheel.judge.verdict import Verdict
 from freewheel.rollout.reward_functions import Call, RewardFunction, failed, from_exception
 from freewheel.utils.processes import end_with
 
@@ -48,79 +49,15 @@ of the queue, and finished calls are reported. A rule takes microseconds, and ea
 from the engine."""
 
 
-class FunctionRunner:
-    """Calls a reward function, async or not. A call that takes longer than `timeout_s` fails."""
-
-    def __init__(self, function: RewardFunction, *, workers: int, executor: Executor, timeout_s: float) -> None:
-        self.function = function
-        self._timeout_s = timeout_s
-        self._threads = None if function.is_async else _Threads(function, workers, executor, timeout_s)
-        self._tasks: set[asyncio.Task[list[Verdict]]] = set()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self.close()
-
-    @property
-    def lost_threads(self) -> int:
-        """Threads that were abandoned because their call did not return in time."""
-        return self._threads.lost if self._threads is not None else 0
-
-    @property
-    def process_deaths(self) -> int:
-        return self._threads.process_deaths if self._threads is not None else 0
-
-    async def score(self, calls: Sequence[Call]) -> list[Verdict]:
-        """Return a verdict for each call. Only a batch function may be given more than one call."""
-        if self._threads is not None:
-            return await self._threads.submit(calls)
-        task = asyncio.create_task(self.function.score_async(calls))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            await asyncio.wait([task], timeout=self._timeout_s)
-            if not task.done():
-                return [_timed_out(self._timeout_s)] * len(calls)
-        finally:
-            task.cancel()  # and do not wait for it: it may ignore the cancellation
-        if task.cancelled():
-            return [failed("CancelledError", "the function cancelled itself")] * len(calls)
-        return task.result()
-
-    async def close(self) -> None:
-        """End threads, child processes and tasks. Calls that are not done never return."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        if self._threads is not None:
-            await self._threads.close()
-
-
-def _timed_out(timeout_s: float) -> Failed:
-    return failed("timeout", f"no score within reward.timeout_s = {timeout_s:g} s", infra=True)
+def is_power_of_ten(count: int) -> bool:
+    """Whether to log this occurrence of something that may happen at every call."""
+    return str(count).strip("0") == "1"
 
 
 async def in_thread(work: Callable[[], None]) -> None:
-    """Run blocking work in a thread that ends with it. A thread of the loop's own pool would stay."""
-    loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-    def run() -> None:
-        try:
-            work()
-        finally:
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(done.set)
-
-    thread = threading.Thread(target=run, name="freewheel-reward-close", daemon=True)
-    thread.start()
-    await done.wait()
-    thread.join()
-
-
-# -- threads ----------------------------------------------------------------------------------------------------------
+    """Run blocking work in a thread that ends with it. The loop's own pool may be full, and its threads stay."""
+    with ThreadPoolExecutor(1, thread_name_prefix="freewheel-reward-close") as pool:
+        await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 @dataclass(eq=False)
@@ -129,7 +66,7 @@ class _Job:
 
     calls: Sequence[Call]
     answer: asyncio.Future[list[Verdict]]
-    """Belongs to the event loop, as all futures of asyncio."""
+    """Used on the event loop only."""
 
     def finish(self, verdicts: list[Verdict]) -> None:
         if not self.answer.done():  # cancelled, or given up on
@@ -150,14 +87,22 @@ class _Worker(threading.Thread):
         self._work(self)
 
 
-class _Threads:
-    """Runs calls on `count` threads. They start with the first call."""
+class FunctionRunner:
+    """Calls a reward function, async or not. A call that takes longer than `timeout_s` fails.
 
-    def __init__(self, function: RewardFunction, count: int, executor: Executor, timeout_s: float) -> None:
-        self._function = function
-        self._count = count
+    An async function runs on the event loop. Another runs on `workers` threads, which start with the first call; with
+    the executor `process` each thread has a child process that calls the function.
+    """
+
+    def __init__(self, function: RewardFunction, *, workers: int, executor: Executor, timeout_s: float) -> None:
+        self.function = function
+        self.lost_threads = 0
+        """Threads that were abandoned because their call did not return in time."""
+        self.process_deaths = 0
         self._timeout_s = timeout_s
-        self._payload = _pickled(function) if executor == "process" else None
+        self._tasks: set[asyncio.Task[list[Verdict]]] = set()
+        self._count = workers
+        self._payload = _pickled(function) if executor == "process" and not function.is_async else None
         self._lock = threading.Condition()
         self._queue: deque[_Job] = deque()
         self._finished: deque[tuple[_Job, list[Verdict]]] = deque()
@@ -167,10 +112,54 @@ class _Threads:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._recruiting: asyncio.TimerHandle | None = None
-        self.lost = 0
-        self.process_deaths = 0
 
-    def submit(self, calls: Sequence[Call]) -> asyncio.Future[list[Verdict]]:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def score(self, calls: Sequence[Call]) -> list[Verdict]:
+        """Return a verdict for each call. Only a batch function may be given more than one call."""
+        return await (self._run_task(calls) if self.function.is_async else self._submit(calls))
+
+    async def close(self) -> None:
+        """End threads, child processes and tasks. Calls that are not done never return."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
+        for timer in (self._timer, self._recruiting):
+            if timer is not None:
+                timer.cancel()
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._lock.notify_all()
+            workers = list(self._workers)
+        if workers:
+            await in_thread(lambda: _join(workers, time.monotonic() + CLOSE_S))
+
+    async def _run_task(self, calls: Sequence[Call]) -> list[Verdict]:
+        task = asyncio.create_task(self.function.score_async(calls))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await asyncio.wait([task], timeout=self._timeout_s)
+            if not task.done():
+                return self._time_out(calls)
+        finally:
+            task.cancel()  # and do not wait for it: it may ignore the cancellation
+        if task.cancelled():
+            return [failed("CancelledError", "the function cancelled itself")] * len(calls)
+        return task.result()
+
+    def _time_out(self, calls: Sequence[Call]) -> list[Verdict]:
+        return [failed("timeout", f"no score within reward.timeout_s = {self._timeout_s:g} s", infra=True)] * len(calls)
+
+    # -- threads: the event loop's side -------------------------------------------------------------------------------
+
+    def _submit(self, calls: Sequence[Call]) -> asyncio.Future[list[Verdict]]:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._start_threads()
@@ -186,9 +175,9 @@ class _Threads:
         return job.answer
 
     def _start_threads(self) -> None:
-        """Start threads until there are `count`."""
+        """Start threads until there are enough."""
         while len(self._workers) < self._count:
-            self._workers.append(_Worker(self._run))
+            self._workers.append(_Worker(self._work))
             self._workers[-1].start()
 
     def _recruit(self) -> None:
@@ -198,21 +187,8 @@ class _Threads:
             self._lock.notify(len(self._queue))
         self._deliver()
 
-    async def close(self) -> None:
-        for timer in (self._timer, self._recruiting):
-            if timer is not None:
-                timer.cancel()
-        with self._lock:
-            self._closed = True
-            self._queue.clear()
-            self._lock.notify_all()
-            workers = list(self._workers)
-        await in_thread(lambda: _join(workers, time.monotonic() + CLOSE_S))
-
-    # on the event loop
-
     def _deliver(self) -> None:
-        self._wake_sent = False  # before reading: a call that finishes from here on sends a wake-up of its own
+        self._wake_sent = False  # before reading: a call that finishes from here on sends another wake-up
         while self._finished:
             job, verdicts = self._finished.popleft()
             job.finish(verdicts)
@@ -226,7 +202,7 @@ class _Threads:
             for worker in late:
                 worker.abandoned = True
                 self._workers.remove(worker)
-            self.lost += len(late)
+            self.lost_threads += len(late)
             self._start_threads()
             self._lock.notify(len(self._queue))
             running = [worker.started_at or now for worker in self._workers if worker.job is not None]
@@ -237,21 +213,20 @@ class _Threads:
             self._timer = self._loop.call_later(max(wait_s, 0.0), self._watch)
         for worker in late:
             if worker.child is not None:
-                worker.child.kill()
+                worker.child.process.kill()
             if worker.job is not None:
-                worker.job.finish([_timed_out(self._timeout_s)] * len(worker.job.calls))
+                worker.job.finish(self._time_out(worker.job.calls))
 
-    # in a thread
+    # -- threads: their side ------------------------------------------------------------------------------------------
 
-    def _run(self, worker: _Worker) -> None:
+    def _work(self, worker: _Worker) -> None:
         try:
-            while (job := self._next(worker)) is not None:
+            while not worker.abandoned and (job := self._next(worker)) is not None:
                 try:
                     verdicts = self._execute(worker, job)
                 except Exception as error:  # noqa: BLE001  # no process could be started, for example: end the job
                     verdicts = [from_exception(error)] * len(job.calls)
-                if not self._finish(worker, job, verdicts):
-                    return
+                self._finish(worker, job, verdicts)
         finally:
             if worker.child is not None:
                 worker.child.close()
@@ -266,30 +241,29 @@ class _Threads:
             worker.started_at = time.monotonic() if self._payload is None else None
             return worker.job
 
-    def _finish(self, worker: _Worker, job: _Job, verdicts: list[Verdict]) -> bool:
+    def _finish(self, worker: _Worker, job: _Job, verdicts: list[Verdict]) -> None:
         with self._lock:
             if worker.abandoned:
-                return False
+                return
             worker.job = worker.started_at = None
             self._finished.append((job, verdicts))
             reported_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
             wake = not reported_later and not self._wake_sent
             self._wake_sent |= wake
         if wake and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has closed: its callers are gone
                 self._loop.call_soon_threadsafe(self._deliver)
-        return True
 
     def _execute(self, worker: _Worker, job: _Job) -> list[Verdict]:
         if self._payload is None:
-            return self._function.score(job.calls)
+            return self.function.score(job.calls)
         why = ""
         for _ in range(TRIES):
             worker.started_at = None
             try:
                 if worker.child is None:
-                    worker.child = _Child(self._payload)
-                    worker.child.start()
+                    worker.child = _Child()
+                    worker.child.load(self._payload)
                 worker.started_at = time.monotonic()
                 return worker.child.ask(job.calls)
             except _ChildDied as death:
@@ -297,16 +271,12 @@ class _Threads:
                 why = str(death)
                 if worker.abandoned or self._closed:
                     break
-                self._log_death(why)
+                with self._lock:
+                    self.process_deaths += 1
+                    count = self.process_deaths
+                if is_power_of_ten(count):
+                    log.warning("A reward process ended while scoring (%s), %d so far; it is replaced", why, count)
         return [failed("process", f"the process that scored it ended: {why}", infra=True)] * len(job.calls)
-
-    def _log_death(self, why: str) -> None:
-        """Log the first death, the tenth, the hundredth and so on."""
-        with self._lock:
-            self.process_deaths += 1
-            count = self.process_deaths
-        if str(count).strip("0") == "1":
-            log.warning("A reward process ended while scoring (%s), %d so far; another one takes over", why, count)
 
 
 def _join(workers: Sequence[_Worker], until: float) -> None:
@@ -314,7 +284,7 @@ def _join(workers: Sequence[_Worker], until: float) -> None:
         worker.join(max(0.0, until - time.monotonic()))
     for worker in workers:
         if worker.is_alive() and worker.child is not None:
-            worker.child.kill()
+            worker.child.process.kill()
             worker.join(CLOSE_S)
         elif worker.is_alive():
             log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
@@ -341,81 +311,51 @@ def _pickled(function: RewardFunction) -> bytes:
             raise ConfigError("reward.executor", "process", remedy + "thread") from error
 
 
-@dataclass(eq=False)
 class _Child:
-    """A process that holds the function. It belongs to one thread; another thread may call `kill`."""
+    """A process that holds the function. It belongs to one thread; another thread may kill its process."""
 
-    payload: bytes
-    _process: subprocess.Popen[bytes] | None = None
-    _pipe: Connection[Any, Any] | None = None
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _killed: bool = False
-
-    def start(self) -> None:
-        """Start the process and return when it has imported the function."""
-        ours, theirs = Pipe()
-        with theirs, self._lock:
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        with theirs:
             # The child looks for modules where this process does; `-P` keeps its working folder out of that.
             path = os.pathsep.join(entry or "." for entry in sys.path)
             arguments = [str(theirs.fileno()), str(os.getpid())]
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "freewheel.rollout.reward_workers", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
-            self._pipe = ours
-            if self._killed:
-                self._process.kill()
-        self._send(self.payload)
-        if not ours.poll(START_S):
-            self.kill()
-            self._died(f"it did not start within {START_S:g} s")
-        problem = self._receive()
+
+    def load(self, payload: bytes) -> None:
+        """Return when the process has imported the function."""
+        problem = self._exchange(payload, START_S)
         if problem:
             self.close()
             raise _ChildDied(problem)
 
     def ask(self, calls: Sequence[Call]) -> list[Verdict]:
-        self._send(pickle.dumps(calls))
-        found: list[Verdict] = self._receive()
+        found: list[Verdict] = self._exchange(pickle.dumps(calls))
         return found
-
-    def kill(self) -> None:
-        with self._lock:
-            self._killed = True
-            if self._process is not None:
-                self._process.kill()
 
     def close(self) -> None:
         """Close the pipe and wait for the process to end. A busy process is killed."""
-        if self._pipe is not None:
-            self._pipe.close()
-        if self._process is not None:
-            try:
-                self._process.wait(CLOSE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._pipe.close()
+        try:
+            self.process.wait(CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
-    def _send(self, data: bytes) -> None:
-        assert self._pipe is not None
+    def _exchange(self, data: bytes, timeout_s: float | None = None) -> Any:
         try:
             self._pipe.send_bytes(data)
-        except OSError:
-            self._died("it closed its pipe")
-
-    def _receive(self) -> Any:
-        assert self._pipe is not None
-        try:
+            if not self._pipe.poll(timeout_s):
+                self.process.kill()
             return self._pipe.recv()
         except (EOFError, OSError):
-            self._died("it closed its pipe")
-
-    def _died(self, otherwise: str) -> NoReturn:
-        self.close()
-        code = self._process.returncode if self._process is not None else None
-        raise _ChildDied(f"exit code {code}" if code is not None else otherwise)
+            self.close()
+            raise _ChildDied(f"exit code {self.process.returncode}") from None
 
 
 def _serve(pipe: Connection[Any, Any]) -> None:

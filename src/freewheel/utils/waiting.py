@@ -2,6 +2,7 @@
 
 `Signal`: many waiters on one event loop, each with its own condition and deadline.
 `wait_in_slices`: a blocking wait of a user's thread.
+`Stopwatch`: adds up the time during which something happened.
 """
 
 from __future__ import annotations
@@ -93,3 +94,23 @@ class Signal:
         finally:
             del self._waiting[waiter]
         return waiter.done() or holds()
+
+
+class Stopwatch:
+    """Adds up the time while it runs."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._total_s = 0.0
+        self._since: float | None = None
+
+    def run(self, running: bool) -> None:
+        """Start or stop it, if needed."""
+        now = self._clock()
+        if self._since is not None:
+            self._total_s += now - self._since
+        self._since = now if running else None
+
+    @property
+    def elapsed_s(self) -> float:
+        return self._total_s + (0.0 if self._since is None else self._clock() - self._since)

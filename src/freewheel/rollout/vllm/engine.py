@@ -37,9 +37,10 @@ from freewheel.rollout.engine import (
 )
 from freewheel.rollout.requests import InFlightRequest, RequestTracker
 from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.tracking import Stopwatch, Watch
+from freewheel.rollout.vllm.tracking import Watch
 from freewheel.rollout.vllm.transfer import whole_sum
 from freewheel.sync.weights import AnyWeights
+from freewheel.utils.waiting import Stopwatch
 
 log = logging.getLogger("freewheel.rollout")
 

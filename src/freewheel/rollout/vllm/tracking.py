@@ -10,9 +10,8 @@ A token is never labelled newer than the weights that made it: staleness must no
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,26 +82,6 @@ class TokenVersions:
 
 LOOKS = 4
 """Looks per timeout: a timeout is noticed at most a quarter late."""
-
-
-class Stopwatch:
-    """Adds up the time between `start` and `stop`."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._total_s = 0.0
-        self._since: float | None = None
-
-    def run(self, running: bool) -> None:
-        """Start or stop it if needed."""
-        now = self._clock()
-        if self._since is not None:
-            self._total_s += now - self._since
-        self._since = now if running else None
-
-    @property
-    def elapsed_s(self) -> float:
-        return self._total_s + (0.0 if self._since is None else self._clock() - self._since)
 
 
 @dataclass
