@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.rollout.vllm.tracking import Stopwatch, Timeline, TokenVersions, Watch
+from freewheel.rollout.vllm.tracking import Timeline, TokenVersions, Watch
 
 steps = st.lists(st.sampled_from(["update", "add", "end", "batch", "batch", "batch", "late end"]), max_size=60)
 
@@ -84,14 +84,14 @@ def test_at_the_moment_of_a_change_the_older_version_counts() -> None:
 
 def test_a_sample_without_a_new_token_is_late_and_one_with_new_tokens_is_not() -> None:
     watch = Watch(4)
-    for name in ("stuck", "goes on"):
+    for name in ("stuck", "continues"):
         watch.begin(name, 10.0, 0.0)
-    assert watch.look(5.0, {"stuck": 1, "goes on": 1}) == {}
-    assert watch.look(10.0, {"stuck": 1, "goes on": 5}) == {}
-    assert watch.look(15.0, {"stuck": 1, "goes on": 7}) == {}, "exactly at its timeout"
-    assert watch.look(16.0, {"stuck": 1, "goes on": 9}) == {"stuck": 11.0}
+    assert watch.look(5.0, {"stuck": 1, "continues": 1}) == {}
+    assert watch.look(10.0, {"stuck": 1, "continues": 5}) == {}
+    assert watch.look(15.0, {"stuck": 1, "continues": 7}) == {}, "exactly at its timeout"
+    assert watch.look(16.0, {"stuck": 1, "continues": 9}) == {"stuck": 11.0}
     watch.end("stuck", 16.0)
-    assert watch.look(17.0, {"goes on": 9}) == {}
+    assert watch.look(17.0, {"continues": 9}) == {}
 
 
 def test_a_sample_without_a_slot_is_never_late_until_a_slot_is_free() -> None:
@@ -105,22 +105,14 @@ def test_a_sample_without_a_slot_is_never_late_until_a_slot_is_free() -> None:
     assert watch.look(66.0, {}) == {"second": 11.0}
 
 
-def test_a_sample_before_its_first_token_is_not_late_while_others_get_tokens() -> None:
+def test_a_sample_before_its_first_token_is_late_only_if_no_sample_gets_tokens() -> None:
     """It may wait for memory. A core that hangs makes tokens for nobody."""
-    watch = Watch(4)
-    watch.begin("writes", 10.0, 0.0)
-    watch.begin("is read", 10.0, 0.0)
+    watch = Watch(2)
+    for name in ("writes", "is read", "has no slot"):
+        watch.begin(name, 10.0, 0.0)
     assert watch.look(8.0, {"writes": 3}) == {}
     assert watch.look(16.0, {"writes": 6}) == {}
     assert watch.look(27.0, {"writes": 6}) == {"writes": 11.0, "is read": 11.0}
-
-
-def test_a_core_that_never_makes_a_token_is_noticed() -> None:
-    watch = Watch(2)
-    for name in ("a", "b", "c"):
-        watch.begin(name, 4.0, 1.0)
-    assert watch.look_every_s == 1.0
-    assert set(watch.look(6.0, {})) == {"a", "b"}
 
 
 def test_the_watch_looks_four_times_within_the_shortest_timeout() -> None:
@@ -129,19 +121,6 @@ def test_the_watch_looks_four_times_within_the_shortest_timeout() -> None:
     watch.begin("a", 8.0, 0.0)
     watch.begin("b", 2.0, 0.0)
     assert watch.look_every_s == 0.5
-    watch.end("a", 1.0)
-    watch.end("b", 1.0)
-    watch.end("b", 1.0)
+    for name in ("a", "b", "b"):
+        watch.end(name, 1.0)
     assert watch.look_every_s is None
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.booleans()), max_size=20))
-def test_a_stopwatch_adds_up_the_time_while_it_ran(said: list[tuple[float, bool]]) -> None:
-    now, expected, running = 0.0, 0.0, False
-    watch = Stopwatch(lambda: now)
-    for passed_s, run in said:
-        now += passed_s
-        expected += passed_s * running
-        watch.run(run)
-        running = run
-        assert abs(watch.elapsed_s - expected) < 1e-6
