@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -11,6 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from freewheel.data.data_proto import DataProto
 from freewheel.data.group import EncodedGroups, Prompt, PromptGroup, Ticket
@@ -28,7 +31,7 @@ from freewheel.rollout.engine import (
 from freewheel.rollout.generation import Sampling
 from freewheel.rollout.reward_functions import load_reward
 from freewheel.rollout.reward_stage import FatalRewardFailure, RewardStage
-from freewheel.rollout.rollouter import Rollouter
+from freewheel.rollout.rollouter import LOOKAHEAD, Lookahead, Rollouter
 from freewheel.sync.weights import pack
 
 from .fake_engine import Behave, FakeEngine
@@ -56,6 +59,22 @@ def prompt_of(ordinal: int) -> Prompt:
 def bounds_of(**changes: Any) -> Bounds:
     usual = {"groups_per_step": 4, "threshold": 1, "window": 100, "max_alive": 100, "max_lag_allowed": 100}
     return Bounds(**{**usual, **changes})
+
+
+def by_hand(batch: DataProto, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> DataProto:
+    return DataProto.from_dict(
+        {
+            "responses": torch.tensor(rows),
+            "response_mask": torch.tensor(masks),
+            "attention_mask": torch.ones(len(rows), batch.batch["prompts"].shape[1] + len(rows[0]), dtype=torch.long),
+            "rollout_log_probs": torch.full((len(rows), len(rows[0])), -0.25),
+        }
+    )
+
+
+def two_tokens(batch: DataProto) -> DataProto:
+    """Each response: 7, then its index."""
+    return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
 
 
 class Scene:
@@ -163,21 +182,6 @@ async def test_groups_arrive_whole_with_tokens_versions_and_rewards_in_the_order
     assert one.rollouter.total_generated_samples >= 4 * N
 
 
-async def test_seeds_follow_from_the_prompt_and_not_from_the_attempt(scene: Build) -> None:
-    def fails_once(request: GenerationRequest, before: int) -> None:
-        if before == 0 and request.prompt[0] == 1:
-            raise EngineError("out of memory")
-
-    one = await scene(fails_once)
-    await one.taken()
-    of_first = [request.samples for request in one.engine.requests if request.prompt[0] == 1]
-    assert len(of_first) == 2
-    assert of_first[0] == of_first[1]
-    assert len({params.seed for request in one.engine.requests for params in request.samples}) == N * len(
-        {int(request.prompt[0]) for request in one.engine.requests}
-    )
-
-
 async def test_the_end_of_the_prompts_ends_the_loop(scene: Build) -> None:
     one = await scene(total=6, bounds=bounds_of(total_groups=6))
     for step in (1, 2):
@@ -191,91 +195,108 @@ async def test_the_end_of_the_prompts_ends_the_loop(scene: Build) -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_failing_engine_is_an_infrastructure_failure_and_the_prompt_is_tried_again(scene: Build) -> None:
-    def fails_twice(request: GenerationRequest, before: int) -> None:
-        if before < 2 and request.prompt[0] == 2:
-            raise EngineError("a kernel broke")
+@pytest.mark.parametrize(
+    ("error", "reason", "times"),
+    [
+        (EngineError("a kernel broke"), "engine", 2),
+        (GenerationTimeout("no token for 30 s"), "timeout", 1),
+        (asyncio.CancelledError(), "lost", 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_a_failure_of_the_engine_costs_an_attempt_and_the_prompt_is_issued_again(
+    scene: Build, caplog: pytest.LogCaptureFixture, error: BaseException, reason: str, times: int
+) -> None:
+    def fails(request: GenerationRequest, before: int) -> None:
+        if before < times and request.prompt[0] == 2:
+            raise error
 
-    one = await scene(fails_twice)
+    one = await scene(fails)
+    one.engine.version = 5
     groups = await one.taken()
     groups += [] if 2 in {group.ordinal for group in groups} else await one.taken(2)
     (again,) = [group for group in groups if group.ordinal == 2]
-    assert again.ticket.attempt == 2
-    assert (await one.queue.stats())["failed_attempts"] == {"engine": 2}
-    assert one.rollouter.generation_errors == 2
-
-
-async def test_a_time_out_is_counted_by_its_own_name(scene: Build) -> None:
-    def late(request: GenerationRequest, before: int) -> None:
-        if before == 0 and request.prompt[0] == 0:
-            raise GenerationTimeout("no token for 30 s")
-
-    one = await scene(late)
-    await one.taken()
-    assert (await one.queue.stats())["failed_attempts"] == {"timeout": 1}
-
-
-async def test_a_failure_is_logged_with_its_prompt_and_the_engines_version(
-    scene: Build, caplog: pytest.LogCaptureFixture
-) -> None:
-    def behave(request: GenerationRequest, before: int) -> None:
-        if request.prompt[0] == 2 and not before:
-            raise EngineError("out of memory")
-
-    one = await scene(behave, total=4)
-    one.engine.version = 5
-    await one.taken()
+    assert again.ticket.attempt == times
+    assert (await one.queue.stats())["failed_attempts"] == {reason: times}
+    assert one.rollouter.generation_errors == times
     (record,) = [record for record in caplog.records if "attempt 0 failed" in record.getMessage()]
     assert (record.ordinal, record.version) == (2, 5)  # type: ignore[attr-defined]
+    first, *others = [request.samples for request in one.engine.requests if request.prompt[0] == 2]
+    assert others == [first] * times, "seeds follow from the prompt and not from the attempt"
+    seeds = {params.seed for request in one.engine.requests for params in request.samples}
+    assert len(seeds) == N * len({int(request.prompt[0]) for request in one.engine.requests})
 
 
-async def test_a_prompt_that_no_engine_takes_is_abandoned_after_two_attempts(scene: Build) -> None:
-    def refuses(request: GenerationRequest, before: int) -> None:
-        if request.prompt[0] == 1:
-            raise PromptRefused("too long")
+def refuses(request: GenerationRequest, before: int) -> None:
+    if request.prompt[0] == 0:
+        raise PromptRefused("too long")
 
-    one = await scene(refuses)
-    assert 1 not in {group.ordinal for group in await one.taken()}
+
+def cannot_be_rendered(ordinal: int) -> Prompt:
+    return prompt_of(ordinal) if ordinal else 1 // ordinal  # type: ignore[return-value]
+
+
+def cannot_travel(ordinal: int) -> Prompt:
+    row = {"data_source": "test", "index": ordinal, "image": "none" if ordinal else object()}
+    return Prompt(tokens=np.array([ordinal, 1], np.int32), row=row)
+
+
+def cannot_be_decoded(tokens: Any) -> str:
+    if tokens[0] == 0:
+        raise UnicodeDecodeError("utf-8", b"", 0, 1, "no text")
+    return as_numbers(tokens)
+
+
+def cannot_be_scored(response: str, row: Any) -> float:
+    return 1 / row["index"] + by_index(response, row)
+
+
+def hook(of_first: Callable[[DataProto], Any]) -> type[Rollouter]:
+    """A class whose hook does this for the first prompt."""
+
+    class Hooked(Rollouter):
+        async def _custom_generation_logic(self, batch: DataProto) -> Any:
+            if int(batch.non_tensor_batch["index"][0]) == 0:
+                found = of_first(batch)
+                return await found if inspect.isawaitable(found) else found
+            return two_tokens(batch)
+
+    return Hooked
+
+
+def tool_fails(batch: DataProto) -> None:
+    raise RuntimeError("the sandbox is gone")
+
+
+def tool_times_out(batch: DataProto) -> None:
+    raise TimeoutError("the sandbox took too long")
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "logged"),
+    [
+        ({"behave": refuses}, "prompt", "too long"),
+        ({"prompt": cannot_be_rendered}, "prompt", "the task could not render it: ZeroDivisionError"),
+        ({"prompt": cannot_travel}, "hook", "a prompt's row holds object"),
+        ({"decode": cannot_be_decoded}, "hook", "no text"),
+        ({"reward": cannot_be_scored}, "reward", "0 of 3 responses have a reward"),
+        ({"kind": hook(tool_fails)}, "hook", "the sandbox is gone"),
+        ({"kind": hook(tool_times_out)}, "hook", "the sandbox took too long"),
+        ({"kind": hook(lambda batch: None)}, "hook", "NoneType"),
+        ({"kind": hook(lambda batch: by_hand(batch, [[1, 1]], [[1, 1]]))}, "hook", f"give rollout.n = {N}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+async def test_a_prompt_that_cannot_work_is_abandoned_after_two_attempts_and_costs_no_other(
+    scene: Build, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], reason: str, logged: str
+) -> None:
+    one = await scene(**settings)
+    assert 0 not in {group.ordinal for group in await one.taken()}
     await one.until(lambda: bool(one.queue.ledger.abandoned))
     stats = await one.queue.stats()
-    assert stats["failed_attempts"] == {"prompt": 2}
-    assert stats["abandoned"] == {"prompt": 1}
-
-
-async def test_a_prompt_that_cannot_be_rendered_is_the_datas_fault(scene: Build) -> None:
-    def broken(ordinal: int) -> Prompt:
-        if ordinal == 0:
-            raise KeyError("question")
-        return prompt_of(ordinal)
-
-    one = await scene(prompt=broken)
-    assert 0 not in {group.ordinal for group in await one.taken()}
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
-    assert (await one.queue.stats())["abandoned"] == {"prompt": 1}
-
-
-async def test_a_row_that_cannot_travel_fails_its_own_prompt_and_no_other(scene: Build) -> None:
-    def odd(ordinal: int) -> Prompt:
-        row = {"data_source": "test", "index": ordinal, "image": object() if ordinal == 0 else "none"}
-        return Prompt(tokens=np.array([ordinal, 1], np.int32), row=row)
-
-    one = await scene(prompt=odd)
-    assert 0 not in {group.ordinal for group in await one.taken()}
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
-    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
-
-
-async def test_a_response_that_cannot_be_decoded_frees_the_engine_at_once(scene: Build) -> None:
-    def picky(tokens: Any) -> str:
-        if tokens[0] == 0:
-            raise UnicodeDecodeError("utf-8", b"", 0, 1, "no text")
-        return as_numbers(tokens)
-
-    one = await scene(decode=picky)
-    await one.taken()
-    await one.until(lambda: one.engine.closed_early == 2)  # two attempts, each given up after its first response
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
-    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
+    assert (stats["failed_attempts"], stats["abandoned"]) == ({reason: 2}, {reason: 1})
+    assert logged in caplog.text
+    assert one.engine.closed_early == 2 * ("decode" in settings or "behave" in settings)
 
 
 async def test_a_reward_function_that_raises_masks_its_response_only(scene: Build) -> None:
@@ -290,20 +311,6 @@ async def test_a_reward_function_that_raises_masks_its_response_only(scene: Buil
         assert group.verdicts[1].status == "failed"
         assert "ZeroDivisionError" in group.verdicts[1].reason
     assert one.rollouter.generation_errors == 0
-
-
-async def test_a_group_without_any_score_is_a_data_failure(scene: Build) -> None:
-    def fails_for_three(response: str, row: Any) -> float:
-        if row["index"] == 3:
-            raise ValueError("no answer in this row")
-        return by_index(response, row)
-
-    one = await scene(reward=fails_for_three)
-    assert 3 not in {group.ordinal for group in await one.taken()}
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
-    stats = await one.queue.stats()
-    assert stats["failed_attempts"] == {"reward": 2}
-    assert stats["abandoned"] == {"reward": 1}
 
 
 async def test_on_failure_raise_ends_the_loop_at_once(scene: Build) -> None:
@@ -406,8 +413,11 @@ async def test_no_more_groups_are_in_the_engine_than_it_was_said_to_carry(scene:
     assert one.engine.most_running <= 6
 
 
-async def test_one_long_response_does_not_keep_the_places_of_its_groups_others(scene: Build) -> None:
-    """Of each group the last response waits: the engine has slots for all but those, and is asked to fill them."""
+async def test_one_long_response_does_not_keep_the_places_of_the_others_of_its_group(
+    scene: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last response of each group waits: the engine has slots for all but those, and is asked to fill them."""
+    monkeypatch.setattr("freewheel.rollout.rollouter.ADMIT_WAIT_S", 0.05)
 
     class LongLast(FakeEngine):
         async def generate(self, request: GenerationRequest) -> Any:
@@ -602,38 +612,20 @@ async def test_weights_that_come_late_do_not_turn_the_engine_back(scene: Build) 
     """A transfer that timed out may still arrive after the next one."""
     one = await scene()
     weights = pack({"w": torch.ones(1)})
-    await one.rollouter.load_weights(2, weights, verify=False)
+    assert await one.rollouter.load_weights(2, weights, verify=False) is None
     with pytest.raises(ValueError, match="version 1 comes late"):
         await one.rollouter.load_weights(1, weights, verify=False)
-    await one.rollouter.load_weights(2, weights, verify=False)  # tried again
+    assert await one.rollouter.load_weights(2, weights, verify=True) == weights.checksum  # tried again
     assert one.engine.loaded == [2, 2]
-
-
-async def test_an_engine_says_what_it_holds_only_where_it_is_asked(scene: Build) -> None:
-    one = await scene()
-    weights = pack({"w": torch.ones(1)})
-    assert await one.rollouter.load_weights(1, weights, verify=False) is None
-    assert await one.rollouter.load_weights(2, weights, verify=True) == weights.checksum
 
 
 # -- hooks ------------------------------------------------------------------------------------------------------------
 
 
-def by_hand(batch: DataProto, rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]) -> DataProto:
-    return DataProto.from_dict(
-        {
-            "responses": torch.tensor(rows),
-            "response_mask": torch.tensor(masks),
-            "attention_mask": torch.ones(len(rows), batch.batch["prompts"].shape[1] + len(rows[0]), dtype=torch.long),
-            "rollout_log_probs": torch.full((len(rows), len(rows[0])), -0.25),
-        }
-    )
-
-
 class SyncHook(Rollouter):
     def _custom_generation_logic(self, batch: DataProto) -> DataProto:
         assert len(batch) == N
-        return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+        return two_tokens(batch)
 
 
 class TwoTurns(Rollouter):
@@ -672,88 +664,16 @@ async def test_an_async_hook_keeps_a_tools_tokens_and_does_not_train_on_them(sce
         assert group.min_version == 0
 
 
-async def test_weights_that_arrive_during_a_hook_leave_its_tokens_as_old_as_they_may_be(scene: Build) -> None:
-    begun, go_on = asyncio.Event(), asyncio.Event()
-
-    class Waits(Rollouter):
-        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
-            begun.set()
-            await go_on.wait()
-            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
-
-    one = await scene(kind=Waits, bounds=bounds_of(threshold=0))
-    await asyncio.wait_for(begun.wait(), WAIT_S)
-    await one.rollouter.load_weights(1, pack({"w": torch.ones(1)}), verify=False)
-    go_on.set()
-    assert {group.min_version for group in await one.taken()} == {0}
-
-
-@pytest.mark.parametrize("wrong", ["raises", "too few", "nothing"])
-async def test_a_hook_that_goes_wrong_costs_its_prompt_and_is_told(
-    scene: Build, wrong: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Wrong(Rollouter):
-        async def _custom_generation_logic(self, batch: DataProto) -> Any:
-            if int(batch.non_tensor_batch["index"][0]) == 0:
-                if wrong == "raises":
-                    raise RuntimeError("the sandbox is gone")
-                if wrong == "nothing":
-                    return None
-                return by_hand(batch, [[1, 1]], [[1, 1]])
-            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
-
-    one = await scene(kind=Wrong)
-    assert 0 not in {group.ordinal for group in await one.taken()}
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
-    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
-    said = {"raises": "the sandbox is gone", "too few": f"give rollout.n = {N}", "nothing": "NoneType"}
-    assert said[wrong] in caplog.text
-
-
-async def test_a_hook_in_which_something_was_cancelled_costs_an_attempt_and_no_ticket(scene: Build) -> None:
-    class Cancelled(Rollouter):
-        failed = False
-
-        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
-            if int(batch.non_tensor_batch["index"][0]) == 0 and not self.failed:
-                self.failed = True
-                raise asyncio.CancelledError
-            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
-
-    one = await scene(kind=Cancelled)
-    assert 0 in {group.ordinal for group in await one.taken()}
-    assert (await one.queue.stats())["failed_attempts"] == {"lost": 1}
-
-
 async def test_a_hook_that_hangs_is_given_up_after_its_time(
     scene: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("freewheel.rollout.generation.HOOK_TIMEOUTS", 2)
 
-    class Hangs(Rollouter):
-        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
-            if int(batch.non_tensor_batch["index"][0]) == 0:
-                await asyncio.sleep(WAIT_S)
-            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
-
-    one = await scene(kind=Hangs, generation_timeout_s=0.05)
+    one = await scene(kind=hook(lambda batch: asyncio.sleep(WAIT_S)), generation_timeout_s=0.05)
     assert 0 not in {group.ordinal for group in await one.taken()}
     await one.until(lambda: one.rollouter.generation_errors >= 1)
     assert (await one.queue.stats())["dropped_by_reason"]["timeout"] >= 1
     assert "longer than 2 times async_training.generation_timeout = 0.05 s" in caplog.text
-
-
-async def test_a_hooks_own_time_out_is_its_own(scene: Build) -> None:
-    class ToolTimesOut(Rollouter):
-        async def _custom_generation_logic(self, batch: DataProto) -> DataProto:
-            if int(batch.non_tensor_batch["index"][0]) == 0:
-                raise TimeoutError("the sandbox took too long")
-            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
-
-    one = await scene(kind=ToolTimesOut)
-    await one.taken()
-    await one.until(lambda: bool(one.queue.ledger.abandoned))
-    assert (await one.queue.stats())["abandoned"] == {"hook": 1}
 
 
 async def test_while_a_plain_hook_computes_weights_arrive(scene: Build) -> None:
@@ -763,7 +683,7 @@ async def test_while_a_plain_hook_computes_weights_arrive(scene: Build) -> None:
         def _custom_generation_logic(self, batch: DataProto) -> DataProto:
             begun.set()
             assert go_on.wait(WAIT_S)
-            return by_hand(batch, [[7, index] for index in range(N)], [[1, 1]] * N)
+            return two_tokens(batch)
 
     one = await scene(kind=Computes, bounds=bounds_of(threshold=0))
     try:
@@ -821,3 +741,29 @@ async def test_a_cancelled_loop_leaves_nothing_in_the_engine(scene: Build) -> No
     await asyncio.gather(one.running, return_exceptions=True)
     assert one.engine.running == 0
     assert one.engine.closed_early == 4
+
+
+# -- how much is requested ---------------------------------------------------------------------------------------------
+
+
+@given(capacity=st.integers(1, 20), n=st.integers(1, 16), moves=st.lists(st.integers(0, 40), max_size=60))
+def test_a_lookahead_wants_no_more_than_it_may_and_something_whenever_there_is_room(
+    capacity: int, n: int, moves: list[int]
+) -> None:
+    """Each move: admit what is wanted, then end this many responses."""
+    lookahead = Lookahead(capacity=capacity, n=n)
+    for ends in moves:
+        assert (lookahead.load - 1) * n < lookahead.unfinished <= lookahead.load * n
+        assert lookahead.load + lookahead.want == capacity * LOOKAHEAD
+        assert lookahead.want or not lookahead.has_room
+        lookahead.admit(lookahead.want)
+        assert not lookahead.want and lookahead.unfinished > (capacity * LOOKAHEAD - 1) * n
+        lookahead.release(min(ends, lookahead.unfinished))
+        assert lookahead.has_room == (lookahead.unfinished <= (capacity - 1) * n)
+
+
+def test_a_groups_long_response_keeps_one_place() -> None:
+    lookahead = Lookahead(capacity=2, n=8)
+    lookahead.admit(lookahead.want)
+    lookahead.release(4 * 7)  # of four groups all but one response each
+    assert lookahead.load == 1 and lookahead.has_room and lookahead.want == 3

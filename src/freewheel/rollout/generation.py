@@ -46,7 +46,7 @@ class Sampling(SamplingParams):
 
 
 async def generate_and_score(
-    source: AsyncIterator[tuple[int, Response]], n: int, score: Callable[[int, Response], None]
+    source: AsyncIterator[tuple[int, Response]], n: int, score: Callable[[int, Response], object]
 ) -> list[Response]:
     """Return the `n` responses of `source` in the order of their indexes.
 

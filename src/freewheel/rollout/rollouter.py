@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from freewheel.data.group import Array, EncodedGroup, EncodedGroups, Prompt, PromptGroup, Response, Ticket
 from freewheel.observe import samples, trace
@@ -70,7 +70,6 @@ class Rollouter:
         interval_s: float,
         drop_zero_variance: bool = False,
         pad_token_id: int = 0,
-        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = name
         self.engine = engine
@@ -88,7 +87,6 @@ class Rollouter:
         self._interval_s = interval_s
         self._drop_zero_variance = drop_zero_variance
         self._pad_token_id = pad_token_id
-        self._wall_clock = wall_clock
         self._lookahead = Lookahead(capacity=capacity, n=sampling.n)
         self._generating = 0
         self._tasks: dict[asyncio.Task[None], Ticket] = {}
@@ -113,21 +111,16 @@ class Rollouter:
             while not self._over.is_set() and await self._admit():
                 pass
         finally:
-            await self._end_tasks(posting)
+            self._is_closing = True
+            for tasks in (list(self._tasks), [posting]):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
         if self._fatal is not None:
             raise self._fatal
 
-    async def _end_tasks(self, posting: asyncio.Task[None]) -> None:
-        self._is_closing = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        posting.cancel()
-        await asyncio.gather(posting, return_exceptions=True)
-
     async def stop(self) -> None:
-        self._over.set()
-        self._room.set()
+        self._end_with(None)
 
     async def close(self) -> None:
         try:
@@ -140,7 +133,7 @@ class Rollouter:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end_with(error)
 
-    def _end_with(self, error: BaseException) -> None:
+    def _end_with(self, error: BaseException | None) -> None:
         self._fatal = self._fatal or error
         self._over.set()
         self._room.set()
@@ -195,23 +188,17 @@ class Rollouter:
             encoded = EncodedGroup.of(group)  # a row that cannot be encoded is the prompt's failure
         except EngineDied as error:  # the supervisor reports the lost groups when it replaces this rollouter
             self._end_with(error)
-        except PromptRefused as error:
-            await self._report(ticket, data_failure("prompt", error))
-        except GenerationTimeout as error:
-            await self._report(ticket, infra_failure("timeout", error))
-        except EngineError as error:
-            await self._report(ticket, infra_failure("engine", error))
-        except ScoringFailed as error:
-            await self._report(ticket, (infra_failure if error.is_infra else data_failure)("reward", error))
         except asyncio.CancelledError:
             if self._is_closing:
                 raise
             await self._report(ticket, infra_failure("lost", "something that it awaited was cancelled"))
         except Exception as error:  # a user's task, hook or reward may raise anything; the run continues
-            log.exception("Prompt %d failed", ticket.ordinal, extra=self._log_fields(ticket))
+            failure = _failure_of(error)
+            if failure.reason == "hook":
+                log.exception("Prompt %d failed", ticket.ordinal, extra=self._log_fields(ticket))
             if isinstance(error, FatalRewardFailure):
                 self._end_with(error)
-            await self._report(ticket, data_failure("hook", f"{type(error).__name__}: {error}"))
+            await self._report(ticket, failure)
         else:
             samples.offer(lambda: sample_of(group, replica=self.name, decode=self._decode, wall_s=time.time()))
             if self._drop_zero_variance and has_no_variance(group):
@@ -230,7 +217,7 @@ class Rollouter:
         return {"ordinal": ticket.ordinal, "version": self.engine.version}
 
     async def _make_group(self, ticket: Ticket) -> PromptGroup:
-        created_s, start_s = self._wall_clock(), trace.now()
+        created_s, start_s = time.time(), trace.now()
         n, scoring = self.sampling.n, None
         try:
             prompt = self._render(ticket)
@@ -369,8 +356,17 @@ class Lookahead:
         return self.load < self.capacity
 
 
-class _Put(Protocol):
-    def __call__(self, groups: EncodedGroups, *, wait_s: float) -> Awaitable[bool]: ...
+def _failure_of(error: Exception) -> Failure:
+    match error:
+        case PromptRefused():
+            return data_failure("prompt", error)
+        case GenerationTimeout():
+            return infra_failure("timeout", error)
+        case EngineError():
+            return infra_failure("engine", error)
+        case ScoringFailed():
+            return (infra_failure if error.is_infra else data_failure)("reward", error)
+    return data_failure("hook", f"{type(error).__name__}: {error}")
 
 
 class Outbox:
@@ -383,12 +379,12 @@ class Outbox:
     Admission bounds how many groups can wait here.
     """
 
-    def __init__(self, *, put: _Put, idle: asyncio.Event) -> None:
+    def __init__(self, *, put: Callable[..., Awaitable[bool]], idle: asyncio.Event) -> None:
         """`idle`: set while no other group is about to be added."""
         self._put = put
         self._idle = idle
-        self._groups: dict[int, EncodedGroup] = {}  # by sequence
-        self._added_s: dict[int, float] = {}  # by sequence
+        self._groups: dict[int, tuple[EncodedGroup, float]] = {}
+        """By sequence: the group, and when it was added."""
         self._has_groups = asyncio.Event()
 
     def __len__(self) -> int:
@@ -396,11 +392,10 @@ class Outbox:
 
     @property
     def tickets(self) -> list[Ticket]:
-        return [group.ticket for group in self._groups.values()]
+        return [group.ticket for group, _ in self._groups.values()]
 
     def add(self, group: EncodedGroup) -> None:
-        self._groups[group.ticket.sequence] = group
-        self._added_s[group.ticket.sequence] = trace.now()
+        self._groups[group.ticket.sequence] = group, trace.now()
         self._has_groups.set()
 
     async def run(self) -> None:
@@ -409,11 +404,11 @@ class Outbox:
             await self._has_groups.wait()
             await wait_for_event(self._idle, PUT_LINGER_S)
             self._has_groups.clear()
-            groups = EncodedGroups(self._groups.values())
+            groups = EncodedGroups(group for group, _ in self._groups.values())
             if await self._put(groups, wait_s=PUT_WAIT_S):
                 for ticket, _, _ in groups:
-                    del self._groups[ticket.sequence]
-                    trace.phase("store", ticket.ordinal, self._added_s.pop(ticket.sequence))
+                    _, added_s = self._groups.pop(ticket.sequence)
+                    trace.phase("store", ticket.ordinal, added_s)
             else:
                 self._has_groups.set()
                 await asyncio.sleep(PUT_RETRY_S)
