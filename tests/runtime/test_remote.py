@@ -211,7 +211,7 @@ async def test_memory_of_weights_that_are_no_longer_in_use_is_reused(put: list[t
         await publisher.submit(version, weights)
         checksum = weights.checksum
         del weights
-        slots.append(packer.slots)
+        slots.append(len(packer._slots))
     assert slots == [2, 3, 4, 4, 4]
     assert synchronizer.calls[0][:2] == ("prime", 0) and synchronizer.calls[-1] == ("submit", 5, checksum)
     assert [version for version, _ in publisher._held] == [5]

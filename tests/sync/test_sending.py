@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from freewheel.sync import broadcast
-from freewheel.sync.broadcast import BroadcastPacker, SentWeights, TorchGroup, WeightServer, packer_for, receive
+from freewheel.sync.broadcast import SentWeights, TorchGroup, WeightServer, packer_for, receive
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import WeightsGone, content_sum, pack
 
@@ -92,12 +92,12 @@ def server() -> Iterator[WeightServer]:
 
 
 @pytest.fixture
-def packer(server: WeightServer) -> BroadcastPacker:
-    return BroadcastPacker(DevicePacker(bucket_bytes=100), server)
+def packer(server: WeightServer) -> DevicePacker:
+    return DevicePacker(bucket_bytes=100, travels_as=server.offer)
 
 
-def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_one_attempt(
-    packer: BroadcastPacker, engines: Callable[[str], Engine]
+def test_each_engine_has_every_version_through_its_own_group_and_a_failure_costs_one_attempt(
+    packer: DevicePacker, server: WeightServer, engines: Callable[[str], Engine]
 ) -> None:
     one, other = engines("one"), engines("other")
     first, second = packer(weights_of(1)), packer(weights_of(2))
@@ -107,24 +107,16 @@ def test_engines_have_every_version_by_a_group_of_their_own_and_a_failure_costs_
     third = packer(weights_of(3))
     assert one.take(third, fails=True) == "ValueError"
     assert other.take(third) == (third.checksum, False), "another engine's failure is not its own"
-    assert one.take(third) == (third.checksum, True), "the group was out of step, and another was made"
-
-
-def test_the_group_of_an_engine_that_died_is_left_when_its_successor_asks(
-    packer: BroadcastPacker, server: WeightServer, engines: Callable[[str], Engine]
-) -> None:
-    elder, first = engines("one"), packer(weights_of(1))
-    assert elder.take(first) == (first.checksum, True)
-    elder.close()
-    successor, second = engines("one"), packer(weights_of(2))
-    assert successor.take(second) == (second.checksum, True)
-    assert len(server._groups) == 1
+    assert one.take(third) == (third.checksum, True), "the group was out of step, so another was created"
+    one.close()
+    assert engines("one").take(third) == (third.checksum, True), "the successor has another group"
+    assert len(server._groups) == 2
 
 
 def trainer(pipe: Connection) -> None:
     """Offers a version; ends when it is asked for it, in the middle of sending."""
     torch.set_num_threads(1)
-    packer = BroadcastPacker(DevicePacker(bucket_bytes=100), WeightServer(host="127.0.0.1"))
+    packer = DevicePacker(bucket_bytes=100, travels_as=WeightServer(host="127.0.0.1").offer)
     held = packer(weights_of(1))
     broadcast.send = lambda *given: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     pipe.send(pickle.dumps(held))
@@ -142,25 +134,24 @@ def test_a_trainer_that_dies_while_it_sends_takes_its_weights_with_it(engines: C
     assert one.pipe.recv() == "WeightsGone"
 
 
-def test_weights_that_nobody_holds_any_more_are_gone(packer: BroadcastPacker) -> None:
-    sent = pickle.loads(pickle.dumps(packer(weights_of(1))))
-    assert isinstance(sent, SentWeights)
-    packer(weights_of(2))
-    with pytest.raises(WeightsGone, match="not held"), sent.sending("one", 1):
-        pytest.fail("it was entered")
-
-
-def test_weights_of_a_trainer_that_is_gone_are_gone(packer: BroadcastPacker, server: WeightServer) -> None:
+def test_weights_that_are_not_held_or_whose_trainer_ended_are_gone(packer: DevicePacker, server: WeightServer) -> None:
+    dropped = pickle.loads(pickle.dumps(packer(weights_of(1))))
+    assert isinstance(dropped, SentWeights)
     held = packer(weights_of(1))
     sent = pickle.loads(pickle.dumps(held))
     assert sent.checksum == pack(weights_of(1)).checksum and sent.n_bytes == held.n_bytes
+    with pytest.raises(WeightsGone, match="not held"), dropped.sending("one", 1):
+        pytest.fail("it was entered")
     server.close()
-    with pytest.raises(WeightsGone), sent.sending("one", 1):
+    with pytest.raises(WeightsGone, match="does not answer"), sent.sending("one", 1):
         pytest.fail("it was entered")
 
 
-@pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b"[1]\n", b""], ids=repr)
-def test_a_stranger_is_told_nothing(packer: BroadcastPacker, server: WeightServer, line: bytes) -> None:
+WRONG_TOKEN = {"token": "0" * 32, "receiver": "x", "process": "p", "size": 2, "key": 1, "new_group": False}
+
+
+@pytest.mark.parametrize("line", [b"{}\n", b"nonsense\n", b"[1]\n", b"", json.dumps(WRONG_TOKEN).encode() + b"\n"])
+def test_a_stranger_receives_nothing(packer: DevicePacker, server: WeightServer, line: bytes) -> None:
     held = packer(weights_of(1))
     pickle.dumps(held)
     with socket.create_connection((server.address.host, server.address.port), timeout=WAIT_S) as one:
@@ -169,14 +160,11 @@ def test_a_stranger_is_told_nothing(packer: BroadcastPacker, server: WeightServe
         assert one.recv(100) == b""
 
 
-def test_a_wrong_token_is_told_nothing(packer: BroadcastPacker, server: WeightServer) -> None:
-    asked = {"token": "0" * 32, "receiver": "x", "size": 2, "key": 1, "new_group": False}
-    with socket.create_connection((server.address.host, server.address.port), timeout=WAIT_S) as one:
-        one.sendall(json.dumps(asked).encode() + b"\n")
-        assert one.recv(100) == b""
-
-
-def test_how_weights_are_copied_follows_from_their_way() -> None:
+def test_the_transport_decides_how_weights_are_copied_and_pickled() -> None:
     assert packer_for("object_store") is pack
-    assert isinstance(packer_for("ipc"), DevicePacker)
-    assert isinstance(packer_for("nccl"), BroadcastPacker)
+    for transport, kind in (("ipc", "DeviceWeights"), ("nccl", "SentWeights")):
+        packer = packer_for(transport)
+        assert isinstance(packer, DevicePacker)
+        weights = packer(weights_of(1))
+        sent = weights.travels_as(weights) if weights.travels_as else weights
+        assert type(sent).__name__ == kind

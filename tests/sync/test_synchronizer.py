@@ -9,10 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from freewheel.sync.synchronizer import MOST_UNANSWERED, Member, ParameterSynchronizer, ReplicaGone, SyncFailed
+from freewheel.sync.synchronizer import ParameterSynchronizer, ReplicaGone, SyncFailed
 from freewheel.sync.weights import WeightsGone
 
 WAIT_S = 30.0
@@ -78,6 +76,11 @@ class Scene:
     async def submit(self, version: int) -> list[int] | None:
         return await self.sync.submit(version, f"weights {version}", CHECKSUM)
 
+    async def publish(self, *versions: int) -> None:
+        for version in versions:
+            await self.submit(version)
+            await self.published(version)
+
     async def published(self, version: int) -> None:
         """Waits for it, and for no run that has failed."""
         waiting = asyncio.ensure_future(self.sync.wait_published(version, wait_s=WAIT_S))
@@ -132,8 +135,7 @@ async def test_a_version_is_published_after_every_engine_confirmed_it_and_not_be
 async def test_a_failed_sync_is_tried_again_and_counted(scene: Build) -> None:
     flaky = FakeReplica(ConnectionError("reset"), ConnectionError("reset"))
     one = scene(flaky)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert flaky.calls == [1, 1, 1]
     assert one.sync.sync_failures == 2
     assert one.sync.param_sync_count == 1
@@ -144,19 +146,9 @@ async def test_an_engine_that_does_not_answer_is_given_up_after_the_deadline(
     scene: Build, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = scene(FakeReplica(asyncio.Event()), timeout_s=0.02)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert one.sync.sync_failures == 1
     assert "async_training.sync_timeout = 0.02" in caplog.text
-
-
-async def test_an_engine_that_holds_other_weights_has_not_taken_the_version(scene: Build) -> None:
-    wrong = FakeReplica(12)
-    one = scene(wrong)
-    await one.submit(1)
-    await one.published(1)
-    assert wrong.calls == [1, 1]
-    assert one.sync.sync_failures == 1
 
 
 async def test_without_a_checksum_nothing_is_compared(scene: Build) -> None:
@@ -168,49 +160,33 @@ async def test_without_a_checksum_nothing_is_compared(scene: Build) -> None:
     assert replica.verified == [False]
 
 
-async def test_an_engine_is_compared_at_its_first_sync_and_every_so_many(scene: Build) -> None:
-    replica = FakeReplica()
-    one = scene(replica, verify_every=3)
-    for version in range(1, 9):
-        await one.submit(version)
-        await one.published(version)
-    assert replica.verified == [True, False, False, True, False, False, True, False]
+@pytest.mark.parametrize(
+    ("script", "every", "verified", "failures"),
+    [
+        ([None] * 8, 3, [True, False, False, True, False, False, True, False], 0),
+        ([None, 12, 12, 12, None], 3, [True, False, False, True, True], 1),
+        ([12, None], 10, [True, True], 1),
+        ([12, OSError("reset"), 12], 0, [False, False, False], 1),
+        ([None, None, OSError("reset"), None, None], 10, [True, False, False, True, False], 1),
+    ],
+    ids=["every third", "wrong later", "wrong at first", "never", "again after a failure"],
+)
+async def test_an_engine_is_compared_at_its_first_sync_after_a_failure_and_at_intervals(
+    scene: Build, script: list[Any], every: int, verified: list[bool], failures: int
+) -> None:
+    replica = FakeReplica(*script)
+    one = scene(replica, verify_every=every)
+    await one.publish(*range(1, len(verified) - failures + 1))
+    assert replica.verified == verified
+    assert one.sync.sync_failures == failures
 
 
-async def test_what_is_not_compared_is_not_noticed_and_what_is_compared_is(scene: Build) -> None:
-    """The price of comparing seldom, and its end."""
-    wrong = FakeReplica(None, 12, 12, 12, None)
-    one = scene(wrong, verify_every=3)
-    for version in (1, 2, 3):
-        await one.submit(version)
-        await one.published(version)
-    assert one.sync.sync_failures == 0
-    await one.submit(4)
-    await one.published(4)
-    assert wrong.calls == [1, 2, 3, 4, 4]
-    assert wrong.verified == [True, False, False, True, True]
-    assert one.sync.sync_failures == 1
-
-
-async def test_zero_compares_nothing(scene: Build) -> None:
-    replica = FakeReplica(12, OSError("reset"), 12)
-    one = scene(replica, verify_every=0)
-    for version in (1, 2):
-        await one.submit(version)
-        await one.published(version)
-    assert replica.verified == [False, False, False]
-
-
-async def test_after_a_failure_and_after_a_rejoin_an_engine_is_compared(scene: Build) -> None:
-    replica, successor = FakeReplica(None, None, OSError("reset"), None, ReplicaGone("killed")), FakeReplica()
-    one = scene(FakeReplica(), replica)
-    for version in (1, 2, 3, 4):
-        await one.submit(version)
-        await one.published(version)
-    assert replica.verified == [True, False, False, True, False]
+async def test_the_successor_of_an_engine_is_compared(scene: Build) -> None:
+    successor = FakeReplica()
+    one = scene(FakeReplica(), FakeReplica(None, ReplicaGone("killed")))
+    await one.publish(1, 2)
     await one.sync.join("r1", successor)
-    await one.submit(5)
-    await one.published(5)
+    await one.publish(3)
     assert successor.verified == [True, False]
 
 
@@ -222,8 +198,7 @@ async def test_an_engine_that_cannot_say_what_it_holds_is_believed(scene: Build)
 
     mute = Mute()
     one = scene(mute)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert mute.calls == [1]
 
 
@@ -235,8 +210,7 @@ async def test_who_submits_is_told_what_may_still_be_read(scene: Build) -> None:
     replica = FakeReplica(None, slow)
     one = scene(replica)
     assert await one.sync.prime(0, "weights 0", CHECKSUM) == [0]
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.submit(2)
     await one.until(lambda: replica.calls == [1, 2])
     assert await one.submit(3) == [1, 2, 3], "published, loading, waiting"
@@ -277,8 +251,7 @@ async def test_a_successor_does_not_know_what_is_read_until_every_engine_has_ans
 
 async def test_of_an_engine_that_died_with_a_synchronizer_nothing_is_asked(scene: Build) -> None:
     one = scene(FakeReplica(), FakeReplica(ReplicaGone("it died")), version=4, versions={"r0": 4, "r1": 4})
-    await one.submit(5)
-    await one.published(5)
+    await one.publish(5)
     assert one.sync.in_use() == [5]
 
 
@@ -286,38 +259,37 @@ async def test_what_an_engine_that_hangs_was_handed_stays_in_use_and_it_is_hande
     woken = asyncio.Event()
     well, hangs = FakeReplica(), FakeReplica(None, woken, woken)
     one = scene(well, hangs, timeout_s=0.05, max_retries=0)
-    for version in (1, 2, 3, 4, 5):
-        await one.submit(version)
-        await one.published(version)
+    await one.publish(1, 2, 3, 4, 5)
     assert hangs.calls == [1, 2, 3]
     assert one.sync.in_use() == [2, 3, 5], "it takes the third when it is done with the second"
     woken.set()
     await one.until(lambda: one.sync.in_use() == [5])
-    await one.submit(6)
-    await one.published(6)
+    await one.publish(6)
     assert one.sync.stats()["fenced"] == [] and hangs.calls == [1, 2, 3, 6]
 
 
 async def test_an_engine_that_hung_and_died_reads_nothing_any_more(scene: Build) -> None:
     well, hangs = FakeReplica(), FakeReplica(None, asyncio.Event())
     one = scene(well, hangs, timeout_s=0.05, max_retries=0)
-    for version in (1, 2, 3):
-        await one.submit(version)
-        await one.published(version)
+    await one.publish(1, 2, 3)
     await one.sync.join("r1", FakeReplica())
     assert one.sync.in_use() == [3]
 
 
-async def test_a_lagging_engine_is_fenced_off_and_comes_back_with_a_later_version(scene: Build) -> None:
+async def test_a_lagging_engine_is_fenced_off_and_returns_with_a_later_version(
+    scene: Build, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "freewheel.sync")
     well, ill = FakeReplica(), FakeReplica(*[OSError("no route")] * 3)
     one = scene(well, ill)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
+    for line in ("version 1 on 1 of 2 engines", "r1 is fenced off at version 0"):
+        assert f"Parameter sync: {line}" in caplog.text
+    assert "OSError: no route" in caplog.text
     assert one.queue.events == [("fenced", "r1"), ("published", 1)]
     assert one.sync.stats()["fenced"] == ["r1"]
     assert one.sync.stats()["versions"] == {"r0": 1, "r1": 0}
-    await one.submit(2)
-    await one.published(2)
+    await one.publish(2)
     assert one.queue.events == [("fenced", "r1"), ("published", 1), ("back", "r1"), ("published", 2)]
     assert one.sync.stats()["fenced"] == []
     assert one.sync.sync_failures == 3
@@ -326,9 +298,7 @@ async def test_a_lagging_engine_is_fenced_off_and_comes_back_with_a_later_versio
 async def test_a_fenced_engine_gets_one_chance_a_version_and_is_fenced_once(scene: Build) -> None:
     well, ill = FakeReplica(), FakeReplica(*[OSError("no route")] * 5)
     one = scene(well, ill)
-    for version in (1, 2, 3, 4):
-        await one.submit(version)
-        await one.published(version)
+    await one.publish(1, 2, 3, 4)
     assert ill.calls == [1, 1, 1, 2, 3, 4]
     assert [event for event in one.queue.events if event[0] != "published"] == [("fenced", "r1"), ("back", "r1")]
     assert one.queue.events.index(("back", "r1")) < one.queue.events.index(("published", 4))
@@ -336,8 +306,7 @@ async def test_a_fenced_engine_gets_one_chance_a_version_and_is_fenced_once(scen
 
 async def test_where_no_engine_takes_a_version_the_run_ends_and_says_which_one_serves(scene: Build) -> None:
     one = scene(FakeReplica(None, *[OSError("no route")] * 3), FakeReplica(None, *[OSError("no route")] * 3))
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.submit(2)
     with pytest.raises(SyncFailed, match=r"version 2 in 3 attempts.*version 1 is still serving.*sync_timeout"):
         await asyncio.wait_for(asyncio.shield(one.running), WAIT_S)
@@ -364,12 +333,10 @@ async def test_under_drain_weights_wait_until_all_is_settled(scene: Build) -> No
     replica = FakeReplica()
     one = scene(replica, drain=True)
     one.queue.settled_after = 3
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert one.queue.asked == 4
     free = scene(FakeReplica())
-    await free.submit(1)
-    await free.published(1)
+    await free.publish(1)
     assert free.queue.asked == 0
 
 
@@ -382,9 +349,7 @@ async def test_times_are_those_of_the_transfer(scene: Build) -> None:
             return await super().load_weights(version, weights, verify=verify)
 
     one = scene(Slow(), clock=lambda: now[0])
-    for version in (1, 3):
-        await one.submit(version)
-        await one.published(version)
+    await one.publish(1, 3)
     stats = one.sync.stats()
     assert (stats["last_sync_s"], stats["mean_sync_s"], stats["longest_sync_s"]) == (3.0, 2.0, 3.0)
 
@@ -395,9 +360,7 @@ async def test_times_are_those_of_the_transfer(scene: Build) -> None:
 async def test_a_dead_engine_is_not_tried_again_and_its_successor_gets_the_newest_version_first(scene: Build) -> None:
     well, dead, successor = FakeReplica(), FakeReplica(None, ReplicaGone("killed")), FakeReplica()
     one = scene(well, dead)
-    for version in (1, 2, 3):
-        await one.submit(version)
-        await one.published(version)
+    await one.publish(1, 2, 3)
     assert dead.calls == [1, 2]
     await one.sync.join("r1", successor)
     assert successor.calls == [3]
@@ -409,8 +372,7 @@ async def test_when_the_only_engine_died_a_sync_waits_for_its_successor(scene: B
     """However short the retries are: a process takes seconds to start."""
     dead, successor = FakeReplica(None, ReplicaGone("killed")), FakeReplica()
     one = scene(dead, max_retries=0)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.submit(2)
     await one.until(lambda: dead.calls == [1, 2])
     await asyncio.sleep(0.02)
@@ -444,8 +406,7 @@ async def test_an_engine_that_lives_is_tried_again_before_the_successor_of_anoth
     monkeypatch.setattr("freewheel.sync.synchronizer.BETWEEN_ROUNDS_S", 0.01)
     gone, flaky = FakeReplica(ReplicaGone("killed")), FakeReplica(OSError("no route"), OSError("no route"))
     one = scene(gone, flaky, max_retries=0)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert flaky.calls == [1, 1, 1]
 
 
@@ -453,8 +414,7 @@ async def test_a_replica_that_joins_during_a_sync_gets_what_that_sync_brings(sce
     slow = asyncio.Event()
     well, dead, successor = FakeReplica(None, slow), FakeReplica(None, ReplicaGone("killed")), FakeReplica()
     one = scene(well, dead)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.submit(2)
     await one.until(lambda: well.calls == [1, 2])
     joining = asyncio.create_task(one.sync.join("r1", successor))
@@ -473,15 +433,13 @@ async def test_a_replica_that_joins_before_anything_was_published_is_as_it_shoul
     assert successor.calls == []
     assert one.sync.stats()["versions"] == {"r0": 5}
     assert one.queue.events[-1] == ("back", "r0")
-    await one.submit(6)
-    await one.published(6)
+    await one.publish(6)
 
 
 async def test_a_successor_that_takes_no_weights_ends_the_run_only_where_it_is_the_last(scene: Build) -> None:
     refuses = [OSError("no route")] * 3
     one = scene(FakeReplica(), FakeReplica())
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.sync.join("r1", FakeReplica(*refuses))
     assert one.sync.stats()["fenced"] == ["r1"]
     with pytest.raises(SyncFailed):
@@ -497,24 +455,21 @@ async def test_weights_that_died_with_their_trainer_change_nothing_and_its_succe
     """However few retries there are, and though one engine had them."""
     quick, late = FakeReplica(), FakeReplica(None, WeightsGone("owner died"))
     one = scene(quick, late, max_retries=0)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.submit(2)
     await one.until(lambda: "version 2 is gone with its trainer" in caplog.text)
     await one.until(lambda: one.sync.state == "idle")
     assert not one.running.done()
     assert one.queue.events == [("published", 1)], "nobody is fenced off for it, and nothing is published"
     assert one.sync.stats()["versions"] == {"r0": 2, "r1": 1}
-    await one.submit(2)
-    await one.published(2)
+    await one.publish(2)
     assert (quick.calls, late.calls) == ([1, 2, 2], [1, 2, 2])
 
 
 async def test_a_version_that_is_published_is_brought_again_without_waiting_for_anything(scene: Build) -> None:
     replica = FakeReplica()
     one = scene(replica, drain=True)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     asked = one.queue.asked
     one.queue.settled_after = 10**9
     await one.submit(1)
@@ -526,8 +481,7 @@ async def test_a_version_that_is_published_is_brought_again_without_waiting_for_
 async def test_a_version_that_comes_again_brings_back_who_is_fenced_off(scene: Build) -> None:
     well, ill = FakeReplica(), FakeReplica(*[OSError("no route")] * 3)
     one = scene(well, ill)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert one.sync.stats()["fenced"] == ["r1"]
     await one.submit(1)
     await one.until(lambda: one.sync.stats()["fenced"] == [])
@@ -538,8 +492,7 @@ async def test_what_a_dead_trainer_sent_and_its_successor_has_overtaken_is_left(
     replica = FakeReplica()
     one = scene(replica, version=5)
     await one.submit(4)
-    await one.submit(6)
-    await one.published(6)
+    await one.publish(6)
     await one.submit(3)
     await one.submit(6)
     await one.until(lambda: len(replica.calls) == 2)
@@ -549,8 +502,7 @@ async def test_what_a_dead_trainer_sent_and_its_successor_has_overtaken_is_left(
 async def test_a_trainer_that_begins_behind_what_is_published_changes_nothing(scene: Build) -> None:
     replica, successor = FakeReplica(), FakeReplica()
     one = scene(replica)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.sync.prime(0, "weights 0", CHECKSUM)
     await one.sync.join("r0", successor)
     assert successor.calls == [1], "who joins gets what is published, and not what a trainer goes on from"
@@ -582,8 +534,7 @@ async def test_under_drain_a_version_that_everybody_waits_for_is_not_kept_until_
     await one.sync.prime(0, "weights 0", CHECKSUM)
     successor = FakeReplica(WeightsGone("owner died"))
     await one.sync.join("r0", successor)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     assert successor.version == 1
 
 
@@ -600,8 +551,7 @@ async def test_a_successor_that_dies_while_it_joins_is_waited_for_again(scene: B
 async def test_who_joins_after_the_trainers_death_waits_for_its_successor(scene: Build) -> None:
     replica, joins = FakeReplica(), FakeReplica(WeightsGone("owner died"))
     one = scene(replica)
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     await one.sync.join("r0", joins)
     assert one.sync.stats()["fenced"] == ["r0"]
     later = FakeReplica()
@@ -619,15 +569,13 @@ async def test_where_no_engine_takes_a_version_the_next_one_is_tried_before_the_
     one = scene(replica, timeout_s=0.2, max_retries=2)
     await one.submit(1)
     await one.until(lambda: replica.calls == [1])
-    await one.submit(2)
-    await one.published(2)
+    await one.publish(2)
     assert replica.calls == [1, 1, 1, 2]
 
 
 async def test_a_new_queue_is_told_what_is_published_and_who_is_fenced_off(scene: Build) -> None:
     one = scene(FakeReplica(), FakeReplica(*[OSError("no route")] * 3))
-    await one.submit(1)
-    await one.published(1)
+    await one.publish(1)
     one.queue.events.clear()
     await one.sync.announce()
     assert one.queue.events == [("back", "r0"), ("fenced", "r1"), ("published", 1)]
@@ -641,8 +589,7 @@ async def test_a_synchronizer_in_the_place_of_another_knows_what_each_engine_hol
     await one.sync.prime(4, "weights 4", CHECKSUM)
     await one.until(lambda: one.sync.stats()["fenced"] == [])
     assert (ahead.calls, behind.calls, unknown.calls) == ([], [4], [4]), "nobody is turned back"
-    await one.submit(5)
-    await one.published(5)
+    await one.publish(5)
     assert one.sync.stats()["versions"] == {"r0": 5, "r1": 5, "r2": 5}
 
 
@@ -654,16 +601,6 @@ async def test_a_replica_that_joins_a_synchronizers_successor_waits_for_weights(
     await one.submit(4)
     await one.until(lambda: one.sync.stats()["fenced"] == [])
     assert joins.calls == [4]
-
-
-async def test_each_sync_says_so_in_the_log(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "freewheel.sync")
-    one = scene(FakeReplica(), FakeReplica(*[OSError("no route")] * 3))
-    await one.submit(1)
-    await one.published(1)
-    assert "Parameter sync: version 1 on 1 of 2 engines" in caplog.text
-    assert "Parameter sync: r1 is fenced off at version 0" in caplog.text
-    assert "OSError: no route" in caplog.text
 
 
 # -- what is recorded of it ------------------------------------------------------------------------------------------
@@ -682,37 +619,30 @@ async def test_a_sync_has_a_row_with_each_engine_and_its_attempts(scene: Build) 
         ("r0", 1, ""),
         ("r1", 3, "it holds other weights"),
     ]
-    await one.submit(2)
-    await one.published(2)
+    await one.publish(2)
     (row,) = one.sync.drain_rows()
     assert row["engines"]["r1"] | {"took_s": 0} == {"took_s": 0, "attempts": 1, "error": ""}, "each sync is told anew"
     assert row["bytes"] is None
 
 
-async def test_an_engine_that_died_is_in_the_row_of_a_sync_that_came_through(scene: Build) -> None:
-    one = scene(FakeReplica(), FakeReplica(ReplicaGone("killed")))
+@pytest.mark.parametrize(
+    ("script", "others", "failed", "attempts", "error"),
+    [
+        ([ReplicaGone("killed")], 1, False, 1, "killed"),
+        ([WeightsGone("with its trainer")], 0, True, 1, "with its trainer"),
+        ([ConnectionError("reset")] * 3, 0, True, 3, "ConnectionError: reset"),
+    ],
+    ids=["an engine died", "the trainer died", "the run ends"],
+)
+async def test_every_end_of_a_sync_has_a_row(
+    scene: Build, script: list[Exception], others: int, failed: bool, attempts: int, error: str
+) -> None:
+    one = scene(FakeReplica(*script), *(FakeReplica() for _ in range(others)))
     await one.submit(1)
-    await one.published(1)
+    await one.until(lambda: bool(one.sync._rows))
     (row,) = one.sync.drain_rows()
-    assert (row["failed"], row["engines"]["r1"]["error"], row["engines"]["r1"]["attempts"]) == (False, "killed", 1)
-
-
-async def test_a_sync_that_was_given_up_has_a_row_that_says_so(scene: Build) -> None:
-    one = scene(FakeReplica(WeightsGone("with its trainer")))
-    await one.submit(1)
-    await one.until(lambda: one.sync.sync_failures == 1 and one.sync.state == "idle")
-    (row,) = one.sync.drain_rows()
-    assert (row["version"], row["failed"], row["engines"]["r0"]["error"]) == (1, True, "with its trainer")
-
-
-async def test_the_sync_that_ends_a_run_has_a_row_too(scene: Build) -> None:
-    one = scene(FakeReplica(*[ConnectionError("reset")] * 3))
-    await one.submit(1)
-    with pytest.raises(SyncFailed):
-        await one.running
-    (row,) = one.sync.drain_rows()
-    assert (row["failed"], row["engines"]["r0"]["attempts"]) == (True, 3)
-    assert row["engines"]["r0"]["error"] == "ConnectionError: reset"
+    engine = row["engines"]["r0"]
+    assert (row["version"], row["failed"], engine["attempts"], engine["error"]) == (1, failed, attempts, error)
 
 
 async def test_rows_are_returned_once_and_only_the_newest_are_kept(
@@ -728,62 +658,3 @@ async def test_rows_are_returned_once_and_only_the_newest_are_kept(
 
 
 # -- one replica ------------------------------------------------------------------------------------------------------
-
-
-NOBODY: Any = None
-
-events = st.lists(st.sampled_from(["take", "fail", "silence"]), max_size=40)
-
-
-@given(events, st.integers(1, 5))
-def test_a_member_is_compared_at_first_after_each_failure_and_every_so_many_syncs(
-    happens: list[str], every: int
-) -> None:
-    member = Member(NOBODY, 0)
-    on_trust: int | None = None
-    for version, what in enumerate(happens, start=1):
-        due = member.must_verify(every)
-        assert due == (on_trust is None or on_trust == every - 1)
-        member.handed(version)
-        if what == "take":
-            member.took(version, compared=due)
-            on_trust = 0 if due or on_trust is None else on_trust + 1
-            assert member.version == version
-        else:
-            member.failed("")
-            on_trust = None
-
-
-@given(events)
-def test_a_member_is_never_compared_if_every_is_zero(happens: list[str]) -> None:
-    member = Member(NOBODY, 0)
-    for version, what in enumerate(happens, start=1):
-        assert not member.must_verify(0)
-        if what == "take":
-            member.took(version, compared=False)
-        else:
-            member.failed("")
-
-
-@given(st.lists(st.booleans(), max_size=40))
-def test_a_member_may_read_all_versions_handed_over_since_its_last_answer(answers: list[bool]) -> None:
-    member = Member(NOBODY, 0)
-    open_: set[int] = set()
-    for version, answered in enumerate(answers, start=1):
-        member.handed(version)
-        open_.add(version)
-        if answered:
-            member.answered(version)
-            open_.clear()
-        assert member.reading == open_
-        assert member.is_busy == (len(open_) >= MOST_UNANSWERED)
-
-
-def test_a_late_answer_keeps_versions_handed_over_after_it() -> None:
-    member = Member(NOBODY, 0)
-    for version in (4, 5, 6):
-        member.handed(version)
-    member.answered(5)
-    assert member.reading == {6}
-    member.died("")
-    assert not member.reading

@@ -73,7 +73,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 def send(
-    group: Group, version: int, checksum: int, entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]
+    group: TorchGroup, version: int, checksum: int, entries: Mapping[str, Entry], buffers: Sequence[torch.Tensor]
 ) -> None:
     """Send to all members, which call `receive` meanwhile. Blocks as long as the slowest; run it in a thread."""
     import torch
@@ -107,7 +107,7 @@ class Receiver(Protocol):
         """Use the version: every member has it."""
 
 
-def receive(group: Group, receiver: Receiver) -> int:
+def receive(group: TorchGroup, receiver: Receiver) -> int:
     """Receive the sender's next version and return its number. Raises `VersionRefused`, `VersionSpoiled`, and what the
     group raises if the sender died; then nothing was used."""
     import torch
@@ -132,22 +132,6 @@ def receive(group: Group, receiver: Receiver) -> int:
 # -- groups -----------------------------------------------------------------------------------------------------------
 
 
-class Group(Protocol):
-    """One member's view of a group."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of tensors that are sent."""
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send the sender's content to all. Returns when it has arrived."""
-
-    def agreed(self, yes: bool) -> bool:
-        """Return whether every member said yes."""
-
-    def close(self) -> None: ...
-
-
 @contextlib.contextmanager
 def _waits_with_a_limit() -> Iterator[None]:
     """Make NCCL's `wait` time out and raise. By default a watchdog would end the whole process: the trainer's, because
@@ -165,7 +149,7 @@ def _waits_with_a_limit() -> Iterator[None]:
 
 
 class TorchGroup:
-    """A group by torch's own means, outside of any default group."""
+    """One member's view of a group, which is outside of torch's default group. Tensors that are sent are on `device`."""
 
     def __init__(
         self,
@@ -202,6 +186,7 @@ class TorchGroup:
         self._store, self._group = store, made
 
     def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send the sender's content to all. Returns when it has arrived."""
         import torch.distributed as dist
 
         options = dist.BroadcastOptions()
@@ -209,6 +194,7 @@ class TorchGroup:
         self._wait(self._group.broadcast, tensor, options)
 
     def agreed(self, yes: bool) -> bool:
+        """Return whether every member said yes."""
         import torch
         import torch.distributed as dist
 
@@ -331,7 +317,7 @@ class WeightServer:
         self.address = Address(host, self._socket.getsockname()[1], secrets.token_hex(TOKEN_BYTES))
         self._offered: weakref.WeakValueDictionary[int, DeviceWeights] = weakref.WeakValueDictionary()
         self._keys = itertools.count(1)
-        self._groups: dict[str, tuple[str, Group]] = {}
+        self._groups: dict[str, tuple[str, TorchGroup]] = {}
         """By replica: its process, and the group."""
         self._locks: dict[str, threading.Lock] = {}
         threading.Thread(target=self._run, name="freewheel-sending", daemon=True).start()
@@ -387,7 +373,7 @@ class WeightServer:
             return
         _write_line(connection, {"error": None})
 
-    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: Kind) -> Group:
+    def _group(self, connection: socket.socket, request: Mapping[str, Any], kind: Kind) -> TorchGroup:
         """Return the group of an engine. If there is none yet, tell the engine where to meet (`port`)."""
         receiver, host, size = request["receiver"], self.address.host, int(request["size"])
         meeting = {"key": request["key"], "kind": kind, "address": host, "port": 0, "size": size}
@@ -435,18 +421,5 @@ def packer_for(transport: str) -> Packer:
     """Return how weights are copied for a transport."""
     if transport == "object_store":
         return pack
-    packer = DevicePacker(bucket_bytes=BUCKET_BYTES)
-    return packer if transport == "ipc" else BroadcastPacker(packer, WeightServer(host=own_address()))
-
-
-class BroadcastPacker:
-    """Like `DevicePacker`, but the weights are pickled as `SentWeights`."""
-
-    def __init__(self, packer: DevicePacker, server: WeightServer) -> None:
-        self._packer = packer
-        self._server = server
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> DeviceWeights:
-        weights = self._packer(tensors)
-        weights.travels_as = self._server.offer
-        return weights
+    server = None if transport == "ipc" else WeightServer(host=own_address())
+    return DevicePacker(bucket_bytes=BUCKET_BYTES, travels_as=server and server.offer)

@@ -71,7 +71,7 @@ class VersionQueue(Protocol):
     async def fence(self, replica: str, *, fenced: bool) -> None: ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Pending:
     """A version on its way to the engines."""
 
@@ -115,9 +115,6 @@ class Member:
     @property
     def is_busy(self) -> bool:
         return len(self.reading) >= MOST_UNANSWERED
-
-    def handed(self, version: int) -> None:
-        self.reading.add(version)
 
     def answered(self, version: int) -> None:
         """It answered, whatever it said. Versions are taken in order, so it no longer reads earlier ones."""
@@ -202,7 +199,7 @@ class ParameterSynchronizer:
     ) -> list[int] | None:
         """Bring weights to all engines, even to engines that hold this version from a trainer that died. Returns
         `in_use()` at once. Replaces a submitted version that is still waiting."""
-        await self._set_pending(_Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes))
+        await self._set_pending(_Pending(version, weights, checksum, n_bytes))
         return self.in_use()
 
     async def prime(
@@ -213,7 +210,7 @@ class ParameterSynchronizer:
         Engines that started from the same files hold them; only replicas that join later need them. A restarted trainer
         may be behind the published version (it submits that version when it gets there) or ahead of it.
         """
-        given = _Pending(version=version, weights=weights, checksum=checksum, n_bytes=n_bytes)
+        given = _Pending(version, weights, checksum, n_bytes)
         if version == self.version:
             self._newest = given
         someone_waits = any(member.fenced for member in self.group.values())
@@ -305,24 +302,15 @@ class ParameterSynchronizer:
             return loaded
         finally:
             until = self._clock()
-            self._record(pending, since, until, failed=not loaded)
+            about = {"version": pending.version, "bytes": pending.n_bytes}
+            engines = {name: asdict(member.last) for name, member in self.group.items()}
+            self._rows.append({**about, "took_s": until - since, "engines": engines, "failed": not loaded})
+            trace.span("sync", since, until, about)
             if loaded:
                 self.param_sync_count += 1
                 self._last_s = until - since
                 self._total_s += self._last_s
                 self._longest_s = max(self._longest_s, self._last_s)
-
-    def _record(self, pending: _Pending, since_s: float, until_s: float, *, failed: bool) -> None:
-        self._rows.append(
-            {
-                "version": pending.version,
-                "took_s": until_s - since_s,
-                "bytes": pending.n_bytes,
-                "engines": {name: asdict(member.last) for name, member in self.group.items()},
-                "failed": failed,
-            }
-        )
-        trace.span("sync", since_s, until_s, {"version": pending.version, "bytes": pending.n_bytes})
 
     async def _load_until_taken(self, pending: _Pending) -> int:
         """The number of engines that took the version. 0: given up in favour of a later one."""
@@ -417,25 +405,21 @@ class ParameterSynchronizer:
                 member.failed(str(error))
                 raise
             except Exception as error:  # noqa: BLE001  # a transport may raise anything; the replica did not load
-                self.sync_failures += 1
                 limit = f"no answer within async_training.sync_timeout = {self._timeout_s:g} s"
-                member.failed(f"{type(error).__name__}: {str(error) or limit}")
-                log.warning(
-                    "Parameter sync: %s did not take version %d (attempt %d of %d): %s",
-                    *(name, pending.version, attempt + 1, attempts, member.last.error),
-                    extra=about,
-                )
-                continue
-            if verify and held is not None and held != pending.checksum:
-                self.sync_failures += 1
-                member.failed("it holds other weights")
-                log.warning(
-                    "Parameter sync: %s holds other weights than version %d's", name, pending.version, extra=about
-                )
-                continue
-            member.took(pending.version, compared=verify)
-            await self._unfence(name, member)
-            return True
+                problem = f"{type(error).__name__}: {str(error) or limit}"
+            else:
+                if not verify or held in (None, pending.checksum):
+                    member.took(pending.version, compared=verify)
+                    await self._unfence(name, member)
+                    return True
+                problem = "it holds other weights"
+            self.sync_failures += 1
+            member.failed(problem)
+            log.warning(
+                "Parameter sync: %s did not take version %d (attempt %d of %d): %s",
+                *(name, pending.version, attempt + 1, attempts, problem),
+                extra=about,
+            )
         if not member.fenced:
             member.fenced = True
             await self._queue.fence(name, fenced=True)
@@ -445,7 +429,7 @@ class ParameterSynchronizer:
     async def _call(self, member: Member, pending: _Pending, *, verify: bool) -> int | None:
         """Raises TimeoutError after the deadline. The abandoned call continues: its engine may read until it ends."""
         call = asyncio.ensure_future(member.replica.load_weights(pending.version, pending.weights, verify=verify))
-        member.handed(pending.version)
+        member.reading.add(pending.version)
         self._calls.add(call)
 
         def ended(call: asyncio.Future[int | None]) -> None:

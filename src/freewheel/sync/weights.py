@@ -106,8 +106,7 @@ class Weights:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return views of the buffer. Do not write to them."""
-        whole = self.whole()
-        return {name: entry.view(whole) for name, entry in self.entries.items()}
+        return views(self.entries, [self.whole()])
 
     def on_host(self) -> Weights:
         return self
@@ -126,21 +125,13 @@ def pack(tensors: Mapping[str, torch.Tensor], *, checksum: int | None = None) ->
     with torch.no_grad():
         for name, target in weights.tensors().items():
             target.copy_(tensors[name])
-    return Weights(entries, weights.buffer, _sum_of(weights) if checksum is None else checksum)
+    if checksum is None:  # gaps between tensors are zero and count nothing
+        checksum = sum_of_buckets(entries, [weights.whole()])
+    return Weights(entries, weights.buffer, checksum)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _sum_of(weights: Weights) -> int:
-    """Return the checksum, one type at a time: gaps between tensors are zero and count nothing."""
-    import torch
-
-    kinds = {entry.dtype for entry in weights.entries.values()}
-    if len(kinds) != 1:
-        return content_sum(weights.tensors().values())
-    return content_sum([weights.whole().view(getattr(torch, kinds.pop()))])
 
 
 def content_sum(tensors: Iterable[torch.Tensor]) -> int:

@@ -22,7 +22,7 @@ from freewheel.rollout.engine import EngineError
 from freewheel.rollout.vllm import transfer
 from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.runtime.building import load_engine
-from freewheel.sync.broadcast import BroadcastPacker, WeightServer
+from freewheel.sync.broadcast import WeightServer
 from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import AnyWeights, Packer, pack
 
@@ -78,7 +78,7 @@ async def way(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     assert isinstance(loaded.engine, VllmEngine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "BUCKET_BYTES", PART_BYTES)
-        by_broadcast = BroadcastPacker(DevicePacker(bucket_bytes=PART_BYTES), server)
+        by_broadcast = DevicePacker(bucket_bytes=PART_BYTES, travels_as=server.offer)
         yield Way(loaded.engine, by_broadcast if request.param == "nccl" else pack)
     await loaded.engine.close()
     server.close()
