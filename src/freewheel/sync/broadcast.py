@@ -149,7 +149,7 @@ def _waits_with_a_limit() -> Iterator[None]:
 
 
 class TorchGroup:
-    """One member's view of a group, which is outside of torch's default group. Tensors that are sent are on `device`."""
+    """One member's view of a group, separate from torch's default group. Tensors that are sent are on `device`."""
 
     def __init__(
         self,
@@ -421,5 +421,5 @@ def packer_for(transport: str) -> Packer:
     """Return how weights are copied for a transport."""
     if transport == "object_store":
         return pack
-    server = None if transport == "ipc" else WeightServer(host=own_address())
-    return DevicePacker(bucket_bytes=BUCKET_BYTES, travels_as=server and server.offer)
+    travels_as = None if transport == "ipc" else WeightServer(host=own_address()).offer
+    return DevicePacker(bucket_bytes=BUCKET_BYTES, travels_as=travels_as)
