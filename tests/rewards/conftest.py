@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -123,6 +124,16 @@ def lines(caplog: pytest.LogCaptureFixture, level: int | None = None) -> list[st
         for record in caplog.records
         if record.name == "freewheel.rewards" and (level is None or record.levelno == level)
     ]
+
+
+def run_threads(*targets: Callable[[], Any]) -> None:
+    """Run all at once, each in a thread, and wait for their end."""
+    threads = [threading.Thread(target=target) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
 
 
 @pytest.fixture

@@ -158,3 +158,15 @@ def test_a_uid_that_is_none_is_no_uid() -> None:
     one, other, third = groups("u", None, None)
     assert len({one, other, third}) == 3
     assert len(set(groups(None, None))) == 1, "equal prompts are a group where no row has a uid"
+
+
+@pytest.mark.parametrize("given", [{"style": "rule"}, None, "42"])
+def test_a_row_without_a_ground_truth_is_named_by_its_number(given: Any) -> None:
+    column = objects([{"ground_truth": "a"}, given])
+    with pytest.raises(ConfigError, match=r"reward_model\[1\].*ground_truth"):
+        Rollouts(batch_of("yes", "no", reward_model=column), "data_source")
+
+
+def test_a_batch_without_tensors_is_refused() -> None:
+    with pytest.raises(ConfigError, match="prompts"):
+        Rollouts(Proto(None, batch_of("a").non_tensor_batch), "data_source")

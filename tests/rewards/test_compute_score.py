@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,6 +56,9 @@ def call(request: pytest.FixtureRequest) -> Iterator[Callable[..., Any]]:
     yield compute_score if request.param == "sync" else awaited
 
 
+COLUMNS = ("data_sources", "ground_truths", "extra_infos")
+
+
 def batch(*responses: str, truth: Any = "4", **more: Any) -> dict[str, Any]:
     return {
         "data_sources": [SOURCE] * len(responses),
@@ -73,34 +75,58 @@ def single(response: str, **more: Any) -> dict[str, Any]:
 
 # -- without a judge --------------------------------------------------------------------------------------------------
 
-
-def test_one_sample_gives_its_rule_score(call: Any) -> None:
-    assert call(RIGHT, "4", SOURCE, {}) == 1.0 and call(WRONG, "4", SOURCE, {}) == 0.0
-    assert call(RIGHT, "4", SOURCE) == 1.0
-    assert call(response=RIGHT, ground_truth="4", dataset_name=SOURCE, extra_info={}) == 1.0
-    assert type(call(RIGHT, "4", SOURCE, {})) is float
+OBJECTS = {key: np.array(column, dtype=object) for key, column in batch(RIGHT, WRONG).items()}
 
 
-def test_a_batch_gives_a_list_in_its_order(call: Any) -> None:
-    assert call(**batch(RIGHT, WRONG, RIGHT)) == [1.0, 0.0, 1.0]
+@pytest.mark.parametrize(
+    ("args", "kwargs", "found"),
+    [
+        ((RIGHT, "4", SOURCE, {}), {}, 1.0),
+        ((WRONG, "4", SOURCE, {}), {}, 0.0),
+        ((RIGHT, "4", SOURCE), {}, 1.0),
+        ((), {"response": RIGHT, "ground_truth": "4", "dataset_name": SOURCE, "extra_info": {}}, 1.0),
+        (("abc", "4", "test/length", {"bonus": 2}), {}, 5.0),
+        ((), single(RIGHT), 1.0),
+        ((), single(WRONG), 0.0),
+        ((), single(RIGHT, reward_router_address="10.0.0.1", reward_model_tokenizer=object()), 1.0),  # verl's own
+        ((), batch(RIGHT, WRONG, RIGHT), [1.0, 0.0, 1.0]),
+        ((), batch(), []),
+        ((), OBJECTS, [1.0, 0.0]),
+        ((), {**OBJECTS, "extra_infos": None}, [1.0, 0.0]),
+        ((), batch(RIGHT, extra_infos=[None]), [1.0]),
+    ],
+)
+def test_each_convention_gives_rule_scores(
+    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
+    register_rule("test/length", lambda response, truth, extra: Scored(len(response) + extra.get("bonus", 0)))
+    scores = call(*args, **kwargs)
+    assert scores == found and type(scores) is type(found)
 
 
-def test_verls_single_call_gives_a_number(call: Any) -> None:
-    assert call(**single(RIGHT)) == 1.0 and call(**single(WRONG)) == 0.0
-
-
-def test_columns_may_be_numpy_arrays_and_extra_infos_may_be_left_out(call: Any) -> None:
-    given = {key: np.array(column, dtype=object) for key, column in batch(RIGHT, WRONG).items()}
-    assert call(**given) == [1.0, 0.0]
-    given = batch(RIGHT, WRONG)
-    assert call(**{**given, "extra_infos": None}) == [1.0, 0.0]
-    del given["extra_infos"]
-    assert call(**given) == [1.0, 0.0]
-    assert call(**batch(RIGHT, extra_infos=[None])) == [1.0]
-
-
-def test_an_empty_batch_gives_an_empty_list(call: Any) -> None:
-    assert call(**batch()) == []
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        *(
+            ((RIGHT, "4", SOURCE)[:count], {}, ("response", "ground_truth", "dataset_name")[count])
+            for count in range(3)
+        ),
+        ((RIGHT, "4", SOURCE, {}, "more"), {}, "response, ground_truth, dataset_name, extra_info"),
+        *(((), {**batch(RIGHT, WRONG), key: [1]}, rf"{key}\) = 1: give one for each of the 2") for key in COLUMNS),
+        *(((), {**batch(RIGHT), key: None}, key) for key in COLUMNS[:2]),
+        ((), {**single(RIGHT), "data_source": None}, "data_source"),
+        ((), {**single(RIGHT), "ground_truth": None}, "ground_truth"),
+        ((None, "4", SOURCE, {}), {}, "text"),
+        ((), batch(RIGHT, 7), "text"),  # type: ignore[arg-type]
+        ((RIGHT, "4", "who/knows", {}), {}, r"data_source = 'who/knows'.*register_rule"),
+    ],
+)
+def test_a_wrong_call_is_refused_by_the_argument(
+    call: Any, args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((ConfigError, TypeError), match=said):
+        call(*args, **kwargs)
 
 
 def test_it_is_found_by_its_name_and_its_async_twin_is_a_coroutine_function() -> None:
@@ -108,112 +134,78 @@ def test_it_is_found_by_its_name_and_its_async_twin_is_a_coroutine_function() ->
     assert inspect.iscoroutinefunction(compute_score_async) and not inspect.iscoroutinefunction(compute_score)
 
 
-@pytest.mark.parametrize("column", ["data_sources", "ground_truths", "extra_infos"])
-def test_columns_of_other_lengths_are_named(call: Any, column: str) -> None:
-    given = batch(RIGHT, WRONG)
-    given[column] = given[column][:1]
-    with pytest.raises(ConfigError, match=rf"{column}\) = 1: give one for each of the 2"):
-        call(**given)
-
-
-@pytest.mark.parametrize("column", ["data_sources", "ground_truths"])
-def test_a_column_that_is_missing_is_named(call: Any, column: str) -> None:
-    given = batch(RIGHT)
-    del given[column]
-    with pytest.raises(ConfigError, match=column):
-        call(**given)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2])
-def test_a_plain_call_that_lacks_an_argument_says_which(call: Any, count: int) -> None:
-    names = ["response", "ground_truth", "dataset_name"]
-    with pytest.raises(TypeError, match=names[count]):
-        call(*[RIGHT, "4", SOURCE][:count])
-
-
-def test_a_plain_call_with_too_many_arguments_says_what_it_takes(call: Any) -> None:
-    with pytest.raises(TypeError, match="response, ground_truth, dataset_name, extra_info"):
-        call(RIGHT, "4", SOURCE, {}, "more")
-
-
-@pytest.mark.parametrize("missing", ["data_source", "ground_truth"])
-def test_verls_single_call_that_lacks_an_argument_is_an_error_that_names_it(call: Any, missing: str) -> None:
-    given = single(RIGHT)
-    del given[missing]
-    with pytest.raises((ConfigError, TypeError), match=missing):
-        call(**given)
-
-
-def test_a_response_that_is_no_text_is_refused(call: Any) -> None:
-    with pytest.raises(ConfigError, match="text"):
-        call(None, "4", SOURCE, {})
-    with pytest.raises(ConfigError, match="text"):
-        call(**batch(RIGHT, 7))  # type: ignore[arg-type]
-
-
-def test_an_unknown_data_source_says_what_to_do(call: Any) -> None:
-    with pytest.raises(ConfigError, match=r"data_source = 'who/knows'.*register_rule"):
-        call(RIGHT, "4", "who/knows", {})
-
-
-def test_what_verl_adds_to_a_call_is_left_alone(call: Any) -> None:
-    assert call(**single(RIGHT, reward_router_address="10.0.0.1", reward_model_tokenizer=object())) == 1.0
-
-
-def test_an_own_rule_serves(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
-    register_rule("mine/", lambda response, truth, extra: Scored(len(response) + extra.get("bonus", 0)))
-    assert call("abc", "4", "mine/set", {"bonus": 2}) == 5.0
-
-
 # -- the switch -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["false", "0", "off", "no", "", "  ", "FALSE"])
-def test_the_monitor_off_asks_nobody(
-    call: Any, monitored: Monitored, monkeypatch: pytest.MonkeyPatch, text: str
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        *((text, 1.0) for text in ("false", "0", "off", "no", "  ", "FALSE")),
+        *((text, 8.0) for text in ("True", " yes ")),
+    ],
+)
+def test_the_switch_adds_the_judges_score(
+    call: Any, monitored: Monitored, monkeypatch: pytest.MonkeyPatch, text: str, score: float
 ) -> None:
-    judge = monitored()
+    judge = monitored(scores={"good": "7"}, api_key=KEY, model="m")
     monkeypatch.setenv("TRAIN_WITH_MONITOR", text)
-    assert call(RIGHT, "4", SOURCE, {}) == 1.0
-    assert judge.counts().received == 0
+    assert call(RIGHT, "4", SOURCE, {}, **THREAD) == score
+    assert judge.counts().received == (score > 1)
+    assert call(RIGHT, "4", SOURCE, {}, enable_openai_reward=False) == 1.0
 
 
-@pytest.mark.parametrize("text", ["true", "True", "1", "on", " yes "])
-def test_the_monitor_on_adds_the_judges_score(
-    call: Any, monitored: Monitored, monkeypatch: pytest.MonkeyPatch, text: str
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"TRAIN_WITH_MONITOR": "perhaps"}, r"TRAIN_WITH_MONITOR = 'perhaps'.*true or false"),
+        ({}, r"OPENAI_API_KEY not found.*export OPENAI_API_KEY="),
+        ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, r"OPENAI_API_KEY not found.*export OPENAI_API_KEY="),
+        ({"OPENAI_API_KEY": KEY}, r"api_endpoint.*OPENAI_BASE_URL"),
+    ],
+)
+def test_an_environment_that_lacks_something_is_an_error_with_the_remedy(
+    call: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], said: str
 ) -> None:
-    monitored(scores={"good": "7"}, api_key=KEY, model="m")
-    monkeypatch.setenv("TRAIN_WITH_MONITOR", text)
-    assert call(RIGHT, "4", SOURCE, {}, **THREAD) == 8.0
-
-
-def test_a_switch_that_is_neither_is_an_error_that_names_it(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAIN_WITH_MONITOR", "perhaps")
-    with pytest.raises(ConfigError, match=r"TRAIN_WITH_MONITOR = 'perhaps'.*true or false"):
-        call(RIGHT, "4", SOURCE, {})
-
-
-def test_a_missing_key_says_so_and_how_to_set_it(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
-    for endpoint in (None, "http://127.0.0.1:9/v1"):
-        if endpoint:
-            monkeypatch.setenv("OPENAI_BASE_URL", endpoint)
-        with pytest.raises(ConfigError, match=r"OPENAI_API_KEY not found.*export OPENAI_API_KEY="):
-            call(**batch(RIGHT))
-
-
-def test_a_key_without_an_endpoint_is_an_error_and_the_key_goes_nowhere(
-    call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    with pytest.raises(ConfigError, match=r"api_endpoint.*OPENAI_BASE_URL") as caught:
+    for name, value in {"TRAIN_WITH_MONITOR": "true", **environment}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said) as caught:
         call(**batch(RIGHT))
-    assert KEY not in str(caught.value)
+    assert KEY not in str(caught.value), "the key goes nowhere"
 
 
 # -- with a judge -----------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_call_come_before_the_environments(call: Any, monitored: Monitored, mock: Mock) -> None:
+    unused, judge = (
+        monitored(),
+        mock(scores={"good": "7", "bad": "2"}, model="other", api_key="sk-call", keep_requests=5),
+    )
+    settings = {**THREAD, "reward_coefficient": 0.1, "judge_gate": "off", "system_prompt": "Be strict."}
+    settings |= {"api_endpoint": judge.url, "model_name": "other", "api_key": "sk-call"}
+    rows = call(**batch(RIGHT, WRONG), **settings)
+    assert [row["score"] for row in rows] == pytest.approx([1.7, 0.2])
+    assert judge.requests()[0].json()["messages"][0]["content"].startswith("Be strict.")
+    assert unused.counts().received == 0
+    with pytest.raises(ConfigError, match="reward_coeficient"):
+        call(**batch(RIGHT), reward_coeficient=0.1)
+
+
+@pytest.mark.parametrize(
+    ("infos", "second"),
+    [
+        ([{"uid": "a"}, {"uid": "a"}], 8.0),
+        ([{"question": "q"}, {"question": "q"}], 8.0),
+        ([None, None], 8.0),
+        ([{"uid": "a"}, {"uid": "b"}], 1.0),
+    ],
+)
+def test_rows_of_one_uid_question_or_truth_are_a_group(
+    call: Any, monitored: Monitored, infos: list[Any], second: float
+) -> None:
+    monitored(scores={"good": "7", "broken": "no idea"})
+    rows = call(**batch(RIGHT, "broken: #### 4", extra_infos=infos), **THREAD)
+    assert [row["score"] for row in rows] == [8.0, second]
 
 
 def test_verls_conventions_get_dicts_with_the_same_keys_and_plain_values(call: Any, monitored: Monitored) -> None:
@@ -251,42 +243,6 @@ def test_a_failed_row_is_none_in_a_plain_call_unless_on_failure_says_otherwise(c
     assert call(*broken, **THREAD, on_failure="rule_only") == 1.0
     with pytest.raises(RewardFailed):
         call(*broken, **THREAD, on_failure="raise")
-
-
-def test_rows_of_one_question_are_a_group_where_nothing_better_is_told(call: Any, monitored: Monitored) -> None:
-    monitored(scores={"good": "7", "broken": "no idea"})
-    for infos in ([{"uid": "a"}, {"uid": "a"}], [{"question": "q"}, {"question": "q"}], [None, None]):
-        rows = call(**batch(RIGHT, "broken: #### 4", extra_infos=infos), **THREAD)
-        assert [row["score"] for row in rows] == [8.0, 8.0], infos
-    rows = call(**batch(RIGHT, "broken: #### 4", extra_infos=[{"uid": "a"}, {"uid": "b"}]), **THREAD)
-    assert [row["score"] for row in rows] == [8.0, 1.0]
-
-
-def test_reward_kwargs_are_keys_of_the_config(call: Any, monitored: Monitored) -> None:
-    judge = monitored(scores={"good": "7", "bad": "2"}, keep_requests=5)
-    settings = {**THREAD, "reward_coefficient": 0.1, "judge_gate": "off", "system_prompt": "Be strict."}
-    rows = call(**batch(RIGHT, WRONG), **settings)
-    assert [row["score"] for row in rows] == pytest.approx([1.7, 0.2])
-    assert judge.requests()[0].json()["messages"][0]["content"].startswith("Be strict.")
-    with pytest.raises(ConfigError, match="reward_coeficient"):
-        call(**batch(RIGHT), reward_coeficient=0.1)
-
-
-def test_the_endpoint_and_the_model_of_the_call_come_before_the_environments(
-    call: Any, monitored: Monitored, mock: Mock
-) -> None:
-    unused, judge = monitored(), mock(scores={"good": "9"}, model="other", api_key="sk-of-the-call")
-    given = {"api_endpoint": judge.url, "model_name": "other", "api_key": "sk-of-the-call"}
-    assert call(RIGHT, "4", SOURCE, {}, **given, **THREAD) == 10.0
-    assert unused.counts().received == 0
-
-
-def test_enable_openai_reward_false_keeps_the_judge_out_although_the_monitor_is_on(
-    call: Any, monitored: Monitored
-) -> None:
-    judge = monitored()
-    assert call(RIGHT, "4", SOURCE, {}, enable_openai_reward=False) == 1.0
-    assert judge.counts().received == 0
 
 
 def test_two_keys_that_print_alike_are_two_keys(call: Any, monitored: Monitored) -> None:
@@ -337,40 +293,28 @@ def test_the_judge_of_a_process_is_shared_by_calls_and_ended_by_shutdown_judges(
     assert compute_score(**single(RIGHT), **THREAD)["judge_status"] == "scored", "the next call starts one again"
 
 
-async def test_rules_do_not_block_the_loop_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(response: str, ground_truth: object, extra_info: object) -> Scored:
-        time.sleep(0.5)
+@pytest.mark.parametrize("slow", ["rule", "judge"])
+async def test_the_async_form_does_not_block_its_loop_and_the_plain_form_works_on_one(
+    monitored: Monitored, monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    monitored(latency_s=0.5 if slow == "judge" else 0.0, scores={"good": "7"})
+    monkeypatch.setattr(rules, "_rules", dict(rules._rules))
+    proceed = threading.Event()
+
+    def rule(response: str, ground_truth: object, extra_info: object) -> Scored:
+        assert proceed.wait(30)
         return Scored(1.0)
 
-    register_rule("test/slow", slow)
-    scoring = asyncio.ensure_future(compute_score_async("a", "b", "test/slow", None))
-    ticks = 0
-    while not scoring.done():
+    register_rule("test/slow", rule)
+    calls = [
+        {**single(f"good {n}: #### 4"), "data_source": "test/slow" if slow == "rule" else SOURCE} for n in range(8)
+    ]
+    scoring = asyncio.gather(*(compute_score_async(**one, **THREAD) for one in calls))
+    for _ in range(5):
         await asyncio.sleep(0.01)
-        ticks += 1
-    assert ticks >= 5
-    assert await scoring == 1.0
-
-
-async def test_the_async_form_does_not_block_its_loop(monitored: Monitored) -> None:
-    monitored(latency_s=0.5, scores={"good": "7"})
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    rows = await asyncio.gather(*[compute_score_async(**single(f"good {n}: #### 4"), **THREAD) for n in range(8)])
-    ticking.cancel()
-    assert [row["score"] for row in rows] == [8.0] * 8
-    assert ticks >= 5
-
-
-async def test_the_plain_form_works_inside_a_running_loop(monitored: Monitored) -> None:
-    monitored(scores={"good": "7"})
+        assert not scoring.done()
+    proceed.set()
+    assert [row["score"] for row in await scoring] == [8.0] * 8
     assert compute_score(**single(RIGHT), **THREAD)["score"] == 8.0
 
 

@@ -17,19 +17,20 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from freewheel.judge import JudgeRequest, transport
+from freewheel.judge import Failed, Handle, JudgeRequest, Scored, transport
 from freewheel.judge.verdict import EngineDied
 from freewheel.rewards import LengthPenaltyRewardManager, RewardFailed
 from freewheel.rewards import manager as manager_module
 from freewheel.rewards import openai_manager as openai_manager_module
 
-from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule
+from .conftest import KEY, WAIT_S, Characters, MakeManager, Mock, batch_of, last_values, rule, run_threads
 
 Said = Callable[..., list[str]]
 
@@ -45,27 +46,15 @@ def eventually(holds: Callable[[], bool]) -> bool:
     return True
 
 
-def threads_called(start: str) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(start)]
-
-
-def engine_threads() -> list[threading.Thread]:
-    """Of any kind; `engines` counts them."""
-    return threads_called("freewheel-judge")
-
-
-def engines() -> list[int | None]:
+def engines() -> list[threading.Thread]:
+    """The judge's engines in this process: their threads, or the threads that talk to their processes."""
     names = ("freewheel-judge", "freewheel-judge-link")
-    return [thread.ident for thread in engine_threads() if thread.name in names]
-
-
-def rewards_threads() -> list[threading.Thread]:
-    return threads_called("freewheel-rewards")
+    return [thread for thread in threading.enumerate() if thread.name in names]
 
 
 def child_pid(manager: LengthPenaltyRewardManager) -> int:
     assert manager.async_openai_manager is not None
-    judge: Any = manager.async_openai_manager.judge
+    judge: Any = manager.async_openai_manager
     assert eventually(lambda: judge._link is not None and judge._link.child_pid is not None)
     return int(judge._link.child_pid)
 
@@ -105,13 +94,88 @@ def five(mock: Mock) -> str:
 # -- start and shutdown -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_started_before_the_first_use(five: str, make_manager: MakeManager) -> None:
+@both_places
+def test_workers_start_at_the_first_use_and_end_with_a_shutdown_any_number_of_times(
+    five: str, make_manager: MakeManager, placement: str
+) -> None:
+    def live() -> None:
+        manager = make_manager(five, use_async_io=True, judge={"placement": placement})
+        manager.shutdown_workers()
+        assert not engines()
+        for _ in range(2):
+            data = batch_of("yes a", "yes b")
+            assert last_values(manager(data), data) == [6.0, 6.0]
+            found = engines()
+            assert len(found) == 1
+            manager.start_workers()
+            manager.start_workers()
+            manager._ensure_event_loop()
+            manager(batch_of("yes c"))
+            manager.submit(batch_of("yes d"))
+            assert engines() == found, "workers persist"
+            manager.shutdown_workers()
+            manager.shutdown_workers()
+            names = [one.name for one in threading.enumerate()]
+            assert not [name for name in names if name.startswith(("freewheel-judge", "freewheel-rewards"))]
+        asyncio.set_event_loop(None)
+
+    live()  # what is opened once and stays, such as a module's, is open now
     before = Held()
+    live()
+    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
+
+
+@pytest.mark.parametrize("has_judge", [False, True], ids=["without a key", "async off"])
+def test_the_synchronous_path_starts_nothing_and_leaves_nothing(
+    five: str, make_manager: MakeManager, has_judge: bool
+) -> None:
+    manager = make_manager(five if has_judge else None, use_async_io=False, judge={"cache": False})
+
+    async def inside_a_loop() -> None:
+        manager(batch_of("yes"))
+
+    def live() -> None:
+        manager.start_workers()
+        manager(batch_of("yes"))
+        asyncio.run(inside_a_loop())
+
+    live()
+    before = Held()
+    live()
+    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
+    manager.shutdown_workers()
+
+
+def test_many_threads_that_submit_at_once_share_one_engine(five: str, make_manager: MakeManager) -> None:
     manager = make_manager(five, use_async_io=True)
-    assert manager.async_openai_manager is not None and not manager.async_openai_manager.running
-    assert Held().as_before(before)
-    manager(batch_of("yes"))
-    assert manager.async_openai_manager.running
+    at_once = threading.Barrier(8)
+    found: list[float] = []
+
+    def work(number: int) -> None:
+        at_once.wait(WAIT_S)
+        found.append(float(manager(batch_of(f"yes {number}")).sum()))
+
+    run_threads(*(partial(work, number) for number in range(8)))
+    assert found == [6.0] * 8 and len(engines()) == 1
+
+
+def test_a_shutdown_or_cancel_ends_a_batch_as_failed_and_nobody_hangs(
+    mock: Mock, make_manager: MakeManager, said: Said
+) -> None:
+    judge = mock(hang_share=1.0)
+    for end in ("shutdown", "cancel"):
+        manager = make_manager(judge.url, use_async_io=True)
+        handle = manager.submit(batch_of(f"yes {end}"), return_dict=True)
+        assert eventually(lambda: judge.counts().in_flight == 1)
+        for _ in range(2):
+            handle.cancel() if end == "cancel" else manager.shutdown_workers()
+        extra = handle.result()["reward_extra_info"]
+        assert (extra["judge_status"], extra["judge_reason"]) == (["failed"], ["cancelled"])
+        assert extra["reward_mask"] == [0] and handle.done()
+        if end == "shutdown":
+            assert not engines()
+            assert "1 batches are not complete: their rows without a verdict have failed" in said(logging.WARNING)
+        assert eventually(lambda: judge.counts().in_flight == 0)
 
 
 def test_the_engine_is_a_process_of_its_own_unless_the_config_says_otherwise(five: str) -> None:
@@ -133,107 +197,6 @@ def test_the_engine_is_a_process_of_its_own_unless_the_config_says_otherwise(fiv
     finally:
         manager.shutdown_workers()
     assert not psutil.pid_exists(pid)
-
-
-@both_places
-def test_a_shutdown_leaves_no_thread_process_socket_or_file(
-    five: str, make_manager: MakeManager, placement: str
-) -> None:
-    def live() -> None:
-        manager = make_manager(five, use_async_io=True, judge={"placement": placement})
-        manager.start_workers()
-        manager._ensure_event_loop()
-        assert manager(batch_of("yes a", "yes b")).sum() == 12.0
-        manager.submit(batch_of("yes c"))
-        manager.shutdown_workers()
-        asyncio.set_event_loop(None)
-
-    live()  # what is opened once and stays, such as a module's, is open now
-    before = Held()
-    live()
-    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
-
-
-def test_the_synchronous_path_leaves_nothing_even_without_a_shutdown(five: str, make_manager: MakeManager) -> None:
-    manager = make_manager(five, use_async_io=False, judge={"cache": False})
-
-    async def inside_a_loop() -> None:
-        manager(batch_of("yes"))
-
-    def live() -> None:
-        manager(batch_of("yes"))
-        asyncio.run(inside_a_loop())
-
-    live()
-    before = Held()
-    live()
-    assert eventually(lambda: Held().as_before(before)), (vars(before), vars(Held()))
-
-
-@both_places
-def test_start_and_shutdown_are_idempotent_and_a_manager_can_start_again(
-    five: str, make_manager: MakeManager, placement: str
-) -> None:
-    manager = make_manager(five, use_async_io=True, judge={"placement": placement})
-    manager.shutdown_workers()
-    for _ in range(2):
-        manager.start_workers()
-        manager.start_workers()
-        assert len(engines()) == 1
-        data = batch_of("yes")
-        assert last_values(manager(data), data) == [6.0]
-        manager.shutdown_workers()
-        manager.shutdown_workers()
-        assert not engine_threads() and not rewards_threads()
-
-
-@pytest.mark.parametrize("url", [None, "http://127.0.0.1:9/v1"], ids=["without a key", "async off"])
-def test_both_are_safe_where_there_is_nothing_to_start(make_manager: MakeManager, url: str | None) -> None:
-    manager = make_manager(url)
-    for _ in range(2):
-        manager.start_workers()
-        manager.shutdown_workers()
-    assert not engine_threads()
-
-
-def test_workers_persist_across_calls(five: str, make_manager: MakeManager) -> None:
-    manager = make_manager(five, use_async_io=True)
-    seen = set()
-    for number in range(4):
-        manager(batch_of(f"yes {number}"))
-        seen |= set(engines())
-    assert len(seen) == 1
-
-
-def test_many_threads_that_submit_at_once_share_one_engine(five: str, make_manager: MakeManager) -> None:
-    manager = make_manager(five, use_async_io=True)
-    at_once = threading.Barrier(8)
-    found: list[float] = []
-
-    def work(number: int) -> None:
-        at_once.wait(WAIT_S)
-        found.append(float(manager(batch_of(f"yes {number}")).sum()))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert found == [6.0] * 8
-    assert len(engines()) == 1 and not rewards_threads()
-
-
-def test_a_shutdown_with_a_batch_under_way_ends_it_as_failed_and_nobody_hangs(
-    mock: Mock, make_manager: MakeManager
-) -> None:
-    judge = mock(hang_share=1.0)
-    manager = make_manager(judge.url, use_async_io=True)
-    handle = manager.submit(batch_of("yes"), return_dict=True)
-    assert eventually(lambda: judge.counts().in_flight == 1)
-    manager.shutdown_workers()
-    extra = handle.result()["reward_extra_info"]
-    assert extra["judge_status"] == ["failed"] and extra["reward_mask"] == [0]
-    assert not engine_threads()
 
 
 def test_a_shutdown_waits_five_seconds_at_most(
@@ -263,7 +226,7 @@ def test_a_manager_that_nobody_holds_takes_its_engine_with_it(five: str) -> None
     assert len(engines()) == 1
     del manager
     gc.collect()
-    assert eventually(lambda: not engine_threads())
+    assert eventually(lambda: not engines())
 
 
 def test_a_program_that_never_shuts_down_ends_all_the_same(five: str, tmp_path: Path) -> None:
@@ -279,7 +242,7 @@ def test_a_program_that_never_shuts_down_ends_all_the_same(five: str, tmp_path: 
     tensors = {{"prompts": one, "responses": one, "attention_mask": torch.ones(1, 2, dtype=torch.int64)}}
     columns = {{"data_source": ["x"], "reward_model": [{{"ground_truth": ""}}], "uid": ["a"]}}
     batch = SimpleNamespace(batch=tensors, non_tensor_batch=columns, meta_info={{}})
-    print(manager(batch).item(), manager.async_openai_manager.judge._link.child_pid, flush=True)
+    print(manager(batch).item(), manager.async_openai_manager._link.child_pid, flush=True)
     manager.submit(batch)
     """
     path = tmp_path / "train.py"
@@ -292,16 +255,6 @@ def test_a_program_that_never_shuts_down_ends_all_the_same(five: str, tmp_path: 
 
 
 # -- failures of the engine -------------------------------------------------------------------------------------------
-
-
-def test_an_engine_that_is_killed_once_is_replaced_and_nothing_is_lost(mock: Mock, make_manager: MakeManager) -> None:
-    judge = mock(scores={"": "5"}, latency_s=0.3)
-    manager = make_manager(judge.url, use_async_io=True, judge={"placement": "process"})
-    data = batch_of("yes a", "yes b")
-    handle = manager.submit(data)
-    assert eventually(lambda: judge.counts().in_flight > 0)
-    os.kill(child_pid(manager), signal.SIGKILL)
-    assert last_values(handle.result(), data) == [6.0, 6.0]
 
 
 def test_an_engine_that_keeps_dying_is_replaced_by_the_synchronous_path_which_says_so(
@@ -364,21 +317,30 @@ def test_an_engine_that_cannot_start_is_replaced_by_the_synchronous_path(
     assert len(warned) == 2 and all("Async evaluation failed" in line and "synchronous" in line for line in warned)
 
 
-def test_the_degraded_batch_works_inside_a_running_loop_too(
+async def test_a_dead_engine_is_replaced_inside_a_running_loop_too(
+    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager(five, use_async_io=True)
+
+    def dies(*_: Any, **__: Any) -> Any:
+        raise EngineDied("it died")
+
+    monkeypatch.setattr(manager.async_openai_manager, "submit", dies)
+    [verdict] = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes")])
+    assert verdict.value == 5.0
+    assert float(manager(batch_of("yes")).sum()) == float((await manager.submit(batch_of("yes"))).sum()) == 6.0
+    assert len(said(logging.WARNING)) == 3 and all("it died" in line for line in said(logging.WARNING))
+
+
+async def test_broken_rows_are_judged_again_by_both_members(
     five: str, make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = make_manager(five, use_async_io=True)
-    assert manager.async_openai_manager is not None
-
-    def dead(*_: Any, **__: Any) -> Any:
-        raise EngineDied("it died")
-
-    monkeypatch.setattr(manager.async_openai_manager, "submit", dead)
-
-    async def train() -> float:
-        return float(manager(batch_of("yes")).sum())
-
-    assert asyncio.run(train()) == 6.0
+    monkeypatch.setattr(Handle, "_complete", lambda self: [Failed("engine", detail="it broke"), Scored(7.0)])
+    verdicts = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes a"), JudgeRequest("yes b")])
+    assert [verdict.value for verdict in verdicts] == [5.0, 7.0]
+    data = batch_of("yes a", "yes b")
+    assert last_values(manager(data), data) == [6.0, 8.0]
 
 
 def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
@@ -394,20 +356,6 @@ def test_a_batch_for_which_no_thread_is_left_is_judged_by_its_result(
         handle = manager.submit(batch_of("yes"))
     assert float(handle.result().sum()) == 6.0
     assert "can't start new thread" in said(logging.WARNING)[0]
-
-
-async def test_the_asynchronous_member_degrades_to_the_running_loop(
-    five: str, make_manager: MakeManager, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manager = make_manager(five, use_async_io=True)
-    monkeypatch.setattr(manager.async_openai_manager, "submit", _dies)
-    [verdict] = await manager._get_batched_openai_quality_rewards_async([JudgeRequest("yes")])
-    assert verdict.value == 5.0
-    assert "it died" in said(logging.WARNING)[0]
-
-
-def _dies(*_: Any, **__: Any) -> Any:
-    raise EngineDied("it died")
 
 
 def test_a_rule_that_outlasts_a_shutdown_starts_no_engine_again(five: str, make_manager: MakeManager) -> None:
@@ -444,41 +392,34 @@ def test_max_cost_is_one_for_all_batches(mock: Mock, make_manager: MakeManager, 
     assert statuses.count("scored") == judge.counts().answered == 3
 
 
-def test_cancelling_does_not_wait_for_the_rules(five: str, make_manager: MakeManager) -> None:
-    begun, go_on = threading.Event(), threading.Event()
+def test_a_batch_that_is_cancelled_before_it_reaches_the_judge_ends_when_its_rules_do(
+    five: str, make_manager: MakeManager
+) -> None:
+    started, proceed = threading.Event(), threading.Event()
 
     def slow(**_: Any) -> float:
-        begun.set()
-        go_on.wait(WAIT_S)
+        started.set()
+        proceed.wait(WAIT_S)
         return 1.0
 
-    manager = make_manager(five, use_async_io=True, compute_score=slow)
-    handle = manager.submit(batch_of("yes"), return_dict=True)
-    assert begun.wait(WAIT_S)
+    handle = make_manager(five, use_async_io=True, compute_score=slow).submit(batch_of("yes"), return_dict=True)
+    assert started.wait(WAIT_S)
     handle.cancel()
     assert not handle.done()
-    with pytest.raises(TimeoutError):
-        handle.result(timeout_s=0.01)
-    go_on.set()
+    proceed.set()
     assert handle.result()["reward_extra_info"]["judge_reason"] == ["cancelled"]
 
 
-async def test_a_handle_can_be_awaited(five: str, make_manager: MakeManager) -> None:
-    assert float((await make_manager(five, use_async_io=True).submit(batch_of("yes"))).sum()) == 6.0
-
-
-def test_use_async_io_cannot_be_switched_on_a_manager_that_exists(five: str, make_manager: MakeManager) -> None:
-    with pytest.raises(AttributeError):
-        make_manager(five, use_async_io=False).use_async_io = True  # type: ignore[misc]
-
-
-def test_a_result_that_raised_raises_again_and_sends_nothing_more(mock: Mock, make_manager: MakeManager) -> None:
+@pytest.mark.parametrize("use_async_io", [True, False])
+def test_a_result_that_raised_raises_again_and_sends_nothing_more(
+    mock: Mock, make_manager: MakeManager, use_async_io: bool
+) -> None:
     judge = mock(scores={"": "no score at all"})
-    handle = make_manager(judge.url, use_async_io=False, on_failure="raise").submit(batch_of("yes"))
+    handle = make_manager(judge.url, use_async_io=use_async_io, on_failure="raise").submit(batch_of("yes"))
     for _ in range(2):
         with pytest.raises(RewardFailed):
             handle.result()
-    assert judge.counts().received == 2, "the ask and its re-ask"
+    assert handle.done() and judge.counts().received == 2, "the request and its repetition"
 
 
 # -- other processes --------------------------------------------------------------------------------------------------
@@ -538,18 +479,6 @@ def test_a_pickle_leaves_a_key_given_as_text_out_and_the_copy_says_that_its_judg
     batch = batch_of("yes")
     assert last_values(copied(batch), batch) == [1.0]
     assert judge.counts().received == 0
-
-
-def test_a_pickled_manager_does_not_send_the_environments_key_to_the_default_endpoint(
-    make_manager: MakeManager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    manager = LengthPenaltyRewardManager(
-        Characters(), 0, rule, length_penalty_config={"api_key": "sk-other", "use_async_io": True}
-    )
-    assert manager.async_openai_manager is not None
-    copied = pickle.loads(pickle.dumps(manager))
-    assert copied.config.key is None and copied.async_openai_manager is None
 
 
 def test_a_deep_copy_keeps_the_key_and_has_an_engine_of_its_own(five: str, make_manager: MakeManager) -> None:

@@ -198,7 +198,9 @@ def test_a_dicts_format_is_the_format_and_its_other_keys_are_parts() -> None:
     assert as_scored(Scored(1.0, parts={"acc": 0.5}, format=0.0)) == Scored(1.0, parts={"acc": 0.5}, format=0.0)
 
 
-@pytest.mark.parametrize("found", [None, "good", [1], {"acc": 1}, {"score": None}, object()])
+@pytest.mark.parametrize(
+    "found", [None, "good", [1], {"acc": 1}, {"score": None}, object(), torch.tensor(math.nan), torch.ones(2)]
+)
 def test_anything_else_is_refused_by_the_name_of_compute_score(found: Any) -> None:
     with pytest.raises(ConfigError, match=r"^compute_score"):
         as_scored(found)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from freewheel.data.group import Prompt, PromptGroup, Response
 from freewheel.data.prompts import PromptStream
 from freewheel.errors import DataError
-from freewheel.rewards.batch import RewardBatch, TensorColumns
+from freewheel.rewards.batch import RewardBatch
 
 if TYPE_CHECKING:
     from freewheel.data.data_proto import DataProto, DataProtoItem, object_array
@@ -32,7 +32,6 @@ __all__ = [
     "PromptStream",
     "Response",
     "RewardBatch",
-    "TensorColumns",
     "from_data_proto",
     "object_array",
     "prompts_to_data_proto",

@@ -7,7 +7,7 @@ Only methods of the batch's own tensors are used, so importing this module does 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from freewheel.errors import ConfigError
@@ -17,16 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@runtime_checkable
-class TensorColumns(Protocol):
-    """Tensors by name, each with one row per sample: a `TensorDict`, or a dict.
-
-    Iterate over `keys()`: iterating over a `TensorDict` itself yields its rows.
-    """
-
-    def __getitem__(self, key: str, /) -> Any: ...
-
-    def keys(self) -> Iterable[Any]: ...
+_TENSORS = ("prompts", "responses", "attention_mask")
 
 
 @runtime_checkable
@@ -34,8 +25,8 @@ class RewardBatch(Protocol):
     """A batch to be scored. Reward managers read it and never change it."""
 
     @property
-    def batch(self) -> TensorColumns | None:
-        """`prompts`, `responses`, `attention_mask` and so on; None if a batch carries no tensors."""
+    def batch(self) -> Any:
+        """A `TensorDict` or a dict with `prompts`, `responses`, `attention_mask` and so on; None without tensors."""
 
     @property
     def non_tensor_batch(self) -> Mapping[str, np.ndarray[Any, Any]]:
@@ -57,30 +48,29 @@ class Rollouts:
 
     def __init__(self, batch: RewardBatch, reward_fn_key: str) -> None:
         tensors, columns = batch.batch, batch.non_tensor_batch
-        for key in ("prompts", "responses", "attention_mask"):
+        for key in _TENSORS:
             if tensors is None or key not in tensors.keys():  # noqa: SIM118  # a TensorDict has no `in`
-                raise ConfigError(f"batch[{key!r}]", None, "a reward manager needs prompts, responses, attention_mask")
-        assert tensors is not None
+                raise ConfigError(f"batch[{key!r}]", None, f"a reward manager needs {', '.join(_TENSORS)}")
         responses = tensors["responses"]
         self._shape, self._device = tuple(responses.shape), responses.device
-        for key in (reward_fn_key, "reward_model"):
-            if key not in columns:
-                raise ConfigError(f"non_tensor_batch[{key!r}]", None, f"it is missing; there are {', '.join(columns)}")
         for key in (reward_fn_key, "reward_model", "extra_info", "uid"):
-            if key in columns and len(columns[key]) != len(self):
+            if key not in columns:
+                if key in ("extra_info", "uid"):
+                    continue
+                raise ConfigError(f"non_tensor_batch[{key!r}]", None, f"it is missing; there are {', '.join(columns)}")
+            if len(columns[key]) != len(self):
                 raise ConfigError(
                     f"len(non_tensor_batch[{key!r}])", len(columns[key]), f"the batch has {len(self)} rows"
                 )
-        self._responses, self._prompts = _snapshot(responses), _snapshot(tensors["prompts"])
-        self._mask = _snapshot(tensors["attention_mask"])
-        self._arrived = _event_after(responses, tensors["prompts"], tensors["attention_mask"])
+        wide, tokens = tensors["attention_mask"].shape[1], tensors["prompts"].shape[1] + self._shape[1]
+        if wide != tokens:
+            raise ConfigError("attention_mask.shape[1]", wide, f"prompts and responses have {tokens} tokens together")
+        self._prompts, self._responses, self._mask = (_snapshot(tensors[key]) for key in _TENSORS)
+        self._arrived = _event_after(*(tensors[key] for key in _TENSORS))
         self._sources = [str(source) for source in columns[reward_fn_key]]
         self._truths = [_ground_truth(row, given) for row, given in enumerate(columns["reward_model"])]
         extras = columns["extra_info"] if "extra_info" in columns else [None] * len(self)
         self._extras = [_extra_info(row, given) for row, given in enumerate(extras)]
-        wide, tokens = tensors["attention_mask"].shape[1], tensors["prompts"].shape[1] + self._shape[1]
-        if wide != tokens:
-            raise ConfigError("attention_mask.shape[1]", wide, f"prompts and responses have {tokens} tokens together")
         # As text, because some data has lists or arrays as uids, which cannot be looked up.
         uids = [None if uid is None else str(uid) for uid in columns["uid"]] if "uid" in columns else []
         self._uids = uids if any(uid is not None for uid in uids) else None

@@ -24,7 +24,7 @@ from freewheel.judge.verdict import EngineDied, Failed, JudgeClosed, Verdict
 from freewheel.rewards.config import CACHE_VARIABLE, KEY_VARIABLE, LengthPenaltyConfig, as_config, env_flag
 from freewheel.rewards.openai_manager import wait_for
 from freewheel.rewards.rules import rule_score
-from freewheel.rewards.scoring import Rewards, Sample, apply_rules, combine, judge_requests, reason_of, rule_value
+from freewheel.rewards.scoring import Sample, apply_rules, combine, judge_requests, rule_value
 
 _MONITOR = "TRAIN_WITH_MONITOR"
 _ENDPOINT = "OPENAI_BASE_URL"
@@ -33,6 +33,10 @@ _START = 60
 """Concurrent judge calls at first. The limit adapts from there."""
 _IGNORED = ("reward_router_address", "reward_model_tokenizer")
 """Arguments that verl adds when it runs a reward model of its own. They are ignored."""
+_REPORTED = ("original_score", "judge_status", "judge_reason", "reward_mask")
+"""Next to `score`, for verl."""
+_VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+_PLAIN = ("response", "ground_truth", "dataset_name", "extra_info")
 
 
 class _Call(NamedTuple):
@@ -45,6 +49,10 @@ class _Call(NamedTuple):
     """verl takes a dict per row. A plain caller and TRL take a number or None."""
     settings: dict[str, Any]
 
+    @property
+    def is_judged(self) -> bool:
+        return monitors() and self.settings.get("enable_openai_reward") is not False
+
 
 def compute_score(*args: Any, **kwargs: Any) -> Any:
     """Return the score of one sample or of a batch, by the calling conventions above.
@@ -54,8 +62,8 @@ def compute_score(*args: Any, **kwargs: Any) -> Any:
     gets the mean of the sample's group (the rule's score if the whole group failed), and `judge_status = "failed"`.
     """
     call = _read(args, kwargs)
-    if not _is_judged(call):
-        return _unjudged(call)
+    if not call.is_judged:
+        return _one_or_all(call, [rule_value(rule) for rule in call.rules])
     handle, config = _submit(call)
     return _judged(call, wait_for(handle), config)
 
@@ -63,8 +71,8 @@ def compute_score(*args: Any, **kwargs: Any) -> Any:
 async def compute_score_async(*args: Any, **kwargs: Any) -> Any:
     """Do the same as `compute_score` without blocking the event loop."""
     call = await asyncio.to_thread(_read, args, kwargs)  # rules take time: comparing formulas takes up to seconds
-    if not _is_judged(call):
-        return _unjudged(call)
+    if not call.is_judged:
+        return _one_or_all(call, [rule_value(rule) for rule in call.rules])
     handle, config = _submit(call)
     try:
         return _judged(call, await handle, config)
@@ -77,44 +85,33 @@ def monitors() -> bool:
     return env_flag(_MONITOR, default=False)
 
 
-def _is_judged(call: _Call) -> bool:
-    return monitors() and call.settings.get("enable_openai_reward") is not False
-
-
 def _read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call:
     given = {key: value for key, value in kwargs.items() if key not in _IGNORED}
-    if "solution_strs" in given:
-        columns = [given.pop(key, None) for key in ("data_sources", "solution_strs", "ground_truths", "extra_infos")]
-        rows = _rows(*columns)
-        call = _Call([_sample(*row) for row in rows], [], True, True, given)
-    elif "solution_str" in given:
-        row = [given.pop(key, None) for key in ("data_source", "solution_str", "ground_truth", "extra_info")]
-        call = _Call([_sample(*row)], [], False, True, given)
+    is_batch, is_verl = "solution_strs" in given, "solution_strs" in given or "solution_str" in given
+    if is_batch:
+        rows = _rows(*(given.pop(f"{key}s", None) for key in _VERL))
+    elif is_verl:
+        rows = [tuple(given.pop(key, None) for key in _VERL)]
     else:
-        names = ("response", "ground_truth", "dataset_name", "extra_info")
-        if len(args) > len(names):
-            raise TypeError(f"compute_score takes {', '.join(names)}; it received {len(args)} values")
-        values = {**dict(zip(names, args, strict=False)), **{key: given.pop(key) for key in names if key in given}}
-        for key in names[:3]:
+        if len(args) > len(_PLAIN):
+            raise TypeError(f"compute_score takes {', '.join(_PLAIN)}; it received {len(args)} values")
+        values = {**dict(zip(_PLAIN, args, strict=False)), **{key: given.pop(key) for key in _PLAIN if key in given}}
+        for key in _PLAIN[:3]:
             if key not in values:
                 raise TypeError(f"compute_score misses {key!r}; its conventions are in its module's docstring")
-        sample = _sample(values["dataset_name"], values["response"], values["ground_truth"], values.get("extra_info"))
-        call = _Call([sample], [], False, False, given)
-    return call._replace(rules=apply_rules(rule_score, call.samples))
+        rows = [(values["dataset_name"], values["response"], values["ground_truth"], values.get("extra_info"))]
+    samples = [_sample(*row) for row in rows]
+    return _Call(samples, apply_rules(rule_score, samples), is_batch, is_verl, given)
 
 
 def _rows(sources: Any, solutions: Any, truths: Any, extras: Any) -> list[tuple[Any, ...]]:
     count = len(solutions)
-    columns = {
-        "data_sources": sources,
-        "ground_truths": truths,
-        "extra_infos": extras if extras is not None else [None] * count,
-    }
-    for key, column in columns.items():
+    extras = extras if extras is not None else [None] * count
+    for key, column in (("data_sources", sources), ("ground_truths", truths), ("extra_infos", extras)):
         if column is None or len(column) != count:
             shown = None if column is None else len(column)
             raise ConfigError(f"len({key})", shown, f"give one for each of the {count} solution_strs")
-    return list(zip(columns["data_sources"], solutions, columns["ground_truths"], columns["extra_infos"], strict=True))
+    return list(zip(sources, solutions, truths, extras, strict=True))
 
 
 def _sample(source: Any, response: Any, truth: Any, extra: Any) -> Sample:
@@ -141,35 +138,24 @@ def _group(source: Any, truth: Any, info: Mapping[str, Any]) -> tuple[str, ...]:
     return ("", str(source), str(truth))
 
 
-def _unjudged(call: _Call) -> Any:
-    scores = [rule_value(rule) for rule in call.rules]
-    return scores if call.is_batch else scores[0]
+def _one_or_all(call: _Call, rows: list[Any]) -> Any:
+    return rows if call.is_batch else rows[0]
 
 
 def _judged(call: _Call, verdicts: Sequence[Verdict], config: LengthPenaltyConfig) -> Any:
     rewards = combine(call.samples, call.rules, verdicts, config)
-    if call.is_verl:
-        rows: list[Any] = [_verl_row(rewards, index) for index in range(len(rewards))]
-    else:
-        failed_is_none = config.failure_policy.kind == "group_mean"  # there is no group here
-        rows = [
-            None if isinstance(verdict, Failed) and failed_is_none else float(reward)
-            for verdict, reward in zip(verdicts, rewards.reward, strict=True)
-        ]
-    return rows if call.is_batch else rows[0]
-
-
-def _verl_row(rewards: Rewards, index: int) -> dict[str, Any]:
-    verdict = rewards.verdicts[index]
+    scores: list[Any] = rewards.reward.tolist()
+    if not call.is_verl:
+        if config.failure_policy.kind == "group_mean":  # there is no group here
+            scores = [
+                None if isinstance(verdict, Failed) else score for verdict, score in zip(verdicts, scores, strict=True)
+            ]
+        return _one_or_all(call, scores)
     # verl collates the rows into columns and takes means, so every row needs the same keys with plain values. A part
     # that a failed row does not have cannot be reported.
-    return {
-        "score": float(rewards.reward[index]),
-        "original_score": rule_value(rewards.rules[index]),
-        "judge_status": verdict.status,
-        "judge_reason": reason_of(verdict),
-        "reward_mask": int(rewards.mask[index]),
-    }
+    extra = rewards.extra_info()
+    columns = {"score": scores, **{key: extra[key] for key in _REPORTED}}
+    return _one_or_all(call, [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)])
 
 
 # -- the judge of this process ----------------------------------------------------------------------------------------
@@ -232,18 +218,18 @@ def _config(settings: Mapping[str, Any]) -> LengthPenaltyConfig:
         values.setdefault("model_name", os.environ[MODEL])
     values["judge"] = {"concurrency_start": _START, **values.get("judge", {})}
     config = as_config(values)
-    if config.key is None:
-        if os.environ.get(KEY_VARIABLE):
-            raise ConfigError(
-                "api_endpoint",
-                None,
-                f"{KEY_VARIABLE} is set, but no endpoint: a key goes only where its owner sends it. Set {_ENDPOINT}, "
-                f"as in export {_ENDPOINT}=https://api.openai.com/v1, and {MODEL}; or give api_endpoint and model_name",
-            )
+    if config.key is not None:
+        return config
+    if os.environ.get(KEY_VARIABLE):
         raise ConfigError(
-            KEY_VARIABLE,
+            "api_endpoint",
             None,
-            f"{KEY_VARIABLE} not found: {_MONITOR} is on and needs it. Set it, as in export {KEY_VARIABLE}=sk-…  "
-            "(EMPTY for a server without keys), or unset " + _MONITOR,
+            f"{KEY_VARIABLE} is set, but no endpoint: a key goes only where its owner sends it. Set {_ENDPOINT}, "
+            f"as in export {_ENDPOINT}=https://api.openai.com/v1, and {MODEL}; or give api_endpoint and model_name",
         )
-    return config
+    raise ConfigError(
+        KEY_VARIABLE,
+        None,
+        f"{KEY_VARIABLE} not found: {_MONITOR} is on and needs it. Set it, as in export {KEY_VARIABLE}=sk-…  "
+        f"(EMPTY for a server without keys), or unset {_MONITOR}",
+    )

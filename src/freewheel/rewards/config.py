@@ -18,7 +18,7 @@ from freewheel.errors import ConfigError
 from freewheel.judge.config import JudgeConfig, Secret
 from freewheel.judge.rubric import BUILTIN, Rubric
 from freewheel.rewards.length import check_penalty
-from freewheel.utils.checks import shown_value
+from freewheel.utils.checks import check_number, shown_value
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 CACHE_VARIABLE = "MONITOR_CACHE"
@@ -110,21 +110,13 @@ class LengthPenaltyConfig:
     """Ignored. It exists so that old configs load: one engine adapts its own concurrency."""
 
     def __post_init__(self) -> None:
-        for key in ("enable", "use_async_io"):
-            if not isinstance(getattr(self, key), bool):
-                raise ConfigError(key, getattr(self, key), "give true or false")
-        if not (self.enable_openai_reward is None or isinstance(self.enable_openai_reward, bool)):
-            raise ConfigError("enable_openai_reward", self.enable_openai_reward, "give true or false")
-        check_penalty(
-            penalty_scale=self.penalty_scale,
-            max_penalty=self.max_penalty,
-            peak_ratio=self.peak_ratio,
-            outer_ratio=self.outer_ratio,
-        )
-        if not _is_finite(self.reward_coefficient):
-            raise ConfigError("reward_coefficient", self.reward_coefficient, "give a finite number")
-        if not _is_finite(self.batch_timeout_s) or self.batch_timeout_s <= 0:
-            raise ConfigError("batch_timeout_s", self.batch_timeout_s, "give seconds, more than 0")
+        for key in ("enable", "use_async_io", "enable_openai_reward"):
+            value = getattr(self, key)
+            if not isinstance(value, bool) and (value is not None or key != "enable_openai_reward"):
+                raise ConfigError(key, value, "give true or false")
+        check_penalty(**self.penalty)
+        check_number("reward_coefficient", self.reward_coefficient)
+        check_number("batch_timeout_s", self.batch_timeout_s, above=0)
         if not isinstance(self.judge_gate, str | bool) or self.judge_gate not in _GATES:
             raise ConfigError("judge_gate", self.judge_gate, "choose on, format or off")
         self.judge_gate = _GATES[self.judge_gate]
@@ -172,6 +164,11 @@ class LengthPenaltyConfig:
             f"No API key: the judge at {self.api_endpoint} is off, and rewards are rule score and length penalty only. "
             f"Set {self.key_variable}"
         )
+
+    @property
+    def penalty(self) -> dict[str, float]:
+        """The settings of `median_penalty`."""
+        return {key: getattr(self, key) for key in ("penalty_scale", "max_penalty", "peak_ratio", "outer_ratio")}
 
     @property
     def gate(self) -> Gate:
@@ -274,7 +271,3 @@ def env_flag(name: str, *, default: bool) -> bool:
     if text in ("false", "0", "no", "off"):
         return False
     raise ConfigError(f"environment variable {name}", text, "use true or false")
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)

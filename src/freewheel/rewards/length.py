@@ -6,7 +6,6 @@ A penalty is never negative and is subtracted from the reward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from freewheel.errors import ConfigError
+from freewheel.utils.checks import check_number
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -25,11 +25,11 @@ def group_index(uids: Sequence[Hashable] | npt.NDArray[Any]) -> Ints:
     return np.fromiter((numbers.setdefault(uid, len(numbers)) for uid in uids), dtype=np.int64, count=len(uids))
 
 
-def check_penalty(*, penalty_scale: float, max_penalty: float, peak_ratio: float, outer_ratio: float) -> None:
+def check_penalty(**settings: float) -> None:
     """Raise a `ConfigError` on settings with which `median_penalty` cannot work."""
-    _check_not_negative(
-        penalty_scale=penalty_scale, max_penalty=max_penalty, peak_ratio=peak_ratio, outer_ratio=outer_ratio
-    )
+    for key, value in settings.items():
+        check_number(key, value, low=0)
+    peak_ratio, outer_ratio = settings["peak_ratio"], settings["outer_ratio"]
     if outer_ratio <= peak_ratio:
         remedy = f"the penalty rises from peak_ratio ({peak_ratio:g}) to outer_ratio: give more than that"
         raise ConfigError("outer_ratio", outer_ratio, remedy)
@@ -71,18 +71,9 @@ def soft_overlong(lengths: npt.ArrayLike, *, max_length: int, buffer_length: int
 
     It is 0 up to max − buffer, rises linearly to `factor` at max, and stays there (verl's own lacks this bound).
     """
-    _check_not_negative(max_length=max_length, factor=factor)
+    check_number("max_length", max_length, low=0)
+    check_number("factor", factor, low=0)
     if not 0 < buffer_length <= max_length:
         raise ConfigError("buffer_length", buffer_length, f"give 1 to max_length ({max_length})")
     over = np.asarray(lengths, dtype=np.float64) - (max_length - buffer_length)
     return factor * np.clip(over / buffer_length, 0.0, 1.0)
-
-
-def _check_not_negative(**settings: float) -> None:
-    for key, value in settings.items():
-        if not _is_number(value) or value < 0:
-            raise ConfigError(key, value, "give a finite number, 0 or more")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -56,75 +56,55 @@ class _Prepared(NamedTuple):
     since: float
 
 
-class _Submitted(NamedTuple):
-    """A batch that the judge has."""
-
-    ready: _Prepared
-    handle: Handle | None
-    """None: the judge could not take it, and `result()` judges it itself."""
+_Submitted = tuple[_Prepared, Handle | None]
+"""None: the judge could not take the batch, and `result()` judges it."""
 
 
 class RewardHandle:
     """The rewards of one batch. `result()` may be called any number of times, from any thread."""
 
-    def __init__(
-        self,
-        outcome: Callable[[], Any],
-        submitted: Future[_Submitted] | None = None,
-        cancelled: threading.Event | None = None,
-    ) -> None:
-        self._outcome = outcome
+    def __init__(self, collect: Callable[[], Any], submitted: Future[_Submitted] | None = None) -> None:
+        self._collect = collect
         self._submitted = submitted
-        self._cancelled = cancelled or threading.Event()
         self._lock = threading.Lock()
-        self._result: Any = None
-        self._error: Exception | None = None
-        self._settled = False
+        self._result: Future[Any] = Future()
 
     def done(self) -> bool:
         """Return whether `result()` would not wait. On the synchronous path `result()` does the work itself."""
-        if self._settled:
+        if self._result.done():
             return True
         if self._submitted is None or not self._submitted.done():
             return False
         if self._submitted.exception() is not None:
             return True
-        handle = self._submitted.result().handle
+        _, handle = self._submitted.result()
         return handle is not None and handle.done()
 
     def __await__(self) -> Generator[Any, None, Any]:
         """Return `result()` without blocking the loop."""
         return asyncio.to_thread(self.result).__await__()
 
-    def result(self, timeout_s: float | None = None) -> Any:
-        """Wait, and return or raise what calling the manager would have returned or raised.
-
-        `timeout_s` limits the wait for work outside the caller's thread. After `TimeoutError` the batch runs on.
-        """
-        if timeout_s is not None and self._submitted is not None and not self._settled:
-            until = time.monotonic() + timeout_s
-            _, handle = self._submitted.result(timeout_s)
-            if handle is not None and not handle.wait(max(0.0, until - time.monotonic())):
-                progress = handle.progress()
-                raise TimeoutError(f"{progress.done} of {progress.total} verdicts are in after {timeout_s:g} s")
+    def result(self) -> Any:
+        """Wait, and return or raise what calling the manager would have returned or raised."""
         with self._lock:
-            if not self._settled:
+            if not self._result.done():
                 try:
-                    self._result = self._outcome()
+                    self._result.set_result(self._collect())
                 except Exception as error:  # noqa: BLE001  # raised below, at every call
-                    self._error = error
-                self._settled = True
-            if self._error is not None:
-                raise self._error
-            return self._result
+                    self._result.set_exception(error)
+            return self._result.result()
 
     def cancel(self) -> None:
-        """Give up judging at once: rows without a verdict have failed, and `result()` does not wait for them."""
-        self._cancelled.set()  # for a batch that has not reached the judge yet
-        if self._submitted is not None and self._submitted.done() and self._submitted.exception() is None:
-            handle = self._submitted.result().handle
-            if handle is not None:
-                handle.cancel()
+        """Give up judging: rows without a verdict have failed, and `result()` does not wait for them."""
+        if self._submitted is not None:
+            self._submitted.add_done_callback(_cancel)  # called now, or when the batch reaches the judge
+
+
+def _cancel(submitted: Future[_Submitted]) -> None:
+    if submitted.exception() is None:
+        _, handle = submitted.result()
+        if handle is not None:
+            handle.cancel()
 
 
 class LengthPenaltyRewardManager:
@@ -262,42 +242,36 @@ class LengthPenaltyRewardManager:
         rollouts = Rollouts(data, self.reward_fn_key)
         manager = self.async_openai_manager
         if manager is None:
-            return RewardHandle(partial(self._judge_here, rollouts, return_dict))
+            return RewardHandle(partial(self._collect, rollouts, None, return_dict))
         log.info("Using TRUE ASYNC I/O for batch with %d responses (zero GPU wait)", len(rollouts))
         submitted: Future[_Submitted] = Future()
-        cancelled = threading.Event()
         # Decoding and rules take time that `submit` must not take.
         thread = threading.Thread(
-            target=self._submit_in_thread, args=(rollouts, manager, submitted, cancelled), name="freewheel-rewards"
+            target=self._submit_in_thread, args=(rollouts, manager, submitted), name="freewheel-rewards"
         )
         try:
             thread.start()
         except RuntimeError as error:  # this process may have no more threads
             _log_degraded(error)
-            return RewardHandle(partial(self._judge_here, rollouts, return_dict))
+            return RewardHandle(partial(self._collect, rollouts, None, return_dict))
         self._threads.add(thread)
-        return RewardHandle(partial(self._collect, rollouts, submitted, return_dict), submitted, cancelled)
+        return RewardHandle(partial(self._collect, rollouts, submitted, return_dict), submitted)
 
     def _prepare(self, rollouts: Rollouts) -> _Prepared:
         samples = rollouts.samples(self.tokenizer)
         rules = apply_rules(self.compute_score, samples)
         return _Prepared(samples, rules, judge_requests(samples, rules, self.config), time.monotonic())
 
-    def _submit_in_thread(
-        self, rollouts: Rollouts, manager: AsyncOpenAIManager, submitted: Future[_Submitted], cancelled: threading.Event
-    ) -> None:
+    def _submit_in_thread(self, rollouts: Rollouts, manager: AsyncOpenAIManager, submitted: Future[_Submitted]) -> None:
         try:
             ready = self._prepare(rollouts)
-            handle = _submit_to(manager, ready.requests)
-            submitted.set_result(_Submitted(ready, handle))
-            if cancelled.is_set() and handle is not None:
-                handle.cancel()
+            submitted.set_result((ready, _submit_to(manager, ready.requests)))
         except BaseException as error:  # noqa: BLE001  # `result()` raises it
             submitted.set_exception(error)
 
-    def _collect(self, rollouts: Rollouts, submitted: Future[_Submitted], return_dict: bool) -> Any:
-        """Return the result of a batch that was submitted to the judge."""
-        ready, handle = submitted.result()
+    def _collect(self, rollouts: Rollouts, submitted: Future[_Submitted] | None, return_dict: bool) -> Any:
+        """Return the result of a batch. Without `submitted` this does all the work."""
+        ready, handle = (self._prepare(rollouts), None) if submitted is None else submitted.result()
         if handle is None:
             verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
         else:
@@ -307,15 +281,6 @@ class LengthPenaltyRewardManager:
                 again = self._get_batched_openai_quality_rewards_sync([ready.requests[row] for row in broken])
                 _replace_rows(verdicts, broken, again)
             _log_completed(verdicts, took_s)
-        return self._finish(rollouts, ready, verdicts, return_dict)
-
-    def _judge_here(self, rollouts: Rollouts, return_dict: bool) -> Any:
-        """Return the result of a batch on the synchronous path, or without a judge."""
-        ready = self._prepare(rollouts)
-        verdicts = self._get_batched_openai_quality_rewards_sync(ready.requests)
-        return self._finish(rollouts, ready, verdicts, return_dict)
-
-    def _finish(self, rollouts: Rollouts, ready: _Prepared, verdicts: Sequence[Verdict], return_dict: bool) -> Any:
         rewards = combine(ready.samples, ready.rules, verdicts, self.config)
         self._examine(ready.samples, rewards)
         tensor = rollouts.tensor(rewards.reward)

@@ -1,7 +1,5 @@
 """The judge under the names that reward code uses: `AsyncOpenAIManager` off the caller's thread, `AsyncOpenAIWorker` on
 the running loop. Also how a reward manager waits for verdicts (`wait_for`, `judge_inline`).
-
-Both classes are the one engine of `freewheel.judge`.
 """
 
 from __future__ import annotations
@@ -9,12 +7,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-import threading
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from freewheel.judge import Handle, Judge, JudgeConfig, JudgeRequest, JudgeStats
-from freewheel.judge.judge import FROM_CONFIG, InlineJudge, Requests, as_requests
+from freewheel.judge import Handle, Judge, JudgeConfig, JudgeRequest
+from freewheel.judge.judge import InlineJudge, as_requests
 from freewheel.judge.request import RequestHasher
 from freewheel.judge.verdict import Scored, Verdict
 from freewheel.rewards.config import LengthPenaltyConfig
@@ -39,11 +37,8 @@ def get_request_hash(request: JudgeRequest | str, config: JudgeConfig) -> str:
     return RequestHasher(config)(checked.encodable()).hex()
 
 
-class AsyncOpenAIManager:
-    """Judges batches on an event loop off the caller's thread. Submitting never blocks.
-
-    Owns the concurrency, the cache and the pending batches. It starts with the first batch and stays for the next.
-    """
+class _Named:
+    """The constructor under the argument names that reward code uses."""
 
     def __init__(
         self,
@@ -54,98 +49,54 @@ class AsyncOpenAIManager:
         reward_coefficient: float = 1.0,
         max_concurrent: int | str = 10,
     ) -> None:
-        config = _config(api_key, model_name, api_endpoint, system_prompt, reward_coefficient, max_concurrent)
-        self._open(config.judge_config(), config.reward_coefficient)
-
-    @classmethod
-    def of(cls, config: JudgeConfig, reward_coefficient: float) -> AsyncOpenAIManager:
-        """Return a manager with any settings that the judge knows."""
-        manager = cls.__new__(cls)
-        manager._open(config, reward_coefficient)
-        return manager
-
-    def _open(self, config: JudgeConfig, reward_coefficient: float) -> None:
-        self.config = config
+        config = LengthPenaltyConfig(
+            api_key=api_key,  # type: ignore[arg-type]  # the config makes a Secret of it
+            model_name=model_name,
+            api_endpoint=api_endpoint,
+            system_prompt=system_prompt or None,
+            reward_coefficient=reward_coefficient,
+            max_concurrent_requests=max_concurrent,
+        )
+        super().__init__(config.judge_config())  # type: ignore[call-arg]  # Judge or InlineJudge
         self.reward_coefficient = reward_coefficient
-        self.judge = Judge(config)
-
-    def start(self) -> None:
-        """Start now instead of with the first batch. Does nothing if the engine runs."""
-        self.judge.start()
-
-    def submit(self, requests: Requests, *, timeout_s: float | None = FROM_CONFIG) -> Handle:
-        """Submit a batch and return at once. A request without a verdict after `timeout_s` has failed."""
-        return self.judge.submit(requests, deadline_s=timeout_s)
-
-    async def score(self, requests: Requests, *, timeout_s: float | None = FROM_CONFIG) -> list[Verdict]:
-        """Submit a batch and wait for it without blocking the loop."""
-        return await self.judge.score(requests, deadline_s=timeout_s)
-
-    def results(self, handle: Handle) -> list[Verdict]:
-        """Wait for a batch and report progress: a bar in a terminal, a line every 10 s in a log."""
-        return wait_for(handle)
 
     def reward(self, verdict: Verdict) -> float | None:
         """Return the verdict as a reward; None if there is no score."""
         return self.reward_coefficient * verdict.value if isinstance(verdict, Scored) else None
 
+
+class AsyncOpenAIManager(_Named, Judge):
+    """A `Judge`: it scores batches on an event loop off the caller's thread, and submitting never blocks."""
+
+    @classmethod
+    def of(cls, config: JudgeConfig, reward_coefficient: float) -> AsyncOpenAIManager:
+        """Return a manager with any settings that the judge knows."""
+        manager = cls.__new__(cls)
+        Judge.__init__(manager, config)
+        manager.reward_coefficient = reward_coefficient
+        return manager
+
+    def results(self, handle: Handle) -> list[Verdict]:
+        """Wait for a batch and report progress: a bar in a terminal, a line every 10 s in a log."""
+        return wait_for(handle)
+
     def get_request_hash(self, request: JudgeRequest | str) -> str:
         return get_request_hash(request, self.config)
 
-    def stats(self) -> JudgeStats:
-        return self.judge.stats()
-
-    @property
-    def pending(self) -> int:
-        """Batches that are not complete."""
-        return self.judge.pending
-
-    @property
-    def running(self) -> bool:
-        return self.judge.running
-
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """End the process, threads, sockets, tasks and files. Idempotent."""
-        self.judge.close(timeout_s=timeout_s)
+        self.close(timeout_s=timeout_s)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return AsyncOpenAIManager.of, (self.config, self.reward_coefficient)
 
 
-class AsyncOpenAIWorker(InlineJudge):
+class AsyncOpenAIWorker(_Named, InlineJudge):
     """Performs the calls on the running loop over one pooled HTTP client, with errors handled and retried.
 
     async with AsyncOpenAIWorker(key, "my-judge", "http://127.0.0.1:8000/v1") as worker:
         verdicts = await worker.score(["Paris."])
     """
-
-    def __init__(
-        self,
-        api_key: str | None,
-        model_name: str,
-        api_endpoint: str,
-        system_prompt: str | None = None,
-        reward_coefficient: float = 1.0,
-        max_concurrent: int | str = 10,
-    ) -> None:
-        config = _config(api_key, model_name, api_endpoint, system_prompt, reward_coefficient, max_concurrent)
-        super().__init__(config.judge_config())
-        self.reward_coefficient = config.reward_coefficient
-
-
-def _config(
-    api_key: str | None,
-    model_name: str,
-    api_endpoint: str,
-    system_prompt: str | None,
-    reward_coefficient: float,
-    max_concurrent: int | str,
-) -> LengthPenaltyConfig:
-    return LengthPenaltyConfig(
-        api_key=api_key,  # type: ignore[arg-type]  # the config makes a Secret of it
-        model_name=model_name,
-        api_endpoint=api_endpoint,
-        system_prompt=system_prompt or None,
-        reward_coefficient=reward_coefficient,
-        max_concurrent_requests=max_concurrent,
-    )
 
 
 # -- waiting for verdicts ---------------------------------------------------------------------------------------------
@@ -200,18 +151,5 @@ def run_privately(work: Coroutine[Any, Any, T]) -> T:
         # With a factory, the loop that this thread has set stays set. asyncio.run() would remove it.
         with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
             return runner.run(work)
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001  # raised in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="freewheel-rewards-sync")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, "freewheel-rewards-sync") as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -154,10 +154,6 @@ def as_scored(found: Any) -> Scored:
     return Scored(value, parts=parts, format=right_format)
 
 
-def _rule_values(rules: Sequence[Verdict]) -> Floats:
-    return np.array([rule_value(rule) for rule in rules], dtype=np.float64)
-
-
 def rule_value(rule: Verdict) -> float:
     """Return the score, or NaN if there is none. NaN means "failed" in all arithmetic on rewards."""
     return rule.value if isinstance(rule, Scored) else math.nan
@@ -200,27 +196,13 @@ def shape(
     """Return the rewards of a batch that holds whole groups. A failed row is NaN."""
     verdicts = [judged if isinstance(rule, Scored) else rule for rule, judged in zip(rules, verdicts, strict=True)]
     lengths = np.array([sample.length for sample in samples], dtype=np.int64)
-    penalty, medians = median_penalty(
-        lengths,
-        group_index([sample.group for sample in samples]),
-        penalty_scale=config.penalty_scale if config.enable else 0.0,
-        max_penalty=config.max_penalty,
-        peak_ratio=config.peak_ratio,
-        outer_ratio=config.outer_ratio,
-    )
+    settings = config.penalty if config.enable else config.penalty | {"penalty_scale": 0.0}
+    groups = group_index([sample.group for sample in samples])
+    penalty, medians = median_penalty(lengths, groups, **settings)
     judged = [0.0 if isinstance(verdict, Skipped) else rule_value(verdict) for verdict in verdicts]
     quality = config.reward_coefficient * np.array(judged, dtype=np.float64)
-    raw = _rule_values(rules) + quality
-    return Rewards(
-        reward=raw - penalty,
-        raw=raw,
-        rules=rules,
-        quality=quality,
-        penalty=penalty,
-        lengths=lengths,
-        medians=medians,
-        verdicts=verdicts,
-    )
+    raw = np.array([rule_value(rule) for rule in rules], dtype=np.float64) + quality
+    return Rewards(raw - penalty, raw, rules, quality, penalty, lengths, medians, verdicts)
 
 
 def combine(
@@ -237,25 +219,24 @@ def combine(
         raise RewardFailed(
             f"{int((~valid).sum())} of {len(valid)} judgements failed, and on_failure is 'raise': {first.summary}"
         )
-    rule = _rule_values(rules)
+    rule = np.array([rule_value(one) for one in rules], dtype=np.float64)
     batch_mean = rewards.reward[valid].mean() if valid.any() else 0.0  # for a row that has not even a rule score
     if policy.kind == "group_mean":
         groups = group_index([sample.group for sample in samples])
-        filled = _fill_failed(rewards.reward, groups, otherwise=np.where(np.isnan(rule), batch_mean, rule))
+        filled = _group_means(rewards.reward, groups, otherwise=np.where(np.isnan(rule), batch_mean, rule))
     elif policy.kind == "fallback":
-        filled = np.where(valid, rewards.reward, policy.value)
+        filled = np.full(len(rule), policy.value)
     else:
-        filled = np.where(valid, rewards.reward, np.where(np.isnan(rule), batch_mean, rule - rewards.penalty))
-    return dataclasses.replace(rewards, reward=filled)
+        filled = np.where(np.isnan(rule), batch_mean, rule - rewards.penalty)
+    return dataclasses.replace(rewards, reward=np.where(valid, rewards.reward, filled))
 
 
-def _fill_failed(rewards: Floats, groups: Ints, otherwise: Floats) -> Floats:
-    """Return `rewards` with each NaN replaced by the mean of its group, over which it has no advantage.
+def _group_means(rewards: Floats, groups: Ints, otherwise: Floats) -> Floats:
+    """Return for each row the mean of its group, over which it has no advantage. NaN does not count.
 
     If the whole group is NaN, the row takes its value of `otherwise`.
     """
     valid = ~np.isnan(rewards)
     counts = np.bincount(groups[valid], minlength=len(rewards))
     sums = np.bincount(groups[valid], weights=rewards[valid], minlength=len(rewards))
-    means = sums[groups] / np.maximum(counts, 1)[groups]
-    return np.where(valid, rewards, np.where(counts[groups] > 0, means, otherwise))
+    return np.where(counts[groups] > 0, (sums / np.maximum(counts, 1))[groups], otherwise)

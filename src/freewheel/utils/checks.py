@@ -107,9 +107,9 @@ def check_number(
 ) -> None:
     if value is None and optional:
         return
-    wanted = f"above {above:g}" if above > -math.inf else f"of at least {low:g}"
+    wanted = f"above {above:g}" if above > -math.inf else f"of at least {low:g}" if low > -math.inf else ""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(key, value, f"give a finite number {wanted}" + (", or None" if optional else ""))
+        raise ConfigError(key, value, f"give a finite number {wanted}".rstrip() + (", or None" if optional else ""))
     if value < low or value <= above:
         raise ConfigError(key, value, f"it must be {wanted}")
     if value > high:
