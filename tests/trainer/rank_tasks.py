@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer import fsdp
-from freewheel.trainer.backend import BackendState, NonFiniteLoss
+from freewheel.trainer.backend import NonFiniteLoss
 from freewheel.trainer.fsdp import FsdpBackend, World
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
@@ -150,12 +150,6 @@ def loaded(world: World, files: list[str], **options: Any) -> FsdpBackend:
 
 def loaded_from(world: World, files: list[str], **options: Any) -> Arrays:
     return whole_state(loaded(world, files, **options))
-
-
-def loaded_whole(world: World, state: BackendState, **options: Any) -> Arrays:
-    backend = make_backend(world, **options)
-    backend.load_state(state)
-    return whole_state(backend)
 
 
 def learn_from(world: World, files: list[str], groups: list[list[PromptGroup]], **options: Any) -> Learnt:

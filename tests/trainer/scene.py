@@ -86,8 +86,6 @@ class FakeBackend:
     def state(self) -> BackendState:
         return BackendState(tensors=self.weights(), values={"steps": len(self.trained)})
 
-    def load_state(self, state: BackendState) -> None: ...
-
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None: ...
 
     def describe(self) -> str:

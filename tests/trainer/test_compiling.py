@@ -12,7 +12,7 @@ import torch
 from freewheel.trainer import policy as policy_module
 from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
 from freewheel.trainer.decoder import decoder_layers
-from freewheel.trainer.options import AlgorithmConfig
+from freewheel.trainer.options import AlgorithmConfig, OptimizerConfig
 from freewheel.trainer.policy import Policy
 from freewheel.trainer.torch_backend import TorchBackend
 
@@ -66,7 +66,8 @@ def test_a_failing_compiler_is_logged_and_not_used(
 ) -> None:
     monkeypatch.setattr(policy_module, "compile_layers", broken)
     plain, backend = (
-        TorchBackend(tiny_qwen(), micro_batch_tokens=1000, lr=1e-3, compile=compile) for compile in (False, True)
+        TorchBackend(tiny_qwen(), micro_batch_tokens=1000, optimizer=OptimizerConfig(lr=1e-3), compile=compile)
+        for compile in (False, True)
     )
     assert "continuing without compiling" in caplog.text and "no compiler here" in caplog.text
     for one in (plain, backend):

@@ -117,9 +117,6 @@ class FakeBackend:
         (folder / self.writes).touch()
         return self.writes
 
-    def load_state(self, state: BackendState) -> None:
-        self._call("load_state", dict(state.values))
-
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         self._call("load_files", list(files), dict(values))
 
@@ -191,11 +188,10 @@ def test_every_rank_runs_the_leaders_commands(group: Group, tmp_path: Path) -> N
     assert leader.step(GROUPS, version=3, step=2, total_steps=9) == {"actor/loss": 0.5}
     assert leader.weights() == {"w": 1}
     leader.load_files([tmp_path / "a"], {"nonfinite": 0})
-    leader.load_state(BackendState(tensors={}, values={"nonfinite": 1}))
     leader.save_hf(tmp_path)
     first, *others = group.calls
     assert first[0] == ("step", [0, 1, 2], 3, 2, 9)
-    assert [name for name, *_ in first] == ["step", "weights", "load_files", "load_state", "save_hf"]
+    assert [name for name, *_ in first] == ["step", "weights", "load_files", "save_hf"]
     assert all(other == first for other in others)
     assert not group.failures
 
@@ -210,11 +206,6 @@ def test_each_rank_writes_what_it_copied_when_the_leader_did(group: Group, tmp_p
     for calls in group.calls:
         written = [call[1:] for call in calls if call[0] == "write_state"]
         assert written == [(1, tmp_path / "first"), (3, tmp_path / "second")]
-
-
-def test_a_sharded_state_is_loaded_only_from_its_files(group: Group) -> None:
-    with pytest.raises(DataError, match="load its files"):
-        group.leader.load_state(group.leader.state())
 
 
 @pytest.mark.parametrize("error", [NonFiniteLoss("three in a row"), DataError("a bad group")])

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import Weights, pack
-from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore, Resumed, RunSaver
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.torch_backend import TorchBackend
@@ -83,7 +82,7 @@ def test_a_resumed_trainer_continues_bit_for_bit(saver: RunSaver, backend: Torch
     assert path is not None
     found = store.load(path)
     again = fresh_backend()
-    again.load_state(BackendState(tensors=found.tensors(), values=found.state["backend"]))
+    again.load_files(found.tensor_files(), found.state["backend"])
     train(again, 1)
     for name, tensor in backend.weights().items():
         assert torch.equal(again.weights()[name], tensor)

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from freewheel.data.group import PromptGroup, Response
-from freewheel.errors import ConfigError
 from freewheel.judge.verdict import Failed, Skipped
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
@@ -327,17 +326,6 @@ def test_weight_decay_applies_to_matrices_only() -> None:
     trained(backend, equal_rewards)
     for name, tensor in copied(backend).items():
         torch.testing.assert_close(tensor, before[name] * (0.95 if tensor.ndim == 2 else 1.0))
-
-
-def test_a_backend_needs_a_resolved_learning_rate() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.lr = 'auto'"):
-        TorchBackend(tiny_qwen(), micro_batch_tokens=16384)
-    assert (
-        TorchBackend(tiny_qwen(), micro_batch_tokens=16384, lr=1e-3).step(GROUPS, version=0, step=0, total_steps=1)[
-            "actor/lr"
-        ]
-        == 1e-3
-    )
 
 
 def test_a_backend_describes_its_algorithm() -> None:

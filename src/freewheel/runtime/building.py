@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
+
 from freewheel.data.group import Ticket
 from freewheel.data.prompts import PromptStream, Rendering, render_rows
 from freewheel.data.sources import is_on_hub
@@ -333,8 +335,7 @@ def backend_settings(config: TrainConfig, plan: Plan) -> dict[str, Any]:
     """Return the backend settings of all training processes, without their device."""
     return {
         "algorithm": config.algorithm,
-        "optimizer": config.optimizer,
-        "lr": config.lr,
+        "optimizer": msgspec.structs.replace(config.optimizer, lr=config.lr),
         "dtype": plan.dtype,  # the same as the engines: checksums depend on it
         "lora": config.model.lora,
         "activation_checkpointing": config.model.gradient_checkpointing,
@@ -352,9 +353,7 @@ class TrainSide:
         self, *, config: TrainConfig, plan: Plan, run_dir: str, resume: str | None, ranks: Ranks | None = None
     ) -> None:
         """`ranks`: the other training processes, if there are any."""
-        from freewheel.trainer.backend import BackendState
         from freewheel.trainer.checkpoint import CheckpointStore, Resumed, RunSaver
-        from freewheel.trainer.ranks import Leader
         from freewheel.trainer.torch_backend import TorchBackend
 
         use_threads(plan.threads_trainer)
@@ -376,11 +375,7 @@ class TrainSide:
         if resume is not None:
             loaded = store.load(Path(resume))
             self.resumed = Resumed.of(Path(resume), loaded.state)
-            values = loaded.state["backend"]
-            if isinstance(self.backend, Leader):  # each rank reads its own part
-                self.backend.load_files(loaded.tensor_files(), values)
-            else:
-                self.backend.load_state(BackendState(tensors=loaded.tensors(), values=values))
+            self.backend.load_files(loaded.tensor_files(), loaded.state["backend"])
 
     def trainer(self, queue: QueueClient, publisher: Publisher, evaluate: Evaluate) -> FullyAsyncTrainer:
         from freewheel.sync.broadcast import packer_for

@@ -2,7 +2,6 @@
 
 Backend    holds the policy and takes steps: `TorchBackend`, or several processes behind a `Leader`
 Publisher  sends weights to the engines: the `ParameterSynchronizer`
-Saver      writes checkpoints: `RunSaver`
 Evaluate   scores held-out prompts: a function of the runtime
 """
 
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from freewheel.data.group import PromptGroup
-from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import AnyWeights
 
 if TYPE_CHECKING:
@@ -57,8 +55,9 @@ class Backend(Protocol):
 
     def state(self) -> BackendState: ...
 
-    def load_state(self, state: BackendState) -> None:
-        """Load the result of `state`. Raises a ValueError if it belongs to another model or other settings."""
+    def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
+        """Load a state from the files that one process or several wrote. Raises `DataError`, for example if it belongs
+        to another model or other settings."""
 
     def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
         """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens."""
@@ -76,19 +75,6 @@ class Publisher(Protocol):
         """Provide weights that engines should hold already, for engines that do not."""
 
     async def wait_published(self, version: int, *, wait_s: float) -> bool: ...
-
-
-class Saver(Protocol):
-    """Writes checkpoints. Called in threads; raises `CheckpointFailed`."""
-
-    def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
-        """Write a checkpoint and return the step of the oldest one that a resume may fall back to."""
-
-    def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
-        """Keep the weights of `step` if `score` is the best so far. Returns whether it is.
-
-        `versions`: the first and the last version that produced the scored responses.
-        """
 
 
 Evaluate = Callable[[int], Awaitable[dict[str, float] | None]]

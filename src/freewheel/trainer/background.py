@@ -23,14 +23,16 @@ from freewheel.observe.spans import Spans
 from freewheel.queue.client import QueueClient
 from freewheel.queue.ledger import Frontier
 from freewheel.sync.weights import AnyWeights, Weights
-from freewheel.trainer.backend import BackendState, Evaluate, Publisher, Row, Saver
-from freewheel.trainer.checkpoint import CheckpointFailed
+from freewheel.trainer.backend import BackendState, Evaluate, Publisher, Row
+from freewheel.trainer.checkpoint import CheckpointFailed, RunSaver
 from freewheel.utils.waiting import unless_stopped
 
 log = logging.getLogger("freewheel.trainer")
 
 CONFIRM_S = 10.0
-"""How long the end of a run waits for the queue to hear of the last checkpoint."""
+"""How long a checkpoint waits for the queue to compact its journal."""
+PUBLISH_S = 120.0
+"""How long an evaluation waits until its version reaches the engines."""
 KEPT_VERSIONS = 8
 """Versions whose weights are kept during an evaluation. Each is a copy of the model in host memory."""
 REWARD, OLDEST, NEWEST = "eval/reward", "eval/version_min", "eval/version_max"
@@ -39,14 +41,13 @@ REWARD, OLDEST, NEWEST = "eval/reward", "eval/version_min", "eval/version_max"
 class CheckpointWriter:
     """Writes one checkpoint at a time. A failure is logged and does not end the run: the next one may succeed."""
 
-    def __init__(self, *, queue: QueueClient, saver: Saver, disk: Executor, spans: Spans, step: int) -> None:
+    def __init__(self, *, queue: QueueClient, saver: RunSaver, disk: Executor, spans: Spans, step: int) -> None:
         self.saved_step = step
         self._queue = queue
         self._saver = saver
         self._disk = disk
         self._spans = spans
         self._task: asyncio.Task[None] | None = None
-        self._confirming: asyncio.Task[None] | None = None
 
     @property
     def running(self) -> bool:
@@ -63,13 +64,9 @@ class CheckpointWriter:
             await asyncio.shield(self._task)
 
     async def settle(self) -> None:
-        """Wait for everything under way and ignore how it ended."""
+        """Wait for the checkpoint that is being written and ignore how it ends."""
         if self._task is not None:
             await asyncio.gather(asyncio.shield(self._task), return_exceptions=True)
-        if self._confirming is not None:
-            await asyncio.wait([self._confirming], timeout=CONFIRM_S)
-            self._confirming.cancel()
-            await asyncio.gather(self._confirming, return_exceptions=True)
 
     async def _write(
         self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights
@@ -84,12 +81,8 @@ class CheckpointWriter:
             return
         self.saved_step = step
         log.info("Saved the checkpoint of step %d", step, extra=context)
-        if self._confirming is None or self._confirming.done():  # otherwise the next checkpoint confirms more
-            self._confirming = asyncio.create_task(self._confirm(oldest))
-
-    async def _confirm(self, oldest: int) -> None:
         try:
-            await self._queue.confirm_checkpoint(oldest)
+            await asyncio.wait_for(self._queue.confirm_checkpoint(oldest), CONFIRM_S)
         except Exception as error:  # noqa: BLE001  # a journal that stays large is no reason to end a run
             reason = f"{type(error).__name__}: {error}"
             log.warning("Journal compaction up to step %d failed; retrying at the next checkpoint: %s", oldest, reason)
@@ -102,11 +95,10 @@ class BackgroundEvaluation:
         self,
         *,
         publisher: Publisher,
-        saver: Saver,
+        saver: RunSaver,
         evaluate: Evaluate,
         disk: Executor,
         add_row: Callable[[Row], None],
-        publish_timeout_s: float,
         keep_best: bool,
     ) -> None:
         self._publisher = publisher
@@ -114,7 +106,6 @@ class BackgroundEvaluation:
         self._evaluate = evaluate
         self._disk = disk
         self._add_row = add_row
-        self._publish_timeout_s = publish_timeout_s
         self._keep_best = keep_best
         self._task: asyncio.Task[None] | None = None
         self._kept: dict[int, tuple[int, Future[Weights]]] = {}
@@ -172,7 +163,7 @@ class BackgroundEvaluation:
     async def _run(self, step: int, version: int) -> None:
         context = {"step": step, "version": version}
         try:
-            if not await self._publisher.wait_published(version, wait_s=self._publish_timeout_s):
+            if not await self._publisher.wait_published(version, wait_s=PUBLISH_S):
                 log.warning(
                     "No evaluation at step %d: version %d has not reached the engines", step, version, extra=context
                 )

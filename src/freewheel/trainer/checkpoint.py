@@ -96,14 +96,8 @@ class Checkpoint:
     def step(self) -> int:
         return int(self.state["step"])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the whole tensors of a resumed trainer, on the CPU, however many processes wrote them."""
-        from freewheel.trainer.sharded_checkpoint import read_shards
-
-        return read_shards(self.tensor_files())
-
     def tensor_files(self) -> list[Path]:
-        """Return the files of these tensors: one for each process that wrote."""
+        """Return the files with the tensors of a resumed trainer: one for each process that wrote."""
         return sorted((self.path / TRAINING).glob("*.safetensors"))
 
 
@@ -143,8 +137,7 @@ class CheckpointStore:
                 hf(folder)
 
         target = self.folder / f"{STEP}{step:06d}"
-        n_bytes = sum(one.numel() * one.element_size() for one in tensors.values())
-        self._write(target, fill, STATE, {**state, "step": step}, f"the checkpoint of step {step}", n_bytes)
+        self._write(target, fill, STATE, {**state, "step": step}, f"the checkpoint of step {step}")
         self._prune(step)
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # a resumed run is no longer at its end
         return target
@@ -171,7 +164,6 @@ class CheckpointStore:
         state_name: str,
         state: Mapping[str, Any],
         subject: str,
-        tensor_bytes: int = 0,
     ) -> None:
         scratch = target.parent / f"{SCRATCH}{os.getpid()}-{target.name}"
         try:
@@ -185,22 +177,16 @@ class CheckpointStore:
             _replace_folder(scratch, target)
         except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is as bad as a full disk
             shutil.rmtree(scratch, ignore_errors=True)
-            self._fail(target, subject, error, max(tensor_bytes, self._newest_size()))
+            self._fail(target, subject, error)
 
-    def _fail(self, target: Path, subject: str, error: Exception, needed: int) -> NoReturn:
+    def _fail(self, target: Path, subject: str, error: Exception) -> NoReturn:
         why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
         message = f"{target}: {subject} was not written: {type(error).__name__}: {why}"
         if _is_about_space(error):
             with contextlib.suppress(OSError):
                 free = shutil.disk_usage(self.run_dir).free
-                message += f". It needs about {needed / MB:.0f} MB, and {free / MB:.0f} MB are free there: make room"
+                message += f". Only {free / MB:.0f} MB are free there: make room"
         raise CheckpointFailed(message) from error
-
-    def _newest_size(self) -> int:
-        """Return the size of the newest checkpoint: the next one will be about as large."""
-        with contextlib.suppress(OSError, IndexError):
-            return sum(file.stat().st_size for file in _files(self._saved()[0][1]))
-        return 0
 
     def _remove_leftovers(self) -> None:
         """Remove folders that a killed save left behind. Called by the only writer, so none of them is in use."""
@@ -240,10 +226,10 @@ class CheckpointStore:
             if Path(name).is_absolute() or ".." in Path(name).parts:
                 raise CheckpointDamaged(f"{path / STATE}: {name} leads out of the checkpoint")
             try:
-                found = _measure(path / name)
+                difference = _difference(written, _measure(path / name))
             except OSError as error:
-                raise CheckpointDamaged(f"{path / name}: {error.strerror or error}") from error
-            if difference := _difference(written, found):
+                difference = error.strerror or str(error)
+            if difference:
                 raise CheckpointDamaged(f"{path / name}: {difference}")
         return Checkpoint(path=path, state=state)
 
@@ -428,8 +414,7 @@ def read_state(folder: Path, name: str) -> dict[str, Any]:
         raise CheckpointDamaged(
             f"{folder / name}: it has format {state.get('format')}, and this freewheel reads format {FORMAT}"
         )
-    read: dict[str, Any] = state
-    return read
+    return dict(state)
 
 
 def visible_damage(folder: Path, name: str) -> str:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -101,7 +102,7 @@ class ComputingCopy:
         self._seen: list[int] | None = None
         for mine, its in zip(self._masters, self._copies, strict=True):
             if its.requires_grad:
-                its.register_post_accumulate_grad_hook(_HandOver(mine))
+                its.register_post_accumulate_grad_hook(partial(_hand_over, mine))
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -112,21 +113,14 @@ class ComputingCopy:
             self._seen = versions
 
 
-class _HandOver:
-    """Adds a copy's gradient to its master's, and frees it."""
-
-    def __init__(self, master: nn.Parameter) -> None:
-        self._master = master
-
-    def __call__(self, copied: Tensor) -> None:
-        given = copied.grad
-        assert given is not None
-        first = self._master.grad is None
-        if first:
-            self._master.grad = torch.empty_like(self._master)
-        assert self._master.grad is not None
-        add_up(self._master.grad, given, first=first)
-        copied.grad = None
+def _hand_over(master: nn.Parameter, copied: Tensor) -> None:
+    """Add a copy's gradient to its master's, and free it."""
+    given, first = copied.grad, master.grad is None
+    if first:
+        master.grad = torch.empty_like(master)
+    assert given is not None and master.grad is not None
+    add_up(master.grad, given, first=first)
+    copied.grad = None
 
 
 def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
@@ -155,14 +149,8 @@ class Tree:
 
     def to(self, move: Any) -> Tree:
         """Return a copy with `move` applied to each tensor."""
-        rows = None if self.key_rows is None else move(self.key_rows)
-        return Tree(
-            query_ends=move(self.query_ends),
-            key_ends=move(self.key_ends),
-            key_rows=rows,
-            longest_query=self.longest_query,
-            longest_key=self.longest_key,
-        )
+        tensors = {name: move(one) for name, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **tensors)
 
     def options(self) -> dict[str, Any]:
         """Return the decoder's arguments, which it passes on to `tree_attention`, under transformers' names."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
@@ -385,19 +385,9 @@ class FsdpBackend(TorchBackend):
         for rank, problem in enumerate(self._gather(why)):
             if problem:
                 raise DataError(f"rank {rank}: {problem}")
-        self.load_state(BackendState(tensors=tensors, values=values))
-
-    def load_state(self, state: BackendState) -> None:
-        """Load this rank's shards, or whole tensors."""
         self._rest()
-        tensors = {name: self._own(one) for name, one in state.tensors.items()}
-        super().load_state(BackendState(tensors=tensors, values=state.values))
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device, sharded like the parameters."""
-        mesh, device = self._world.mesh, self._world.device
-        if isinstance(tensor, DTensor):
-            return moved(tensor, mesh, device)
-        if not tensor.ndim:
-            return tensor
-        return distribute_tensor(tensor.to(device), mesh, [Shard(0)], src_data_rank=None)
+        own = {
+            name: moved(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
+            for name, one in tensors.items()
+        }
+        self.load_state(BackendState(tensors=own, values=values))

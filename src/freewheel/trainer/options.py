@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from freewheel.errors import ConfigError
-from freewheel.utils.checks import check_fields, check_integer, check_number, check_share
+from freewheel.utils.checks import Count, CountOrZero, NotNegative, Positive, Share, check_fields
 from freewheel.utils.registry import Registry
 
 Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_pp"]
@@ -74,9 +74,9 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     batch_std."""
     baseline: Baseline = "group"
     """For reinforce_pp: the mean of the group, or of the whole batch."""
-    clip_low: float = 0.2
+    clip_low: Positive = 0.2
     """A ratio below 1 − clip_low gets no gradient if the advantage is negative."""
-    clip_high: float = 0.28
+    clip_high: Positive = 0.28
     """A ratio above 1 + clip_high gets no gradient if the advantage is positive. A value above clip_low keeps
     exploration alive."""
     dual_clip: float | None = None
@@ -86,7 +86,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     aggregation: Aggregation = "token_mean"
     """`token_mean`: each token counts the same. `sequence_mean`: each response does. `constant`: a response's sum is
     divided by `aggregation_tokens`, whatever its length; with `normalise: none` that is Dr. GRPO."""
-    aggregation_tokens: int | None = None
+    aggregation_tokens: Count | None = None
     """For `aggregation: constant`: the length to divide by, usually `rollout.max_new_tokens`."""
     proximal: Proximal = "behaviour"
     """What the ratio is clipped against: `behaviour`, the engine's own log-probabilities; `recomputed` (decoupled PPO),
@@ -96,25 +96,25 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     limits them to `importance_cap`, `mask` leaves out weights outside `importance_floor` … `importance_cap`."""
     importance_cap: float = 2.0
     """Largest importance weight."""
-    importance_floor: float = 0.0
+    importance_floor: NotNegative = 0.0
     """Smallest importance weight that is not masked."""
-    kl_coef: float = 0.0
+    kl_coef: NotNegative = 0.0
     """Weight of the KL divergence from the model as it was at the start of the run. 0: no reference model is kept."""
     kl_kind: KlKind = "k3"
     """Estimator of that KL. `k1`: `kl_coef` times log π − log π_ref of a token is subtracted from its advantage after
     normalisation, so GAE and the critic do not see it (in the loss, its mean gradient would be 0). `k2`, `k3`: added to
     the loss."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegative = 0.0
     """Weight of an entropy bonus."""
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """For gae: discount per token."""
-    lam: float = 0.95
+    lam: Share = 0.95
     """For gae: λ."""
-    value_clip: float | None = 0.2
+    value_clip: Positive | None = 0.2
     """For gae: how far a value may move from its value when the step began. None: no clipping."""
-    updates_per_batch: int = 1
+    updates_per_batch: Count = 1
     """Passes over a step's batch."""
-    mini_batches: int = 1
+    mini_batches: Count = 1
     """Optimizer steps per pass. A mini-batch holds whole groups."""
     zero_variance: Literal["keep", "drop"] = "keep"
     """A group whose rewards are all equal teaches nothing under a group baseline: `keep` trains on it anyway, `drop`
@@ -125,59 +125,57 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
             if ":" not in getattr(self, key) and getattr(self, key) != "auto":
                 registry.find(f"algorithm.{key}", getattr(self, key))
-        for key in ("clip_low", "clip_high"):
-            check_number(f"algorithm.{key}", getattr(self, key), above=0)
-        check_number("algorithm.value_clip", self.value_clip, above=0, optional=True)
-        for key in ("kl_coef", "entropy_coef", "importance_floor"):
-            check_number(f"algorithm.{key}", getattr(self, key), low=0)
-        for key in ("gamma", "lam"):
-            check_share(f"algorithm.{key}", getattr(self, key))
-        for key in ("updates_per_batch", "mini_batches"):
-            check_integer(f"algorithm.{key}", getattr(self, key), low=1)
-        check_integer("algorithm.aggregation_tokens", self.aggregation_tokens, low=1, optional=True)
-        check_number("algorithm.importance_cap", self.importance_cap, above=self.importance_floor)
-        check_number("algorithm.dual_clip", self.dual_clip, above=1 + self.clip_high, optional=True)
         self._check_pairs()
 
     def _check_pairs(self) -> None:
-        if self.clip_low >= 1:
-            raise ConfigError("algorithm.clip_low", self.clip_low, "a ratio is never below 0: give a number below 1")
-        estimator = self.estimator
-        allowed = _NORMALISATIONS.get(estimator)
-        if allowed and self.normalise != "auto" and self.normalise not in allowed:
-            known = " or ".join(allowed)
-            raise ConfigError("algorithm.normalise", self.normalise, f"{self._called} takes {known}, or auto")
-        if self.baseline != "group" and estimator in ADVANTAGES and estimator != "reinforce_pp":
-            raise ConfigError("algorithm.baseline", self.baseline, "only reinforce_pp has a choice: leave it out")
-        if (self.aggregation == "constant") != (self.aggregation_tokens is not None):
-            raise ConfigError(
-                "algorithm.aggregation_tokens",
-                self.aggregation_tokens,
+        allowed = _NORMALISATIONS.get(self.estimator)
+        uses_group = self.estimator in ADVANTAGES and self.estimator != "reinforce_pp"
+        no_ratio_left = self.proximal == "behaviour" and self.importance.endswith("_truncate")
+        learns_from_equal = self.uses_critic or self.baseline == "batch"
+        problems = (
+            ("clip_low", self.clip_low >= 1, "a ratio is never below 0: give a number below 1"),
+            (
+                "dual_clip",
+                self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high,
+                "it must be above 1 + clip_high",
+            ),
+            ("importance_cap", self.importance_cap <= self.importance_floor, "it must be above importance_floor"),
+            (
+                "normalise",
+                bool(allowed) and self.normalise not in ("auto", *(allowed or ())),
+                f"{self._called} takes {' or '.join(allowed or ())}, or auto",
+            ),
+            ("baseline", uses_group and self.baseline != "group", "only reinforce_pp has a choice: leave it out"),
+            (
+                "aggregation_tokens",
+                (self.aggregation == "constant") != (self.aggregation_tokens is not None),
                 "only aggregation 'constant' uses it, and needs it: give both or neither",
-            )
-        if self.ratio == "sequence" and self.uses_critic:
-            raise ConfigError(
-                "algorithm.ratio",
-                self.ratio,
+            ),
+            (
+                "ratio",
+                self.ratio == "sequence" and self.uses_critic,
                 f"a critic gives every token its own advantage: use 'token' with {self._called}",
-            )
-        if self.proximal == "behaviour" and self.importance.endswith("_truncate"):
-            raise ConfigError(
-                "algorithm.importance",
-                self.importance,
-                "the ratio to the behaviour policy is already the importance weight: set proximal to "
-                "'recomputed', or importance to 'none' or a mask",
-            )
-        if self.importance_floor and not self.importance.endswith("_mask"):
-            raise ConfigError(
-                "algorithm.importance_floor", self.importance_floor, "only a mask has a floor: set importance to one"
-            )
-        if self.zero_variance == "drop" and (self.uses_critic or self.baseline == "batch"):
-            raise ConfigError(
-                "algorithm.zero_variance",
-                self.zero_variance,
-                f"{'a batch baseline' if not self.uses_critic else self._called} learns from such groups: use 'keep'",
-            )
+            ),
+            (
+                "importance",
+                no_ratio_left,
+                "the ratio to the behaviour policy is already the importance weight: set proximal to 'recomputed', or "
+                "importance to 'none' or a mask",
+            ),
+            (
+                "importance_floor",
+                self.importance_floor > 0 and not self.importance.endswith("_mask"),
+                "only a mask has a floor: set importance to one",
+            ),
+            (
+                "zero_variance",
+                self.zero_variance == "drop" and learns_from_equal,
+                f"{self._called if self.uses_critic else 'a batch baseline'} learns from such groups: use 'keep'",
+            ),
+        )
+        for key, is_wrong, remedy in problems:
+            if is_wrong:
+                raise ConfigError(f"algorithm.{key}", getattr(self, key), remedy)
 
     @property
     def estimator(self) -> str:
@@ -223,41 +221,29 @@ def _find(key: str, registry: Registry[Any], name: str) -> Any:
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """AdamW and its learning rate."""
 
-    lr: float | Literal["auto"] = "auto"
+    lr: Positive | Literal["auto"] = "auto"
     """Highest learning rate. `auto`: 3e-4 for the embedded model, 1e-6 for any other."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates of the means of gradients and of their squares."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """AdamW's ε, added to the root of the second mean."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """On matrices; biases and norms have none."""
-    grad_clip: float | None = 1.0
+    grad_clip: Positive | None = 1.0
     """Largest norm of the gradient. None: no clipping."""
     schedule: Schedule = "constant"
     """From the highest rate to `min_lr_ratio` of it over the run."""
-    min_lr_ratio: float = 0.0
+    min_lr_ratio: Share = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps of linear growth to the highest rate."""
-    critic_lr: float | None = None
+    critic_lr: Positive | None = None
     """For gae. None: ten times `lr`, because the critic's head starts at zero."""
 
     def __post_init__(self) -> None:
-        if self.lr != "auto":
-            check_number("optimizer.lr", self.lr, above=0)
-        if not isinstance(self.betas, list | tuple) or len(self.betas) != 2:
-            raise ConfigError("optimizer.betas", self.betas, "give two numbers, such as [0.9, 0.95]")
-        for beta in self.betas:
-            check_number("optimizer.betas", beta, low=0)
-            if beta >= 1:
-                raise ConfigError("optimizer.betas", self.betas, "each must be below 1")
         check_fields(self, "optimizer.")
-        check_number("optimizer.eps", self.eps, above=0)
-        check_number("optimizer.weight_decay", self.weight_decay, low=0)
-        check_number("optimizer.grad_clip", self.grad_clip, above=0, optional=True)
-        check_number("optimizer.critic_lr", self.critic_lr, above=0, optional=True)
-        check_share("optimizer.min_lr_ratio", self.min_lr_ratio)
-        check_integer("optimizer.warmup_steps", self.warmup_steps, low=0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError("optimizer.betas", self.betas, "give two numbers from 0 to below 1, such as [0.9, 0.95]")
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -266,16 +252,15 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     There is no dropout: with it, training would see different log-probabilities than the engine sampled with.
     """
 
-    rank: int = 16
+    rank: Count = 16
     """Rank of an adapter's two matrices."""
-    alpha: float = 32.0
+    alpha: Positive = 32.0
     """An adapter's output is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
     """The modules that get adapters, in peft's notation."""
 
     def __post_init__(self) -> None:
-        check_integer("model.lora.rank", self.rank, low=1)
-        check_number("model.lora.alpha", self.alpha, above=0)
+        check_fields(self, "model.lora.")
 
 
 def describe(config: AlgorithmConfig) -> str:

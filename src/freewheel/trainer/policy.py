@@ -203,40 +203,36 @@ class Policy:
     def can_pack(self) -> bool:
         """Whether sequences packed into one row do. If so, the model accepts such rows from now on."""
         if all(use_tree_attention(model) for model in (self.plain, self._computing_model())):
-            (alone,) = micro_batches(
-                _probe_samples(self.vocabulary, N_RESPONSE["packed"]), 4 * (N_PROMPT + N_RESPONSE["packed"])
-            )
-            if self._agree(alone, probe_batch(self.vocabulary, packed=True)) and self._packs_in_dtype():
+            n_tokens = N_RESPONSE["packed"]
+            (padded,) = micro_batches(_probe_samples(self.vocabulary, n_tokens), 4 * (N_PROMPT + n_tokens))
+            alone, packed = (probe_batch(self.vocabulary, packed=True, share=share) for share in (False, True))
+            if self._agree(padded, packed) and self._agree(alone, packed, plain=False):
                 return True
             log.warning("%s does not support packed rows: rows are padded, which is slower", type(self.plain).__name__)
         self.leave_trees()
         return False
 
     @torch.no_grad()
-    def _agree(self, *batches: MicroBatch) -> bool:
-        """Compare the plain model's log-probabilities. In float32 if its weights are: rounding must hide nothing."""
-        rounded = self.lora is not None
-        found = []
-        try:
-            for batch in batches:
-                batch = batch.to(self.device)
-                with autocast(self.device, self.dtype) if rounded else nullcontext():
-                    logits = self.plain(**batch.decoder_inputs(), use_cache=False).logits
-                log_p = logits.flatten(0, 1)[batch.positions].float().log_softmax(-1)
-                found.append(log_p.gather(-1, batch.targets[:, None]))
-        except REFUSALS:
-            return False
-        return bool((found[0] - found[1]).abs().max() <= TOLERANCE[self.dtype if rounded else torch.float32])
+    def _agree(self, *batches: MicroBatch, plain: bool = True) -> bool:
+        """Compare the log-probabilities of two batches.
 
-    @torch.no_grad()
-    def _packs_in_dtype(self) -> bool:
-        """Try packed rows again in the precision of the computation, whose kernels do not support every head."""
-        alone, packed = (probe_batch(self.vocabulary, packed=True, share=share) for share in (False, True))
+        `plain`: those of the plain model, in float32 if its weights are, because rounding must hide nothing. Otherwise
+        in the precision of the computation, whose kernels do not support every head.
+        """
+        rounded = self.lora is not None or not plain
         try:
-            gap = self.logprobs(alone.to(self.device))[0] - self.logprobs(packed.to(self.device))[0]
+            one, other = (self._try(batch.to(self.device), plain=plain) for batch in batches)
         except REFUSALS:
             return False
-        return float(gap.abs().max()) <= TOLERANCE[self.dtype]
+        return bool((one - other).abs().max() <= TOLERANCE[self.dtype if rounded else torch.float32])
+
+    def _try(self, batch: MicroBatch, *, plain: bool) -> Tensor:
+        if not plain:
+            return self.logprobs(batch)[0]
+        with autocast(self.device, self.dtype) if self.lora is not None else nullcontext():
+            logits = self.plain(**batch.decoder_inputs(), use_cache=False).logits
+        log_p: Tensor = logits.flatten(0, 1)[batch.positions].float().log_softmax(-1)
+        return log_p.gather(-1, batch.targets[:, None])
 
     def leave_trees(self) -> None:
         """Return to padded rows."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
@@ -82,20 +81,6 @@ class ShardedBackend(Backend, Protocol):
         May run during training: it does not communicate with other ranks.
         """
 
-    def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-        """Load files that `write_state` wrote on any number of ranks, or that a backend of one process wrote."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of writing one rank's part of a checkpoint."""
-
-    name: str = ""
-    """The file's name. Empty if the rank has no part or could not write it."""
-    errno: int = 0
-    error: str = ""
-    """Why writing failed."""
-
 
 class Asked(Protocol):
     """A command that was sent to the other ranks."""
@@ -146,21 +131,16 @@ class Leader:
     def _write(self, number: int, own: BackendState, folder: Path) -> None:
         """A full disk fails the checkpoint and nothing else."""
         asked = self._others.ask("write", number, folder)
-        written = _written(self.backend, own, folder)
+        written = _write_shard(self.backend, own, folder)
         for rank, result in enumerate([written, *self._answered(asked)]):
-            if result.error:
-                raise ShardsNotWritten(result.errno, f"rank {rank}: {result.error}")
-            if result.name and not (folder / result.name).is_file():
+            if isinstance(result, ShardsNotWritten):
+                raise ShardsNotWritten(result.errno, f"rank {rank}: {result.strerror}")
+            if result and not (folder / result).is_file():
                 raise ShardsNotWritten(
                     errno.ENOENT,
                     f"rank {rank}: rank 0 cannot see its file: run_dir must be on a file system that "
                     "all machines of the training share",
                 )
-
-    def load_state(self, state: BackendState) -> None:
-        if state.write is not None:
-            raise DataError("this state is sharded: write it to a folder, and load its files")
-        self._together(partial(self.backend.load_state, state), "load_state", state)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         self._together(partial(self.backend.load_files, files, values), "load_files", files, values)
@@ -203,11 +183,12 @@ class Leader:
             self._fail(lost)
 
 
-def _written(backend: ShardedBackend, state: BackendState, folder: Path) -> Written:
+def _write_shard(backend: ShardedBackend, state: BackendState, folder: Path) -> str | ShardsNotWritten:
+    """Return the name of the file, empty if the rank has no part of the state, or why it cannot be written."""
     try:
-        return Written(backend.write_state(state, folder))
+        return backend.write_state(state, folder)
     except Exception as error:  # noqa: BLE001  # safetensors has its own errors; training continues in any case
-        return Written(errno=getattr(error, "errno", None) or errno.EIO, error=f"{type(error).__name__}: {error}")
+        return ShardsNotWritten(getattr(error, "errno", None) or errno.EIO, f"{type(error).__name__}: {error}")
 
 
 class Follower:
@@ -219,16 +200,14 @@ class Follower:
 
     def obey(self, command: str, *args: Any) -> Any:
         """Run a command. An error that all ranks raise is logged, because rank 0 raises it. Other errors are raised."""
-        special: dict[str, Callable[..., Any]] = {"step": self._step, "state": self._state, "write": self._write}
+        own: Callable[..., Any] | None = getattr(self, f"_{command}", None)
         try:
-            return special[command](*args) if command in special else self._call(command, *args)
+            if own is not None:
+                return own(*args)
+            getattr(self._backend, command)(*args)  # rank 0 has the complete result, so none is returned
         except ALIKE as error:
             log.warning("%s: %s", command, error)
-            return None
-
-    def _call(self, command: str, *args: Any) -> None:
-        """Call the backend's method of that name. Rank 0 has the complete result, so none is returned."""
-        getattr(self._backend, command)(*args)
+        return None
 
     def _step(self, groups: EncodedGroups, version: int | None, step: int, total_steps: int) -> None:
         self._backend.step(groups.decode(), version=version, step=step, total_steps=total_steps)
@@ -238,8 +217,8 @@ class Follower:
         for old in sorted(self._states)[:-KEPT_STATES]:
             del self._states[old]
 
-    def _write(self, number: int, folder: Path) -> Written:
-        return _written(self._backend, self._states.pop(number), folder)
+    def _write(self, number: int, folder: Path) -> str | ShardsNotWritten:
+        return _write_shard(self._backend, self._states.pop(number), folder)
 
 
 class Pulse:

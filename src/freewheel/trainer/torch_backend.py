@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.data.group import Array, PromptGroup
-from freewheel.errors import ConfigError, DataError
+from freewheel.errors import DataError
 from freewheel.trainer.advantages import estimate, gae, whiten
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, packed_batches
@@ -41,6 +41,7 @@ from freewheel.trainer.metrics import Tally, rollout_metrics
 from freewheel.trainer.optim import Optimizer, lr_factor
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.policy import Policy
+from freewheel.trainer.sharded_checkpoint import read_shards
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ CRITIC_LR_FACTOR = 10.0
 worse than values that fluctuate."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Part:
     """A micro-batch on the device, with everything computed before the first update of the step."""
 
@@ -78,7 +79,6 @@ class TorchBackend:
         *,
         algorithm: AlgorithmConfig | None = None,
         optimizer: OptimizerConfig | None = None,
-        lr: float | None = None,
         device: str | torch.device = "cpu",
         dtype: Precision = "auto",
         lora: LoraConfig | None = None,
@@ -91,13 +91,14 @@ class TorchBackend:
     ) -> None:
         """`model`: a Hugging Face causal language model, which the backend takes over.
 
-        `lr`: the rate to use for `optimizer.lr = auto`. `compile`: use torch.compile for the decoder's layers; a
-        failure is a warning. `share_prompts`: compute a group's prompt once for several responses if that is cheaper
-        and the model supports it. `temperature`: that of sampling, so that log-probabilities match.
+        `compile`: use torch.compile for the decoder's layers; a failure is a warning. `share_prompts`: compute a
+        group's prompt once for several responses if that is cheaper and the model supports it. `temperature`: that of
+        sampling, so that log-probabilities match.
         """
         self._algorithm = algorithm or AlgorithmConfig()
         self._config = optimizer or OptimizerConfig()
-        self._lr = _learning_rate(self._config, lr)
+        assert self._config.lr != "auto", "the configuration of a run knows the rate"
+        self._lr = self._config.lr
         self._critic_lr = self._config.critic_lr or CRITIC_LR_FACTOR * self._lr
         self._device = torch.device(device)
         self._loss = self._algorithm.find_loss()
@@ -178,50 +179,42 @@ class TorchBackend:
             for samples in mini_batches(groups, advantages, a)
         ]
         several = a.updates_per_batch * len(minis) > 1
+        parts = [part for mini in minis for part in mini]
         with torch.no_grad():
-            for parts in minis:
-                for i, part in enumerate(parts):
-                    if a.proximal == "recomputed" and several:
-                        part = replace(part, proximal=self.policy.logprobs(part.batch)[0])
-                    if self._reference is not None:
-                        part = replace(part, reference=self._reference.logprobs(part.batch)[0])
-                    if self._critic is not None:
-                        part = replace(part, values=self._critic(part.batch))
-                    parts[i] = part
-        return self._with_gae(minis) if a.uses_critic else minis
+            for part in parts:
+                if a.proximal == "recomputed" and several:
+                    part.proximal = self.policy.logprobs(part.batch)[0]
+                if self._reference is not None:
+                    part.reference = self._reference.logprobs(part.batch)[0]
+                if self._critic is not None:
+                    part.values = self._critic(part.batch)
+        if a.uses_critic and parts:
+            self._add_gae(parts)
+        return minis
 
     def _micro_batches(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         if self._packed:
             return packed_batches(samples, self._budget, share=self._share_prompts)
         return micro_batches(samples, self._budget, self._share)
 
-    def _with_gae(self, minis: list[list[Part]]) -> list[list[Part]]:
-        flat = [part for parts in minis for part in parts]
-        values = [part.values for part in flat if part.values is not None]
-        found = iter(self._token_advantages([part.batch for part in flat], values))
-        return [[self._with_advantages(part, *next(found)) for part in parts] for parts in minis]
-
-    def _with_advantages(self, part: Part, advantages: Tensor, returns: Tensor) -> Part:
-        batch = replace(part.batch, advantages=advantages.to(self._device))
-        return replace(part, batch=batch, returns=returns.to(self._device))
-
-    def _token_advantages(self, batches: Sequence[MicroBatch], values: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Return (advantages, returns) [T] of each micro-batch of the step.
+    def _add_gae(self, parts: Sequence[Part]) -> None:
+        """Set the advantages and returns of all micro-batches of the step.
 
         With `batch_std`, advantages are normalised over all tokens of all micro-batches, those of other ranks included.
         """
-        if not batches:
-            return []
-        found = [token_gae(batch, one, self._algorithm) for batch, one in zip(batches, values, strict=True)]
-        advantages = [one for one, _ in found]
+        found = [token_gae(part, self._algorithm) for part in parts]
+        advantages = np.concatenate([one for one, _ in found])
         if self._algorithm.normalisation == "batch_std":
-            by_rank = self._gather(np.concatenate(advantages))
-            own = np.split(whiten(np.concatenate(by_rank)), np.cumsum([len(one) for one in by_rank])[:-1])[self._rank]
-            advantages = np.split(own, np.cumsum([len(one) for one in advantages])[:-1])
-        return [
-            (torch.from_numpy(a.astype(np.float32)), torch.from_numpy(r.astype(np.float32)))
-            for a, (_, r) in zip(advantages, found, strict=True)
-        ]
+            by_rank = self._gather(advantages)
+            ends = np.cumsum([len(one) for one in by_rank])[:-1]
+            advantages = np.split(whiten(np.concatenate(by_rank)), ends)[self._rank]
+        own = np.split(advantages, np.cumsum([len(one) for one, _ in found])[:-1])
+        for part, one, (_, returns) in zip(parts, own, found, strict=True):
+            part.batch = replace(part.batch, advantages=self._tensor(one))
+            part.returns = self._tensor(returns)
+
+    def _tensor(self, values: Array) -> Tensor:
+        return torch.from_numpy(values.astype(np.float32)).to(self._device)
 
     def _update(
         self,
@@ -331,7 +324,11 @@ class TorchBackend:
     def _state_values(self) -> dict[str, Any]:
         return {"algorithm": self._algorithm.name, "nonfinite": self._nonfinite}
 
+    def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
+        self.load_state(BackendState(tensors=read_shards(files), values=values))
+
     def load_state(self, state: BackendState) -> None:
+        """Load the result of `state`. Raises `DataError` if it belongs to another model or other settings."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in state.tensors.items():
             part, _, inner = name.partition("/")
@@ -344,10 +341,9 @@ class TorchBackend:
             given = parts.get(part, {})
             if isinstance(target, Optimizer):
                 target.load(given)
-            else:
-                with torch.no_grad():
-                    for name, parameter in target.items():
-                        parameter.copy_(given[name])
+                continue
+            for name, parameter in target.items():
+                parameter.detach().copy_(given[name])
         self._nonfinite = int(state.values["nonfinite"])
 
     def _stateful(self) -> dict[str, Optimizer | dict[str, Any]]:
@@ -359,14 +355,6 @@ class TorchBackend:
             found["critic"] = dict(self._critic.named_parameters())
             found["critic_optimizer"] = self._critic_optimizer
         return found
-
-
-def _learning_rate(config: OptimizerConfig, resolved: float | None) -> float:
-    if resolved is not None:
-        return resolved
-    if config.lr == "auto":
-        raise ConfigError("optimizer.lr", config.lr, "give a number here, or the resolved rate to the backend")
-    return config.lr
 
 
 def _logprob_gap(logp: Tensor, batch: MicroBatch, version: int) -> Tally:
@@ -437,14 +425,16 @@ class Critic(nn.Module):
         return values
 
 
-def token_gae(batch: MicroBatch, values: Tensor, config: AlgorithmConfig) -> tuple[Array, Array]:
+def token_gae(part: Part, config: AlgorithmConfig) -> tuple[Array, Array]:
     """Return (advantages, returns) [T]: GAE with the reward on each response's last own token."""
+    batch = part.batch
     if not batch.n_sequences:
         return np.zeros(0), np.zeros(0)
+    assert part.values is not None
     lengths = np.array(batch.lengths)
     present = np.arange(lengths.max())[None, :] < lengths[:, None]
     padded, rewards = np.zeros(present.shape), np.zeros(present.shape)
-    padded[present] = values.double().cpu().numpy()
+    padded[present] = part.values.double().cpu().numpy()
     rewards[np.arange(len(lengths)), lengths - 1] = batch.rewards
     advantages, returns = gae(rewards, padded, present, gamma=config.gamma, lam=config.lam)
     return advantages[present], returns[present]

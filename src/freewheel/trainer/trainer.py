@@ -32,8 +32,9 @@ from freewheel.observe.spans import ELAPSED, Spans
 from freewheel.queue.client import QueueClient
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
-from freewheel.trainer.backend import Backend, BackendState, Evaluate, NonFiniteLoss, Publisher, Row, Saver
+from freewheel.trainer.backend import Backend, BackendState, Evaluate, NonFiniteLoss, Publisher, Row
 from freewheel.trainer.background import BackgroundEvaluation, CheckpointWriter
+from freewheel.trainer.checkpoint import RunSaver
 from freewheel.utils.waiting import unless_failed, unless_stopped
 
 log = logging.getLogger("freewheel.trainer")
@@ -58,8 +59,6 @@ class Schedule:
     eval_at_start: bool
     save_every: int | None = None
     eval_every: int | None = None
-    publish_timeout_s: float = 120.0
-    """How long an evaluation waits until its version reaches the engines."""
 
     def saves(self, step: int, *, since: int) -> bool:
         """Whether a checkpoint became due after step `since`. It is then written at the end of a version."""
@@ -109,7 +108,7 @@ class FullyAsyncTrainer:
         backend: Backend,
         queue: QueueClient,
         publisher: Publisher,
-        saver: Saver,
+        saver: RunSaver,
         evaluate: Evaluate,
         bounds: Bounds,
         schedule: Schedule,
@@ -158,7 +157,6 @@ class FullyAsyncTrainer:
             evaluate=evaluate,
             disk=self._disk,
             add_row=lambda row: self.rows.append(row),
-            publish_timeout_s=schedule.publish_timeout_s,
             keep_best=keep_best,
         )
 
