@@ -21,7 +21,8 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -191,7 +192,7 @@ class Run:
     @property
     def status(self) -> Status:
         """`running`, `finished`, `stopped` (it can be resumed), or `failed` (known only in the process that ran it)."""
-        if self._live is not None and self._live.is_running:
+        if self._live is not None and not self._live.end.done():
             return "running"
         if self._live is not None and self._live.result is not None:
             return self._live.result.outcome
@@ -220,9 +221,8 @@ class Run:
         found: dict[int, dict[str, Any]] = {}
         for kind in ("step", "eval"):
             for row in read_metrics(self.run_dir, kind):
-                found[row["step"]] = {key: one for key, one in row.items() if key != "kind"} | found.get(
-                    row["step"], {}
-                )
+                del row["kind"]
+                found[row["step"]] = row | found.get(row["step"], {})
         return [found[step] for step in sorted(found)]
 
     def to_pandas(self) -> Any:
@@ -272,8 +272,8 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> Run:
         """Wait for a run in the background and return it. Raises what `train` would. After `timeout_s` a run that still
         goes is returned as it is."""
-        if self._live is not None and self._live.ended.wait(timeout_s):
-            self._live.raise_refusal()
+        if self._live is not None and futures.wait([self._live.end], timeout_s).done:
+            self._live.end.result()  # raises what kept the run from starting
             if self.status == "failed":
                 raise RunFailed(self, self.error)
         return self
@@ -289,7 +289,7 @@ class Run:
         if show not in (None, "auto", "plain", "off"):
             raise ConfigError("show", show, "choose auto, plain or off")
         with _ONE_AT_A_TIME:
-            if (other := _LiveRun.current) is not None and not other.ended.is_set():
+            if (other := _LiveRun.current) is not None and not other.end.done():
                 raise FreewheelError(f"this process already trains {other.run_dir}: wait for it or stop it first")
             try:
                 files.write(self.run_dir)
@@ -369,27 +369,21 @@ class _LiveRun:
         from freewheel.dashboard.terminal import view
 
         self.run_dir = request.config.run_dir
-        self.result: RunResult | None = None
-        self.ended = threading.Event()
+        self.end: Future[RunResult] = Future()
         self._request, self._plan, self._objects, self._files = request, plan, objects, files
         self._shown: Any = _NoView() if show == "off" else view(plain=show == "plain")
-        self._refusal: BaseException | None = None
         self._main: FullyAsyncMain | None = None
         self._stops = 0
         self._lock = threading.Lock()
 
     @property
-    def is_running(self) -> bool:
-        return not self.ended.is_set()
+    def result(self) -> RunResult | None:
+        """How the run ended; None while it lasts, or if it was refused."""
+        return self.end.result() if self.end.done() and self.end.exception() is None else None
 
     @property
     def page(self) -> str:
         return str(self._shown.page)
-
-    def raise_refusal(self) -> None:
-        """Raise what kept the run from beginning."""
-        if self._refusal is not None:
-            raise self._refusal
 
     def run_here(self) -> None:
         """Block until the end. Ctrl-C ends the run after its step, whichever thread it is in."""
@@ -398,9 +392,9 @@ class _LiveRun:
                 self._run()
             return
         self.start_thread()
-        while not self.ended.is_set():
+        while not self.end.done():
             try:
-                self.ended.wait()
+                futures.wait([self.end])
             except KeyboardInterrupt:
                 self.request_stop()
 
@@ -411,7 +405,7 @@ class _LiveRun:
 
     def _stop_with_program(self) -> None:
         main = threading.main_thread()
-        while main.is_alive() and not self.ended.is_set():
+        while main.is_alive() and not self.end.done():
             main.join(1.0)
         self.request_stop()
 
@@ -430,12 +424,10 @@ class _LiveRun:
     def _run(self) -> None:
         try:
             with kept_in_memory(self._objects):
-                self.result = drive(self._request, self._plan, self._shown, began=self._began)
-        except BaseException as error:  # noqa: BLE001  # raised to whoever waits for the run
-            self._refusal = error
+                self.end.set_result(drive(self._request, self._plan, self._shown, began=self._began))
+        except BaseException as error:  # noqa: BLE001  # raised to the caller who waits for the run
             self._files.discard()
-        finally:
-            self.ended.set()
+            self.end.set_exception(error)
 
 
 def _has_loop() -> bool:
@@ -563,8 +555,8 @@ class _OwnFiles:
     def __init__(self) -> None:
         self._given: dict[str, Any] = {}
         self._folder: Path | None = None
-        self._made: Path | None = None
-        """The topmost folder that `write` created."""
+        self._created: list[Path] = []
+        """Folders that `write` created, outer ones first."""
         self._counts: dict[str, int] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -590,7 +582,7 @@ class _OwnFiles:
         if not self._given:
             return
         self._folder = folder
-        self._made = next((path for path in (*reversed(folder.parents), folder) if not path.exists()), None)
+        self._created = [path for path in (*reversed(folder.parents), folder, folder / "data") if not path.exists()]
         private_folder(folder)
         for key, value in self._given.items():
             path = folder / OWN_FILES[key]
@@ -609,14 +601,9 @@ class _OwnFiles:
         for key in self._given:
             path = self._folder / OWN_FILES[key]
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # something else lies there
-            (self._folder / "data").rmdir()
-        if self._made is not None:
-            for path in (self._folder, *self._folder.parents):
-                with contextlib.suppress(OSError):
-                    path.rmdir()
-                if path == self._made:
-                    break
+        for path in reversed(self._created):
+            with contextlib.suppress(OSError):  # something else is in it
+                path.rmdir()
 
 
 def _as_lines(key: str, rows: Iterable[Any]) -> list[bytes]:

@@ -30,7 +30,7 @@ def arguments_of(*, gpus: int = 0, longest: int = 100, **sections: Any) -> dict[
     config = to_config({"model": {"path": "some/model"}, "data": {"task": "gsm8k"}, "rollout": rollout, **sections})
     machine = Machine(cpus=2, memory_bytes=8 << 30, gpus=(Gpu(name="one", memory_bytes=GPU_BYTES),) * gpus)
     return factory.engine_arguments(
-        engine_settings(config, resolve(config, machine), "/models/one", 1),
+        engine_settings(config, resolve(config, machine), model_path="/models/one", longest_tokens=1),
         MODEL,
         max_model_len=longest,
         known=KNOWN,

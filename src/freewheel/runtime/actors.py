@@ -61,6 +61,8 @@ class _ComponentActor:
         attach_log(run_dir, name)
         self._name, self._run_dir = name, run_dir
         self._actors = ActorDirectory()
+        self._part: Any = None
+        """The component, once it is open."""
 
     async def connect(self, handles: Mapping[str, Any]) -> None:
         """Receive the other actors, or their successors."""
@@ -69,6 +71,13 @@ class _ComponentActor:
     async def process(self) -> tuple[int, str]:
         """Return the process id and the Ray node."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    async def stats(self) -> dict[str, Any]:
+        return {} if self._part is None else dict(self._part.stats())
+
+    async def rows(self) -> list[Any]:
+        """Return the component's records since the last call."""
+        return [] if self._part is None else list(self._part.drain_rows())
 
     async def close(self) -> None:
         """The last call."""
@@ -119,8 +128,6 @@ class QueueActor(_ComponentActor):
 class SynchronizerActor(_ComponentActor):
     """Holds a `ParameterSynchronizer`."""
 
-    _sync: Any = None
-
     async def open(
         self, config: TrainConfig, rollouters: dict[str, Any], version: int, versions: Mapping[str, int] | None
     ) -> None:
@@ -129,33 +136,26 @@ class SynchronizerActor(_ComponentActor):
 
         start_recording(config.observe, self._run_dir, self._name)
         replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
-        self._sync = synchronizer(config, replicas, remote_queue(self._actors), version=version, versions=versions)
+        self._part = synchronizer(config, replicas, remote_queue(self._actors), version=version, versions=versions)
 
     async def run(self) -> None:
-        await self._sync.run()
+        await self._part.run()
 
     async def announce(self) -> None:
-        if self._sync is not None:
-            await self._sync.announce()
+        if self._part is not None:
+            await self._part.announce()
 
     async def submit(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> Any:
-        return await self._sync.submit(version, weights, checksum, n_bytes)
+        return await self._part.submit(version, weights, checksum, n_bytes)
 
     async def prime(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> Any:
-        return await self._sync.prime(version, weights, checksum, n_bytes)
+        return await self._part.prime(version, weights, checksum, n_bytes)
 
     async def wait_published(self, version: int, wait_s: float) -> bool:
-        return bool(await self._sync.wait_published(version, wait_s=wait_s))
+        return bool(await self._part.wait_published(version, wait_s=wait_s))
 
     async def join(self, name: str, handle: Any) -> None:
-        await self._sync.join(name, RemoteReplica(handle))
-
-    async def stats(self) -> dict[str, Any]:
-        return {} if self._sync is None else dict(self._sync.stats())
-
-    async def rows(self) -> list[dict[str, Any]]:
-        """Return the records of weight syncs since the last call."""
-        return [] if self._sync is None else list(self._sync.drain_rows())
+        await self._part.join(name, RemoteReplica(handle))
 
 
 class RollouterActor(_ComponentActor):
@@ -176,7 +176,6 @@ class RollouterActor(_ComponentActor):
         receive_in_memory(objects)
         self._settings = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
         self._observe = config.observe
-        self._rollouter: Any = None
         self._closing = asyncio.Event()
 
     async def open(self) -> dict[str, Any]:
@@ -185,14 +184,14 @@ class RollouterActor(_ComponentActor):
 
         start_recording(self._observe, self._run_dir, self._name, samples=True)
         self._side = RolloutSide(**self._settings)
-        self._rollouter = self._side.rollouter(remote_queue(self._actors))
+        self._part = self._side.rollouter(remote_queue(self._actors))
         gc.freeze()  # imported modules and the model are no garbage: collections need not visit them
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
 
     async def run(self) -> None:
         """Run until `close`. With nothing left to generate, the last sync and evaluation still need this process."""
         async with self._dying_with_engine():
-            await self._rollouter.run()
+            await self._part.run()
         await self._closing.wait()
 
     @asynccontextmanager
@@ -203,7 +202,7 @@ class RollouterActor(_ComponentActor):
         except EngineDied as error:
             log.error("The engine died, so this process ends: %s", error)
             with suppress(Exception):  # leftovers would get in the way of the next engine
-                await self._rollouter.close()
+                await self._part.close()
             end_recording()
             os._exit(_ENGINE_DIED)
 
@@ -213,12 +212,12 @@ class RollouterActor(_ComponentActor):
         except OwnerDiedError as error:
             raise WeightsGone(str(error).splitlines()[0]) from error
         async with self._dying_with_engine():
-            checksum: int | None = await self._rollouter.load_weights(version, loaded, verify=verify)
+            checksum: int | None = await self._part.load_weights(version, loaded, verify=verify)
         return checksum
 
     async def tickets(self) -> list[Ticket]:
         """Return the tickets of all groups in progress, for a restarted queue."""
-        return [] if self._rollouter is None else list(self._rollouter.tickets())
+        return [] if self._part is None else list(self._part.tickets())
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
         """Evaluate this replica's share of the held-out prompts."""
@@ -226,14 +225,11 @@ class RollouterActor(_ComponentActor):
             result: EvalResult | None = await self._side.evaluate(share, shares)
         return result
 
-    async def stats(self) -> dict[str, Any]:
-        return {} if self._rollouter is None else dict(self._rollouter.stats())
-
     async def close(self) -> None:
         self._closing.set()
-        if self._rollouter is not None:
-            await self._rollouter.stop()
-            await self._rollouter.close()
+        if self._part is not None:
+            await self._part.stop()
+            await self._part.close()
         await super().close()
 
 
@@ -258,7 +254,6 @@ class TrainerActor(_ComponentActor):
         self._config, self._plan = config, plan
         self._rank_options = rank_options
         self._ranks: Ranks | None = None
-        self._trainer: Any = None
         self._stop_requested = False
 
     async def open(self, replicas: Sequence[str]) -> str:
@@ -274,9 +269,9 @@ class TrainerActor(_ComponentActor):
             self._side = TrainSide(**self._settings)
         self._replicas = list(replicas)
         self._publisher = RemotePublisher(self._actors)
-        self._trainer = self._side.trainer(remote_queue(self._actors), self._publisher, self._evaluate)
+        self._part = self._side.trainer(remote_queue(self._actors), self._publisher, self._evaluate)
         if self._stop_requested:
-            self._trainer.request_stop()
+            self._part.request_stop()
         gc.freeze()
         return self._side.backend.describe()
 
@@ -292,11 +287,11 @@ class TrainerActor(_ComponentActor):
         return evaluation_metrics(await asyncio.gather(*shares))
 
     async def run(self) -> str:
-        return str(await self._trainer.run())
+        return str(await self._part.run())
 
     async def publish_again(self) -> None:
         """Send the last weights to a restarted synchronizer."""
-        if self._trainer is not None:
+        if self._part is not None:
             await self._publisher.publish_again()
 
     async def ranks(self) -> dict[str, tuple[int, str]]:
@@ -305,21 +300,15 @@ class TrainerActor(_ComponentActor):
 
     async def request_stop(self) -> None:
         self._stop_requested = True
-        if self._trainer is not None:
-            self._trainer.request_stop()
+        if self._part is not None:
+            self._part.request_stop()
 
     async def export(self, folder: str) -> None:
         await asyncio.to_thread(self._side.export, folder)
 
-    async def stats(self) -> dict[str, Any]:
-        return {} if self._trainer is None else dict(self._trainer.stats())
-
-    async def rows(self) -> list[Any]:
-        return [] if self._trainer is None else list(self._trainer.drain_rows())
-
     async def close(self) -> None:
-        if self._trainer is not None:
-            self._trainer.close()
+        if self._part is not None:
+            self._part.close()
         if self._ranks is not None:
             self._ranks.close()
         await super().close()

@@ -62,7 +62,8 @@ if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
     from freewheel.data.tasks import Task
     from freewheel.queue.client import QueueClient
-    from freewheel.rollout.evaluation import EvalResult, HeldOutScore
+    from freewheel.rollout.engine import Engine
+    from freewheel.rollout.evaluation import EvalResult
     from freewheel.rollout.reward_functions import RewardFunction
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import Rollouter
@@ -166,17 +167,15 @@ def pad_token_id(tokenizer: Any) -> int:
     return 0
 
 
-def load_engine(
-    *, config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, version: int = 0, replica: int = 0
-) -> LoadedEngine:
-    """Load the engine with its model. `longest_tokens`: of the longest prompt."""
-    settings = engine_settings(config, plan, model_path, longest_tokens, version=version, replica=replica)
-    return find_engine(config.rollout.engine).load(settings)
+def load_engine(config: TrainConfig, plan: Plan, **given: Any) -> LoadedEngine:
+    """Load the engine with its model. `given`: see `engine_settings`."""
+    return find_engine(config.rollout.engine).load(engine_settings(config, plan, **given))
 
 
 def engine_settings(
-    config: TrainConfig, plan: Plan, model_path: str, longest_tokens: int, *, version: int = 0, replica: int = 0
+    config: TrainConfig, plan: Plan, *, model_path: str, longest_tokens: int, version: int = 0, replica: int = 0
 ) -> EngineSettings:
+    """`longest_tokens`: of the longest prompt. `version`: of the weights at `model_path`."""
     return EngineSettings(
         options=config.rollout,
         model_path=model_path,
@@ -213,8 +212,8 @@ class RolloutSide:
         self.prompts = source.train()
         self.held_out = source.held_out()
         loaded = load_engine(
-            config=config,
-            plan=plan,
+            config,
+            plan,
             model_path=model_path,
             longest_tokens=source.longest_tokens,
             version=version,
@@ -269,42 +268,58 @@ class RolloutSide:
 
     async def evaluate(self, share: int, shares: int) -> EvalResult | None:
         """Evaluate every `shares`-th held-out prompt with the engine's current weights. None: this share is empty."""
-        from freewheel.rollout.evaluation import evaluate
-        from freewheel.rollout.generation import Sampling
-
         places = range(share, len(self.held_out), shares)
         if not places:
             return None
-        settings = self.config.eval
-        async with held_out_score(self.reward, self.tokenizer, self.config) as score:
-            return await evaluate(
-                self.engine,
-                [self.held_out[place] for place in places],
-                score,
-                Sampling(
-                    n=settings.samples,
-                    max_new_tokens=self.plan.max_new_tokens,
-                    temperature=settings.temperature,
-                    stop_token_ids=self.stop_token_ids,
-                    seed=self.config.seed,
-                ),
-                timeout_s=self.config.async_training.generation_timeout,
-                ordinals=places,
-            )
+        return await evaluate_prompts(
+            self.config,
+            self.plan,
+            self.engine,
+            [self.held_out[place] for place in places],
+            self.reward,
+            tokenizer=self.tokenizer,
+            stop_token_ids=self.stop_token_ids,
+            ordinals=places,
+        )
 
 
-def held_out_score(function: RewardFunction, tokenizer: Any, config: TrainConfig) -> HeldOutScore:
-    """Return the scorer for evaluation: the reward function without judge and retries."""
-    from freewheel.rollout.evaluation import HeldOutScore
+async def evaluate_prompts(
+    config: TrainConfig,
+    plan: Plan,
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    function: RewardFunction,
+    *,
+    tokenizer: Any,
+    stop_token_ids: tuple[int, ...],
+    **options: Any,
+) -> EvalResult:
+    """Evaluate with the reward function alone, without judge and retries. `options`: see `evaluate`."""
+    from freewheel.rollout.evaluation import HeldOutScore, evaluate
+    from freewheel.rollout.generation import Sampling
 
     reward = config.reward
-    return HeldOutScore(
+    async with HeldOutScore(
         function,
         decode=decoder(tokenizer),
         workers=reward.workers,
         executor=reward.executor,
         timeout_s=reward.timeout_s,
-    )
+    ) as score:
+        return await evaluate(
+            engine,
+            prompts,
+            score,
+            Sampling(
+                n=config.eval.samples,
+                max_new_tokens=plan.max_new_tokens,
+                temperature=config.eval.temperature,
+                stop_token_ids=stop_token_ids,
+                seed=config.seed,
+            ),
+            timeout_s=config.async_training.generation_timeout,
+            **options,
+        )
 
 
 def evaluation_metrics(results: Sequence[EvalResult | None]) -> dict[str, float] | None:
@@ -578,19 +593,10 @@ async def open_queue(
     `in_flight` are then the rollouters' tickets. Waits while the journal's disk is full, or while another process
     writes the journal. Raises a `JournalError`.
     """
-    bounds = config.bounds
     if not config.journal.enabled:
         assert checkpoint is not None, "without a journal a queue cannot be restarted"
-        return OpenedQueue(
-            MessageQueue(
-                bounds=bounds,
-                total_prompts=total_prompts,
-                frontier=checkpoint.frontier,
-                version=checkpoint.version,
-                step=checkpoint.step,
-            ),
-            None,
-        )
+        start = msgspec.structs.asdict(checkpoint)
+        return OpenedQueue(MessageQueue(bounds=config.bounds, total_prompts=total_prompts, **start), None)
     work = partial(restore, total=total_prompts, checkpoint=checkpoint, in_flight=in_flight)
     notes: list[str] = []
     path = run_dir / JOURNAL
@@ -608,7 +614,7 @@ async def open_queue(
         ]
         writer, restored = await _restore_when_possible(path, work)
     queue = MessageQueue(
-        bounds=bounds,
+        bounds=config.bounds,
         total_prompts=total_prompts,
         journal=writer,
         restored=restored,

@@ -17,8 +17,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
-from freewheel.rollout.evaluation import EvalResult, evaluate
-from freewheel.rollout.generation import Sampling
+from freewheel.rollout.evaluation import EvalResult
 from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import MOST_SLOTS, Machine
@@ -116,27 +115,22 @@ async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -
     function = load_reward(config.reward.function, source.task)
     with _engine_errors_by_flag(config):
         loaded = load_engine(
-            config=config,
-            plan=replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
+            config,
+            replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
             model_path=building.model_folder(config),
             longest_tokens=source.longest_tokens,
         )
     try:
-        async with building.held_out_score(function, tokenizer, config) as score:
-            return await evaluate(
-                loaded.engine,
-                prompts,
-                score,
-                Sampling(
-                    n=config.eval.samples,
-                    max_new_tokens=plan.max_new_tokens,
-                    temperature=config.eval.temperature,
-                    stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
-                    seed=config.seed,
-                ),
-                timeout_s=config.async_training.generation_timeout,
-                keep_responses=keep_responses,
-            )
+        return await building.evaluate_prompts(
+            config,
+            plan,
+            loaded.engine,
+            prompts,
+            function,
+            tokenizer=tokenizer,
+            stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
+            keep_responses=keep_responses,
+        )
     finally:
         await loaded.engine.close()
 

@@ -18,7 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,29 +136,25 @@ class FullyAsyncMain:
     @contextmanager
     def _own_run_dir(self) -> Iterator[list[Sink]]:
         """Lock the run directory, and write configuration and log into it. A refused start leaves no run behind."""
-        lock, sinks = RunLock(self.run_dir), list[Sink]()
-        try:
-            lock.acquire()
-            sinks += self._open_sinks()
-            write_config(self.config)
-            attach_log(self.run_dir, "main")
-            start_recording(self.config.observe, self.run_dir, "main")
-        except (OSError, RunLocked, ConfigError) as error:
-            for sink in sinks:
-                sink.close()
-            lock.release()
-            if isinstance(error, ConfigError):
-                raise
-            remedy = str(error)
-            if isinstance(error, OSError):
-                remedy = f"it cannot be written ({error.strerror}): give another folder"
-            raise ConfigError("run_dir", str(self.run_dir), remedy) from error
-        try:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(RunLock(self.run_dir))
+                with ExitStack() as unused:  # the recorder closes the sinks of a run that starts
+                    sinks = self._open_sinks()
+                    for sink in sinks:
+                        unused.callback(sink.close)
+                    write_config(self.config)
+                    attach_log(self.run_dir, "main")
+                    stack.callback(detach_log)
+                    start_recording(self.config.observe, self.run_dir, "main")
+                    stack.callback(end_recording)
+                    unused.pop_all()
+            except (OSError, RunLocked) as error:
+                remedy = str(error)
+                if isinstance(error, OSError):
+                    remedy = f"it cannot be written ({error.strerror}): give another folder"
+                raise ConfigError("run_dir", str(self.run_dir), remedy) from error
             yield sinks
-        finally:
-            end_recording()
-            detach_log()
-            lock.release()
 
     def _open_sinks(self) -> list[Sink]:
         observe = self.config.observe

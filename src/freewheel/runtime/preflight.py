@@ -193,7 +193,9 @@ def _check_engine(given: BinaryIO) -> bytes:
             source = Prompts(config, load_tokenizer(config))
             source.train()
             longest = source.longest_tokens
-        find_engine(config.rollout.engine).check(engine_settings(config, plan, model, longest))
+        find_engine(config.rollout.engine).check(
+            engine_settings(config, plan, model_path=model, longest_tokens=longest)
+        )
     except ConfigError as error:
         return pickle.dumps(error)
     return pickle.dumps(None)
