@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import signal
 import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -30,6 +30,7 @@ from freewheel.runtime.start import RunRequest, load_run, write_config
 from freewheel.utils.registry import find_object
 
 from .documents import DOCS, blocks
+from .ray_runs import count_steps, local_ray, wait_until
 
 ROOT = Path(__file__).parent.parent
 WAIT_S = 200.0
@@ -55,21 +56,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """One Ray for the runs of this module."""
-    import ray
-
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=128 << 20,
-        runtime_env={"env_vars": environment},
-    )
-    yield
-    ray.shutdown()
+    with local_ray():
+        yield
 
 
 class Drive:
@@ -155,15 +143,11 @@ def test_a_script_stopped_by_ctrl_c_saves_and_can_be_resumed_with_its_function_g
         "run = fw.Run('run').resume({'trainer.total_steps': run.steps + 1}, reward=lambda response, row: 1.0)\n"
         "print('END', run.status)\n"
     )
-    script = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "script.py"]
+    script = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        deadline = time.monotonic() + WAIT_S
-        while not (tmp_path / "run" / METRICS).exists() or '"kind":"step"' not in (
-            (tmp_path / "run" / METRICS).read_text().replace(" ", "")
-        ):
-            assert script.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        script.send_signal(signal.SIGINT)
+        wait_until(lambda: count_steps(tmp_path / "run") >= 1 or script.poll() is not None)
+        os.killpg(script.pid, signal.SIGINT)  # as a terminal does, to the whole group
         out, _ = script.communicate(timeout=WAIT_S)
     finally:
         script.kill()
@@ -373,12 +357,9 @@ def test_metrics_have_one_row_per_step_with_its_evaluation(elsewhere: Path, monk
 # -- examples ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
-def test_the_quickstart_script_learns(tmp_path: Path):
-    command = [sys.executable, str(ROOT / "examples/quickstart.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT_S)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(r"finished at step 20: mean score ([\d.]+) with .*final", done.stdout)
+def test_the_quickstart_script_learns(cluster: None, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(ROOT / "examples/quickstart.py"), run_name="__main__")
+    found = re.search(r"finished at step 20: mean score ([\d.]+) with .*final", capsys.readouterr().out)
     assert found and float(found[1]) > 0.5
 
 

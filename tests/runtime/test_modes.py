@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from freewheel.data.tasks.word_problems import TASK
+from freewheel.rollout.reward_stage import FatalRewardFailure
 
 from .pipeline import Finished, run_pipeline, small_config
 
@@ -137,3 +138,12 @@ async def test_streaming_trains_every_prompt_once_within_the_staleness_bound(
     assert found.queue["dropped_samples"] == 0
     for row in found.metrics:
         assert row["max_sample_age"] <= config.bounds.max_lag
+
+
+def broken(response: str, row: dict[str, Any]) -> float:
+    raise ZeroDivisionError("a bug in the reward function")
+
+
+async def test_a_failed_reward_ends_the_run_with_on_failure_raise(tmp_path: Path) -> None:
+    with pytest.raises(FatalRewardFailure, match="a bug in the reward function"):
+        await run_pipeline(small_config(reward={"on_failure": "raise"}), run_dir=tmp_path, reward=broken)

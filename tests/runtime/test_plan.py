@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
@@ -17,7 +19,7 @@ from freewheel.runtime import placement
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose, to_config
 from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
-from freewheel.runtime.placement import Gpu, Machine
+from freewheel.runtime.placement import Gpu, Machine, place_of, pools
 from freewheel.runtime.plan import Plan, render, resolve
 
 GIB = 1 << 30
@@ -44,20 +46,18 @@ def test_a_laptop_gets_one_replica_on_its_cpu():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "replicas", "trainer", "each"), [(1, 1, 0.5, 0.5), (2, 1, 1.0, 1.0), (4, 3, 1.0, 1.0), (8, 7, 1.0, 1.0)]
+    ("gpus", "wanted", "replicas", "trainer", "each"),
+    [
+        *((1, "auto", 1, 0.5, 0.5), (2, "auto", 1, 1.0, 1.0), (4, "auto", 3, 1.0, 1.0), (8, "auto", 7, 1.0, 1.0)),
+        *((1, 3, 3, 0.5, 0.5 / 3), (2, 2, 2, 1.0, 0.5), (3, 3, 3, 1.0, 0.5), (4, 7, 7, 1.0, 1 / 3)),
+    ],
 )
-def test_gpus_are_split_between_training_and_generation(gpus: int, replicas: int, trainer: float, each: float):
-    found = plan(machine(*[H200] * gpus))
-    assert (found.replicas, found.gpus_trainer, found.gpus_per_replica) == (replicas, trainer, each)
-    assert found.gpus_trainer + found.replicas * found.gpus_per_replica <= gpus
-    found.check()
-
-
-@pytest.mark.parametrize(("gpus", "replicas"), [(1, 3), (2, 2), (3, 3), (4, 7)])
-def test_replicas_that_are_asked_for_never_ask_ray_for_more_than_there_is(gpus: int, replicas: int):
-    found = plan(machine(*[H200] * gpus), rollout={"replicas": replicas})
-    assert found.replicas == replicas
-    assert found.gpus_trainer + replicas * found.gpus_per_replica <= gpus + 1e-9
+def test_gpus_are_split_between_training_and_generation(
+    gpus: int, wanted: Any, replicas: int, trainer: float, each: float
+):
+    found = plan(machine(*[H200] * gpus), rollout={"replicas": wanted})
+    assert (found.replicas, found.gpus_trainer, found.gpus_per_replica) == (replicas, trainer, pytest.approx(each))
+    assert found.gpus_trainer + found.replicas * found.gpus_per_replica <= gpus + 1e-9, "Ray has no more"
     found.check()
 
 
@@ -66,12 +66,8 @@ def test_bfloat16_needs_a_gpu_that_has_it():
     assert plan(machine(T4)).dtype == "float32"
     assert plan(machine(H200), rollout={"device": "cpu"}).dtype == "float32", "engine and trainer compute alike"
     assert plan(LAPTOP, model={"dtype": "bfloat16"}).dtype == "bfloat16"
-
-
-def test_cpu_can_be_chosen_beside_a_gpu():
-    found = plan(machine(H200), trainer={"device": "cpu"}, rollout={"n_gpus_per_node": 0})
-    assert (found.device_trainer, found.device_rollout) == ("cpu", "cpu")
-    found.check()
+    chosen = plan(machine(H200), trainer={"device": "cpu"}, rollout={"n_gpus_per_node": 0})
+    assert (chosen.device_trainer, chosen.device_rollout, chosen.problems) == ("cpu", "cpu", ())
 
 
 @pytest.mark.parametrize(
@@ -100,10 +96,11 @@ def test_what_this_machine_has_not_is_a_problem_and_not_a_crash(where: Machine, 
     assert caught.value.key == key
 
 
-def test_training_on_several_gpus_is_a_process_for_each():
+def test_training_has_a_process_per_gpu_and_on_a_cpu_as_many_as_are_chosen():
     found = plan(machine(*[H200] * 4), trainer={"n_gpus_per_node": 2})
-    assert (found.world_size, found.gpus_trainer, found.replicas) == (2, 1.0, 2)
-    found.check()
+    assert (found.world_size, found.gpus_trainer, found.replicas, found.problems) == (2, 1.0, 2, ())
+    assert plan(LAPTOP).world_size == 1
+    assert plan(LAPTOP, trainer={"world_size": 2}).world_size == 2
 
 
 def test_the_shipped_cluster_has_a_plan_wherever_it_is_looked_at():
@@ -162,6 +159,8 @@ def test_servers_take_the_place_of_engines_and_of_their_gpus():
     text = " ".join(render(found).plain.split())
     assert "asks the vLLM servers http://a:8000, http://b:8000 for responses, 128 at a time each" in text
     assert "vllm engine" not in text and "vLLM loads" not in text
+    client = resolve(to_config({"rollout": {"engine": "vllm", "urls": ["http://a:8000"]}}), LAPTOP, model=SMALL)
+    assert client.memory_replica == {"weights": 4 * SMALL.parameters}, "a client holds no keys and values"
 
 
 def test_memory_of_a_process_is_its_share_and_vllm_takes_all_of_its_own():
@@ -186,22 +185,6 @@ def test_several_engines_on_a_gpu_take_what_their_slots_need_within_their_share(
     assert sum(tight.memory_replica.values()) == int(0.04 * H200.memory_bytes)
     assert plan(machine(H200, H200), rollout={"replicas": 2}).engines_on_a_gpu == 2
     assert plan(machine(H200, H200)).engines_on_a_gpu == 1 and plan(LAPTOP).engines_on_a_gpu == 0
-
-
-def test_a_client_of_servers_holds_no_keys_and_values():
-    rollout = {"engine": "vllm", "urls": ["http://a:8000"]}
-    found = resolve(to_config({"rollout": rollout}), LAPTOP, model=SMALL)
-    assert found.memory_replica == {"weights": 4 * SMALL.parameters}
-
-
-def test_the_wait_for_vllm_is_announced():
-    assert any("silent meanwhile" in note for note in plan(LAPTOP, rollout={"engine": "vllm"}).notes)
-    assert not any("silent meanwhile" in note for note in plan(LAPTOP).notes)
-
-
-def test_processes_that_share_the_training_of_a_cpu_are_chosen():
-    assert plan(LAPTOP).world_size == 1
-    assert plan(LAPTOP, trainer={"world_size": 2}).world_size == 2
 
 
 def test_the_plan_says_the_batch_and_the_bound_in_numbers():
@@ -230,16 +213,15 @@ def test_the_capacity_that_a_plan_names_is_the_one_that_holds(mode: str):
     assert f"held back at {policy.room:,} groups" in render(found).plain
 
 
-def test_keys_that_the_mode_decides_are_named():
-    found = plan(LAPTOP, mode="sync", async_training={"staleness_threshold": 2, "selection_window": 1})
-    assert any("staleness_threshold, selection_window" in note for note in found.notes)
-    assert not any("have no effect" in note for note in plan(LAPTOP, mode="sync").notes)
-
-
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
         ({"rollout": {"top_p": 0.9}}, "top_p"),
+        ({"rollout": {"engine": "vllm"}}, "silent meanwhile"),
+        (
+            {"mode": "sync", "async_training": {"staleness_threshold": 2, "selection_window": 1}},
+            "mode=sync decides async_training.staleness_threshold, selection_window: your values have no effect",
+        ),
         ({"rollout": {"replicas": 4}}, "5 threads compute on 2 CPUs"),
         ({"async_training": {"max_queue_size": 40}}, "max_queue_size = 40 holds generation back"),
         ({"ray": {"address": "auto"}}, "looks at this machine"),
@@ -305,13 +287,9 @@ def memory(**sections: dict[str, Any]) -> dict[str, int]:
     return resolve(to_config(merged), machine(H200), model=SMALL).memory_trainer
 
 
-def test_trained_parameters_take_sixteen_bytes_each():
-    parts = memory()
-    assert parts["weights"] + parts["gradients"] + parts["optimizer"] == 16 * SMALL.parameters
-
-
 def test_what_saves_or_costs_memory_is_seen():
     usual = memory()
+    assert usual["weights"] + usual["gradients"] + usual["optimizer"] == 16 * SMALL.parameters
     assert memory(model={"gradient_checkpointing": True})["activations"] < usual["activations"]
     assert sum(memory(model={"lora": {}}).values()) < sum(usual.values())
     assert memory(algorithm={"kl_coef": 0.1})["reference"] == 2 * SMALL.parameters
@@ -386,10 +364,51 @@ def test_gpus_are_those_that_cuda_would_see(allowed: str | None, names: list[str
     assert all(gpu.bfloat16 == (gpu.name != "Tesla T4") for gpu in found)
 
 
-def test_a_driver_that_says_nothing_is_no_gpu():
-    assert placement._visible("NVIDIA-SMI has failed because it couldn't communicate with the driver\n", None) == ()
-
-
 def test_the_machine_at_hand_is_known():
+    assert placement._visible("NVIDIA-SMI has failed because it couldn't communicate with the driver\n", None) == ()
     here = Machine.here()
     assert here.cpus >= 1 and here.memory_bytes > GIB
+
+
+# -- where on a cluster the processes are -----------------------------------------------------------------------------
+
+CLUSTER = {"ray": {"address": "auto"}}
+VLLM = {"engine": "vllm", "nnodes": 2, "n_gpus_per_node": 4, "tensor_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("sections", "training", "generating"),
+    [
+        (
+            {"trainer": {"nnodes": 2, "n_gpus_per_node": 4}, "rollout": {"n_gpus_per_node": 2}},
+            [{"CPU": 4.0, "GPU": 4.0}] * 2,
+            [{"CPU": 2.0, "GPU": 2.0}],
+        ),
+        ({"trainer": {"n_gpus_per_node": 1}, "rollout": VLLM}, [{"CPU": 1, "GPU": 1}], [{"CPU": 2, "GPU": 4}] * 2),
+        (
+            {"trainer": {"nnodes": 2, "world_size": 2, "device": "cpu"}, "rollout": {"device": "cpu"}},
+            [{"CPU": 1.0}] * 2,
+            [{"CPU": 1.0}],
+        ),
+    ],
+    ids=["the shipped cluster", "an engine has all its GPUs on one machine", "no GPU"],
+)
+def test_each_machine_of_a_cluster_has_a_bundle(sections: dict[str, Any], training: list[Any], generating: list[Any]):
+    found = pools(plan(LAPTOP, **sections, **CLUSTER))
+    for role, bundles in (("trainer", training), ("rollout", generating)):
+        assert [*map(dict, found[role].bundles)] == bundles and found[role].spread == (len(bundles) > 1)  # type: ignore[index]
+
+
+def test_training_and_generation_that_share_a_gpu_share_a_bundle_and_cpus_alone_reserve_nothing():
+    found = pools(plan(machine(H200)))
+    assert found["trainer"] is found["rollout"]
+    (bundle,) = found["trainer"].bundles
+    assert bundle["GPU"] == 1.0, "the halves of one GPU, not of two"
+    assert pools(plan(LAPTOP)) == {}
+
+
+@given(machines=st.integers(1, 8), count=st.integers(1, 64))
+def test_neighbours_are_on_one_machine_and_machines_are_equally_full(machines: int, count: int):
+    places = [place_of(number, count, machines) for number in range(count)]
+    full = [places.count(machine) for machine in range(machines)]
+    assert places == sorted(places) and sum(full) == count and max(full) - min(full) <= 1

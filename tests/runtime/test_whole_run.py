@@ -8,15 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
@@ -25,19 +22,18 @@ from freewheel.observe.samples import read_samples
 from freewheel.observe.snapshot import RunSnapshot
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
-from freewheel.rollout.reward_stage import FatalRewardFailure
 from freewheel.runtime import main as main_module
 from freewheel.runtime.account import RunResult
 from freewheel.runtime.main import FullyAsyncMain
 from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 
+from ..ray_runs import WAIT_S, Stroke, count_steps, local_ray, processes, strike, wait_until
 from .mortal import journal_of
 from .pipeline import plan_of, small_config
 from .traces import Trace, check_lives
 
-pytestmark = pytest.mark.timeout(300)  # a busy machine is ten times slower
+pytestmark = pytest.mark.timeout(400)  # a busy machine is ten times slower
 
-WAIT_S = 120.0
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TELLING = "user_code:TellingTrainer"
@@ -54,28 +50,11 @@ FRESHNESS = ["avg_sample_age", "max_sample_age", "stale_samples_ratio"]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def user_modules() -> Iterator[None]:
-    """Make `user_code` importable, as for a user who starts a run in its folder."""
-    sys.path.append(str(HERE))
-    yield
-    sys.path.remove(str(HERE))
-
-
-@pytest.fixture(scope="module")
-def cluster(user_modules: None) -> Iterator[None]:
-    """Start Ray once for the runs of this module: that takes longer than the runs."""
-    environment = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=128 << 20,
-        runtime_env={"env_vars": environment},
-    )
-    yield
-    ray.shutdown()
+def cluster() -> Iterator[None]:
+    """One Ray for the runs of this module. `user_code` is importable, as for a user who starts a run in its folder."""
+    with pytest.MonkeyPatch.context() as patch, local_ray(HERE):
+        patch.syspath_prepend(str(HERE))
+        yield
 
 
 class Watching:
@@ -103,13 +82,6 @@ def main_of(run_dir: Path, *, view: Any = None, resume: bool = False, **sections
 
 def trained_ordinals(run_dir: Path) -> list[int]:
     return [ordinal for row in read_metrics(run_dir, "step") for ordinal in row["ordinals"]]
-
-
-def wait_until(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
-    deadline = time.monotonic() + wait_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
 
 
 # -- a whole run ------------------------------------------------------------------------------------------------------
@@ -257,7 +229,7 @@ def check_that_a_run_leaves_no_actor_and_no_lock_behind(run: Run) -> None:
     assert not list(run.folder.rglob(".tmp-*"))
 
 
-def test_a_whole_run_trains_records_and_cleans_up(cluster: None, tmp_path: Path) -> None:
+def test_a_whole_run_trains_records_and_cleans_up(tmp_path: Path) -> None:
     """One test of one run: separate tests would repeat the run in each worker."""
     run = Run(tmp_path)
     check_that_a_run_finishes_all_its_steps_with_every_prompt_once(run)
@@ -279,10 +251,16 @@ STEPS = 32
 """Steps of a run with failures: enough for all of them to happen before its end."""
 PROMPTS = list(range(4 * STEPS))
 STROKES = (
-    ("queue", signal.SIGKILL),
-    ("trainer", signal.SIGKILL),
-    ("rollouter-0", signal.SIGKILL),
-    ("rollouter-0", signal.SIGSTOP),
+    ("queue", signal.SIGKILL, "queue"),
+    ("trainer", signal.SIGKILL, "trainer"),
+    ("rollouter-0", signal.SIGKILL, "rollouter-0"),
+    ("rollouter-0", signal.SIGSTOP, "rollouter-0"),
+)
+RANK_STEPS = 24
+RANK_STROKES = (
+    ("rank-1", signal.SIGKILL, "rank-1"),
+    ("trainer", signal.SIGKILL, "rank-1"),
+    ("rank-1", signal.SIGSTOP, "rank-1"),
 )
 
 
@@ -294,44 +272,23 @@ def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Struck:
-    """A run whose components get signals, some steps apart."""
+    """A run whose components get signals, some steps apart. Its rewards are slow, so that it lasts long enough."""
 
-    def __init__(self, folder: Path, **sections: Any) -> None:
-        self.folder = folder
-        main = main_of(folder, reward={"function": "user_code:slow_score"}, **sections)
-        found: list[RunResult] = []
-        running = threading.Thread(target=lambda: found.append(main.run()))
-        running.start()
-        try:
-            self._strike(lambda: bool(found))
-        finally:
-            running.join(WAIT_S)
-        (self.result,) = found
+    def __init__(self, folder: Path, strokes: Sequence[Stroke], **sections: Any) -> None:
+        self.folder, self.strokes = folder, strokes
+        self.result = strike(main_of(folder, reward={"function": "user_code:slow_score"}, **sections), strokes)
         self.events = [row["text"] for row in read_metrics(folder, "event")]
         self.log = (folder / "fully_async_training.log").read_text()
 
-    def _strike(self, is_over: Callable[[], bool]) -> None:
-        step = 0
-        for name, number in STROKES:
-            step += 3
-            wait_until(lambda: len(read_metrics(self.folder, "step")) >= step or is_over())  # noqa: B023
-            assert not is_over(), "the run was over before it was struck"
-            before = self.processes(name)
-            os.kill(before[-1], number)
-            wait_until(lambda: len(self.processes(name)) > len(before) or is_over())  # noqa: B023
-            step = len(read_metrics(self.folder, "step"))
-
-    def processes(self, name: str) -> list[int]:
-        return [row["process"] for row in read_metrics(self.folder, "event") if row.get("role") == name]
-
 
 def test_dead_and_hanging_components_are_replaced_and_every_prompt_is_trained_once(
-    cluster: None, looks_often: None, tmp_path: Path
+    looks_often: None, tmp_path: Path
 ) -> None:
     """One test of one run, because a start takes longest. There is one rollouter, and no sync is retried, so the run
     waits for the replacement."""
     run = Struck(
         tmp_path,
+        STROKES,
         trainer={"trainer_class": TELLING, "total_steps": STEPS, "max_errors": 1, "save_every_steps": 3},
         async_training={"max_sync_retries": 0, "staleness_threshold": 1},
         recovery={"silent_s": 6.0},
@@ -357,108 +314,112 @@ def check_that_every_prompt_was_trained_once(folder: Path) -> None:
 
 
 def check_that_each_that_died_was_replaced_and_nobody_else(run: Struck) -> None:
-    struck = [name for name, _ in STROKES]
+    struck = [name for name, *_ in STROKES]
     for name in struck:
         died = struck.count(name)
         assert len([text for text in run.events if f"{name} died and is restarted" in text]) == died, name
-        assert len(run.processes(name)) == died + 1, name
+        assert len(processes(run.folder, name)) == died + 1, name
     silent = [text for text in run.events if "rollouter-0 is killed: it was silent for 6 s" in text]
     assert len(silent) == 1, "the one that was stopped, and not the one that was killed"
     assert "rollouter-0 died; " in run.log
-    ended = [process for name in struck for process in run.processes(name)[:-1]]
+    ended = [process for name in struck for process in processes(run.folder, name)[:-1]]
     wait_until(lambda: not any(map(psutil.pid_exists, ended)), RAY_GOES_S)
 
 
 def check_that_the_trace_is_whole(run: Struck) -> None:
     """The trace is whole whatever its writer was writing when it died."""
     trace = Trace.of(run.folder)
-    assert run.processes("rollouter-0")[-1] in {file.process for file in files_of(run.folder / TRACE, "rollouter-0")}
+    assert processes(run.folder, "rollouter-0")[-1] in {
+        file.process for file in files_of(run.folder / TRACE, "rollouter-0")
+    }
     for name in ("generate", "train"):
         told = {phase.ordinal for phase in trace.phases if phase.name == name}
         assert set(PROMPTS[-4:]) <= told <= set(PROMPTS), name
 
 
-def test_a_failed_reward_ends_the_run_with_on_failure_raise(cluster: None, tmp_path: Path) -> None:
-    result = main_of(tmp_path, reward={"function": "user_code:broken_score", "on_failure": "raise"}).run()
-    assert isinstance(result.error, FatalRewardFailure)
-    assert "a bug in the reward function" in str(result.error)
-    assert (result.outcome, result.exit_code, result.steps) == ("failed", 1, 0)
-    assert not (tmp_path / "final").exists()
+def test_a_run_in_two_processes_survives_deaths_and_resumes_in_one(looks_often: None, tmp_path: Path) -> None:
+    """One test of one run, because a start takes longest."""
+    trainer = {"save_every_steps": 3, "max_errors": 1, "trainer_class": TELLING}
+    run = Struck(
+        tmp_path,
+        RANK_STROKES,
+        trainer={**trainer, "total_steps": RANK_STEPS, "world_size": 2},
+        recovery={"silent_s": 10.0},
+    )
+    assert (run.result.error, run.result.outcome, run.result.steps) == (None, "finished", RANK_STEPS)
+    steps = journal_of(tmp_path)
+    assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(4 * RANK_STEPS))
+    assert run.log.count("The training processes cannot continue, so the trainer ends: ") >= 2
+    assert run.log.count("The trainer restarts from ") >= len(RANK_STROKES)
+    assert "rank-1 was silent for 10 s" in run.log
+    assert "the trainer ends: rank-1 died" in run.log and "rank 0 failed" not in run.log.lower(), "who died is named"
+    assert "in 2 processes (FSDP2)" in run.log
+    wait_until(lambda: not any(map(is_alive, processes(tmp_path))), RAY_GOES_S)
+    check_that_the_newest_checkpoint_lies_in_shards(tmp_path, 2)
+    ranks = processes(tmp_path, "rank-1")
+    again = main_of(tmp_path, resume=True, trainer={**trainer, "world_size": 1, "total_steps": RANK_STEPS + 2}).run()
+    assert (again.error, again.outcome, again.steps) == (None, "finished", RANK_STEPS + 2)
+    assert processes(tmp_path, "rank-1") == ranks, "one process has no other ranks"
+    wait_until(lambda: not any(map(is_alive, processes(tmp_path))), RAY_GOES_S)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def check_that_the_newest_checkpoint_lies_in_shards(folder: Path, world: int) -> None:
+    store = CheckpointStore(folder, keep_last=2)
+    latest = store.latest()
+    assert latest is not None
+    files = store.load(latest).tensor_files()
+    assert [file.name for file in files] == [f"shard_{n:05d}_of_{world:05d}.safetensors" for n in range(1, world + 1)]
+    assert (latest / "model.safetensors").is_file()
+    modes = {oct(path.stat().st_mode & 0o777) for path in latest.rglob("*")}
+    assert modes == {"0o600", "0o700"}, "others may not look into it"
 
 
 # -- signals ----------------------------------------------------------------------------------------------------------
 
 
-class Program:
-    """`python fully_async_main.py …` in a separate process, as from a terminal."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        self.output = folder / "output"
-        self.run_dir = folder / "run"
-        with self.output.open("a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(ROOT / "fully_async_main.py"), "--plain", *arguments],
-                cwd=HERE,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.family: list[psutil.Process] = []
-
-    def steps(self) -> int:
-        return len(read_metrics(self.run_dir, "step"))
-
-    def wait_for_step(self, step: int) -> None:
-        wait_until(lambda: self.steps() >= step or self.process.poll() is not None)
-        assert self.process.poll() is None, self.output.read_text()
-        self.family = psutil.Process(self.process.pid).children(recursive=True)
-
-    def end(self) -> int:
-        code = self.process.wait(WAIT_S)
-        gone, alive = psutil.wait_procs(self.family, timeout=RAY_GOES_S)
-        assert len(gone) >= 4 or not self.family  # Ray's own processes and the actors
-        assert alive == []
-        return code
-
-    def close(self) -> None:
-        for process in [*self.family, psutil.Process(self.process.pid)] if self.process.poll() is None else self.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        self.process.wait(WAIT_S)
-
-
-def test_ctrl_c_and_sigterm_save_and_the_run_resumes(cluster: None, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_a_run_that_gets_sigterm_saves_ends_ray_and_resumes(tmp_path: Path) -> None:
+    """The whole process group gets it, as from `timeout` and service managers. tests/test_api.py has Ctrl-C."""
+    run_dir, output = tmp_path / "run", tmp_path / "output"
     settings = [
         *("trainer.total_steps=100000", "trainer.groups_per_step=4", "trainer.save_every_steps=null", "rollout.n=4"),
         *(f"trainer.trainer_class={TELLING}", "reward.function=user_code:slow_score", "eval.prompts=0"),
     ]
-    programs: list[Program] = []
+    with output.open("w") as stream:
+        program = subprocess.Popen(
+            [sys.executable, str(ROOT / "fully_async_main.py"), "--plain", f"run_dir={run_dir}", *settings],
+            cwd=HERE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    family: list[psutil.Process] = []
     try:
-        first = Program(tmp_path, f"run_dir={run_dir}", *settings)
-        programs.append(first)
-        first.wait_for_step(2)
-        os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does, to the whole group
-        assert first.end() == 130
-        said = first.output.read_text()
-        assert f"freewheel train resume={run_dir}" in said
-        assert "Stopped at step" in said
-        assert "Traceback" not in said
-        stopped_at = first.steps()
-
-        second = Program(tmp_path, f"resume={run_dir}")
-        programs.append(second)
-        second.wait_for_step(stopped_at + 2)
-        os.killpg(second.process.pid, signal.SIGTERM)  # as `timeout` and service managers do
-        assert second.end() == 130
-        assert max(saved_steps(run_dir)) == second.steps(), "Ray was not among those who got it"
-        total = second.steps() + 3
-        assert stopped_at < total - 3
+        wait_until(lambda: count_steps(run_dir) >= 2 or program.poll() is not None)
+        assert program.poll() is None, output.read_text()
+        family = psutil.Process(program.pid).children(recursive=True)
+        os.killpg(program.pid, signal.SIGTERM)
+        assert program.wait(WAIT_S) == 130
+        gone, alive = psutil.wait_procs(family, timeout=RAY_GOES_S)
+        assert len(gone) >= 4 and alive == [], "Ray's own processes and the actors"
     finally:
-        for program in programs:
-            program.close()
+        for process in [*family, program]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        program.wait(WAIT_S)
+    said = output.read_text()
+    assert f"freewheel train resume={run_dir}" in said and "Stopped at step" in said and "Traceback" not in said
+    stopped_at = count_steps(run_dir)
+    assert max(saved_steps(run_dir)) == stopped_at, "Ray was not among the processes that got it"
+    total = stopped_at + 3
     assert main_of(run_dir, resume=True, trainer={"trainer_class": TELLING, "total_steps": total}).run().exit_code == 0
     assert [row["step"] for row in read_metrics(run_dir, "step")] == list(range(1, total + 1))
     assert sorted(trained_ordinals(run_dir)) == list(range(4 * total))

@@ -40,10 +40,6 @@ async def slow_score(response: str, row: Mapping[str, Any], *, finish: str) -> A
     return TASK.score(response, row, finish=finish)  # type: ignore[arg-type]
 
 
-def broken_score(response: str, row: Mapping[str, Any]) -> float:
-    raise ZeroDivisionError("a bug in the reward function")
-
-
 def monitor(trainer_stats: Mapping[str, Any], rollouter_stats: Mapping[str, Any]) -> None:
     with Path(os.environ[MONITORED]).open("a") as file:
         file.write(json.dumps([dict(trainer_stats)["global_steps"], dict(rollouter_stats)["marks"]]) + "\n")

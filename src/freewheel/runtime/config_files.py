@@ -331,22 +331,22 @@ def to_config(values: Mapping[Any, Any]) -> TrainConfig:
 
 def all_keys() -> list[str]:
     """Return every dotted key, without sections."""
-    return [key for key, _ in _walk(TrainConfig)]
+    return [key for key, _ in walk_keys()]
 
 
 def mapping_keys() -> list[str]:
     """Return the keys whose value is a mapping with free names."""
-    return [key for key, kind in _walk(TrainConfig) if any(get_origin(one) is dict for one in alternatives(kind))]
+    return [key for key, kind in walk_keys() if any(get_origin(one) is dict for one in alternatives(kind))]
 
 
-def _walk(struct: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def walk_keys(struct: Any = TrainConfig, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every dotted key with its type, without sections."""
     for name, kind in _hints(struct).items():
         inner = section_of(kind)
         if inner is None:
             yield path + name, kind
         else:
-            yield from _walk(inner, f"{path}{name}.")
+            yield from walk_keys(inner, f"{path}{name}.")
 
 
 def _check(value: Any, kind: Any, path: str) -> Any:

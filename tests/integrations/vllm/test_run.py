@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
 from freewheel.runtime import main as main_module
-from freewheel.runtime.account import RunResult
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.main import FullyAsyncMain
 
+from ...ray_runs import count_steps, local_ray, processes, running, wait_until
 from .asking import EAGER, plan_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -40,20 +35,9 @@ GAP = 2e-3
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    sys.path.append(str(HERE))
-    environment = {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path)]), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        configure_logging=False,
-        object_store_memory=128 << 20,
-        runtime_env={"env_vars": environment},
-    )
-    yield
-    ray.shutdown()
-    sys.path.remove(str(HERE))
+    with pytest.MonkeyPatch.context() as patch, local_ray(HERE):
+        patch.syspath_prepend(str(HERE))
+        yield
 
 
 def main_of(model: Path, run_dir: Path) -> FullyAsyncMain:
@@ -75,13 +59,6 @@ def main_of(model: Path, run_dir: Path) -> FullyAsyncMain:
     return FullyAsyncMain(config=config, plan=plan_of(config), view=None, resume=False)
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.05)
-
-
 def engine_core_of(rollouter: int) -> psutil.Process:
     below = psutil.Process(rollouter).children(recursive=True)
     (found,) = [one for one in below if "EngineCore" in " ".join([one.name(), *one.cmdline()])]
@@ -94,22 +71,14 @@ class Struck:
     def __init__(self, model: Path, folder: Path) -> None:
         self.folder = folder
         main = main_of(model, folder)
-        found: list[RunResult] = []
-        running = threading.Thread(target=lambda: found.append(main.run()))
-        running.start()
-        try:
-            wait_until(lambda: len(read_metrics(folder, "step")) >= STRUCK_AFTER or bool(found))
-            self.core = engine_core_of(self.rollouters[0])
+        with running(main, wait_s=WAIT_S) as found:
+            wait_until(lambda: count_steps(folder) >= STRUCK_AFTER or bool(found), WAIT_S)
+            self.core = engine_core_of(processes(folder, "rollouter-0")[0])
             self.core.send_signal(signal.SIGKILL)
-        finally:
-            running.join(WAIT_S)
         (self.result,) = found
+        self.rollouters = processes(folder, "rollouter-0")
         self.steps: list[dict[str, Any]] = read_metrics(folder, "step")
         self.log = (folder / "fully_async_training.log").read_text()
-
-    @property
-    def rollouters(self) -> list[int]:
-        return [row["process"] for row in read_metrics(self.folder, "event") if row.get("role") == "rollouter-0"]
 
 
 def check_that_it_went_on_with_another_engine_and_lost_nothing(run: Struck) -> None:

@@ -1,0 +1,87 @@
+"""What tests of whole runs under Ray share: a local Ray, waiting for an event, and the processes of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from freewheel.observe.recorder import read_metrics
+from freewheel.runtime.account import RunResult
+from freewheel.runtime.main import FullyAsyncMain
+
+WAIT_S = 120.0
+"""Longest wait for an event: a busy machine is ten times slower."""
+
+
+@contextmanager
+def local_ray(*folders: Path) -> Iterator[None]:
+    """Start one Ray for several runs, because its start takes longer than a small run. Its processes find modules of
+    `folders`."""
+    paths = [*filter(None, sys.path), *map(str, folders)]
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=128 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def wait_until(holds: Callable[[], bool], wait_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + wait_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.05)
+
+
+def count_steps(run_dir: Path) -> int:
+    return len(read_metrics(run_dir, "step"))
+
+
+def processes(run_dir: Path, role: str = "") -> list[int]:
+    """Return the processes that had this role, the newest last; without a role those of all components."""
+    return [
+        row["process"] for row in read_metrics(run_dir, "event") if row.get("role", "") and role in ("", row["role"])
+    ]
+
+
+@contextmanager
+def running(main: FullyAsyncMain, *, wait_s: float = WAIT_S) -> Iterator[list[RunResult]]:
+    """Run in a thread while the block lasts. The list holds the result once there is one."""
+    found: list[RunResult] = []
+    thread = threading.Thread(target=lambda: found.append(main.run()))
+    thread.start()
+    try:
+        yield found
+    finally:
+        thread.join(wait_s)
+
+
+Stroke = tuple[str, int, str]
+"""The component that gets a signal, the signal, and the component that is then started again."""
+
+
+def strike(main: FullyAsyncMain, strokes: Sequence[Stroke]) -> RunResult:
+    """Run to the end, with signals to the newest processes of components, three steps apart."""
+    folder = main.run_dir
+    with running(main, wait_s=2 * WAIT_S) as found:
+        for name, number, restarted in strokes:
+            step, before = count_steps(folder) + 3, len(processes(folder, restarted))
+            wait_until(lambda: count_steps(folder) >= step or bool(found))  # noqa: B023
+            assert not found, "the run was over before it was struck"
+            os.kill(processes(folder, name)[-1], number)
+            wait_until(lambda: len(processes(folder, restarted)) > before or bool(found))  # noqa: B023
+    return found[0]
