@@ -115,21 +115,23 @@ def test_the_groups_of_a_received_message_share_one_array_that_the_receiver_owns
     assert len({id(one.data.obj) for one in received}) == 1
 
 
-def test_responses_of_different_lengths_lie_one_after_the_other():
-    whole = group(response([1, 2, 3]), response([4]), response([5, 6], value=0.0))
+def test_responses_of_different_lengths_follow_each_other():
+    failed = response([4], value=math.nan, verdict=Failed("timeout", detail="30 s"))
+    whole = group(response([1, 2, 3]), failed, response([5, 6], value=0.0))
     assert len(whole) == 3 and whole.ordinal == 4
     assert whole.tokens.tolist() == [1, 2, 3, 4, 5, 6] and whole.offsets.tolist() == [0, 3, 4, 6]
     assert [whole.response(index).tokens.tolist() for index in range(3)] == [[1, 2, 3], [4], [5, 6]]
-    assert (whole.response(2).reward, whole.response(2).verdict) == (0.0, Scored(0.0))
+    assert (whole.response(2).reward, whole.response(2).verdict) == (0.0, Scored(0.0)), "a zero is a score"
+    assert whole.scored.tolist() == [True, False, True]
     assert whole.response(2).logprobs.tolist() == [-0.5, -1.5]
 
 
-def test_a_failed_score_stays_one_and_a_zero_stays_a_zero():
-    failed = response([1], value=math.nan, verdict=Failed("timeout", detail="30 s"))
-    sent = PromptGroup.decode(group(failed, response([2], value=0.0)).encode())
-    assert sent.scored.tolist() == [False, True]
-    assert math.isnan(sent.rewards[0]) and sent.rewards[1] == 0.0
-    assert sent.verdicts == (Failed("timeout", detail="30 s"), Scored(0.0))
+def test_rows_from_parquet_travel_as_plain_values_and_other_objects_are_refused():
+    row = {"index": np.int64(3), "scores": np.array([1.5, 2.5]), "nested": {"ok": np.bool_(True)}, "none": None}
+    sent = PromptGroup.decode(group(response([1]), row=row).encode())
+    assert sent.row == {"index": 3, "scores": [1.5, 2.5], "nested": {"ok": True}, "none": None}
+    with pytest.raises(DataError, match="a prompt's row holds complex: give plain values"):
+        group(response([1]), row={"index": 1j}).encode()
 
 
 def test_the_wire_format_of_rewards_stays_readable():
@@ -160,17 +162,6 @@ def test_the_lag_is_counted_from_the_oldest_token_that_the_policy_made():
     assert with_hole.versions.tolist() == [6, NO_VERSION, 6]
     assert group(with_hole, response([4], version=8)).min_version == 6
     assert group(response([1], version=7), response([2], version=5)).min_version == 5
-
-
-def test_rows_from_parquet_travel_as_plain_values():
-    row = {"index": np.int64(3), "scores": np.array([1.5, 2.5]), "nested": {"ok": np.bool_(True)}, "none": None}
-    sent = PromptGroup.decode(group(response([1]), row=row).encode())
-    assert sent.row == {"index": 3, "scores": [1.5, 2.5], "nested": {"ok": True}, "none": None}
-
-
-def test_an_object_in_a_row_is_refused_by_its_type():
-    with pytest.raises(DataError, match="a prompt's row holds complex: give plain values"):
-        group(response([1]), row={"index": 1j}).encode()
 
 
 def test_a_response_has_one_entry_a_token_and_at_least_one():

@@ -57,37 +57,30 @@ def column(data: DataProto, key: str) -> list[Any]:
     return values
 
 
-def test_prompts_are_padded_on_the_left_and_responses_on_the_right():
+PADDED = {
+    "prompts": [[5, 6, 7], [5, 6, 7], [0, 0, 8]],  # on the left
+    "responses": [[11, 12, 0, 0], [21, 22, 23, 24], [31, 0, 0, 0]],  # on the right
+    "input_ids": [[5, 6, 7, 11, 12, 0, 0], [5, 6, 7, 21, 22, 23, 24], [0, 0, 8, 31, 0, 0, 0]],
+    "attention_mask": [[1, 1, 1, 1, 1, 0, 0], [1] * 7, [0, 0, 1, 1, 0, 0, 0]],  # a hole is attended to
+    "position_ids": [[0, 1, 2, 3, 4, 4, 4], [0, 1, 2, 3, 4, 5, 6], [0, 0, 0, 1, 1, 1, 1]],
+    "response_mask": [[1, 1, 0, 0], [1, 0, 0, 1], [1, 0, 0, 0]],  # and not trained on
+    "rollout_log_probs": [[-1.0, -2.0, 0.0, 0.0], [-1.0, 0.0, 0.0, -4.0], [-1.0, 0.0, 0.0, 0.0]],
+    "versions": [[3, 3, NO_VERSION, NO_VERSION], [3, NO_VERSION, NO_VERSION, 3], [3] + [NO_VERSION] * 3],
+    "token_level_scores": [[0, 1.0, 0, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]],  # on the last token; the third failed
+    "reward_mask": [1, 1, 0],
+}
+FLOATS = ("rollout_log_probs", "token_level_scores")
+
+
+def test_groups_become_padded_tensors():
     data = batch()
-    assert column(data, "prompts") == [[5, 6, 7], [5, 6, 7], [0, 0, 8]]
-    assert column(data, "responses") == [[11, 12, 0, 0], [21, 22, 23, 24], [31, 0, 0, 0]]
-    assert column(data, "input_ids")[2] == [0, 0, 8, 31, 0, 0, 0]
-    assert column(data, "attention_mask") == [[1, 1, 1, 1, 1, 0, 0], [1] * 7, [0, 0, 1, 1, 0, 0, 0]]
-    assert column(data, "position_ids")[2] == [0, 0, 0, 1, 1, 1, 1]
+    assert {key: column(data, key) for key in PADDED} == PADDED
+    assert data.batch is not None and set(data.batch.keys()) == set(PADDED)
+    assert all(data.batch[key].dtype == (torch.float32 if key in FLOATS else torch.int64) for key in PADDED)
     assert data.meta_info == {"global_token_num": [5, 7, 2]}
-
-
-def test_tensors_have_the_types_that_samples_have():
-    data = batch()
-    assert data.batch is not None
-    whole = ("prompts", "responses", "input_ids", "attention_mask", "position_ids", "response_mask", "versions")
-    assert {data.batch[key].dtype for key in whole} == {torch.int64}
-    assert {data.batch[key].dtype for key in ("rollout_log_probs", "token_level_scores")} == {torch.float32}
-
-
-def test_a_hole_is_attended_to_and_not_trained_on():
-    data = batch()
-    assert column(data, "response_mask")[1] == [1, 0, 0, 1]
-    assert column(data, "attention_mask")[1][3:] == [1, 1, 1, 1]
-    assert column(data, "rollout_log_probs")[1] == [-1.0, 0.0, 0.0, -4.0]
-    assert column(data, "versions")[1] == [3, NO_VERSION, NO_VERSION, 3]
-
-
-def test_the_reward_is_on_the_last_token_and_a_failed_one_is_masked():
-    data = batch()
-    assert column(data, "token_level_scores") == [[0, 1.0, 0, 0], [0, 0, 0, 0.5], [0, 0, 0, 0]]
-    assert column(data, "reward_mask") == [1, 1, 0]
     assert data.non_tensor_batch["reward_status"].tolist() == ["scored", "scored", "failed"]
+    with pytest.raises(DataError, match="at least one response"):
+        to_data_proto([], pad_token_id=PAD)
 
 
 def test_rows_become_columns_and_a_group_has_one_uid():
@@ -110,18 +103,6 @@ def test_what_a_hook_writes_into_a_row_stays_there():
     assert data.non_tensor_batch["extra_info"][2] == {}
 
 
-def test_lengths_may_be_given_and_must_suffice():
-    data = to_data_proto(groups(), pad_token_id=PAD, prompt_length=5, response_length=6)
-    assert data.batch is not None and data.batch["input_ids"].shape == (3, 11)
-    assert column(data, "prompts")[2] == [0, 0, 0, 0, 8]
-    with pytest.raises(DataError, match="prompt_length = 2: the longest has 3 tokens"):
-        to_data_proto(groups(), pad_token_id=PAD, prompt_length=2)
-    with pytest.raises(DataError, match="response_length = 3: the longest has 4 tokens"):
-        to_data_proto(groups(), pad_token_id=PAD, response_length=3)
-    with pytest.raises(DataError, match="at least one response"):
-        to_data_proto([], pad_token_id=PAD)
-
-
 def test_a_reward_manager_takes_the_batch():
     class Tokenizer:
         def decode(self, ids: Any, **_: Any) -> str:
@@ -136,21 +117,13 @@ def test_a_reward_manager_takes_the_batch():
 
 
 def test_prompts_are_repeated_for_a_generation_hook():
-    data = prompts_to_data_proto(
-        [prompt([5, 6], index=1), prompt([7], index=2)],
-        2,
-        pad_token_id=PAD,
-        ordinals=[30, 31],
-        meta_info={"temperature": 0.7},
-    )
+    prompts = [prompt([5, 6], index=1), prompt([7], index=2)]
+    data = prompts_to_data_proto(prompts, 2, pad_token_id=PAD, ordinals=[30, 31])
     assert column(data, "input_ids") == column(data, "prompts") == [[5, 6], [5, 6], [0, 7], [0, 7]]
+    assert column(data, "attention_mask") == [[1, 1], [1, 1], [0, 1], [0, 1]]
     assert column(data, "position_ids") == [[0, 1], [0, 1], [0, 0], [0, 0]]
     assert data.non_tensor_batch["uid"].tolist() == ["30", "30", "31", "31"]
-    assert data.meta_info == {"global_token_num": [2, 2, 1, 1], "temperature": 0.7}
-    with pytest.raises(DataError, match="ordinals has 1 entries for 2 prompts"):
-        prompts_to_data_proto([prompt([5]), prompt([6])], 2, pad_token_id=PAD, ordinals=[1])
-    with pytest.raises(DataError, match="at least one prompt"):
-        prompts_to_data_proto([], 2, pad_token_id=PAD)
+    assert data.meta_info == {"global_token_num": [2, 2, 1, 1]}
 
 
 def test_what_is_padded_comes_back_as_it_was():
@@ -204,7 +177,7 @@ def test_how_a_response_ended_is_told_or_seen():
     told.non_tensor_batch["finish"] = np.array(["length", "stop"], dtype=object)
     assert [one.finish for one in read(told)] == ["length", "stop"]
     told.non_tensor_batch["finish"][0] = "eos"
-    with pytest.raises(DataError, match="finish = 'eos': say 'stop' or 'length'"):
+    with pytest.raises(DataError, match="finish = 'eos': use 'stop' or 'length'"):
         read(told)
 
 
@@ -218,7 +191,7 @@ def test_how_a_response_ended_is_told_or_seen():
         ({"rollout_log_probs": torch.full((2, 3), math.nan)}, "row 0: rollout_log_probs holds nan"),
         ({"rollout_log_probs": torch.ones(2, 3)}, r"rollout_log_probs holds 1\.0: .*at most 0"),
         ({"response_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "no token in row 1"),
-        ({"prompts": torch.tensor([[5], [6]])}, "other prompts than it was given"),
+        ({"prompts": torch.tensor([[5], [6]])}, "other prompts than it received"),
         (
             {"response_mask": torch.zeros(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 3)},
             "response_mask is 0 throughout",

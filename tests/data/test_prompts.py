@@ -7,16 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.data.group import Prompt
-from freewheel.data.prompts import KEPT_EPOCHS, KEPT_PROMPTS, PromptStream
+from freewheel.data.prompts import KEPT_EPOCHS, PromptStream, _permutation
 from freewheel.errors import ConfigError, DataError
 
 sizes = st.integers(1, 60)
 seeds = st.integers(0, 2**64 - 1)
-
-
-def prompt_of(row: int) -> Prompt:
-    return Prompt(tokens=np.array([row], np.int32), row={"index": row})
 
 
 @given(sizes, seeds, st.integers(0, 5))
@@ -69,49 +64,27 @@ def test_every_place_is_equally_likely():
     assert np.abs(counts / 2000 - 0.25).max() < 0.05  # five standard deviations
 
 
+def test_memory_does_not_grow_with_the_epochs():
+    stream = PromptStream(range(3), seed=0)
+    for ordinal in range(300):
+        stream.place(ordinal)
+    assert _permutation.cache_info().currsize <= KEPT_EPOCHS
+
+
 def test_without_shuffling_rows_come_in_order_again_and_again():
     stream = PromptStream(range(3), seed=0, shuffle=False)
     assert [stream.place(ordinal) for ordinal in range(7)] == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
 
 
 def test_a_stream_of_two_epochs_ends_and_one_without_a_number_does_not():
-    finite, endless = PromptStream(range(3), seed=0, epochs=2), PromptStream(range(3), seed=0)
+    finite, endless = PromptStream("abc", seed=0, epochs=2), PromptStream("abc", seed=0)
+    assert sorted(map(finite.prompt, range(3))) == ["a", "b", "c"]
     assert (len(finite), finite.total) == (3, 6)
     assert (len(endless), endless.total) == (3, None)
     assert finite.place(5)[0] == 1 and endless.place(3 * 10**9)[0] == 10**9
     for ordinal in (6, -1):
         with pytest.raises(IndexError, match=f"ordinal {ordinal} of a stream with 6"):
             finite.place(ordinal)
-
-
-def test_rows_are_rendered_when_asked_for_and_not_each_time():
-    rendered: list[int] = []
-
-    def render(row: int) -> Prompt:
-        rendered.append(row)
-        return prompt_of(row)
-
-    stream = PromptStream([10, 20, 30], seed=0, render=render)
-    assert rendered == []
-    first = stream.prompt(0)
-    again = stream.prompt(0)
-    assert again is first and len(rendered) == 1 and first.row["index"] in (10, 20, 30)
-
-
-def test_prompts_that_are_rendered_already_need_no_function():
-    prompts = [prompt_of(row) for row in range(3)]
-    stream = PromptStream(prompts, seed=0, shuffle=False)
-    assert stream.prompt(4) is prompts[1]
-
-
-def test_memory_does_not_grow_with_what_was_asked_for():
-    stream = PromptStream(range(KEPT_PROMPTS + 50), seed=0, render=prompt_of)
-    for ordinal in range(KEPT_PROMPTS + 50):
-        stream.prompt(ordinal)
-    short = PromptStream(range(3), seed=0)
-    for ordinal in range(300):
-        short.place(ordinal)
-    assert len(stream._prompts) == KEPT_PROMPTS and len(short._orders) == KEPT_EPOCHS
 
 
 def test_what_cannot_be_a_stream_is_said():

@@ -46,63 +46,43 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, name: str):
     assert load_rows(str(path), limit=2) == ROWS[:2]
 
 
-def test_blank_lines_are_passed_over(tmp_path: Path):
+FIRST = lines(ROWS[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", FIRST + '{"question": "cut o', r"a\.jsonl, line 2 is not JSON .*cut o"),
+        ("a.jsonl", FIRST.encode() + b'{"question": "\xff"}\n', "line 2 is not JSON"),
+        ("a.jsonl", FIRST + "[1, 2]\n", r"line 2 is \[1, 2\]: give one JSON object a line"),
+        ("a.json", json.dumps([ROWS[0], "x"]), "entry 1 is 'x': give a list of objects"),
+        ("a.jsonl", "", r"a\.jsonl' has no rows"),
+        ("a.jsonl", "\n \n", r"a\.jsonl' has no rows"),
+        ("a.csv", "question,answer\n", r"use one of \.jsonl"),
+        ("a.parquet", "PAR1 and then nothing", r"a\.parquet cannot be read as Parquet"),
+        ("a.jsonl.gz", gzip.compress(lines(ROWS).encode())[:-10], r"a\.jsonl\.gz is cut short"),
+        ("b.jsonl", None, "there is no such file"),
+        ("no-such-folder/train.parquet", None, "there is no such file"),
+        ("nothing", None, "there is no such file"),
+        (".", None, "a folder without data"),
+    ],
+)
+def test_data_that_cannot_be_read_is_named_with_its_place(
+    tmp_path: Path, name: str, content: str | bytes | None, said: str
+):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(DataError, match=said):
+        load_rows(path)
+    if "line 2" in said:
+        assert load_rows(path, limit=1) == ROWS[:1], "rows that are not read cannot be wrong"
+
+
+def test_blank_lines_are_ignored(tmp_path: Path):
     path = tmp_path / "a.jsonl"
-    path.write_text("\n" + lines(ROWS[:1]) + "  \n\n" + lines(ROWS[1:]) + "\n")
+    path.write_text("\n" + FIRST + "  \n\n" + lines(ROWS[1:]) + "\n")
     assert load_rows(path) == ROWS
-
-
-def test_a_bad_line_is_named_with_its_number_and_its_text(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(lines(ROWS[:1]) + '{"question": "cut o')
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2 is not JSON .*cut o"):
-        load_rows(path)
-    assert load_rows(path, limit=1) == ROWS[:1]  # what is not read cannot be wrong
-
-
-def test_a_line_that_is_no_object_is_refused(tmp_path: Path):
-    with pytest.raises(DataError, match=r"line 2 is \[1, 2\]: give one JSON object a line"):
-        load_rows(write(tmp_path, "a.jsonl", [ROWS[0], [1, 2]]))
-    with pytest.raises(DataError, match="entry 1 is 'x': give a list of objects"):
-        load_rows(write(tmp_path, "array.json", [ROWS[0], "x"]))
-
-
-def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(lines(ROWS[:1]).encode() + b'{"question": "\xff"}\n')
-    with pytest.raises(DataError, match="line 2 is not JSON"):
-        load_rows(path)
-
-
-@pytest.mark.parametrize("text", ["", "\n \n"])
-def test_an_empty_file_is_an_error(tmp_path: Path, text: str):
-    path = tmp_path / "a.jsonl"
-    path.write_text(text)
-    with pytest.raises(DataError, match=r"a\.jsonl' has no rows"):
-        load_rows(path)
-
-
-def test_a_damaged_file_is_named(tmp_path: Path):
-    parquet = write(tmp_path, "a.parquet")
-    parquet.write_bytes(parquet.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
-        load_rows(parquet)
-    packed = write(tmp_path, "a.jsonl.gz")
-    packed.write_bytes(packed.read_bytes()[:-10])
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz is cut short"):
-        load_rows(packed)
-
-
-def test_a_file_that_is_not_there_is_not_taken_for_a_name_on_the_hub(tmp_path: Path):
-    for path in (tmp_path / "train.jsonl", "no-such-folder/train.parquet", tmp_path / "nothing"):
-        with pytest.raises(DataError, match="there is no such file"):
-            load_rows(path)
-
-
-def test_a_file_of_another_kind_is_refused_by_its_name(tmp_path: Path):
-    (tmp_path / "a.csv").write_text("question,answer\n")
-    with pytest.raises(DataError, match=r"use one of \.jsonl"):
-        load_rows(tmp_path / "a.csv")
 
 
 def test_a_folder_is_read_by_split_in_the_order_of_its_files(tmp_path: Path):
@@ -114,11 +94,6 @@ def test_a_folder_is_read_by_split_in_the_order_of_its_files(tmp_path: Path):
     assert load_rows(tmp_path, split="test") == ROWS[:2]
     with pytest.raises(DataError, match=r"no file for the split 'dev': it has \['test\.jsonl'"):
         load_rows(tmp_path, split="dev")
-
-
-def test_a_folder_without_data_is_an_error(tmp_path: Path):
-    with pytest.raises(DataError, match="a folder without data"):
-        load_rows(tmp_path, split="train")
 
 
 class Recorder(ModuleType):

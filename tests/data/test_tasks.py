@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -24,6 +23,7 @@ from freewheel.data.tasks import TASKS, get_task
 from freewheel.data.tasks.gsm8k import INSTRUCTION
 from freewheel.data.tasks.word_problems import SPLITS, TEMPLATES, model_path, problems
 from freewheel.errors import ConfigError, DataError
+from freewheel.judge.verdict import Scored
 from freewheel.rewards import rule_score
 
 CHATML = (
@@ -90,14 +90,6 @@ def test_earlier_turns_need_a_chat_template():
     assert text_of(render({"prompt": turns}, Letters(CHATML))) == "[user]u[assistant]a[user]u[assistant]"
     with pytest.raises(DataError, match="only a chat template can mark who speaks"):
         render({"prompt": turns}, Letters())
-
-
-def test_a_real_tokenizer_renders_its_template(tokenizer: PreTrainedTokenizerFast):
-    chat = AutoTokenizer.from_pretrained(model_path())
-    chat.chat_template = "{% for m in messages %}{{ m['content'] }} ? {% endfor %}"
-    prompt = render({"prompt": "Tom has 6 apples"}, chat)
-    assert chat.decode(prompt.tokens) == "Tom has 6 apples?"
-    assert render({"prompt": "Tom has 6 apples"}, tokenizer).tokens.tolist() == prompt.tokens.tolist()[:-1]
 
 
 def test_rows_that_hold_no_prompt_are_refused_with_what_they_hold():
@@ -173,35 +165,30 @@ def test_gsm8k_reads_what_verl_prepared(tmp_path: Path):
     assert text_of(get_task("gsm8k").render(row, Letters(CHATML))) == "[user]Natalia …[assistant]"
 
 
-def test_gsm8k_names_the_row_that_it_cannot_use(tmp_path: Path):
-    task = get_task("gsm8k")
-    with pytest.raises(DataError, match=r"row 1: no answer; its keys are \['question', 'solution'\]"):
-        task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, {"question": "?", "solution": "1"}]))
-    with pytest.raises(DataError, match="row 0: the answer 'many' is not a number"):
-        task.load("train", write_rows(tmp_path / "b.jsonl", [{"question": "?", "answer": "So:\n#### many"}]))
-    with pytest.raises(DataError, match="row 0, reward_model is '72': give an object with ground_truth"):
-        task.load("train", write_rows(tmp_path / "d.jsonl", [{"prompt": "?", "reward_model": "72"}]))
-    with pytest.raises(DataError, match="reward_model: no ground_truth"):
-        task.load("train", write_rows(tmp_path / "c.jsonl", [{"prompt": "?", "reward_model": {"style": "rule"}}]))
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "?", "solution": "1"}, r"row 1: no answer; its keys are \['question', 'solution'\]"),
+        ({"question": "?", "answer": "So:\n#### many"}, "row 1: the answer 'many' is not a number"),
+        ({"prompt": "?", "reward_model": "72"}, "row 1, reward_model is '72': give an object with ground_truth"),
+        ({"prompt": "?", "reward_model": {"style": "rule"}}, "reward_model: no ground_truth"),
+    ],
+)
+def test_gsm8k_names_a_row_that_it_cannot_use(tmp_path: Path, row: dict[str, Any], said: str):
+    with pytest.raises(DataError, match=said):
+        get_task("gsm8k").load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, row]))
 
 
-def test_gsm8k_pays_for_the_number_after_the_mark(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("text", "correct", "right_format"),
+    [("#### 2,000", 1.0, 1.0), ("so #### $2000.00", 1.0, 1.0), ("#### 72", 0.0, 1.0), ("2000", 0.0, 0.0)],
+)
+def test_gsm8k_scores_the_number_after_the_mark(tmp_path: Path, text: str, correct: float, right_format: float):
     task = get_task("gsm8k")
     _, row = task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA, WENG]))
-    for text, value in [("#### 2,000", 1.0), ("so #### $2000.00", 1.0), ("2000", 0.0), ("#### 72", 0.0)]:
-        found = task.score(text, row)
-        assert not isinstance(found, float | dict) and found.value == value, text
-
-
-def test_gsm8k_tells_a_wrong_number_from_none(tmp_path: Path):
-    task = get_task("gsm8k")
-    (row,) = task.load("train", write_rows(tmp_path / "a.jsonl", [NATALIA]))
-    parts = {text: dict(task.score(text, row).parts) for text in ("#### 72", "#### 71", "72")}  # type: ignore[union-attr]
-    assert parts == {
-        "#### 72": {"correct": 1.0, "format": 1.0},
-        "#### 71": {"correct": 0.0, "format": 1.0},
-        "72": {"correct": 0.0, "format": 0.0},
-    }
+    found = task.score(text, row)
+    assert isinstance(found, Scored) and found.value == correct
+    assert found.parts == {"correct": correct, "format": right_format}
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------
@@ -378,13 +365,6 @@ def test_a_name_that_leads_nowhere_is_said(tmp_path: Path, monkeypatch: pytest.M
 
 
 # -- what it needs and what the page says ---------------------------------------------------------------------------
-
-
-def test_loading_and_scoring_need_no_torch():
-    """Reward workers import tasks: each would else take half a gigabyte."""
-    modules = ["prompts", "sources", "group", *(f"tasks.{name}" for name in TASKS)]
-    code = f"import sys, {', '.join(f'freewheel.data.{module}' for module in modules)}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_the_examples_of_the_page_run():

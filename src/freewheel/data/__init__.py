@@ -60,7 +60,3 @@ def __getattr__(name: str) -> Any:
         message = f"freewheel.data.{name} needs {error.name}: pip install 'freewheel[train]'"
         raise ImportError(message, name=error.name) from error
     return getattr(module, name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

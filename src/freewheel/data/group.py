@@ -114,20 +114,21 @@ class PromptGroup:
     @classmethod
     def of(cls, ticket: Ticket, prompt: Prompt, responses: Sequence[Response], created_s: float) -> PromptGroup:
         assert responses and all(response.verdict is not None for response in responses)
+        per_token = {
+            name: np.concatenate([getattr(response, name) for response in responses]).astype(kind, copy=False)
+            for name, kind in _PER_TOKEN.items()
+        }
         return cls(
             ticket=ticket,
             prompt=np.asarray(prompt.tokens, np.int32),
             lengths=np.array([len(response.tokens) for response in responses], np.int32),
-            tokens=np.concatenate([response.tokens for response in responses]).astype(np.int32, copy=False),
-            logprobs=np.concatenate([response.logprobs for response in responses]).astype(np.float32, copy=False),
-            versions=np.concatenate([response.versions for response in responses]).astype(np.int32, copy=False),
-            mask=np.concatenate([response.mask for response in responses]).astype(np.uint8, copy=False),
             finish=tuple(response.finish for response in responses),
             verdicts=tuple(response.verdict for response in responses),  # type: ignore[misc]  # asserted above
             rewards=np.array([response.reward for response in responses], np.float64),
             raw_rewards=np.array([response.raw_reward for response in responses], np.float64),
             row=prompt.row,
             created_s=created_s,
+            **per_token,
         )
 
     def __len__(self) -> int:
@@ -155,10 +156,7 @@ class PromptGroup:
     def response(self, index: int) -> Response:
         part = slice(self.offsets[index], self.offsets[index + 1])
         return Response(
-            tokens=self.tokens[part],
-            logprobs=self.logprobs[part],
-            versions=self.versions[part],
-            mask=self.mask[part],
+            **{name: getattr(self, name)[part] for name in _PER_TOKEN},
             finish=self.finish[index],
             verdict=self.verdicts[index],
             reward=float(self.rewards[index]),
@@ -199,14 +197,13 @@ class PromptGroup:
         )
 
 
-_ARRAYS: dict[str, type[np.generic]] = {
-    "prompt": np.int32,
-    "lengths": np.int32,
+_PER_TOKEN: dict[str, type[np.generic]] = {
     "tokens": np.int32,
     "logprobs": np.float32,
     "versions": np.int32,
     "mask": np.uint8,
 }
+_ARRAYS: dict[str, type[np.generic]] = {"prompt": np.int32, "lengths": np.int32, **_PER_TOKEN}
 
 
 class _Wire(msgspec.Struct, array_like=True):

@@ -32,55 +32,46 @@ ROW_DEFAULTS: Mapping[str, Any] = {
 """Columns of every batch, with the value for rows that do not set them. verl's code expects them."""
 
 
-def to_data_proto(
-    groups: Sequence[PromptGroup],
-    *,
-    pad_token_id: int,
-    prompt_length: int | None = None,
-    response_length: int | None = None,
-) -> DataProto:
+def to_data_proto(groups: Sequence[PromptGroup], *, pad_token_id: int) -> DataProto:
     """Return one row per response, group by group. `uid` identifies the group.
 
     Additional columns: `rollout_log_probs` and `versions` [R], `token_level_scores` [R] with the reward on the last
-    token, and `reward_mask`, 0 for a response whose scoring failed (its score is then 0: do not read it). The lengths
-    default to the longest; a longer response than they allow is a `DataError`.
+    token, and `reward_mask`, 0 for a response whose scoring failed (its score is then 0: do not read it).
     """
+    owners = [group for group in groups for _ in range(len(group))]
     responses = [group.response(index) for group in groups for index in range(len(group))]
     if not responses:
         raise DataError("groups = []: a batch needs at least one response")
-    owners = [group for group in groups for _ in range(len(group))]
-    counts = [len(response.tokens) for response in responses]
-    width = _width("response_length", response_length, counts)
-    prompt_columns = _left_padded([group.prompt for group in owners], pad_token_id, prompt_length)
+    lengths = torch.tensor([len(response.tokens) for response in responses])
+    prompts = _left_padded([group.prompt for group in owners], pad_token_id)
 
     def padded(name: str, fill: float, dtype: torch.dtype) -> torch.Tensor:
-        column = torch.full((len(responses), width), fill, dtype=dtype)
+        column = torch.full((len(responses), int(lengths.max())), fill, dtype=dtype)
         for row, response in enumerate(responses):
-            column[row, : counts[row]] = torch.from_numpy(np.array(getattr(response, name))).to(dtype)
+            column[row, : lengths[row]] = torch.from_numpy(np.array(getattr(response, name))).to(dtype)
         return column
 
     tokens = padded("tokens", pad_token_id, torch.int64)
-    seen = (torch.arange(width) < torch.tensor(counts)[:, None]).long()
-    attention = torch.cat([prompt_columns["attention_mask"], seen], dim=1)
-    values = torch.tensor([response.reward for response in responses], dtype=torch.float32)
+    seen = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
+    attention = torch.cat([prompts["attention_mask"], seen], dim=1)
+    rewards = torch.tensor([response.reward for response in responses], dtype=torch.float32)
     scores = torch.zeros(tokens.shape, dtype=torch.float32)
-    scores[torch.arange(len(counts)), torch.tensor(counts) - 1] = values.nan_to_num(nan=0.0)
+    scores[torch.arange(len(lengths)), lengths - 1] = rewards.nan_to_num(nan=0.0)
     return DataProto.from_dict(
         {
-            "prompts": prompt_columns["prompts"],
+            "prompts": prompts["prompts"],
             "responses": tokens,
-            "input_ids": torch.cat([prompt_columns["prompts"], tokens], dim=1),
+            "input_ids": torch.cat([prompts["prompts"], tokens], dim=1),
             "attention_mask": attention,
             "position_ids": _positions(attention),
             "response_mask": padded("mask", 0, torch.int64),
             "rollout_log_probs": padded("logprobs", 0.0, torch.float32),
             "versions": padded("versions", NO_VERSION, torch.int64),
             "token_level_scores": scores,
-            "reward_mask": (~values.isnan()).long(),
+            "reward_mask": (~rewards.isnan()).long(),
         },
         {
             **_columns([group.row for group in owners], [group.ordinal for group in owners]),
-            "uid": object_array(str(group.ordinal) for group in owners),
             "finish": object_array(response.finish for response in responses),
             "reward_status": object_array(r.verdict.status if r.verdict else "failed" for r in responses),
         },
@@ -89,31 +80,19 @@ def to_data_proto(
 
 
 def prompts_to_data_proto(
-    prompts: Sequence[Prompt],
-    n: int,
-    *,
-    pad_token_id: int,
-    ordinals: Sequence[int] | None = None,
-    prompt_length: int | None = None,
-    meta_info: Mapping[str, Any] | None = None,
+    prompts: Sequence[Prompt], n: int, *, pad_token_id: int, ordinals: Sequence[int]
 ) -> DataProto:
     """Return each prompt n times in a row, for a generation hook: `prompts`, `input_ids`, `attention_mask`,
-    `position_ids` [P], and the columns of the rows. `uid` is the ordinal as text, or the position without ordinals."""
-    if not prompts:
-        raise DataError("prompts = []: a batch needs at least one prompt")
-    numbers = list(range(len(prompts))) if ordinals is None else list(ordinals)
-    if len(numbers) != len(prompts):
-        raise DataError(f"ordinals has {len(numbers)} entries for {len(prompts)} prompts: give one for each")
-    columns = _left_padded([prompt.tokens for prompt in prompts], pad_token_id, prompt_length)
+    `position_ids` [P], and the columns of the rows. `uid` is the ordinal as text."""
+    columns = _left_padded([prompt.tokens for prompt in prompts], pad_token_id)
     tensors = {
         **columns,
         "input_ids": columns["prompts"].clone(),
         "position_ids": _positions(columns["attention_mask"]),
     }
-    values = _columns([prompt.row for prompt in prompts], numbers) | {"uid": object_array(map(str, numbers))}
-    once = DataProto.from_dict(tensors, values)
+    repeated = DataProto.from_dict(tensors, _columns([prompt.row for prompt in prompts], ordinals)).repeat(n)
     counts = [len(prompt.tokens) for prompt in prompts for _ in range(n)]
-    return DataProto(*_parts(once.repeat(n)), {TOKEN_COUNTS: counts} | dict(meta_info or {}))
+    return DataProto(repeated.batch, repeated.non_tensor_batch, {TOKEN_COUNTS: counts})
 
 
 def from_data_proto(
@@ -150,19 +129,14 @@ def from_data_proto(
             raise DataError(f"{where} has no token in row {row}: a response has at least its end")
         if "attention_mask" in tensors and not seen[row, :count].all():
             raise DataError(f"{where} is not padded on the right in row {row}: attention_mask has gaps in the response")
-        responses.append(
-            _response(
-                {key: tensors[key][row, :count] for key in _RESPONSE_KEYS if key in tensors},
-                version,
-                _finish(
-                    None if finishes is None else finishes[row],
-                    int(tensors["responses"][row, count - 1]),
-                    stop_token_ids,
-                    is_full=count == width,
-                ),
-                f"{where}, row {row}",
-            )
-        )
+        columns = {key: tensors[key][row, :count] for key in _RESPONSE_KEYS if key in tensors}
+        finish: Any = finishes[row] if finishes is not None else None
+        if finish is None:
+            ended = columns["responses"][-1] in stop_token_ids if stop_token_ids else count < width
+            finish = "stop" if ended else "length"
+        elif finish not in ("stop", "length"):
+            raise DataError(f"finish = {finish!r}: use 'stop' or 'length'")
+        responses.append(_response(columns, version, finish, f"{where}, row {row}"))
     return responses
 
 
@@ -188,32 +162,25 @@ def _response(columns: Mapping[str, Array], version: int, finish: Finish, where:
     )
 
 
-def _finish(said: object, last_token: int, stop_token_ids: Collection[int], *, is_full: bool) -> Finish:
-    if said is not None:
-        if said not in ("stop", "length"):
-            raise DataError(f"finish = {said!r}: say 'stop' or 'length'")
-        return said
-    ended = last_token in stop_token_ids if stop_token_ids else not is_full
-    return "stop" if ended else "length"
-
-
 def _check_prompts(rows: Array, prompt: Prompt, where: str) -> None:
     """A hook that generates from another prompt than it returns would train the policy on something it never saw."""
     size = len(prompt.tokens)
     if rows.shape[1] < size or (rows[:, rows.shape[1] - size :] != prompt.tokens).any():
-        raise DataError(f"{where} has other prompts than it was given: leave them, or put what is added into responses")
+        raise DataError(
+            f"{where} has other prompts than it received: leave them unchanged, and put additions into responses"
+        )
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], ordinals: Sequence[int]) -> dict[str, Array]:
-    """Return the rows' values by key. Each row owns its dicts and lists, because a hook may write to them."""
+    """Return the rows' values by key, and `uid`. Each row owns its dicts and lists: a hook may write to them."""
     keys = dict.fromkeys([*ROW_DEFAULTS, *(key for row in rows for key in row)])
     columns = {key: object_array(plain_copy(row.get(key, ROW_DEFAULTS.get(key))) for row in rows) for key in keys}
     columns["index"] = object_array(row.get("index", ordinal) for row, ordinal in zip(rows, ordinals, strict=True))
-    return columns
+    return columns | {"uid": object_array(map(str, ordinals))}
 
 
-def _left_padded(prompts: Sequence[Array], pad_token_id: int, length: int | None) -> dict[str, torch.Tensor]:
-    width = _width("prompt_length", length, [len(prompt) for prompt in prompts])
+def _left_padded(prompts: Sequence[Array], pad_token_id: int) -> dict[str, torch.Tensor]:
+    width = max(map(len, prompts))
     tokens = torch.full((len(prompts), width), pad_token_id, dtype=torch.int64)
     mask = torch.zeros_like(tokens)
     for row, prompt in enumerate(prompts):
@@ -224,14 +191,3 @@ def _left_padded(prompts: Sequence[Array], pad_token_id: int, length: int | None
 
 def _positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-
-
-def _width(key: str, given: int | None, lengths: Sequence[int]) -> int:
-    longest = max(lengths)
-    if given is not None and given < longest:
-        raise DataError(f"{key} = {given}: the longest has {longest} tokens; raise it, or leave it out")
-    return longest if given is None else given
-
-
-def _parts(data: DataProto) -> tuple[Any, dict[str, Array]]:
-    return data.batch, data.non_tensor_batch

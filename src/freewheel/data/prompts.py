@@ -11,9 +11,9 @@ Rollouters ask `PromptStream` for the prompt of a ticket. Needs no torch.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -36,8 +36,6 @@ PARAGRAPH = "\n\n"
 
 KEPT_EPOCHS = 4
 """Permutations kept in memory. Ordinals in flight may span the end of an epoch, or several ends if rows are few."""
-KEPT_PROMPTS = 4096
-"""Rendered prompts kept in memory, for prompts that are issued again soon."""
 SEED_BITS = 64
 
 
@@ -188,71 +186,48 @@ def render_rows(
 
 
 class PromptStream:
-    """The same rows, seed and settings give the same prompt for an ordinal: on any machine, with any version of numpy,
-    in whatever order callers ask. Each epoch has every row exactly once.
+    """Equal prompts, seeds and settings give the same prompt for an ordinal: on any machine, with any version of numpy,
+    in any order of calls. Each epoch has every prompt exactly once.
 
     This is a pure mapping without a position, so a resumed run has nothing to skip, save or replay.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Any],
-        *,
-        seed: int,
-        shuffle: bool = True,
-        epochs: int | None = None,
-        render: Callable[[Any], Prompt] | None = None,
-    ) -> None:
-        """`render` makes a `Prompt` of a row; without it the rows are prompts already. `epochs=None`: endless."""
-        if not len(rows):
-            raise DataError("rows = []: a prompt stream needs at least one prompt")
+    def __init__(self, prompts: Sequence[Any], *, seed: int, shuffle: bool = True, epochs: int | None = None) -> None:
+        """`epochs=None`: endless."""
+        if not len(prompts):
+            raise DataError("prompts = []: a prompt stream needs at least one prompt")
         if epochs is not None and epochs < 1:
             raise ConfigError("data.epochs", epochs, "give 1 or more, or null for as many as the run needs")
         if not isinstance(seed, int) or not 0 <= seed < 1 << SEED_BITS:
             raise ConfigError("seed", seed, f"give a whole number from 0 to 2**{SEED_BITS} - 1")
-        self._rows = rows
+        self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
         self._epochs = epochs
-        self._render = render
-        self._orders: OrderedDict[int, Array] = OrderedDict()
-        self._prompts: OrderedDict[int, Prompt] = OrderedDict()
 
     def __len__(self) -> int:
         """Return the number of prompts in an epoch."""
-        return len(self._rows)
+        return len(self._prompts)
 
     @property
     def total(self) -> int | None:
         """Number of ordinals; None if the stream is endless."""
-        return None if self._epochs is None else self._epochs * len(self._rows)
+        return None if self._epochs is None else self._epochs * len(self._prompts)
 
     def place(self, ordinal: int) -> tuple[int, int]:
-        """Return the epoch and the index of the row. An ordinal past the end is an IndexError."""
+        """Return the epoch and the index of the prompt. An ordinal past the end is an IndexError."""
         if ordinal < 0 or (self.total is not None and ordinal >= self.total):
             raise IndexError(f"ordinal {ordinal} of a stream with {self.total} prompts")
-        epoch, within = divmod(ordinal, len(self._rows))
-        return epoch, int(self._order(epoch)[within]) if self._shuffle else within
+        epoch, index = divmod(ordinal, len(self._prompts))
+        if self._shuffle:
+            index = int(_permutation(len(self._prompts), self._seed, epoch)[index])
+        return epoch, index
 
-    def prompt(self, ordinal: int) -> Prompt:
-        _, index = self.place(ordinal)
-        if self._render is None:
-            prompt: Prompt = self._rows[index]
-            return prompt
-        if index not in self._prompts:
-            self._prompts[index] = self._render(self._rows[index])
-            if len(self._prompts) > KEPT_PROMPTS:
-                self._prompts.popitem(last=False)
-        return self._prompts[index]
-
-    def _order(self, epoch: int) -> Array:
-        if epoch not in self._orders:
-            self._orders[epoch] = _permutation(len(self._rows), self._seed, epoch)
-            if len(self._orders) > KEPT_EPOCHS:
-                self._orders.popitem(last=False)
-        return self._orders[epoch]
+    def prompt(self, ordinal: int) -> Any:
+        return self._prompts[self.place(ordinal)[1]]
 
 
+@lru_cache(maxsize=KEPT_EPOCHS)
 def _permutation(size: int, seed: int, epoch: int) -> Array:
     """Return row numbers sorted by a hash of (seed, epoch, row).
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
@@ -146,7 +146,7 @@ def _saved_dataset(path: Path, split: str | None) -> Iterator[dict[str, Any]]:
         if split not in loaded:
             raise DataError(f"{path} has no split {split!r}: it has {[*loaded]}")
         loaded = loaded[split]
-    return _plain_rows(loaded)
+    return map(dict, loaded)
 
 
 def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, Any]]:
@@ -158,11 +158,7 @@ def _hub(path: str, split: str | None, name: str | None) -> Iterator[dict[str, A
             f"{path} is no file here, and as a dataset on the hub it could not be loaded "
             f"({type(error).__name__}: {error}): check its name, split and the network, or give a file"
         ) from error
-    return _plain_rows(loaded)
-
-
-def _plain_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    return (dict(row) for row in rows)
+    return map(dict, loaded)
 
 
 def _optional(module: str, purpose: str) -> Any:
