@@ -1,6 +1,7 @@
 """The mock judge's decisions and replies, without a server and without a clock."""
 
 import re
+from itertools import accumulate
 from statistics import fmean
 
 import msgspec
@@ -16,7 +17,6 @@ from freewheel.judge.testing.profile import (
     UNPARSEABLE_REPLY,
     Ask,
     Behaviour,
-    Bucket,
     Content,
     Decision,
     Fault,
@@ -145,18 +145,16 @@ def test_both_rate_limits_must_have_room_and_a_rejected_request_is_not_charged()
 
 
 @given(st.floats(1.0, 6000.0), st.floats(0.1, 60.0), st.lists(st.floats(0.0, 5.0), max_size=60))
-def test_a_bucket_never_admits_more_than_its_burst_and_its_rate(
+def test_a_rate_limit_never_admits_more_than_its_burst_and_its_rate(
     per_minute: float, window_s: float, gaps: list[float]
 ) -> None:
-    bucket = Bucket(per_minute, window_s)
-    now, admitted = 0.0, 0
-    for gap in gaps:
-        now += gap
-        if bucket.wait_s(now, 1.0) == 0.0:
-            bucket.take(now, 1.0)
-            admitted += 1
-        assert -1e-9 <= bucket.level(now) <= bucket.capacity
-        assert admitted <= bucket.capacity + now * per_minute / 60 + 1e-6
+    limits = RateLimits(JudgeProfile(requests_per_minute=per_minute, rate_window_s=window_s))
+    times = list(accumulate(gaps, initial=0.0))
+    admitted = [limits.admit(now, 1) is None for now in times]
+    burst = max(1.0, per_minute * window_s / 60)
+    for now, count in zip(times, accumulate(admitted), strict=True):
+        assert count <= burst + now * per_minute / 60 + 1e-6
+    assert admitted[0]
 
 
 # -- refusals and settings

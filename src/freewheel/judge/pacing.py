@@ -135,7 +135,7 @@ class RateHeaders(msgspec.Struct, frozen=True):
         )
 
 
-class _Bucket:
+class Bucket:
     """Fills at `rate_per_s` up to `capacity`. An amount above the capacity may leave a full bucket, as a debt."""
 
     __slots__ = ("at", "capacity", "level", "rate_per_s")
@@ -157,17 +157,17 @@ class _Bucket:
         return now if missing <= 0.0 else now + missing / self.rate_per_s
 
 
-def _configured(key: str, per_minute: float | None) -> _Bucket | None:
+def _configured(key: str, per_minute: float | None) -> Bucket | None:
     if per_minute is None:
         return None
     if not (math.isfinite(per_minute) and per_minute > 0.0):
         raise ValueError(f"{key} = {per_minute!r}: give a number above zero, or leave it out")
     rate_per_s = per_minute / MINUTE_S
     capacity = max(1.0, rate_per_s * BURST_S)
-    return _Bucket(rate_per_s, capacity, capacity, -math.inf)
+    return Bucket(rate_per_s, capacity, capacity, -math.inf)
 
 
-def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> _Bucket | None:
+def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> Bucket | None:
     """Return the bucket that a limit and a remaining amount describe, or None while plenty is left.
 
     The budget is whole again after `reset_s`, so the used amount over that time is the refill rate. That is right for
@@ -180,7 +180,7 @@ def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: f
     if reset_s < LEAST_RESET_S:
         return None
     rate_per_s = max((limit - remaining) / reset_s, 1.0 / MOST_RESET_S)
-    return _Bucket(rate_per_s, max(1.0, limit * SCARCE_SHARE), remaining, now)
+    return Bucket(rate_per_s, max(1.0, limit * SCARCE_SHARE), remaining, now)
 
 
 class Pacer:
@@ -195,8 +195,8 @@ class Pacer:
     def __init__(self, *, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._requests = _configured("requests_per_minute", requests_per_minute)
         self._tokens = _configured("tokens_per_minute", tokens_per_minute)
-        self._header_requests: _Bucket | None = None
-        self._header_tokens: _Bucket | None = None
+        self._header_requests: Bucket | None = None
+        self._header_tokens: Bucket | None = None
         self._header_rate_per_s = math.inf  # cap of the pace, from a limit header without a remaining one
         self._pace_per_s = 0.0  # 0: no pace
         self._refused_pace_per_s = 0.0
@@ -303,7 +303,7 @@ class Pacer:
             self._note_freedom()
 
 
-def _merge(now: float, known: _Bucket | None, reported: _Bucket | None) -> _Bucket | None:
+def _merge(now: float, known: Bucket | None, reported: Bucket | None) -> Bucket | None:
     """Replace the known bucket by the reported one. A reply that was delayed must not give back budget."""
     if known is not None and reported is not None:
         known.refill(now)

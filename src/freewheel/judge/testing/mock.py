@@ -29,10 +29,9 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from math import ceil
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 import msgspec
@@ -56,14 +55,11 @@ from freewheel.judge.testing.profile import (
     completion,
     error_body,
     reply_text,
-    stream_events,
     usage,
 )
 from freewheel.judge.verdict import JudgeError
 from freewheel.utils.http import server_log
 from freewheel.utils.processes import end_with
-
-T = TypeVar("T")
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8099
@@ -167,34 +163,48 @@ class RecordedRequest(msgspec.Struct, frozen=True):
 # -- the server -------------------------------------------------------------------------------------------------------
 
 
-class _SharedService:
-    """Makes requests wait for their share, with one timer for all. Belongs to the loop on which it is created."""
+class _Epoch:
+    """The state that a reset replaces. A request belongs to the epoch in which it arrived, and counts there."""
 
-    def __init__(self, knee: float | None, time_scale: float) -> None:
+    def __init__(self, profile: JudgeProfile) -> None:
+        self.profile = profile
+        self.counts = Counts()
+        self.behaviour = Behaviour(profile)
+        self.recent: deque[RecordedRequest] = deque(maxlen=profile.keep_requests)
+        self.outage_timers: list[asyncio.TimerHandle] = []
+        self.carriers: set[RequestHandler] = set()
         self._loop = asyncio.get_running_loop()
-        self._scale = time_scale
-        self._sharing = ProcessorSharing(knee)
+        self._sharing = ProcessorSharing(profile.knee)
         self._waiting: dict[int, asyncio.Future[None]] = {}
+        """By the ticket of a request in service."""
         self._stuck: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
-        self._closed = False
 
     def now(self) -> float:
         """The judge's own time in seconds."""
-        return time.monotonic() / self._scale
+        return time.monotonic() / self.profile.time_scale
+
+    def count_content(self, content: Content) -> ContentCount:
+        return self.counts.contents.setdefault(content.key, ContentCount(text=content.text))
+
+    def count_status(self, status: int) -> None:
+        self.counts.by_status[status] = self.counts.by_status.get(status, 0) + 1
+
+    def count_fault(self, kind: str) -> None:
+        self.counts.faults[kind] = self.counts.faults.get(kind, 0) + 1
 
     async def serve(self, service_s: float) -> None:
         """Wait for `service_s` of service. Cancelling returns the share."""
         ticket = self._sharing.join(self.now(), service_s)
         future = self._waiting[ticket] = self._loop.create_future()
-        self._arm()
+        self._set_timer()
         try:
             await future
         finally:
             if self._waiting.pop(ticket, None) is not None:
                 self._sharing.leave(self.now(), ticket)
-                self._arm()
+                self._set_timer()
 
     async def hang(self) -> None:
         """Wait until cancelled."""
@@ -207,26 +217,25 @@ class _SharedService:
 
     def close(self) -> None:
         """Cancel all waiting requests."""
-        self._closed = True
-        self._disarm()
-        for future in [*self._waiting.values(), *self._stuck]:
+        waiting = [*self._waiting.values(), *self._stuck]
+        self._waiting.clear()
+        for future in waiting:
             future.cancel()
+        for timer in (*self.outage_timers, self._timer):
+            if timer is not None:
+                timer.cancel()
 
-    def _arm(self) -> None:
-        at = _NEVER if self._closed else self._sharing.next_finish()
+    def _set_timer(self) -> None:
+        """One timer for all: it runs when the next request ends."""
+        at = self._sharing.next_finish()
         if at == self._timer_at:
             return
-        self._disarm()
-        if at == _NEVER:
-            return
-        delay_s = ceil(max(0.0, at - self.now()) * self._scale / _MILLISECOND_S) * _MILLISECOND_S
-        self._timer_at = at
-        self._timer = self._loop.call_later(delay_s, self._release)
-
-    def _disarm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timer_at = None, _NEVER
+        self._timer, self._timer_at = None, at
+        if at < _NEVER:
+            left_s = max(0.0, at - self.now()) * self.profile.time_scale
+            self._timer = self._loop.call_later(ceil(left_s / _MILLISECOND_S) * _MILLISECOND_S, self._release)
 
     def _release(self) -> None:
         self._timer, self._timer_at = None, _NEVER
@@ -234,37 +243,7 @@ class _SharedService:
             future = self._waiting.pop(ticket, None)
             if future is not None and not future.done():
                 future.set_result(None)
-        self._arm()
-
-
-class _Epoch:
-    """The state that a reset replaces. A request belongs to the epoch in which it arrived, and counts there."""
-
-    def __init__(self, profile: JudgeProfile) -> None:
-        self.profile = profile
-        self.counts = Counts()
-        self.behaviour = Behaviour(profile)
-        self.service = _SharedService(profile.knee, profile.time_scale)
-        self.recent: deque[RecordedRequest] = deque(maxlen=profile.keep_requests)
-        self.outage_timers: list[asyncio.TimerHandle] = []
-        self.carriers: set[RequestHandler] = set()
-
-    def count_content(self, content: Content) -> ContentCount:
-        count = self.counts.contents.get(content.key)
-        if count is None:
-            count = self.counts.contents[content.key] = ContentCount(text=content.text)
-        return count
-
-    def count_status(self, status: int) -> None:
-        self.counts.by_status[status] = self.counts.by_status.get(status, 0) + 1
-
-    def count_fault(self, kind: str) -> None:
-        self.counts.faults[kind] = self.counts.faults.get(kind, 0) + 1
-
-    def close(self) -> None:
-        self.service.close()
-        for timer in self.outage_timers:
-            timer.cancel()
+        self._set_timer()
 
 
 class _JudgeServer(web.Server):
@@ -295,24 +274,12 @@ class _JudgeServer(web.Server):
         await self.shutdown(_CLOSE_GRACE_S)
         await self._listener.wait_closed()
 
-    def reset(self, profile: JudgeProfile | None = None) -> None:
-        """Restart counts, attempts, rates and schedule. Requests in flight lose their connection without a reply."""
-        self._epoch.close()
-        self._epoch = _Epoch(profile or self._epoch.profile)
-
-    def counts_json(self) -> bytes:
-        self._epoch.counts.open_connections = len(self._open)
-        return msgspec.json.encode(self._epoch.counts)
-
-    def requests_json(self) -> bytes:
-        return msgspec.json.encode(list(self._epoch.recent))
-
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
         self._open[handler] = transport
         self._none_open.clear()
         epoch = self._epoch
-        if epoch.profile.outage_kind == "refuse" and epoch.behaviour.in_outage(epoch.service.now()):
+        if epoch.profile.outage_kind == "refuse" and epoch.behaviour.in_outage(epoch.now()):
             epoch.counts.connections_refused += 1
             transport.abort()
 
@@ -331,11 +298,11 @@ class _JudgeServer(web.Server):
         body = await request.content.read()
         if request.method == "POST" and request.path.endswith(CHAT_PATH):
             return await self._chat(request, body)
-        return self._other_path(request, body)
+        return self.other_path(request.method, request.path, body)
 
     async def _chat(self, request: web.BaseRequest, raw: bytes) -> web.StreamResponse:
         epoch = self._epoch
-        profile, counts, now = epoch.profile, epoch.counts, epoch.service.now()
+        profile, counts, now = epoch.profile, epoch.counts, epoch.now()
         counts.received += 1
         if request.protocol not in epoch.carriers:
             epoch.carriers.add(request.protocol)
@@ -371,7 +338,7 @@ class _JudgeServer(web.Server):
                 counts.rejected += 1
                 count.rejected += 1
             epoch.count_status(decision.status)
-            return _whole(decision.status, decision.body, headers=decision.headers)
+            return _whole(decision.status, decision.body, dict(decision.headers))
         assert ask is not None, "only a readable request is let in"
         count.admitted += 1
         counts.in_flight += 1
@@ -381,9 +348,9 @@ class _JudgeServer(web.Server):
             epoch.count_fault(decision.fault.value)
         try:
             if decision.fault is Fault.HANG:
-                await epoch.service.hang()
+                await epoch.hang()
             elif decision.service_s > 0.0:
-                await epoch.service.serve(decision.service_s)
+                await epoch.serve(decision.service_s)
             return await self._answer(epoch, request, ask, content, text, decision.fault, count)
         except asyncio.CancelledError:
             counts.gone += 1
@@ -404,31 +371,30 @@ class _JudgeServer(web.Server):
         """The reply to a request that was let in and served, with its fault if it has one."""
         if fault is Fault.DISCONNECT:
             return _hang_up(request)
-        headers = epoch.behaviour.rate_headers(epoch.service.now())
-        epoch.count_status(epoch.profile.error_status if fault is Fault.ERROR else 200)
+        headers = dict(epoch.behaviour.rates.headers(epoch.now()))
+        status = epoch.profile.error_status if fault is Fault.ERROR else 200
+        epoch.count_status(status)
         if fault is Fault.ERROR:
-            body = error_body("The judge had an error.", "server_error")
-            return _whole(epoch.profile.error_status, body, headers=headers)
+            return _whole(status, error_body("The judge had an error.", "server_error"), headers)
         if fault is Fault.GARBAGE:
-            return _whole(200, GARBAGE_BODY, headers=headers)
+            return _whole(200, GARBAGE_BODY, headers)
         if fault is Fault.WRONG_TYPE:
-            return _whole(200, HTML_BODY, content_type=HTML_TYPE, headers=headers)
-        said: str | None = UNPARSEABLE_REPLY if fault is Fault.UNPARSEABLE else text
-        used, choices = usage(ask, said or ""), True
-        if fault is Fault.EMPTY:
-            said, choices = None, content.digest[-1] % 2 == 0
+            return _whole(200, HTML_BODY, {**headers, "Content-Type": HTML_TYPE})
+        replies: dict[Fault | None, str | None] = {Fault.UNPARSEABLE: UNPARSEABLE_REPLY, Fault.EMPTY: None}
+        said = replies.get(fault, text)
+        has_choices = fault is not Fault.EMPTY or content.digest[-1] % 2 == 0
         model = ask.model or epoch.profile.model or DEFAULT_MODEL
-        write = stream_events if ask.stream else completion
-        pieces = write(ask, content, said, model=model, used=used, choices=choices)
-        content_type = EVENTS_TYPE if ask.stream else JSON_TYPE
+        pieces = completion(ask, content, said, model=model, has_choices=has_choices)
         if fault not in (Fault.TRUNCATE, Fault.DRIP) and not ask.stream:
             epoch.counts.answered += 1
             count.answered += 1
-            return _whole(200, b"".join(pieces), content_type=content_type, headers=headers)
-        reply = web.StreamResponse(headers={**dict(headers), "Content-Type": content_type})
+            return _whole(200, b"".join(pieces), headers)
+        reply = web.StreamResponse(headers={**headers, "Content-Type": EVENTS_TYPE if ask.stream else JSON_TYPE})
         if not ask.stream:
-            reply.content_length = sum(map(len, pieces))
-            pieces = _cut(b"".join(pieces))
+            body = b"".join(pieces)
+            reply.content_length = len(body)
+            step = ceil(len(body) / _DRIP_PIECES)
+            pieces = [body[at : at + step] for at in range(0, len(body), step)]
         await reply.prepare(request)
         if fault is Fault.TRUNCATE:
             await reply.write(b"".join(pieces[: len(pieces) // 2]))
@@ -441,9 +407,9 @@ class _JudgeServer(web.Server):
         count.answered += 1
         return reply
 
-    def _other_path(self, request: web.BaseRequest, body: bytes) -> web.Response:
+    def other_path(self, method: str, path: str, body: bytes) -> web.Response:
         """Handle the paths that are not chat completions. They are not counted."""
-        match request.method, request.path:
+        match method, path:
             case "GET", "/healthz":
                 return _whole(200, b'{"ok": true}')
             case "GET", "/v1/models":
@@ -451,22 +417,23 @@ class _JudgeServer(web.Server):
                 listed = {"id": model, "object": "model", "created": 0, "owned_by": "freewheel"}
                 return _whole(200, msgspec.json.encode({"object": "list", "data": [listed]}))
             case "GET", "/__counts":
-                return _whole(200, self.counts_json())
+                self._epoch.counts.open_connections = len(self._open)
+                return _whole(200, msgspec.json.encode(self._epoch.counts))
             case "GET", "/__requests":
-                return _whole(200, self.requests_json())
+                return _whole(200, msgspec.json.encode(list(self._epoch.recent)))
             case "POST", "/__reset":
                 try:
-                    self.reset(msgspec.json.decode(body, type=JudgeProfile) if body.strip() else None)
+                    profile = msgspec.json.decode(body, type=JudgeProfile) if body.strip() else self._epoch.profile
                 except (ValueError, RecursionError) as problem:  # msgspec's errors are ValueErrors
                     return _whole(400, error_body(str(problem), "invalid_request_error"))
+                self._epoch.close()  # requests in flight lose their connection without a reply
+                self._epoch = _Epoch(profile)
                 return _whole(200, b'{"ok": true}')
-        return _whole(404, error_body(f"No such path: {request.path}", "invalid_request_error"))
+        return _whole(404, error_body(f"No such path: {path}", "invalid_request_error"))
 
 
-def _whole(
-    status: int, body: bytes, *, content_type: str = JSON_TYPE, headers: tuple[tuple[str, str], ...] = ()
-) -> web.Response:
-    return web.Response(status=status, body=body, headers={"Content-Type": content_type, **dict(headers)})
+def _whole(status: int, body: bytes, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(status=status, body=body, headers={"Content-Type": JSON_TYPE, **(headers or {})})
 
 
 def _hang_up(request: web.BaseRequest, *, abort: bool = False) -> web.Response:
@@ -478,11 +445,6 @@ def _hang_up(request: web.BaseRequest, *, abort: bool = False) -> web.Response:
         else:
             transport.close()
     return web.Response()  # aiohttp wants one, and drops it where the connection is closed
-
-
-def _cut(body: bytes) -> list[bytes]:
-    step = ceil(len(body) / _DRIP_PIECES)
-    return [body[at : at + step] for at in range(0, len(body), step)]
 
 
 def _read(raw: bytes) -> Ask | None:
@@ -515,17 +477,25 @@ class RunningJudge(ABC):
         """The full address of chat completions."""
         return self.base_url + CHAT_PATH
 
-    @abstractmethod
     def counts(self) -> Counts:
         """The counts as they are now."""
+        return msgspec.json.decode(self._ask("GET", "/__counts"), type=Counts)
 
-    @abstractmethod
     def requests(self) -> list[RecordedRequest]:
         """The kept chat requests, oldest first (see `keep_requests`)."""
+        return msgspec.json.decode(self._ask("GET", "/__requests"), type=list[RecordedRequest])
+
+    def reset(self, profile: JudgeProfile | None = None) -> None:
+        """Restart counts, attempts, rates and schedule, with another profile if one is given.
+
+        Requests in flight lose their connection without a reply.
+        """
+        self._ask("POST", "/__reset", b"" if profile is None else msgspec.json.encode(profile))
+        self.profile = profile or self.profile
 
     @abstractmethod
-    def reset(self, profile: JudgeProfile | None = None) -> None:
-        """Start over, with another profile if one is given. Requests in flight lose their connection."""
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Return the server's reply at one of its own paths."""
 
 
 class MockJudge(RunningJudge):
@@ -559,20 +529,8 @@ class MockJudge(RunningJudge):
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.stop()
-
-    def counts(self) -> Counts:
-        return msgspec.json.decode(self._call(lambda server: server.counts_json()), type=Counts)
-
-    def requests(self) -> list[RecordedRequest]:
-        return msgspec.json.decode(self._call(lambda server: server.requests_json()), type=list[RecordedRequest])
-
-    def reset(self, profile: JudgeProfile | None = None) -> None:
-        self.profile = profile or self.profile
-        self._call(lambda server: server.reset(profile))
 
     @contextmanager
     def in_thread(self) -> Iterator[RunningJudge]:
@@ -602,24 +560,43 @@ class MockJudge(RunningJudge):
             self._loop.call_soon_threadsafe(done.set)
             thread.join(_STOP_TIMEOUT_S)
 
-    def in_process(self) -> AbstractContextManager[RunningJudge]:
+    @contextmanager
+    def in_process(self) -> Iterator[RunningJudge]:
         """Run in a child process, which ends with the context or with this process, whichever is first."""
         if self._ssl_context is not None:
             raise ConfigError("ssl_context", "set", "a context cannot travel to another process; use in_thread()")
-        return _in_process(self.profile, self.host, self.port)
+        command = [sys.executable, "-c", "from freewheel.judge.testing.mock import _run_child; _run_child()"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdin is not None and child.stdout is not None
+            try:
+                # By stdin, not by argument: a profile may hold a key, and arguments are public and limited in length.
+                child.stdin.write(msgspec.json.encode((self.profile, self.host, self.port, os.getpid())) + b"\n")
+                child.stdin.flush()
+                url = child.stdout.readline().decode().strip()
+                if not url:
+                    raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
+                yield RemoteJudge(self.profile, self.host, urlsplit(url).port or 0, child.pid)
+            finally:
+                child.terminate()
+                try:
+                    child.wait(_STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    child.kill()
 
-    def _call(self, work: Callable[[_JudgeServer], T]) -> T:
-        """Run `work` on the server's loop."""
-        server, loop = self._server, self._loop
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        server = self._server
         if server is None:
             raise JudgeError("this mock judge has not been started: use `async with`, in_thread() or in_process()")
-        if loop is None:
-            return work(server)
 
-        async def call() -> T:
-            return work(server)
+        async def ask() -> web.Response:
+            return server.other_path(method, path, body)
 
-        return asyncio.run_coroutine_threadsafe(call(), loop).result(_CALL_TIMEOUT_S)
+        if self._loop is None:
+            reply = server.other_path(method, path, body)
+        else:
+            reply = asyncio.run_coroutine_threadsafe(ask(), self._loop).result(_CALL_TIMEOUT_S)
+        assert isinstance(reply.body, bytes)
+        return reply.body
 
 
 class RemoteJudge(RunningJudge):
@@ -628,65 +605,25 @@ class RemoteJudge(RunningJudge):
     def __init__(self, profile: JudgeProfile, host: str, port: int, pid: int) -> None:
         super().__init__(profile, host, port)
         self.pid = pid
+
+    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        request = urllib.request.Request(f"http://{self.host}:{self.port}{path}", data=body or None, method=method)
         # The proxies of the environment are not for loopback.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def counts(self) -> Counts:
-        return msgspec.json.decode(self._request("GET", "/__counts"), type=Counts)
-
-    def requests(self) -> list[RecordedRequest]:
-        return msgspec.json.decode(self._request("GET", "/__requests"), type=list[RecordedRequest])
-
-    def reset(self, profile: JudgeProfile | None = None) -> None:
-        self._request("POST", "/__reset", b"" if profile is None else msgspec.json.encode(profile))
-        self.profile = profile or self.profile
-
-    def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(f"{self._scheme}://{self.host}:{self.port}{path}", data=body, method=method)
-        with self._opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_CALL_TIMEOUT_S) as reply:
             read: bytes = reply.read()
         return read
 
 
-class _ChildSettings(msgspec.Struct):
-    """What a child process reads from stdin."""
-
-    profile: JudgeProfile
-    host: str
-    port: int
-    parent_pid: int
-
-
-@contextmanager
-def _in_process(profile: JudgeProfile, host: str, port: int) -> Iterator[RunningJudge]:
-    command = [sys.executable, "-c", "from freewheel.judge.testing.mock import _run_child; _run_child()"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        assert child.stdin is not None and child.stdout is not None
-        try:
-            # By stdin, not by argument: a profile may hold a key, and arguments are public and limited in length.
-            child.stdin.write(msgspec.json.encode(_ChildSettings(profile, host, port, os.getpid())) + b"\n")
-            child.stdin.flush()
-            url = child.stdout.readline().decode().strip()
-            if not url:
-                raise JudgeError("the mock judge's process ended before it was ready; its stderr says why")
-            yield RemoteJudge(profile, host, urlsplit(url).port or 0, child.pid)
-        finally:
-            child.terminate()
-            try:
-                child.wait(_STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-
-
 def _run_child() -> None:
-    settings = msgspec.json.decode(sys.stdin.readline(), type=_ChildSettings)
-    end_with(settings.parent_pid)
+    profile, host, port, parent_pid = msgspec.json.decode(sys.stdin.readline(), type=tuple[JudgeProfile, str, int, int])
+    end_with(parent_pid)
 
     def announce(url: str) -> None:
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
 
-    serve(settings.profile, settings.host, settings.port, announce)
+    serve(profile, host, port, announce)
 
 
 def serve(

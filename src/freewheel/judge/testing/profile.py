@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
 from enum import StrEnum
 from hashlib import blake2b, sha256
 from heapq import heappop, heappush
+from itertools import accumulate
 from math import ceil, exp, floor, inf, isfinite, log
 from statistics import NormalDist
 from typing import Annotated, Any, Final, Literal
@@ -23,22 +23,28 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from freewheel.errors import ConfigError
+from freewheel.judge.pacing import MINUTE_S, Bucket
 from freewheel.utils.checks import CountOrZero, NotNegative, Positive, Share, check_fields
 
 Windows = tuple[tuple[float, float], ...]
 
-SHARES = (
-    "error_share",
-    "disconnect_share",
-    "truncate_share",
-    "garbage_share",
-    "wrong_type_share",
-    "hang_share",
-    "drip_share",
-    "unparseable_share",
-    "empty_share",
-)
-"""The faults, in the order in which they divide the unit interval: moving one would change every seeded plan."""
+
+class Fault(StrEnum):
+    """What goes wrong with an admitted request. Moving one would change every seeded plan."""
+
+    ERROR = "error"
+    DISCONNECT = "disconnect"
+    TRUNCATE = "truncate"
+    GARBAGE = "garbage"
+    WRONG_TYPE = "wrong_type"
+    HANG = "hang"
+    DRIP = "drip"
+    UNPARSEABLE = "unparseable"
+    EMPTY = "empty"
+
+
+SHARES = tuple(f"{fault}_share" for fault in Fault)
+"""The fields of the faults, in the order in which they divide the unit interval."""
 
 ROUNDING = 1e-9
 """In binary, 0.1 + 0.2 + 0.7 is not exactly 1."""
@@ -131,7 +137,9 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         for name in ("outages", "throttle_bursts"):
-            msgspec.structs.force_setattr(self, name, _windows(name, getattr(self, name)))
+            for window in getattr(self, name):
+                if len(window) != 2 or not all(isfinite(number) and number >= 0 for number in window):
+                    raise ConfigError(name, window, "give pairs (start_s, duration_s), none of them negative")
         check_fields(self)
         total = sum(getattr(self, name) for name in SHARES)
         if total > 1.0 + ROUNDING:
@@ -140,48 +148,7 @@ class JudgeProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("score_low", self.score_low, f"must not exceed score_high = {self.score_high}")
 
 
-def _windows(name: str, value: Iterable[Iterable[float]]) -> Windows:
-    pairs: list[tuple[float, float]] = []
-    for item in value:
-        pair = tuple(float(number) for number in item)
-        if len(pair) != 2 or not all(isfinite(number) and number >= 0 for number in pair):
-            raise ConfigError(name, item, "give pairs (start_s, duration_s), none of them negative")
-        pairs.append((pair[0], pair[1]))
-    return tuple(sorted(pairs))
-
-
-MINUTE_S = 60.0
-
 Headers = tuple[tuple[str, str], ...]
-
-
-class Bucket:
-    """Holds at most `per_minute * window_s / 60`, starts full, refills continuously."""
-
-    def __init__(self, per_minute: float, window_s: float) -> None:
-        self._per_s = per_minute / MINUTE_S
-        # A bucket that cannot hold one request would never admit one.
-        self.capacity = max(1.0, self._per_s * window_s)
-        self._level = self.capacity
-        self._at: float | None = None
-
-    def level(self, now: float) -> float:
-        """The amount left at `now`."""
-        if self._at is not None:
-            self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self._per_s)
-        self._at = now
-        return self._level
-
-    def wait_s(self, now: float, amount: float) -> float:
-        """Time until `amount` is available. An amount above the capacity waits until the bucket is full."""
-        return max(0.0, min(amount, self.capacity) - self.level(now)) / self._per_s
-
-    def take(self, now: float, amount: float) -> None:
-        self._level = self.level(now) - min(amount, self.capacity)
-
-    def full_in_s(self, now: float) -> float:
-        """Time until the bucket is full."""
-        return (self.capacity - self.level(now)) / self._per_s
 
 
 class RateLimits:
@@ -189,30 +156,37 @@ class RateLimits:
 
     def __init__(self, profile: JudgeProfile) -> None:
         self._scale = profile.time_scale
-        self._limits: list[tuple[str, float, Bucket]] = []
+        self._limits: dict[str, Bucket] = {}
         for what, per_minute in (("requests", profile.requests_per_minute), ("tokens", profile.tokens_per_minute)):
             if per_minute is not None:
-                self._limits.append((what, per_minute, Bucket(per_minute, profile.rate_window_s)))
+                per_s = per_minute / MINUTE_S
+                # A bucket that cannot hold one request would never admit one.
+                capacity = max(1.0, per_s * profile.rate_window_s)
+                self._limits[what] = Bucket(per_s, capacity, capacity, -inf)
 
     def admit(self, now: float, tokens: int) -> tuple[str, float] | None:
-        """None if the request may pass, which charges it; else the limit that is exceeded, and for how long."""
+        """None if the request may pass, which charges it; else the limit that is exceeded, and for how long.
+
+        A request above a bucket's capacity passes when the bucket is full.
+        """
         amounts = {"requests": 1.0, "tokens": float(tokens)}
-        for what, _, bucket in self._limits:
-            wait_s = bucket.wait_s(now, amounts[what])
+        for what, bucket in self._limits.items():
+            wait_s = bucket.ready_at(now, amounts[what]) - now
             if wait_s > 0.0:
                 return what, wait_s
-        for what, _, bucket in self._limits:
-            bucket.take(now, amounts[what])
+        for what, bucket in self._limits.items():
+            bucket.level -= min(amounts[what], bucket.capacity)
         return None
 
     def headers(self, now: float) -> Headers:
         """`x-ratelimit-limit-*`, `-remaining-*` and `-reset-*`, in the public APIs' notation and in wall time."""
         lines: list[tuple[str, str]] = []
-        for what, per_minute, bucket in self._limits:
+        for what, bucket in self._limits.items():
+            full_in_s = bucket.ready_at(now, bucket.capacity) - now
             lines += (
-                (f"x-ratelimit-limit-{what}", f"{per_minute:g}"),
-                (f"x-ratelimit-remaining-{what}", str(floor(bucket.level(now)))),
-                (f"x-ratelimit-reset-{what}", f"{_up_to_ms(bucket.full_in_s(now) * self._scale)}s"),
+                (f"x-ratelimit-limit-{what}", f"{bucket.rate_per_s * MINUTE_S:g}"),
+                (f"x-ratelimit-remaining-{what}", str(floor(bucket.level))),
+                (f"x-ratelimit-reset-{what}", f"{_up_to_ms(full_in_s * self._scale)}s"),
             )
         return tuple(lines)
 
@@ -235,8 +209,15 @@ UNPARSEABLE_REPLY = "This answer cannot be rated."
 GARBAGE_BODY = b"upstream connect error or disconnect/reset before headers"
 HTML_BODY = b"<!doctype html><html><body><h1>Sign in to continue</h1></body></html>"
 
-STYLES: Final = ("bare", "bold", "labelled", "json", "think", "chinese")
-"""What `mixed` chooses from."""
+STYLES: Final = {
+    "bare": "{score}",
+    "bold": "The answer is to the point, with small gaps.\n\n**{score}**",
+    "labelled": "Score: {score}/{high}",
+    "json": '{{"score": {score}, "reason": "To the point, with small gaps."}}',
+    "think": "<think>\nAt first sight a {high}; on reflection, maybe a {low}?\n</think>\n{score}",
+    "chinese": "回答切题，略有不足。评分：{score}分",
+}
+"""What `mixed` chooses from. `think` names both ends of the scale first, to mislead a careless parser."""
 
 
 class Part(msgspec.Struct):
@@ -294,14 +275,13 @@ class Content(msgspec.Struct, frozen=True):
         """The key of the content in the counts."""
         return self.digest.hex()[:32]
 
+    def score(self, low: int, high: int) -> int:
+        return low + int.from_bytes(self.digest[:8], "big") % (high - low + 1)
+
 
 def expected_score(user_content: str, low: int = 1, high: int = 10) -> int:
     """The score that the mock judge gives this user message. Nonces are ignored."""
-    return _score(Content.of(user_content), low, high)
-
-
-def _score(content: Content, low: int, high: int) -> int:
-    return low + int.from_bytes(content.digest[:8], "big") % (high - low + 1)
+    return Content.of(user_content).score(low, high)
 
 
 def reply_text(profile: JudgeProfile, content: Content) -> str:
@@ -310,91 +290,45 @@ def reply_text(profile: JudgeProfile, content: Content) -> str:
         if part in content.text:
             return reply
     mixed = profile.reply_style == "mixed"
-    style = STYLES[content.digest[8] % len(STYLES)] if mixed else profile.reply_style
-    return worded(_score(content, profile.score_low, profile.score_high), style, profile.score_low, profile.score_high)
+    style = list(STYLES)[content.digest[8] % len(STYLES)] if mixed else profile.reply_style
+    low, high = profile.score_low, profile.score_high
+    return worded(content.score(low, high), style, low, high)
 
 
 def worded(score: int, style: str, low: int, high: int) -> str:
-    """Write a score as judges do. `think` names both ends of the scale first, to mislead a careless parser."""
-    match style:
-        case "bare":
-            return f"{score}"
-        case "bold":
-            return f"The answer is to the point, with small gaps.\n\n**{score}**"
-        case "labelled":
-            return f"Score: {score}/{high}"
-        case "json":
-            return f'{{"score": {score}, "reason": "To the point, with small gaps."}}'
-        case "think":
-            return f"<think>\nAt first sight a {high}; on reflection, maybe a {low}?\n</think>\n{score}"
-        case _:
-            return f"回答切题，略有不足。评分：{score}分"
-
-
-def token_count(chars: int) -> int:
-    """Tokens in a text of that many characters, at least one."""
-    return max(1, chars // CHARS_PER_TOKEN)
+    """Write a score as judges do."""
+    return STYLES[style].format(score=score, low=low, high=high)
 
 
 def usage(ask: Ask, text: str) -> dict[str, int]:
-    """The `usage` object for this question and this reply."""
-    prompt, completion = token_count(ask.prompt_chars), token_count(len(text)) * (ask.n or 1)
+    """The `usage` object for this question and this reply: at least one token each."""
+    prompt = max(1, ask.prompt_chars // CHARS_PER_TOKEN)
+    completion = max(1, len(text) // CHARS_PER_TOKEN) * (ask.n or 1)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def completion(
-    ask: Ask, content: Content, text: str | None, *, model: str, used: dict[str, int], choices: bool = True
-) -> list[bytes]:
-    """The body of a whole chat completion, in one piece."""
-    body = msgspec.json.encode(
-        {
-            "id": f"chatcmpl-{content.key}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [
-                {
-                    "index": index,
-                    "message": {"role": "assistant", "content": text},
-                    "logprobs": None,
-                    "finish_reason": "stop",
-                }
-                for index in range((ask.n or 1) if choices else 0)
-            ],
-            "usage": used,
-        }
-    )
-    return [body]
+def completion(ask: Ask, content: Content, text: str | None, *, model: str, has_choices: bool = True) -> list[bytes]:
+    """The body of a chat completion in one piece, or its server-sent events if the request asks for a stream."""
+    count = (ask.n or 1) if has_choices else 0
+    kind = "chat.completion.chunk" if ask.stream else "chat.completion"
+    head = {"id": f"chatcmpl-{content.key}", "object": kind, "created": int(time.time()), "model": model}
+    used = usage(ask, text or "")
 
+    def choices(finish_reason: str | None, **said: object) -> dict[str, Any]:
+        return {"choices": [{"index": index, **said, "finish_reason": finish_reason} for index in range(count)]}
 
-def stream_events(
-    ask: Ask, content: Content, text: str | None, *, model: str, used: dict[str, int], choices: bool = True
-) -> list[bytes]:
-    """A chat completion as server-sent events: role, deltas, finish, usage if requested, `[DONE]`."""
-    head: dict[str, Any] = {
-        "id": f"chatcmpl-{content.key}",
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": model,
-    }
-
-    def event(deltas: Iterable[dict[str, Any]], finish: str | None = None) -> bytes:
-        listed = [
-            {"index": index, "delta": delta, "finish_reason": finish}
-            for delta in deltas
-            for index in range((ask.n or 1) if choices else 0)
-        ]
-        return b"data: " + msgspec.json.encode({**head, "choices": listed}) + b"\n\n"
-
+    if not ask.stream:
+        message = {"role": "assistant", "content": text}
+        return [msgspec.json.encode({**head, **choices("stop", message=message, logprobs=None), "usage": used})]
     words = text or ""
-    step = max(1, -(-len(words) // STREAM_PIECES))
-    events = [event([{"role": "assistant", "content": ""}])]
-    events += [event([{"content": words[at : at + step]}]) for at in range(0, len(words), step)]
-    events.append(event([{}], "stop"))
+    step = max(1, ceil(len(words) / STREAM_PIECES))
+    events = [choices(None, delta={"role": "assistant", "content": ""})]
+    events += [choices(None, delta={"content": words[at : at + step]}) for at in range(0, len(words), step)]
+    events.append(choices("stop", delta={}))
     if ask.stream_options and ask.stream_options.get("include_usage"):
-        events.append(b"data: " + msgspec.json.encode({**head, "choices": [], "usage": used}) + b"\n\n")
-    events.append(b"data: [DONE]\n\n")
-    return events
+        events.append({"choices": [], "usage": used})
+    lines = [msgspec.json.encode({**head, **event}) for event in events]
+    return [b"data: " + line + b"\n\n" for line in [*lines, b"[DONE]"]]
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> bytes:
@@ -410,20 +344,6 @@ TWO_TO_53 = 2**53
 RATE_MESSAGE = "Rate limit reached for {what}. Please try again in {wait_s:.3f}s."
 CROWDED_MESSAGE = "Too many requests are in flight."
 BARE_MESSAGE = "Too many requests."
-
-
-class Fault(StrEnum):
-    """What goes wrong with an admitted request."""
-
-    ERROR = "error"
-    DISCONNECT = "disconnect"
-    TRUNCATE = "truncate"
-    GARBAGE = "garbage"
-    WRONG_TYPE = "wrong_type"
-    HANG = "hang"
-    DRIP = "drip"
-    UNPARSEABLE = "unparseable"
-    EMPTY = "empty"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -461,25 +381,14 @@ def plan_for(profile: JudgeProfile, content: Content, attempt: int, faults_so_fa
     luck, pace = draws(profile.seed, content, attempt)
     fault = None
     if profile.faults_per_content is None or faults_so_far < profile.faults_per_content:
-        fault = _fault(profile, luck)
-    return Plan(_service_s(profile, pace), fault)
-
-
-def _fault(profile: JudgeProfile, luck: float) -> Fault | None:
-    edge = 0.0
-    for fault, share in zip(Fault, SHARES, strict=True):
-        edge += getattr(profile, share)
-        if luck < edge:
-            return fault
-    return None
-
-
-def _service_s(profile: JudgeProfile, pace: float) -> float:
-    if profile.latency == "fixed" or profile.latency_s == 0.0:
-        return profile.latency_s
-    location = log(profile.latency_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
-    # The quantile of 0 is minus infinity, so move half a step up.
-    return exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
+        edges = accumulate(getattr(profile, share) for share in SHARES)
+        fault = next((fault for fault, edge in zip(Fault, edges, strict=True) if luck < edge), None)
+    service_s = profile.latency_s
+    if profile.latency == "lognormal" and service_s > 0.0:
+        location = log(service_s) - profile.sigma**2 / 2  # so that the mean, not the median, is latency_s
+        # The quantile of 0 is minus infinity, so move half a step up.
+        service_s = exp(location + profile.sigma * STANDARD_NORMAL.inv_cdf(pace or 0.5 / TWO_TO_53))
+    return Plan(service_s, fault)
 
 
 def inside(windows: Windows, elapsed_s: float) -> bool:
@@ -492,19 +401,18 @@ class Behaviour:
 
     def __init__(self, profile: JudgeProfile) -> None:
         self.profile = profile
-        self._rates = RateLimits(profile)
-        self._began: float | None = None
+        self.rates = RateLimits(profile)
+        self._began = inf
 
     def begin(self, now: float) -> bool:
         """Start the clock of the schedule at the first chat request. True the first time."""
-        if self._began is not None:
-            return False
-        self._began = now
-        return True
+        is_first = self._began == inf
+        self._began = min(self._began, now)
+        return is_first
 
     def in_outage(self, now: float) -> bool:
         """Whether the judge is away. Never before the first request."""
-        return self._began is not None and inside(self.profile.outages, now - self._began)
+        return inside(self.profile.outages, now - self._began)
 
     def decide(
         self,
@@ -520,47 +428,45 @@ class Behaviour:
     ) -> Decision:
         """Decide about one request. `ask` is None if its body is no chat request."""
         profile = self.profile
-        if self._began is not None:
-            if self.in_outage(now):
-                if profile.outage_kind == "refuse":
-                    return Outage()
-                return Refusal(503, error_body("The judge is away.", "server_error"))
-            if inside(profile.throttle_bursts, now - self._began):
-                return self._too_many(BARE_MESSAGE)
+        if self.in_outage(now):
+            away = Refusal(503, error_body("The judge is away.", "server_error"))
+            return Outage() if profile.outage_kind == "refuse" else away
+        if inside(profile.throttle_bursts, now - self._began):
+            return self._too_many(BARE_MESSAGE)
         refusal = self._unacceptable(ask, authorization)
         if refusal is not None:
             return refusal
         if profile.reject_above is not None and in_flight >= profile.reject_above:
             return self._too_many(CROWDED_MESSAGE, code="concurrency_limit_exceeded")
-        over = self._rates.admit(now, tokens)
+        over = self.rates.admit(now, tokens)
         if over is not None:
             what, wait_s = over
             wait_s *= profile.time_scale
             message = RATE_MESSAGE.format(what=what, wait_s=wait_s)
-            headers = self._retry_after(wait_s) + self.rate_headers(now)
+            headers = self._retry_after(wait_s) + self.rates.headers(now)
             return Refusal(429, error_body(message, what, "rate_limit_exceeded"), headers)
         return plan_for(profile, content, attempt, faults_so_far)
-
-    def rate_headers(self, now: float) -> Headers:
-        """The rate headers of a reply; none without rates."""
-        return self._rates.headers(now)
 
     def _unacceptable(self, ask: Ask | None, authorization: str | None) -> Refusal | None:
         """A refusal that no retry of this request could change."""
         profile = self.profile
+
+        def refuse(status: int, message: str, kind: str = "invalid_request_error", code: str | None = None) -> Refusal:
+            return Refusal(status, error_body(message, kind, code))
+
         if profile.api_key is not None and authorization != f"Bearer {profile.api_key}":
-            return Refusal(401, error_body("Incorrect API key provided.", "invalid_request_error", "invalid_api_key"))
+            return refuse(401, "Incorrect API key provided.", code="invalid_api_key")
         if ask is None:
-            return Refusal(400, error_body("The body is not a chat completion request.", "invalid_request_error"))
+            return refuse(400, "The body is not a chat completion request.")
         if profile.model is not None and ask.model != profile.model:
             message = f"The model `{ask.model}` does not exist or you do not have access to it."
-            return Refusal(404, error_body(message, "invalid_request_error", "model_not_found"))
+            return refuse(404, message, code="model_not_found")
         if profile.insufficient_quota:
             message = "You exceeded your current quota, please check your plan and billing details."
-            return Refusal(429, error_body(message, "insufficient_quota", "insufficient_quota"))
+            return refuse(429, message, "insufficient_quota", "insufficient_quota")
         if profile.max_prompt_chars is not None and ask.prompt_chars > profile.max_prompt_chars:
             message = f"This model's maximum context length is {profile.max_prompt_chars} characters."
-            return Refusal(400, error_body(message, "invalid_request_error", "context_length_exceeded"))
+            return refuse(400, message, code="context_length_exceeded")
         return None
 
     def _too_many(self, message: str, code: str | None = None) -> Refusal:
