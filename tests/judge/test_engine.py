@@ -14,7 +14,7 @@ import pytest
 from freewheel.judge import Endpoint, Failed, JudgeRequest, Rubric, Scored, Skipped, Verdict
 from freewheel.judge.endpoint import Breaker
 from freewheel.judge.exchange import BodyWriter
-from freewheel.judge.testing import RunningJudge
+from freewheel.judge.testing import JudgeProfile, RunningJudge
 
 Mock = Callable[..., RunningJudge]
 SLACK_S = 3.0
@@ -50,20 +50,18 @@ def free_port() -> int:
 # -- verdicts --------------------------------------------------------------------------------------------------------
 
 
-async def test_each_request_gets_the_score_of_its_own_content(mock: Mock, bench: Any) -> None:
+async def test_each_request_gets_the_score_of_its_own_content_and_a_skipped_one_makes_no_call(
+    mock: Mock, bench: Any
+) -> None:
     judge = mock(scores={f"number {i}.": str(i + 1) for i in range(10)})
     async with bench(judge.url) as engine:
-        verdicts = await engine.score([f"it is number {i}." for i in range(10)])
+        skipped, *verdicts = await engine.score(
+            [JudgeRequest("a", skip="too short"), *(f"it is number {i}." for i in range(10))]
+        )
+    assert skipped == Skipped("too short")
     assert [scored(v).value for v in verdicts] == [float(i + 1) for i in range(10)]
     assert all(v.usage.prompt_tokens > 0 and v.attempts == 1 and not v.cached for v in verdicts)
-
-
-async def test_a_skipped_request_makes_no_call(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    async with bench(judge.url) as engine:
-        verdicts = await engine.score([JudgeRequest("a", skip="too short"), "b"])
-    assert verdicts[0] == Skipped("too short") and isinstance(verdicts[1], Scored)
-    assert judge.counts().received == 1
+    assert judge.counts().received == 10
 
 
 @pytest.mark.parametrize(
@@ -80,24 +78,18 @@ async def test_any_text_can_be_judged(mock: Mock, bench: Any, odd: str) -> None:
 # -- never twice -----------------------------------------------------------------------------------------------------
 
 
-async def test_identical_requests_of_a_batch_share_one_call(mock: Mock, bench: Any) -> None:
-    judge = mock(latency_s=0.05)
-    async with bench(judge.url) as engine:
-        verdicts = await engine.score(["same"] * 50 + texts(5))
-        assert engine.engine.stats().shared == 49
-    assert judge.counts().received == 6 and judge.counts().most_received == 1
-    assert len({scored(v).value for v in verdicts[:50]}) == 1
-
-
-async def test_identical_requests_of_two_batches_in_flight_share_one_call(mock: Mock, bench: Any) -> None:
+async def test_identical_requests_in_flight_share_one_call_within_and_between_batches(mock: Mock, bench: Any) -> None:
     judge = mock(latency_s=0.1)
     async with bench(judge.url) as engine:
-        first = engine.submit(texts(3))
-        await asyncio.sleep(0.03)
-        second = engine.submit(texts(3))
-        await engine.result(first, 3)
-        await engine.result(second, 3)
-    assert judge.counts().received == 3
+        first = engine.submit(["same"] * 50 + texts(5))
+        while judge.counts().in_flight < 6:
+            await asyncio.sleep(0.005)
+        second = engine.submit(texts(5))
+        verdicts = await engine.result(first, 55)
+        await engine.result(second, 5)
+        assert engine.engine.stats().shared == 49 + 5
+    assert judge.counts().received == 6 and judge.counts().most_received == 1
+    assert len({scored(v).value for v in verdicts[:50]}) == 1
 
 
 async def test_a_sharer_that_cancels_leaves_the_other_its_verdict(mock: Mock, bench: Any) -> None:
@@ -131,27 +123,19 @@ async def test_a_call_that_is_cancelled_before_it_begins_gives_its_slot_back(moc
         assert engine.engine.stats().in_flight == 0
 
 
-async def test_an_answered_request_comes_from_memory(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    async with bench(judge.url) as engine:
-        first = await engine.score(texts(5))
-        again = await engine.score(texts(5))
-        assert engine.engine.stats().cache_hits_memory == 5
-    assert judge.counts().received == 5
-    assert [scored(v).value for v in again] == [scored(v).value for v in first]
-    assert all(scored(v).cached and v.attempts == 0 for v in again)
-
-
-async def test_a_new_engine_answers_from_the_file(mock: Mock, bench: Any) -> None:
+async def test_an_answered_request_comes_from_memory_and_in_a_new_engine_from_the_file(mock: Mock, bench: Any) -> None:
     judge = mock()
     async with bench(judge.url) as engine:
         first = await engine.score(texts(20))
-    judge.reset()
-    async with bench(judge.url) as engine:
         again = await engine.score(texts(20))
+        assert engine.engine.stats().cache_hits_memory == 20
+    async with bench(judge.url) as engine:
+        later = await engine.score(texts(20))
         assert engine.engine.stats().cache_hits_disk == 20
-    assert judge.counts().received == 0
-    assert [scored(v).value for v in again] == [scored(v).value for v in first]
+    assert judge.counts().received == 20
+    for verdicts in (again, later):
+        assert [scored(v).value for v in verdicts] == [scored(v).value for v in first]
+        assert all(scored(v).cached and v.attempts == 0 for v in verdicts)
 
 
 async def test_an_expired_reply_is_asked_for_again(mock: Mock, bench: Any) -> None:
@@ -166,7 +150,7 @@ async def test_an_expired_reply_is_asked_for_again(mock: Mock, bench: Any) -> No
     assert judge.counts().received == 2
 
 
-async def test_without_a_cache_a_batch_shares_its_calls_and_nothing_is_kept(
+async def test_without_a_cache_the_pieces_of_a_batch_share_calls_and_nothing_is_kept(
     mock: Mock, bench: Any, tmp_path: Any
 ) -> None:
     judge = mock()
@@ -174,19 +158,12 @@ async def test_without_a_cache_a_batch_shares_its_calls_and_nothing_is_kept(
         await engine.score(["same", "same", "other"])
         assert judge.counts().received == 2
         await engine.score(["same", "other"])
-    assert judge.counts().received == 4
+        assert judge.counts().received == 4
+        for index in range(2):
+            engine.engine.submit(7, [index], [JudgeRequest("same")])
+            await engine.result(7, index + 1)
+    assert judge.counts().received == 5
     assert not list(tmp_path.rglob("*.sqlite3"))
-
-
-async def test_without_a_cache_a_batch_that_comes_in_pieces_still_shares_its_calls(mock: Mock, bench: Any) -> None:
-    judge = mock()
-    async with bench(judge.url, cache=False) as engine:
-        one = [JudgeRequest("same")]
-        engine.engine.submit(1, [0], one)
-        await engine.result(1, 1)
-        engine.engine.submit(1, [1], one)
-        await engine.result(1, 2)
-    assert judge.counts().received == 1
 
 
 @pytest.mark.parametrize(
@@ -281,10 +258,10 @@ async def test_a_rejected_request_is_not_asked_again_and_the_others_go_on(mock: 
     assert judge.counts().most_received == 1
 
 
-async def test_retry_after_is_waited_for(mock: Mock, bench: Any) -> None:
+async def test_retry_after_is_waited_for_and_costs_no_attempt(mock: Mock, bench: Any) -> None:
     judge = mock(throttle_bursts=((0.0, 0.4),), retry_after_s=0.5)
     began = time.monotonic()
-    async with bench(judge.url) as engine:
+    async with bench(judge.url, max_attempts=1) as engine:
         verdicts = await engine.score(texts(3))
     assert [(v.status, v.attempts) for v in verdicts] == [("scored", 2)] * 3
     assert time.monotonic() - began >= 0.5
@@ -300,15 +277,8 @@ async def test_a_retry_after_beyond_the_deadline_fails_at_once_as_throttled(mock
     assert "429" in failed(verdicts[0]).detail and "next try in" in failed(verdicts[0]).detail
 
 
-async def test_throttling_costs_no_attempt(mock: Mock, bench: Any) -> None:
-    judge = mock(throttle_bursts=((0.0, 0.5),), retry_after_s=0.1)
-    async with bench(judge.url, max_attempts=1) as engine:
-        assert reasons(await engine.score(["one"])) == {"scored"}
-    assert judge.counts().rejected >= 2
-
-
 async def test_the_slot_is_free_during_back_off(mock: Mock, bench: Any) -> None:
-    judge = mock(throttle_bursts=((0.0, 0.2),), retry_after_s=5.0)
+    judge = mock(throttle_bursts=((0.0, 0.2),), retry_after_s=2.0)
     async with bench(judge.url, concurrency="fixed:1") as engine:
         first = engine.submit(["waits"])
         await asyncio.sleep(0.3)
@@ -379,7 +349,7 @@ async def test_a_wrong_key_stops_everything_at_once_and_says_which(
         assert judge.counts().received <= 64
         assert all("environment variable SOME_KEY" in failed(v).detail for v in verdicts)
         assert not any("wrong-one" in failed(v).detail for v in verdicts)
-        judge.reset(type(judge.profile)(api_key="wrong-one"))
+        judge.reset(JudgeProfile(api_key="wrong-one"))
         assert reasons(await engine.score(texts(20))) == {"scored"}, "a new batch finds out that the key is taken now"
 
 
@@ -393,19 +363,20 @@ async def test_a_new_batch_after_a_refusal_sends_one_probe(mock: Mock, bench: An
     assert judge.counts().received == before + 1
 
 
-async def test_an_unknown_model_stops_at_once(mock: Mock, bench: Any) -> None:
-    judge = mock(model="other")
+@pytest.mark.parametrize(
+    ("profile", "reason", "detail"),
+    [
+        ({"model": "other"}, "not_found", "`m` does not exist"),
+        ({"insufficient_quota": True}, "quota", "exceeded your current quota"),  # although it is a 429
+    ],
+)
+async def test_an_unknown_model_or_an_empty_account_stops_everything_at_once(
+    mock: Mock, bench: Any, profile: dict[str, Any], reason: str, detail: str
+) -> None:
+    judge = mock(**profile)
     async with bench(judge.url) as engine:
         verdicts = await engine.score(texts(300))
-    assert reasons(verdicts) == {"not_found"} and "`m` does not exist" in failed(verdicts[0]).detail
-    assert judge.counts().received <= 64
-
-
-async def test_an_empty_account_stops_at_once_although_it_says_429(mock: Mock, bench: Any) -> None:
-    judge = mock(insufficient_quota=True)
-    async with bench(judge.url) as engine:
-        verdicts = await engine.score(texts(300))
-    assert reasons(verdicts) == {"quota"} and "exceeded your current quota" in failed(verdicts[0]).detail
+    assert reasons(verdicts) == {reason} and detail in failed(verdicts[0]).detail
     assert judge.counts().received <= 64
 
 
@@ -453,23 +424,17 @@ async def test_requests_move_from_a_dead_endpoint_to_the_living(mock: Mock, benc
     assert reasons(verdicts) == {"scored"} and judge.counts().received == 60
 
 
-async def test_requests_move_from_an_endpoint_that_refuses_us(mock: Mock, bench: Any) -> None:
+async def test_requests_move_from_an_endpoint_that_refuses_us_until_all_do(mock: Mock, bench: Any) -> None:
     refusing, judge = mock(api_key="right"), mock()
     async with bench([Endpoint(url=refusing.url, weight=5), Endpoint(url=judge.url)]) as engine:
-        verdicts = await engine.score(texts(200))
-    assert reasons(verdicts) == {"scored"} and judge.counts().received == 200
-    assert refusing.counts().received <= 64
-
-
-async def test_when_all_endpoints_refuse_us_all_fails(mock: Mock, bench: Any) -> None:
-    first, second = mock(api_key="right"), mock(model="other")
-    async with bench([Endpoint(url=first.url), Endpoint(url=second.url)]) as engine:
-        verdicts = await engine.score(texts(100))
-    assert reasons(verdicts) <= {"auth", "not_found"}
+        assert reasons(await engine.score(texts(200))) == {"scored"}
+        assert judge.counts().received == 200 and refusing.counts().received <= 64
+        judge.reset(JudgeProfile(model="other"))
+        assert reasons(await engine.score(texts(100, "later"))) <= {"auth", "not_found"}
 
 
 async def test_weights_are_respected(mock: Mock, bench: Any) -> None:
-    """As long as both have room: a lane at its limit leaves the rest to the other."""
+    """While both have room. An endpoint at its limit leaves the rest to the other."""
     heavy, light = mock(latency_s=0.1), mock(latency_s=0.1)
     both = [Endpoint(url=heavy.url, weight=3), Endpoint(url=light.url, weight=1)]
     async with bench(both, concurrency="fixed:100") as engine:
@@ -484,7 +449,7 @@ async def test_a_standby_is_asked_only_when_needed(mock: Mock, bench: Any) -> No
     async with bench(both) as engine:
         await engine.score(texts(50))
         assert standby.counts().received == 0
-        main.reset(type(main.profile)(api_key="right"))
+        main.reset(JudgeProfile(api_key="right"))
         assert reasons(await engine.score(texts(50, "later"))) == {"scored"}
     assert standby.counts().received == 50
 
@@ -511,24 +476,18 @@ async def test_an_outage_meets_few_calls_and_costs_no_verdict(mock: Mock, bench:
     assert wasted <= 2 * in_flight + Breaker.CONSECUTIVE + 10, "those in flight, twice; the breaker's; a few probes"
 
 
-async def test_an_endpoint_that_is_dead_for_good_fails_everything_within_the_requests_deadline(bench: Any) -> None:
-    began = time.monotonic()
-    async with bench(f"http://127.0.0.1:{free_port()}/v1", request_deadline_s=1.5) as engine:
-        verdicts = await engine.score(texts(300))
-    assert time.monotonic() - began < 1.5 + 2 * SLACK_S
-    assert reasons(verdicts) <= {"unavailable", "deadline"}
-    assert all("Connect" in failed(v).detail or "no endpoint answered" in failed(v).detail for v in verdicts)
-
-
-async def test_an_endpoint_that_only_hangs_fails_everything_within_the_requests_deadline(
-    mock: Mock, bench: Any
+@pytest.mark.parametrize("hangs", [False, True], ids=["dead", "hangs"])
+async def test_an_endpoint_that_never_answers_fails_everything_within_the_requests_deadline(
+    mock: Mock, bench: Any, hangs: bool
 ) -> None:
-    judge = mock(hang_share=1.0)
+    url = mock(hang_share=1.0).url if hangs else f"http://127.0.0.1:{free_port()}/v1"
     began = time.monotonic()
-    async with bench(judge.url, request_deadline_s=1.5, attempt_timeout_s=0.3) as engine:
+    async with bench(url, request_deadline_s=1.5, attempt_timeout_s=0.3) as engine:
         verdicts = await engine.score(texts(300))
     assert time.monotonic() - began < 0.3 + 1.5 + 2 * SLACK_S
     assert reasons(verdicts) <= {"unavailable", "deadline"}
+    if not hangs:
+        assert all("Connect" in failed(v).detail or "no endpoint answered" in failed(v).detail for v in verdicts)
 
 
 async def test_a_host_without_a_name_is_unavailable(bench: Any) -> None:
@@ -648,8 +607,8 @@ async def test_any_mixture_of_batches_faults_cancels_and_deadlines_leaves_the_bo
             assert reasons(verdicts) <= {"scored", "cancelled", "deadline", "unparseable", "unavailable"}
         await asyncio.sleep(0.05)
         core, stats = engine.engine, engine.engine.stats()
-        assert not (core._inflight or core._batches or core._started or core._calls_out), "a flight was forgotten"
-        assert stats.in_flight == 0 and sum(lane.reserved_cost for lane in core._endpoints) == pytest.approx(
+        assert not (core._inflight or core._batches or core._started or core._calls_out), "a request was forgotten"
+        assert stats.in_flight == 0 and sum(one.reserved_cost for one in core._endpoints) == pytest.approx(
             0.0, abs=1e-9
         )
         assert stats.submitted == stats.scored + sum(stats.failed.values()) == len(engine.verdicts)
@@ -669,7 +628,7 @@ async def test_stats_add_up(mock: Mock, bench: Any) -> None:
     assert stats.queued == 0 and 1 <= stats.max_in_flight <= 32 and endpoint.latency_p50_s > 0
 
 
-async def test_a_fault_of_our_own_ends_one_request_and_not_the_others(
+async def test_a_bug_of_ours_ends_one_request_and_not_the_others(
     mock: Mock, bench: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     judge = mock()

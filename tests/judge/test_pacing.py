@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 
@@ -59,7 +59,6 @@ def test_what_is_no_duration_is_none(text: str) -> None:
     assert parse_duration_s(text, WALL_NOW) is None
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(st.text(max_size=30))
 def test_no_text_breaks_the_duration_parser(text: str) -> None:
     seconds = parse_duration_s(text, WALL_NOW)
@@ -96,14 +95,15 @@ def test_without_budgets_everything_may_leave_at_once() -> None:
         pacer.sent(5.0, 10**9)
 
 
-def test_the_request_budget_holds_over_a_minute() -> None:
-    left_at = send_for(Pacer(requests_per_minute=600), 60.0)
-    assert 590 <= len(left_at) <= 600 * (1 + 1 / 60) + 1
-
-
-def test_the_token_budget_holds_over_a_minute() -> None:
-    left_at = send_for(Pacer(tokens_per_minute=60_000), 60.0, tokens=500)
-    assert 115 <= len(left_at) <= 124
+@pytest.mark.parametrize(
+    ("pacer", "tokens", "least", "most"),
+    [
+        (Pacer(requests_per_minute=600), 1, 590, 600 * (1 + 1 / 60) + 1),
+        (Pacer(tokens_per_minute=60_000), 500, 115, 124),
+    ],
+)
+def test_a_configured_budget_holds_over_a_minute(pacer: Pacer, tokens: int, least: int, most: float) -> None:
+    assert least <= len(send_for(pacer, 60.0, tokens)) <= most
 
 
 def test_a_request_larger_than_the_bucket_leaves_and_the_next_one_waits_for_it() -> None:
@@ -119,13 +119,6 @@ def test_tokens_that_were_not_used_are_given_back() -> None:
     waiting_s = pacer.ready_at(0.0, 100)
     pacer.settled(0.0, 1_000, 100, 1.0)
     assert pacer.ready_at(0.0, 100) < waiting_s
-
-
-@pytest.mark.parametrize("key", ["requests_per_minute", "tokens_per_minute"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
-def test_a_budget_that_cannot_work_is_rejected_with_its_name(key: str, value: float) -> None:
-    with pytest.raises(ValueError, match=key):
-        Pacer(**{key: value})
 
 
 def test_a_refusal_for_the_rate_pauses_briefly_whatever_it_asks_for() -> None:
@@ -231,7 +224,6 @@ steps = st.one_of(
 )
 
 
-@settings(deadline=None)  # the machine may be busy
 @given(
     st.none() | st.floats(0.01, 1e6),
     st.none() | st.floats(0.01, 1e9),

@@ -6,6 +6,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -31,8 +33,8 @@ from freewheel.judge.transport import (
     Cancel,
     Close,
     Configure,
-    FrameReader,
     LogLine,
+    Pipe,
     Results,
     Started,
     StatsReply,
@@ -65,22 +67,26 @@ TO_CALLER: list[Any] = [
 ]
 
 
+def received(decoder: Any, pieces: Iterable[bytes]) -> list[Any]:
+    got: list[Any] = []
+    pipe = Pipe(decoder, got.append)
+    for piece in pieces:
+        pipe.data_received(piece)
+    return got
+
+
 @given(st.lists(st.integers(1, 400), max_size=50))
 def test_messages_survive_any_fragmentation(cuts: list[int]) -> None:
-    for reader, messages in ((FrameReader(ENGINE_DECODER), TO_ENGINE), (FrameReader(CALLER_DECODER), TO_CALLER)):
+    for decoder, messages in ((ENGINE_DECODER, TO_ENGINE), (CALLER_DECODER, TO_CALLER)):
         stream = b"".join(pack(message) for message in messages)
-        got, at = [], 0
-        for size in [*cuts, len(stream)]:
-            got += list(reader.feed(stream[at : at + size]))
-            at += size
-        assert got == messages
+        ends = [*accumulate(cuts), len(stream)]
+        assert received(decoder, [stream[a:b] for a, b in pairwise([0, *ends])]) == messages
 
 
 def test_a_message_larger_than_any_buffer_arrives_whole() -> None:
-    request = JudgeRequest("x" * 5_000_000)
-    reader, data = FrameReader(ENGINE_DECODER), pack(Submit(0, [0], [request], None))
-    got = [m for at in range(0, len(data), 65536) for m in reader.feed(data[at : at + 65536])]
-    assert got == [Submit(0, [0], [request], None)]
+    message = Submit(0, [0], [JudgeRequest("x" * 5_000_000)], None)
+    data = pack(message)
+    assert received(ENGINE_DECODER, [data[at : at + 65536] for at in range(0, len(data), 65536)]) == [message]
 
 
 def test_the_config_travels_whole_and_the_key_with_it() -> None:
@@ -89,7 +95,7 @@ def test_the_config_travels_whole_and_the_key_with_it() -> None:
         endpoint=endpoints, model="m", api_key="sk-main", rubric="yes_no", prices={"m": Price(input=1, output=2)},
         sampling={"top_p": 0.5, "stop": ["x"]}, concurrency="fixed:3",
     )  # fmt: skip
-    (got,) = FrameReader(ENGINE_DECODER).feed(pack(Configure(config, 42, 1.5)))
+    (got,) = received(ENGINE_DECODER, [pack(Configure(config, 42, 1.5))])
     assert got.config == config and got.parent_pid == 42 and got.spent == 1.5
     assert [key.reveal() for e in got.config.endpoints if (key := got.config.key_for(e))] == ["sk-own", "sk-main"]
     assert got.config.api_key.source == "the api_key argument"
@@ -97,15 +103,15 @@ def test_the_config_travels_whole_and_the_key_with_it() -> None:
 
 def test_a_key_that_pickling_left_out_travels_as_none() -> None:
     config = JudgeConfig(endpoint="http://a", model="m", api_key=Secret(None))
-    (got,) = FrameReader(ENGINE_DECODER).feed(pack(Configure(config, 1, 0.0)))
+    (got,) = received(ENGINE_DECODER, [pack(Configure(config, 1, 0.0))])
     assert not got.config.api_key
 
 
 def test_what_cannot_be_encoded_is_replaced_and_the_rest_of_the_message_arrives() -> None:
-    (got,) = FrameReader(ENGINE_DECODER).feed(pack(Submit(0, [0], [JudgeRequest("\ud800")], None)))
+    (got,) = received(ENGINE_DECODER, [pack(Submit(0, [0], [JudgeRequest("\ud800")], None))])
     assert got.requests == [JudgeRequest("\ufffd")]
     odd = Results([(0, 0, Scored(7.0)), (0, 1, Scored(7.0, parts={"\ud800": 1.0}))], 0.0)
-    (got,) = FrameReader(CALLER_DECODER).feed(pack(odd))
+    (got,) = received(CALLER_DECODER, [pack(odd)])
     (_, _, fine), (_, _, replaced) = got.items
     assert fine == Scored(7.0) and replaced.reason == "engine" and "cannot be sent" in replaced.detail
 

@@ -132,8 +132,6 @@ class Entry(NamedTuple):
 class CacheDatabase:
     """One connection to a cache file of our schema, for one thread at a time. Methods raise `sqlite3.Error`."""
 
-    __slots__ = ("db", "identity", "path")
-
     def __init__(self, db: sqlite3.Connection, path: Path, identity: _Identity) -> None:
         self.db = db
         self.path = path

@@ -62,8 +62,6 @@ Deliver = Callable[[int, int, Any], None]
 class Batch:
     """The requests of one handle that the engine has not answered yet."""
 
-    __slots__ = ("id", "open", "timer")
-
     def __init__(self, identity: int) -> None:
         self.id = identity
         self.open: dict[int, InFlightRequest] = {}
@@ -72,11 +70,6 @@ class Batch:
 
 class InFlightRequest:
     """One content on its way to a verdict, and everyone who waits for it."""
-
-    __slots__ = ("asks", "avoid", "avoid_until", "calls", "committed", "deadline_at", "done", "exchange", "faults",
-                 "held_s", "is_retry", "keep_as", "key", "last", "most_tokens", "overdue", "patient", "permit",
-                 "queued_at", "request", "size", "stales", "task", "throttles", "timeouts", "usage",
-                 "waiters")  # fmt: skip
 
     def __init__(self, request: Request, exchange: Exchange, identity: Identity, now: float) -> None:
         self.request = request

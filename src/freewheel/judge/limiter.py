@@ -150,23 +150,12 @@ class LimiterMemory(msgspec.Struct, frozen=True):
     """Throughput table: bin → (requests per second, weight)."""
 
 
-def _is_sane(value: float, least: float, most: float) -> bool:
-    return math.isfinite(value) and least <= value <= most
-
-
 class Limiter:
     """Allows as many requests in flight as the judge turns into throughput, and no more than it accepts.
 
     Promises: `limit` is always at least 1 and never exceeds `ceiling`; `fixed` never moves; there is one cut per epoch;
     after a burst of refusals the limit is at most the accepted level; successes let it grow again from every state.
     """
-
-    __slots__ = (
-        "_base_latency_s", "_bound", "_ceiling", "_cut_at", "_is_fixed", "_levels", "_limit", "_proven", "_recent",
-        "_refusal_s", "_refusals", "_refused_since", "_return_rtt", "_rtt_s", "_segment_count", "_segment_latency_s",
-        "_segment_level", "_segment_size", "_segment_square", "_segment_start", "_spread", "_target", "_window",
-        "in_flight", "quiet_until",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -176,9 +165,6 @@ class Limiter:
         fixed: int | None = None,
         memory: LimiterMemory | None = None,
     ) -> None:
-        for key, value in (("start", start), ("ceiling", ceiling), ("fixed", fixed)):
-            if value is not None and value < 1:
-                raise ValueError(f"{key} = {value!r}: at least one request must be allowed in flight")
         self.in_flight = 0
         self.quiet_until = -math.inf
         """A request sent before this time would be refused, like all recent ones."""
@@ -206,18 +192,19 @@ class Limiter:
         self._segment_start = self._segment_latency_s = self._segment_square = self._segment_level = 0.0
 
     def _restore(self, memory: LimiterMemory) -> None:
-        if _is_sane(memory.window, 1.0, MOST):
+        # Each comparison is False for NaN.
+        if 1.0 <= memory.window <= MOST:
             self._window = min(memory.window, self._ceiling)
-        if _is_sane(memory.bound, 1.0, MOST):
+        if 1.0 <= memory.bound <= MOST:
             self._bound = memory.bound
             self._target = self._window
-        if _is_sane(memory.rtt_s, *SANE_S):
+        if SANE_S[0] <= memory.rtt_s <= SANE_S[1]:
             self._rtt_s = memory.rtt_s
-        if _is_sane(memory.base_latency_s, *SANE_S):
+        if SANE_S[0] <= memory.base_latency_s <= SANE_S[1]:
             self._base_latency_s = memory.base_latency_s
         most_bin = round(BINS_PER_OCTAVE * math.log2(MOST))
         for level, (rate, weight) in memory.levels.items():
-            if 0 <= level <= most_bin and _is_sane(rate, *SANE_RATE_PER_S) and _is_sane(weight, 0.0, math.inf):
+            if 0 <= level <= most_bin and SANE_RATE_PER_S[0] <= rate <= SANE_RATE_PER_S[1] and weight >= 0.0:
                 self._levels[level] = (rate, min(weight, MOST_WEIGHT))
 
     def memory(self) -> LimiterMemory:
@@ -242,9 +229,8 @@ class Limiter:
         """A request is sent now."""
         if not self.in_flight:  # an idle pause does not count as low throughput
             self._start_segment(now)
-            if (
-                self._cut_at == -math.inf
-            ):  # the cubic's clock starts with the first request, which may already cause a cut
+            if self._cut_at == -math.inf:
+                # The cubic's clock starts with the first request, which may already cause a cut.
                 self._cut_at = now - EPOCH_RTT * self._rtt_s
         self.in_flight = in_flight = self.in_flight + 1
         if self._refusals > REFUSALS_TOLERATED and in_flight >= self._limit:

@@ -138,8 +138,6 @@ class RateHeaders(msgspec.Struct, frozen=True):
 class Bucket:
     """Fills at `rate_per_s` up to `capacity`. An amount above the capacity may leave a full bucket, as a debt."""
 
-    __slots__ = ("at", "capacity", "level", "rate_per_s")
-
     def __init__(self, rate_per_s: float, capacity: float, level: float, at: float) -> None:
         self.rate_per_s = rate_per_s
         self.capacity = capacity
@@ -157,11 +155,9 @@ class Bucket:
         return now if missing <= 0.0 else now + missing / self.rate_per_s
 
 
-def _configured(key: str, per_minute: float | None) -> Bucket | None:
+def _configured(per_minute: float | None) -> Bucket | None:
     if per_minute is None:
         return None
-    if not (math.isfinite(per_minute) and per_minute > 0.0):
-        raise ValueError(f"{key} = {per_minute!r}: give a number above zero, or leave it out")
     rate_per_s = per_minute / MINUTE_S
     capacity = max(1.0, rate_per_s * BURST_S)
     return Bucket(rate_per_s, capacity, capacity, -math.inf)
@@ -186,15 +182,9 @@ def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: f
 class Pacer:
     """Never sends faster than the configured or learnt budgets allow, and never makes a request wait for ever."""
 
-    __slots__ = (
-        "_header_rate_per_s", "_header_requests", "_header_tokens", "_is_free", "_next_at", "_pace_per_s",
-        "_paced_at", "_paused_until", "_refused_pace_per_s", "_requests", "_tokens", "_window_accepted",
-        "_window_before", "_window_before_s", "_window_start",
-    )  # fmt: skip
-
     def __init__(self, *, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
-        self._requests = _configured("requests_per_minute", requests_per_minute)
-        self._tokens = _configured("tokens_per_minute", tokens_per_minute)
+        self._requests = _configured(requests_per_minute)
+        self._tokens = _configured(tokens_per_minute)
         self._header_requests: Bucket | None = None
         self._header_tokens: Bucket | None = None
         self._header_rate_per_s = math.inf  # cap of the pace, from a limit header without a remaining one

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -123,6 +123,7 @@ def _decode_secret(kind: type, value: Any) -> Any:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_secret)
+_NOT_ENCODABLE = (OverflowError, TypeError, ValueError, msgspec.MsgspecError)
 ENGINE_DECODER = msgspec.msgpack.Decoder(ToEngine, dec_hook=_decode_secret)
 CALLER_DECODER = msgspec.msgpack.Decoder(ToCaller)
 
@@ -131,7 +132,7 @@ def pack(message: ToEngine | ToCaller) -> bytes:
     """Encode a message as one frame. What cannot be encoded is replaced, so that the rest of the message arrives."""
     try:
         body = _encoder.encode(message)
-    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError):
+    except _NOT_ENCODABLE:
         if isinstance(message, Submit):  # lone surrogates
             message.requests = [JudgeRequest.encodable(request) for request in message.requests]
         elif isinstance(message, Results):  # a rubric's own parser may return anything
@@ -145,32 +146,9 @@ def pack(message: ToEngine | ToCaller) -> bytes:
 def _encodable(item: tuple[int, int, Verdict]) -> tuple[int, int, Verdict]:
     try:
         _encoder.encode(item)
-    except (OverflowError, TypeError, ValueError, msgspec.MsgspecError) as error:
+    except _NOT_ENCODABLE as error:
         return item[0], item[1], Failed(Reason.ENGINE.value, 0, f"the verdict cannot be sent: {error!r}"[:200])
     return item
-
-
-class FrameReader:
-    """Cuts a byte stream into messages."""
-
-    def __init__(self, decoder: msgspec.msgpack.Decoder[Any]) -> None:
-        self._decoder = decoder
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        buffer = self._buffer
-        buffer += data
-        start = 0
-        while len(buffer) - start >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(buffer, start)
-            end = start + _LENGTH.size + length
-            if len(buffer) < end:
-                break
-            with memoryview(buffer) as view:
-                message = self._decoder.decode(view[start + _LENGTH.size : end])
-            start = end
-            yield message
-        del buffer[:start]
 
 
 class Pipe(asyncio.Protocol):
@@ -185,9 +163,10 @@ class Pipe(asyncio.Protocol):
         self.ended = asyncio.Event()
         self.is_full = False
         """More than `WRITE_AHEAD_BYTES` wait for the socket."""
-        self._reader = FrameReader(decoder)
+        self._decoder = decoder
         self._take = take
         self._has_room_again = has_room_again
+        self._buffer = bytearray()
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -195,8 +174,19 @@ class Pipe(asyncio.Protocol):
         self._transport.set_write_buffer_limits(WRITE_AHEAD_BYTES)
 
     def data_received(self, data: bytes) -> None:
-        for message in self._reader.feed(data):
+        buffer = self._buffer
+        buffer += data
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            end = start + _LENGTH.size + length
+            if len(buffer) < end:
+                break
+            with memoryview(buffer) as view:
+                message = self._decoder.decode(view[start + _LENGTH.size : end])
+            start = end
             self._take(message)
+        del buffer[:start]
 
     def pause_writing(self) -> None:
         self.is_full = True
