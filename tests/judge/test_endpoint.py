@@ -108,12 +108,9 @@ def test_what_a_call_may_cost_follows_the_prompts_and_the_longest_reply_seen() -
     for tokens in (10, 4000, *[10] * 200):
         one.replied(one.send(0.0, 1000), 0.1, Reply("7", Usage(500, tokens)), 1000)
     assert one.knows_cost() and one.most_cost(1000) == pytest.approx(4500, rel=0.01)
-
-
-@pytest.mark.parametrize("settings", [{"max_tokens": 7}, {"sampling": {"max_completion_tokens": 7}}])
-def test_what_a_call_may_cost_is_bounded_by_max_tokens(settings: dict[str, Any]) -> None:
-    one = state(prices={"m": {"input": 0.0, "output": 1e6}}, **settings)
-    assert one.knows_cost() and one.most_cost(1000) == 7
+    for settings in ({"max_tokens": 7}, {"sampling": {"max_completion_tokens": 7}}):
+        bounded = state(prices={"m": {"input": 0.0, "output": 1e6}}, **settings)
+        assert bounded.knows_cost() and bounded.most_cost(1000) == 7
 
 
 def test_requests_per_minute_of_the_endpoint_win_over_the_judges() -> None:
@@ -141,15 +138,15 @@ def choose(candidates: list[EndpointState], count: int) -> Counter[str]:
     return chosen
 
 
-def test_weights_share_what_is_in_flight() -> None:
-    two = states(Endpoint(url="http://a", weight=3), Endpoint(url="http://b"), concurrency="fixed:100")
-    assert choose(two, 80) == {"a": 60, "b": 20}
-
-
-def test_a_full_endpoint_leaves_the_rest_to_the_others() -> None:
-    two = states(Endpoint(url="http://a", weight=9), Endpoint(url="http://b"), concurrency="fixed:5")
-    assert choose(two, 10) == {"a": 5, "b": 5}
-    assert choose_endpoint(two, 0.0, 10) == (None, NEVER)
+@pytest.mark.parametrize(
+    ("weight", "room", "count", "expected"),
+    [(3, 100, 80, {"a": 60, "b": 20}), (9, 5, 10, {"a": 5, "b": 5})],  # a full one leaves the rest to the other
+)
+def test_weights_share_what_is_in_flight(weight: int, room: int, count: int, expected: dict[str, int]) -> None:
+    two = states(Endpoint(url="http://a", weight=weight), Endpoint(url="http://b"), concurrency=f"fixed:{room}")
+    assert choose(two, count) == expected
+    if sum(expected.values()) == 2 * room:
+        assert choose_endpoint(two, 0.0, 10) == (None, NEVER)
 
 
 def test_a_standby_is_used_only_while_no_other_works() -> None:
@@ -309,18 +306,14 @@ def test_patience_is_the_configured_bound_until_latencies_are_known() -> None:
     assert 2.8 < one.allow_s(0) < 3.3
 
 
-def test_patience_never_falls_under_its_floor_or_rises_over_its_bound() -> None:
+def test_patience_doubles_per_time_out_up_to_four_times_and_stays_between_its_floor_and_its_bound() -> None:
+    one, latencies = patience()
+    answer(one, latencies, 1.0, 64)
+    assert [one.allow_s(timeouts) / one.allow_s(0) for timeouts in (1, 2, 7)] == [2, 4, 4]
     one, latencies = patience(bound_s=2.0)
     answer(one, latencies, 0.001, 200)
     assert one.allow_s(0) == AttemptPatience.FLOOR_S
     assert one.allow_s(1) == one.allow_s(10_000) == 2.0
-
-
-@pytest.mark.parametrize(("timeouts", "factor"), [(1, 2), (2, 4), (7, 4)])
-def test_a_request_that_timed_out_gets_longer_up_to_four_times(timeouts: int, factor: int) -> None:
-    one, latencies = patience()
-    answer(one, latencies, 1.0, 64)
-    assert one.allow_s(timeouts) == factor * one.allow_s(0)
 
 
 def test_a_judge_that_became_slower_is_waited_for() -> None:

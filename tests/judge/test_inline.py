@@ -1,4 +1,4 @@
-"""The engine on the caller's own loop: the same verdicts as beside it."""
+"""The engine on the caller's own loop: the same verdicts as in a separate one."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def config(url: str, **settings: Any) -> JudgeConfig:
     return JudgeConfig(endpoint=url, model="m", **settings)
 
 
-async def test_the_verdicts_are_those_of_a_judge_beside_it_in_the_order_of_the_requests(mock: Any) -> None:
+async def test_the_verdicts_are_those_of_a_separate_judge_in_the_order_of_the_requests(mock: Any) -> None:
     texts = [f"answer {i}" for i in range(40)]
     running = mock(latency_s=0.01)
     async with InlineJudge(config(running.url)) as judge:
         verdicts = await judge.score(texts)
-    with Judge(config(running.url, cache=False)) as beside:
-        expected = beside.submit(texts).result()
+    with Judge(config(running.url, cache=False)) as separate:
+        expected = separate.submit(texts).result()
     assert [verdict.value for verdict in verdicts] == [verdict.value for verdict in expected]
 
 

@@ -39,7 +39,7 @@ def test_the_line_says_what_matters() -> None:
     assert "15 scored, 3 failed, 1 skipped of 20" in line and "13 calls" in line and "\n" not in line
 
 
-def test_prometheus_text_is_well_formed() -> None:
+def test_prometheus_text_is_well_formed_and_figures_are_unrounded() -> None:
     text = stats().prometheus()
     assert text.endswith("\n")
     families = set()
@@ -51,15 +51,13 @@ def test_prometheus_text_is_well_formed() -> None:
             families.add(name)
         else:
             assert SAMPLE.match(line), line
-            assert re.split(r"[{ ]", line)[0] in families, "a sample stands under its type"
-
-
-def test_prometheus_text_holds_the_figures_unrounded() -> None:
-    text = stats().prometheus()
+            assert re.split(r"[{ ]", line)[0] in families, "a sample follows its type"
     assert 'failed_total{reason="auth"} 2' in text
     assert 'cache_hits_total{tier="disk"} 4' in text
     assert 'prompt_tokens_total{endpoint="http://a/\\"q\\"\\\\",model="m\\n2"} 1234567890' in text
     assert 'endpoint_up{endpoint="http://b",model="m"} 0' in text
+    plain = stats().to_dict()
+    assert msgspec.convert(msgspec.json.decode(msgspec.json.encode(plain)), JudgeStats) == stats()
 
 
 def test_prometheus_has_the_same_rule_as_all_others_for_what_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +65,3 @@ def test_prometheus_has_the_same_rule_as_all_others_for_what_is_up(monkeypatch: 
     text = stats().prometheus()
     assert 'endpoint_up{endpoint="http://b",model="m"} 1' in text and text.count("endpoint_up{") == 2
     assert re.search(r'endpoint_up\{endpoint="http://a.* 0', text)
-
-
-def test_the_values_are_plain_and_whole() -> None:
-    plain = stats().to_dict()
-    assert msgspec.convert(plain, JudgeStats) == stats()
-    assert msgspec.json.decode(msgspec.json.encode(plain)) == plain
