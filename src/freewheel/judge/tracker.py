@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
-import itertools
 import logging
 import math
 import os
@@ -75,6 +74,9 @@ class Handle:
         """The judge of this batch. The reference keeps the judge open until the batch is done."""
         self.finished_at: float | None = None
         """When the last verdict arrived, in `time.monotonic()` seconds."""
+        self.unsent = deque(range(len(requests)))
+        self.sent: set[int] = set()
+        """Indexes that the engine holds. These two belong to the tracker."""
         self._cancel = cancel
         self._verdicts: list[Verdict | None] = [None] * len(requests)
         self._order: list[int] = []
@@ -199,31 +201,20 @@ class Handle:
                 loop.call_soon_threadsafe(event.set)
 
 
-class _OpenBatch:
-    """A batch that still lacks verdicts."""
-
-    def __init__(self, handle: Handle) -> None:
-        self.handle = handle
-        self.unsent: Iterator[int] = iter(range(len(handle)))
-        self.unsent_count = len(handle)
-        self.sent: set[int] = set()
-        """Indexes that the engine holds."""
-
-
 class RequestTracker:
     """Gives every submitted request exactly one verdict, whatever happens to the engine."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a signal handler may cancel or close while its thread holds the lock
-        self._open: dict[int, _OpenBatch] = {}
+        self._open: dict[int, Handle] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._to_send: deque[_OpenBatch] = deque()
+        self._to_send: deque[Handle] = deque()
         self._control: deque[ToEngine] = deque()
         self._queries: list[Future[JudgeStats]] = []
         self._sent_count = 0
         self._next_batch = 0
-        self._closed = ""
-        self._broken = ""
+        self._refusal: JudgeClosed | EngineDied | None = None
+        """Why no further batch is accepted."""
         self._wake: Callable[[], None] = lambda: None
         self.spent = 0.0
         self.restarts = 0
@@ -233,15 +224,13 @@ class RequestTracker:
 
     def submit(self, requests: Sequence[JudgeRequest], deadline_at: float | None) -> Handle:
         with self._lock:
-            if self._closed:
-                raise JudgeClosed(self._closed)
-            if self._broken:
-                raise EngineDied(self._broken)
+            if self._refusal is not None:
+                raise type(self._refusal)(*self._refusal.args)
             handle = Handle(self._next_batch, requests, deadline_at, self.cancel)
             self._next_batch += 1
             if requests:
-                batch = self._open[handle.batch] = _OpenBatch(handle)
-                self._to_send.append(batch)
+                self._open[handle.batch] = handle
+                self._to_send.append(handle)
                 if deadline_at is not None:
                     heapq.heappush(self._deadlines, (deadline_at, handle.batch))
         self._wake()
@@ -257,7 +246,7 @@ class RequestTracker:
     def ask_stats(self) -> Future[JudgeStats]:
         future: Future[JudgeStats] = Future()
         with self._lock:
-            if self._closed or self._broken:
+            if self._refusal is not None:
                 future.set_result(self.last_stats)  # no engine is left to answer
                 return future
             self._queries.append(future)
@@ -268,19 +257,19 @@ class RequestTracker:
     def close(self, why: str) -> None:
         """Refuse further batches and end the open ones as cancelled."""
         with self._lock:
-            self._closed = self._closed or why
+            self._refusal = JudgeClosed(why)
         self._end_all(Reason.CANCELLED, why)
 
     def break_down(self, why: str) -> None:
         """The engine will not come back: refuse further batches and end the open ones as failed."""
         with self._lock:
-            self._broken = why
+            self._refusal = self._refusal or EngineDied(why)
             self._answer_queries()
         self._end_all(Reason.ENGINE, why)
 
     def open_handles(self) -> list[Handle]:
         with self._lock:
-            return [batch.handle for batch in self._open.values()]
+            return list(self._open.values())
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Call `wake`, from any thread, whenever there is something new for the engine. It must not block."""
@@ -294,29 +283,28 @@ class RequestTracker:
             if self._control:
                 return self._control.popleft()
             while self._to_send and self._sent_count < WINDOW:
-                batch = self._to_send.popleft()
-                if batch.handle.batch not in self._open:
+                handle = self._to_send.popleft()
+                if handle.batch not in self._open:
                     continue  # it has ended
-                indexes = self._cut(batch)
-                if batch.unsent_count:
+                indexes = self._cut(handle)
+                if handle.unsent:
                     # Older batches are sent first. Only a batch that is too large for the window takes turns.
-                    put_back = self._to_send.append if len(batch.handle) > WINDOW else self._to_send.appendleft
-                    put_back(batch)
+                    put_back = self._to_send.append if len(handle) > WINDOW else self._to_send.appendleft
+                    put_back(handle)
                 if indexes:
-                    requests = [batch.handle.requests[index] for index in indexes]
-                    return Submit(batch.handle.batch, indexes, requests, batch.handle.deadline_at)
+                    requests = [handle.requests[index] for index in indexes]
+                    return Submit(handle.batch, indexes, requests, handle.deadline_at)
         return None
 
-    def _cut(self, batch: _OpenBatch) -> list[int]:
-        """Take the indexes of the next message from `batch.unsent`."""
+    def _cut(self, handle: Handle) -> list[int]:
+        """Take the indexes of the next message from `handle.unsent`."""
         indexes: list[int] = []
         room, chars = min(CHUNK, WINDOW - self._sent_count), 0
-        while len(indexes) < room and chars < CHUNK_CHARS and len(indexes) < batch.unsent_count:
-            indexes.append(next(batch.unsent))
-            request = batch.handle.requests[indexes[-1]]
+        while handle.unsent and len(indexes) < room and chars < CHUNK_CHARS:
+            indexes.append(handle.unsent.popleft())
+            request = handle.requests[indexes[-1]]
             chars += len(request.response) + len(request.prompt) + len(request.reference)
-        batch.unsent_count -= len(indexes)
-        batch.sent.update(indexes)
+        handle.sent.update(indexes)
         self._sent_count += len(indexes)
         return indexes
 
@@ -336,14 +324,14 @@ class RequestTracker:
         with self._lock:
             self.spent = message.spent
             for number, index, verdict in message.items:
-                batch = self._open.get(number)
-                if batch is None or index not in batch.sent:
+                handle = self._open.get(number)
+                if handle is None or index not in handle.sent:
                     continue  # it was cancelled or has expired, and has its verdict
-                batch.sent.discard(index)
+                handle.sent.discard(index)
                 self._sent_count -= 1
-                batch.handle.put(index, verdict)
-                touched[number] = batch.handle
-                if batch.handle.is_complete():
+                handle.put(index, verdict)
+                touched[number] = handle
+                if handle.is_complete():
                     del self._open[number]
         for handle in touched.values():
             handle.wake()
@@ -356,11 +344,10 @@ class RequestTracker:
             self._answer_queries()
             self._sent_count = 0
             self._to_send.clear()
-            for batch in self._open.values():
-                batch.unsent = itertools.chain(sorted(batch.sent), batch.unsent)
-                batch.unsent_count += len(batch.sent)
-                batch.sent.clear()
-                self._to_send.append(batch)
+            for handle in self._open.values():
+                handle.unsent.extendleft(sorted(handle.sent, reverse=True))
+                handle.sent.clear()
+                self._to_send.append(handle)
 
     def next_deadline(self) -> float:
         """When `expire` must be called, in monotonic seconds; infinity if there is no deadline."""
@@ -375,9 +362,9 @@ class RequestTracker:
         while self.next_deadline() <= now:
             with self._lock:
                 _, number = heapq.heappop(self._deadlines)
-                batch = self._open.get(number)
-            if batch is not None:
-                self._end(batch.handle, Reason.DEADLINE, "the batch's deadline is over")
+                handle = self._open.get(number)
+            if handle is not None:
+                self._end(handle, Reason.DEADLINE, "the batch's deadline is over")
 
     def _answer_queries(self) -> None:
         for query in self._queries:
@@ -390,11 +377,10 @@ class RequestTracker:
 
     def _end(self, handle: Handle, reason: Reason, detail: str) -> None:
         with self._lock:
-            batch = self._open.pop(handle.batch, None)
-            if batch is None:
+            if self._open.pop(handle.batch, None) is None:
                 return
-            self._sent_count -= len(batch.sent)
-            if batch.sent:
+            self._sent_count -= len(handle.sent)
+            if handle.sent:
                 self._control.append(Cancel(handle.batch))
             handle.put_missing(reason, detail)
         handle.wake()

@@ -224,7 +224,6 @@ class Link:
         self._is_up = False
         """The engine takes messages."""
         self._ending = False
-        self._stopped_engine = False
         self._abandoned = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -318,8 +317,7 @@ class Link:
         asyncio.get_running_loop().call_soon(self._pump)
 
     def _stop_once(self) -> None:
-        if not self._stopped_engine:
-            self._stopped_engine = True
+        if not self._stop.is_set():
             self._stop.set()
             self._stop_engine()
 
