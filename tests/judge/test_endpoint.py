@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from freewheel.judge import Endpoint, JudgeConfig, Usage
 from freewheel.judge.endpoint import (
+    LATENCIES_KEPT,
     NEVER,
     AttemptPatience,
     Breaker,
     EndpointState,
-    LatencyHistogram,
     Permit,
     choose_endpoint,
+    quantiles,
 )
 from freewheel.judge.outcome import HALTS, INFRA, Failure, Kind, Reply
 from freewheel.judge.stats import State
@@ -264,37 +265,20 @@ def test_at_most_one_probe_is_out_and_it_always_comes_back(events: list[str]) ->
 # -- latencies -------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.floats(1e-4, 500.0), min_size=1, max_size=400), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
-def test_a_quantile_is_right_to_within_one_bin(latencies: list[float], share: float) -> None:
-    histogram = LatencyHistogram()
-    assert histogram.quantile(share) == 0.0
-    for latency_s in latencies:
-        histogram.add(latency_s)
-    exact = sorted(latencies)[max(0, math.ceil(share * len(latencies) - 1e-9) - 1)]
-    assert histogram.quantile(share) == pytest.approx(exact, rel=LatencyHistogram.RATIO - 1 + 1e-6)
+def test_quantiles_are_latencies_of_the_samples() -> None:
+    assert quantiles([], [0.5]) == [0.0]
+    assert quantiles([3.0], [0.01, 1.0]) == [3.0, 3.0]
+    assert quantiles([float(n) for n in range(100, 0, -1)], [0.5, 0.9, 0.99, 1.0]) == [50.0, 90.0, 99.0, 100.0]
 
 
-def test_latencies_outside_the_bins_count_at_the_ends_and_old_ones_fade() -> None:
-    histogram = LatencyHistogram()
-    for latency_s in (0.0, -1.0, 1e-9, 1e9, 1e-12):
-        histogram.add(latency_s)
-    assert histogram.quantile(0.1) < 2e-4 and histogram.quantile(1.0) > 500
-    for latency_s, times in ((10.0, 1), (0.1, 4)):
-        for _ in range(times * LatencyHistogram.FADE_EVERY):
-            histogram.add(latency_s)
-    assert histogram.quantile(0.9) < 0.2
-
-
-def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, LatencyHistogram]:
-    latencies = LatencyHistogram()
+def patience(bound_s: float = 60.0) -> tuple[AttemptPatience, deque[float]]:
+    latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
     return AttemptPatience(bound_s, latencies), latencies
 
 
-def answer(
-    one: AttemptPatience, latencies: LatencyHistogram, latency_s: float, times: int, sent_at: float = 0.0
-) -> None:
+def answer(one: AttemptPatience, latencies: deque[float], latency_s: float, times: int, sent_at: float = 0.0) -> None:
     for _ in range(times):
-        latencies.add(latency_s)
+        latencies.append(latency_s)
         one.answered(sent_at)
 
 

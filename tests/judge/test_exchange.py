@@ -126,7 +126,7 @@ def test_a_long_completion_is_not_measured_by_quick_ones(request_: Any, given_up
     exchange: Any = RubricExchange(config, bytes(32)) if given_up else ChatExchange(config)
     endpoint = EndpointState(config, config.endpoints[0])
     for number in range(AttemptPatience.SAMPLES_NEEDED):
-        endpoint.latencies.add(0.05)
+        endpoint.latencies.append(0.05)
         endpoint.patience.answered(float(number))
     inflight = InFlightRequest(request_, exchange, exchange.identify(request_), 0.0)
     inflight.permit = endpoint.send(0.0, inflight.size)

@@ -9,7 +9,8 @@ engine passes the time and makes the calls.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -28,47 +29,14 @@ FIRST_COMPLETION_TOKENS = 64.0
 """First estimate of a reply's tokens where `max_tokens` is not set. The judge's own counts correct it."""
 LEARNING = 1 / 16
 """Weight of one reply in those corrections."""
+LATENCIES_KEPT = 1024
+"""The most recent latencies decide: enough for a 99th percentile, and few enough to sort."""
 
 
-class LatencyHistogram:
-    """Quantiles of recent latencies to within one bin (5%), in constant memory. Old samples fade."""
-
-    SMALLEST_S = 1e-4
-    """Everything faster than a loopback round trip is in one bin."""
-    RATIO = 1.05
-    """Width of a bin, and so the error of a quantile."""
-    BINS = 320
-    """Up to 10 minutes, the longest latency that any default deadline allows."""
-    FADE_EVERY = 2048
-    """After this many samples all counts are halved, so the last few thousand decide."""
-
-    _SCALE = 1 / math.log(RATIO)
-
-    def __init__(self) -> None:
-        self._counts = [0.0] * self.BINS
-        self._total = 0.0
-        self._since_fade = 0
-
-    def add(self, latency_s: float) -> None:
-        place = int(math.log(max(latency_s, self.SMALLEST_S) / self.SMALLEST_S) * self._SCALE)
-        self._counts[min(place, self.BINS - 1)] += 1.0
-        self._total += 1.0
-        self._since_fade += 1
-        if self._since_fade >= self.FADE_EVERY:
-            self._since_fade = 0
-            self._counts = [count / 2 for count in self._counts]
-            self._total /= 2
-
-    def quantile(self, share: float) -> float:
-        """The latency below which `share` of the samples are; 0.0 without samples."""
-        left = share * self._total
-        if self._total == 0:
-            return 0.0
-        for place, count in enumerate(self._counts):
-            left -= count
-            if left <= 0 and count:
-                return float(self.SMALLEST_S * self.RATIO ** (place + 0.5))
-        return float(self.SMALLEST_S * self.RATIO**self.BINS)
+def quantiles(latencies: Iterable[float], shares: Sequence[float]) -> list[float]:
+    """The latencies below which these shares of the samples are; 0.0 without samples."""
+    ordered = sorted(latencies)
+    return [ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0 for share in shares]
 
 
 class AttemptPatience:
@@ -92,7 +60,7 @@ class AttemptPatience:
     REFRESH_EVERY = 32
     """Latencies between two computations of the percentile, which costs more than everything else here."""
 
-    def __init__(self, bound_s: float, latencies: LatencyHistogram) -> None:
+    def __init__(self, bound_s: float, latencies: deque[float]) -> None:
         self.bound_s = bound_s
         self._latencies = latencies
         self._usual_s = bound_s
@@ -111,7 +79,7 @@ class AttemptPatience:
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self._until_refresh = self.REFRESH_EVERY
-            self._usual_s = max(self.FLOOR_S, self.FACTOR * self._latencies.quantile(0.99))
+            self._usual_s = max(self.FLOOR_S, self.FACTOR * quantiles(self._latencies, [0.99])[0])
             self._stretch = 1.0
 
     def timed_out(self, sent_at: float) -> None:
@@ -225,7 +193,7 @@ class EndpointState:
             tokens_per_minute=endpoint.tokens_per_minute or config.tokens_per_minute,
         )
         self.breaker = Breaker()
-        self.latencies = LatencyHistogram()
+        self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
         self.patience = AttemptPatience(config.attempt_timeout_s, self.latencies)
         self.halted: Failure | None = None
         """Why nothing is sent here any more."""
@@ -278,7 +246,7 @@ class EndpointState:
         latency_s, usage, stats = now - permit.sent_at, reply.usage, self.stats
         self.limiter.succeeded(permit.ticket, now)
         self.breaker.answered(now)
-        self.latencies.add(latency_s)
+        self.latencies.append(latency_s)
         self.patience.answered(permit.sent_at)
         self.reserved_cost -= permit.reserved_cost
         stats.answered += 1
@@ -347,6 +315,7 @@ class EndpointState:
             self.breaker.probe_next()
 
     def snapshot(self) -> EndpointStats:
+        p50_s, p90_s, p99_s = quantiles(self.latencies, (0.5, 0.9, 0.99))
         return msgspec.structs.replace(
             self.stats,
             faults=dict(self.stats.faults),
@@ -354,9 +323,9 @@ class EndpointState:
             limit=self.limiter.limit,
             breaker=self.breaker.state.value,
             halted=self.halted.detail if self.halted is not None else "",
-            latency_p50_s=self.latencies.quantile(0.5),
-            latency_p90_s=self.latencies.quantile(0.9),
-            latency_p99_s=self.latencies.quantile(0.99),
+            latency_p50_s=p50_s,
+            latency_p90_s=p90_s,
+            latency_p99_s=p99_s,
         )
 
     def _tokens(self, body_bytes: int) -> int:
