@@ -1,4 +1,4 @@
-"""Judges to talk to: the package's own mock, and a server whose every byte a test dictates."""
+"""Judges to talk to: the package's own mock, and a server whose every byte the test chooses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_judge(placement: str) -> Iterator[Callable[..., Judge]]:
 
 
 class Bench:
-    """One engine on the running loop, without a desk or a link: what a test of the engine itself needs."""
+    """One engine on the running loop, without a tracker or a link, for tests of the engine itself."""
 
     def __init__(self, endpoint: Any, **settings: Any) -> None:
         self.verdicts: dict[tuple[int, int], Verdict] = {}
@@ -102,7 +102,7 @@ def bench() -> type[Bench]:
 
 
 class Scripted:
-    """A server that answers as a function says; it keeps what it was sent."""
+    """A server whose replies a function returns. It keeps the requests."""
 
     def __init__(self, play: Play) -> None:
         self.seen: list[tuple[dict[str, str], bytes]] = []
@@ -166,7 +166,7 @@ def replying() -> Callable[..., bytes]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs Python source as a program of its own, in a session of its own; ends it with the test."""
+    """Runs Python source as a program in a separate session, and ends it with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def run(source: str, *args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

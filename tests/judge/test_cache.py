@@ -260,7 +260,7 @@ def test_replies_waiting_for_a_disk_are_bounded_and_the_oldest_are_dropped(
     kept = present(store, range(10_000))
     assert 500 < len(kept) < 2_000
     assert kept == set(range(10_000 - len(kept), 10_000))
-    assert sum("let go" in message for message in warnings_in(caplog)) == 1
+    assert sum("are dropped" in message for message in warnings_in(caplog)) == 1
 
 
 # -- time ----------------------------------------------------------------------------------------------------

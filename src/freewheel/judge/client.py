@@ -1,7 +1,7 @@
 """One call to a chat-completions endpoint: bytes out, a `Reply` or a `Failure` back, never an exception.
 
-One connection pool serves all endpoints of an engine. The limiter bounds the calls in flight, so the pool has no limit
-of its own, and connections live as long as the servers keep them.
+One connection pool serves all endpoints of an engine. The limiter bounds the calls in flight, so the pool has no limit,
+and connections live as long as the servers keep them.
 """
 
 from __future__ import annotations
@@ -219,8 +219,8 @@ class ChatClient:
 
     def _failed(self, response: aiohttp.ClientResponse, content: bytes) -> Failure:
         # Remove the key before the text is shortened: half a key would not be found.
-        told = self._redact_all(content.decode("utf-8", "replace")).encode()
-        failure = classify(response.status, response.headers, told, wall_now=time.time())
+        shown = self._redact_all(content.decode("utf-8", "replace")).encode()
+        failure = classify(response.status, response.headers, shown, wall_now=time.time())
         detail = self._redact(failure.detail)
         if failure.kind in (Kind.AUTH, Kind.FORBIDDEN):
             detail = f"{detail} ({self._sent_with})"

@@ -136,7 +136,7 @@ class Breaker:
         return False
 
     def answered(self, now: float) -> None:
-        """The endpoint is alive: it gave a reply of its own, and a 429 is one."""
+        """The endpoint is alive: it replied, and a 429 is a reply."""
         self.state, self._failures, self._alive_at, self._pause_s = State.CLOSED, 0, now, self.FIRST_PAUSE_S
 
     def failed(self, now: float, *, known_at: float, probe: bool) -> None:

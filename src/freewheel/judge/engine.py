@@ -182,7 +182,7 @@ class Engine:
         self._replies.close()
 
     def remember(self) -> None:
-        """Write what the limiters learnt, for the next run."""
+        """Write what the limiters learned, for the next run."""
         for endpoint in self._endpoints:
             self._replies.remember(endpoint.url, endpoint.limiter.memory())
 

@@ -1,4 +1,4 @@
-"""How many requests may be in flight at a judge: learnt from its refusals and from its throughput.
+"""How many requests may be in flight at a judge: learned from its refusals and from its throughput.
 
 The best concurrency is unknown, differs by a factor of a hundred between judges, and moves. Two signals show it: the
 judge refuses (429), or more requests in flight no longer give more replies. The limiter grows until it meets one of
@@ -172,7 +172,7 @@ class Limiter:
         self._ceiling = float(fixed if fixed is not None else min(ceiling or MOST, MOST))
         self._window = self._ceiling if fixed is not None else min(float(start), self._ceiling)
         self._bound = 0.0  # 0: none met yet, slow start
-        self._target = math.inf  # slow start goes on to here
+        self._target = math.inf  # slow start continues to here
         self._rtt_s = 0.0
         self._base_latency_s = math.inf
         self._spread = LATENCY_SPREAD

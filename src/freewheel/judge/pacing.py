@@ -1,4 +1,4 @@
-"""How fast requests may be sent: budgets of requests and tokens per minute, configured or learnt from headers.
+"""How fast requests may be sent: budgets of requests and tokens per minute, configured or learned from headers.
 
 The concurrency limit says how many requests may be in flight. A judge may also count requests or tokens per minute.
 Cutting concurrency for that would be wrong, because the level is fine and the pace is not, so pace is separate.
@@ -8,7 +8,7 @@ The engine calls the pacer before a request is sent and after it ends. It is pur
                     ├──▶ rejected     a 429 for the rate: a short pause, then the accepted pace, slowly rising
                     └──▶ observed     x-ratelimit-* headers: a bucket that binds only when little is left
 
-With nothing configured and nothing learnt, each call is one or two attribute checks.
+With nothing configured and nothing learned, each call is one or two attribute checks.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MINUTE_S = 60.0
 BURST_S = 1.0
 """A bucket holds one second of its rate, so no minute exceeds the budget by more than 1/60."""
 SCARCE_SHARE = 0.2
-"""A budget learnt from headers binds once less than this share is left. Before that there is nothing to ration."""
+"""A budget learned from headers binds once less than this share is left. Before that there is nothing to ration."""
 LEAST_RESET_S = 0.05
 """A nearer reset is over before the next request arrives."""
 MOST_RESET_S = 60.0
-"""A learnt budget never delays a single request longer than this, because headers can be wrong."""
+"""A learned budget never delays a single request longer than this, because headers can be wrong."""
 PAUSE_S = 0.5
 """Pause after a refusal for the rate that names no time: half of the shortest window that judges use."""
 MOST_PAUSE_S = 2.0
@@ -163,7 +163,7 @@ def _configured(per_minute: float | None) -> Bucket | None:
     return Bucket(rate_per_s, capacity, capacity, -math.inf)
 
 
-def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> Bucket | None:
+def _scarce_bucket(now: float, limit: float | None, remaining: float | None, reset_s: float | None) -> Bucket | None:
     """Return the bucket that a limit and a remaining amount describe, or None while plenty is left.
 
     The budget is whole again after `reset_s`, so the used amount over that time is the refill rate. That is right for
@@ -180,7 +180,7 @@ def _learnt(now: float, limit: float | None, remaining: float | None, reset_s: f
 
 
 class Pacer:
-    """Never sends faster than the configured or learnt budgets allow, and never makes a request wait for ever."""
+    """Never sends faster than the configured or learned budgets allow, and never makes a request wait for ever."""
 
     def __init__(self, *, requests_per_minute: float | None = None, tokens_per_minute: float | None = None) -> None:
         self._requests = _configured(requests_per_minute)
@@ -261,8 +261,8 @@ class Pacer:
 
     def observed(self, now: float, headers: RateHeaders) -> None:
         """A reply had these headers."""
-        requests = _learnt(now, headers.limit_requests, headers.remaining_requests, headers.reset_requests_s)
-        tokens = _learnt(now, headers.limit_tokens, headers.remaining_tokens, headers.reset_tokens_s)
+        requests = _scarce_bucket(now, headers.limit_requests, headers.remaining_requests, headers.reset_requests_s)
+        tokens = _scarce_bucket(now, headers.limit_tokens, headers.remaining_tokens, headers.reset_tokens_s)
         self._header_requests = _merge(now, self._header_requests, requests)
         self._header_tokens = _merge(now, self._header_tokens, tokens)
         if headers.limit_requests is not None and headers.remaining_requests is None and headers.limit_requests >= 1.0:

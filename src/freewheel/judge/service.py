@@ -68,7 +68,7 @@ GC_THRESHOLD = 50_000
 
 
 class Service:
-    """Runs one engine until it is told to close. `send` receives the messages for the caller."""
+    """Runs one engine until it receives `Close`. `send` receives the messages for the caller."""
 
     def __init__(self, config: JudgeConfig, spent: float, send: Callable[[ToCaller], None]) -> None:
         self._config = config

@@ -266,7 +266,7 @@ class Store:
                 self._schedule(0.0)
         if overflows:
             logger.warning(
-                "judge cache %s: %d MiB of replies wait to be written; the oldest are let go and requested again later",
+                "judge cache %s: %d MiB of replies wait to be written; the oldest are dropped and requested again",
                 self.path,
                 WAITING_MAX_BYTES >> 20,
             )

@@ -170,7 +170,7 @@ class Pipe(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop has a class of its own with this interface
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's class has this interface
         self._transport.set_write_buffer_limits(WRITE_AHEAD_BYTES)
 
     def data_received(self, data: bytes) -> None:
@@ -288,7 +288,7 @@ class Link:
         try:
             if self._abandoned and not self._ending:
                 self._ending = True
-                self._tracker.close("the judge was let go of")
+                self._tracker.close("the judge was garbage-collected")
             if self._ending:
                 self._stop_once()
                 return

@@ -3,7 +3,7 @@
     async with MockJudge(profile) as judge:                 on the current loop
     with MockJudge(profile).in_thread() as judge:           for synchronous callers
     with MockJudge(profile).in_process() as judge:          when its CPU time must not be the caller's
-    serve(profile)                                          a program of its own: `freewheel mock-judge`
+    serve(profile)                                          a separate program: `freewheel mock-judge`
 
 Each `judge` is a `RunningJudge`. A child process is read over HTTP, gets its profile as a line on stdin, answers with
 its address on stdout, and ends with its parent.
@@ -495,7 +495,7 @@ class RunningJudge(ABC):
 
     @abstractmethod
     def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """Return the server's reply at one of its own paths."""
+        """Return the server's reply at a path that is not chat completions."""
 
 
 class MockJudge(RunningJudge):
