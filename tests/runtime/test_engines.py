@@ -74,6 +74,12 @@ def plan_of(url: str, **rollout: Any) -> Plan:
     return resolve(to_config({"rollout": {"engine": "vllm", "urls": [url], **rollout}}), LAPTOP)
 
 
+def check_here(plan: Plan, model: str = str(model_path())) -> list[ConfigError]:
+    """Check as the child process would, without its slow start."""
+    problem = pickle.loads(preflight._check_engine(io.BytesIO(pickle.dumps((plan, model)))))
+    return [] if problem is None else [problem]
+
+
 def test_a_server_that_fits_the_run_is_accepted(server: Any) -> None:
     assert preflight.engine_problems(plan_of(server.url), model_path()) == []
 
@@ -89,8 +95,7 @@ def test_a_server_that_fits_the_run_is_accepted(server: Any) -> None:
 )
 def test_a_server_that_does_not_fit_is_refused_with_the_reason(server: Any, answers: dict[str, Any], says: str) -> None:
     server.answers |= answers
-    asked = io.BytesIO(pickle.dumps((plan_of(server.url), model_path())))
-    problem = pickle.loads(preflight._check_engine(asked))  # as the child would, without its slow start
+    (problem,) = check_here(plan_of(server.url))
     assert problem.key == "rollout.urls" and server.url in str(problem) and says in str(problem)
 
 
@@ -99,6 +104,7 @@ def test_a_run_whose_server_does_not_answer_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(placement, "_ask_smi", lambda: "")
+    monkeypatch.setattr(preflight, "_check_in_child", check_here)
     settings = ["train", "rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]"]
     done = CliRunner().invoke(app, settings)
     assert done.exit_code == 2 and "there is no vLLM server" in done.stderr and not list(tmp_path.iterdir())

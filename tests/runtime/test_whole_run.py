@@ -337,13 +337,12 @@ def check_that_the_trace_is_whole(run: Struck) -> None:
         assert set(PROMPTS[-4:]) <= told <= set(PROMPTS), name
 
 
-def test_a_run_in_two_processes_survives_deaths_and_resumes_in_one(looks_often: None, tmp_path: Path) -> None:
+def test_a_run_in_two_processes_survives_the_death_of_either_and_leaves_none(looks_often: None, tmp_path: Path) -> None:
     """One test of one run, because a start takes longest."""
-    trainer = {"save_every_steps": 3, "max_errors": 1, "trainer_class": TELLING}
     run = Struck(
         tmp_path,
         RANK_STROKES,
-        trainer={**trainer, "total_steps": RANK_STEPS, "world_size": 2},
+        trainer={"save_every_steps": 3, "max_errors": 1, "total_steps": RANK_STEPS, "world_size": 2},
         recovery={"silent_s": 10.0},
     )
     assert (run.result.error, run.result.outcome, run.result.steps) == (None, "finished", RANK_STEPS)
@@ -356,11 +355,6 @@ def test_a_run_in_two_processes_survives_deaths_and_resumes_in_one(looks_often: 
     assert "in 2 processes (FSDP2)" in run.log
     wait_until(lambda: not any(map(is_alive, processes(tmp_path))), RAY_GOES_S)
     check_that_the_newest_checkpoint_lies_in_shards(tmp_path, 2)
-    ranks = processes(tmp_path, "rank-1")
-    again = main_of(tmp_path, resume=True, trainer={**trainer, "world_size": 1, "total_steps": RANK_STEPS + 2}).run()
-    assert (again.error, again.outcome, again.steps) == (None, "finished", RANK_STEPS + 2)
-    assert processes(tmp_path, "rank-1") == ranks, "one process has no other ranks"
-    wait_until(lambda: not any(map(is_alive, processes(tmp_path))), RAY_GOES_S)
 
 
 def is_alive(process: int) -> bool:
