@@ -75,37 +75,38 @@ def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     )
 
 
+def find_trainer(spec: str) -> Any:
+    return find_class(KEY, spec, TRAINER_CLASSES)
+
+
+def find_monitor_named(spec: str) -> Any:
+    return find_monitor(small_config(observe={"custom_monitor": spec}))
+
+
 def test_a_setting_names_a_class_and_the_default_is_one_of_the_registered_ones() -> None:
     assert find_class(KEY, "user_code:TellingTrainer", TRAINER_CLASSES).__name__ == "TellingTrainer"
     assert find_class(KEY, None, TRAINER_CLASSES) is find_class(KEY, "default", TRAINER_CLASSES) is FullyAsyncTrainer
     marking = find_class("rollout.rollouter_class", "user_code:MarkingRollouter", ROLLOUTER_CLASSES)
     assert marking is not Rollouter and issubclass(marking, Rollouter)
+    assert find_monitor(small_config()) is None and callable(find_monitor_named("user_code:monitor"))
 
 
 @pytest.mark.parametrize(
-    ("spec", "remedy"),
+    ("find", "spec", "remedy"),
     [
-        ("user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
-        ("user_code:monitor", "subclass of FullyAsyncTrainer"),
-        ("user_code:Missing", "has no Missing; it has "),
-        ("no_such_module:Trainer", "there is no module no_such_module"),
-        ("defualt", "choose default, or give module:name"),
+        (find_trainer, "user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
+        (find_trainer, "user_code:monitor", "subclass of FullyAsyncTrainer"),
+        (find_trainer, "user_code:Missing", "has no Missing; it has "),
+        (find_trainer, "no_such_module:Trainer", "there is no module no_such_module"),
+        (find_trainer, "defualt", "choose default, or give module:name"),
+        (find_monitor_named, "user_code:MONITORED", "name a function"),
+        (find_monitor_named, "json:loads", "which it does not accept"),
     ],
 )
-def test_a_class_that_cannot_be_used_is_refused_by_its_key(spec: str, remedy: str) -> None:
+def test_an_object_that_cannot_be_used_is_refused_by_its_key(find: Any, spec: str, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy) as caught:
-        find_class(KEY, spec, TRAINER_CLASSES)
-    assert KEY in str(caught.value) and spec in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("spec", "remedy"), [("user_code:MONITORED", "name a function"), ("json:loads", "which it does not accept")]
-)
-def test_a_monitor_must_be_a_function_of_both_statistics(spec: str, remedy: str) -> None:
-    assert find_monitor(small_config()) is None
-    assert callable(find_monitor(small_config(observe={"custom_monitor": "user_code:monitor"})))
-    with pytest.raises(ConfigError, match=remedy):
-        find_monitor(small_config(observe={"custom_monitor": spec}))
+        find(spec)
+    assert caught.value.key in (KEY, "observe.custom_monitor") and spec in str(caught.value)
 
 
 def test_stop_tokens_come_from_tokenizer_model_and_task() -> None:
@@ -115,14 +116,10 @@ def test_stop_tokens_come_from_tokenizer_model_and_task() -> None:
     found = stop_token_ids(tokenizer, SimpleNamespace(eos_token_id=[5, 6]), task)
     assert set(found) == {tokenizer.eos_token_id, 5, 6, *semicolon}
     assert stop_token_ids(tokenizer, None, TASK) == (tokenizer.eos_token_id,)
+    for pad, eos, expected in ((None, 3, 3), (0, 3, 0), (None, None, 0)):
+        assert pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos)) == expected
     with pytest.raises(ConfigError, match="2 tokens here, not one"):
         stop_token_ids(tokenizer, None, SimpleNamespace(name="mine", stop=("1+",)))  # type: ignore[arg-type]
-
-
-def test_a_tokenizer_without_a_padding_token_pads_with_its_end_token() -> None:
-    assert pad_token_id(SimpleNamespace(pad_token_id=None, eos_token_id=3)) == 3
-    assert pad_token_id(SimpleNamespace(pad_token_id=0, eos_token_id=3)) == 0
-    assert pad_token_id(SimpleNamespace(pad_token_id=None, eos_token_id=None)) == 0
 
 
 def test_embedded_is_the_packaged_model() -> None:
@@ -143,10 +140,6 @@ def test_a_model_that_cannot_be_loaded_is_reported_by_its_key(tmp_path: Path) ->
         load_causal_lm(str(tmp_path), "auto", trust_remote_code=False)
 
 
-def test_there_are_no_evaluation_metrics_without_held_out_prompts() -> None:
-    assert evaluation_metrics([None, None]) is None
-
-
 def test_an_evaluation_reports_the_parts_of_its_reward_by_name() -> None:
     def share(scores: list[float], prompts: list[float]) -> EvalResult:
         values = np.array([scores]).T
@@ -158,6 +151,7 @@ def test_an_evaluation_reports_the_parts_of_its_reward_by_name() -> None:
     assert found is not None
     assert (found["eval/correct"], found["eval/correct_se"]) == (0.25, pytest.approx(0.25))
     assert (found["eval/reward"], found["eval/reward_se"]) == (found["eval/correct"], found["eval/correct_se"])
+    assert evaluation_metrics([None, None]) is None
     assert found["eval/prompts"] == 4, "a part may not take the place of what every evaluation reports"
 
 
@@ -180,11 +174,18 @@ async def rollout_side(config: TrainConfig, **changes: Any) -> AsyncIterator[Rol
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("said", ["auto", "same"])
-async def test_trainer_and_engine_hold_the_same_bytes(tmp_path: Path, dtype: str, said: str) -> None:
+@pytest.mark.parametrize(("said", "lora"), [("auto", None), ("same", None), ("same", {"rank": 2})])
+async def test_trainer_and_engine_hold_the_same_bytes_and_the_plan_knows_how_many(
+    tmp_path: Path, dtype: str, said: str, lora: Any
+) -> None:
     """Also where `auto` means one thing on the trainer's device and another for the run."""
-    config = small_config(model={"dtype": "auto" if said == "auto" else dtype})
-    weights = pack(train_side(config, tmp_path, dtype=dtype).backend.weights())
+    config = small_config(model={"dtype": "auto" if said == "auto" else dtype, "lora": lora})
+    side = train_side(config, tmp_path, dtype=dtype)
+    weights = pack(side.backend.weights())
+    if said == "same":
+        held = sum(one.numel() * one.element_size() for one in side.backend.policy.model.parameters())
+        # Adapters are estimated by the attention's matrices, and are a large part of so small a model.
+        assert held == pytest.approx(side.plan.memory_trainer["weights"], rel=0.1)
     assert {entry.dtype for entry in weights.entries.values()} == {dtype}
     async with rollout_side(config, dtype=dtype) as side:
         assert await side.engine.update_weights(1, weights, verify=True) == weights.checksum
@@ -216,16 +217,6 @@ def test_an_export_has_the_dtype_of_the_models_files(tmp_path: Path, dtype: torc
     side.export(str(tmp_path / "final"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype="auto").dtype is dtype
     assert {one.dtype for one in side.backend.policy.trainable().values()} == {torch.float32}
-
-
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all", "lora"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trainers_memory_is_what_the_plan_says(tmp_path: Path, dtype: str, lora: Any) -> None:
-    config = small_config(model={"dtype": dtype, "lora": lora})
-    side = train_side(config, tmp_path)
-    held = sum(one.numel() * one.element_size() for one in side.backend.policy.model.parameters())
-    # Adapters are estimated by the attention's matrices, and are a large part of so small a model.
-    assert held == pytest.approx(side.plan.memory_trainer["weights"], rel=0.1)
 
 
 P = 4

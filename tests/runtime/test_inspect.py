@@ -160,12 +160,9 @@ def test_a_live_run_is_inspected_while_it_is_written(tmp_path: Path):
     journal.close()
     assert f"process {os.getpid()}" in found["live"] and any("the run is live" in note for note in found["notes"])
     assert (found["states"]["queued"], again["states"]["queued"]) == (1, 2)
-
-
-def test_a_killed_run_is_not_live_although_its_lock_file_remains(run_dir: Path):
-    (run_dir / "run.lock").write_text("process 1 on elsewhere\n")
-    assert told(run_dir)["live"] == ""
-    with RunLock(run_dir):  # and nothing of the look at it is left
+    (tmp_path / "run/run.lock").write_text("process 1 on elsewhere\n")  # the file of a killed run
+    assert told(tmp_path / "run")["live"] == ""
+    with RunLock(tmp_path / "run"):  # and nothing of the look at it is left
         pass
 
 
@@ -206,14 +203,10 @@ def test_a_run_without_a_journal_is_audited_by_its_checkpoints(run_dir: Path, ke
     else:
         assert not found["violations"] and any("journal.enabled=false" in note for note in found["notes"])
     assert "nothing is known of single groups" in refused(run_dir, "--group", 0)
-
-
-def test_a_starting_run_may_have_no_journal(tmp_path: Path):
-    write_config(TrainConfig(run_dir=str(tmp_path)))
-    with RunLock(tmp_path):
-        found = told(tmp_path)
-    assert not found["violations"] and any("the run is starting" in note for note in found["notes"])
-    assert "is missing" in told(tmp_path)["violations"][0], "and when it has ended so, it is"
+    shutil.rmtree(run_dir / "checkpoints")
+    with RunLock(run_dir):
+        found = told(run_dir)
+    assert not found["violations"] and any("the run is starting" in note for note in found["notes"]) == kept
 
 
 def test_a_damaged_journal_is_a_violation_and_checkpoints_are_still_audited(run_dir: Path):
@@ -241,19 +234,13 @@ def test_a_damaged_checkpoint_is_reported_and_not_used(run_dir: Path):
     assert [(one["step"], bool(one["damaged"])) for one in found["checkpoints"]] == [(1, False), (2, True), (3, True)]
     assert not found["violations"] and sum("passed over by a resume" in note for note in found["notes"]) == 2
     assert found["checkpoints"][1]["damaged"] == "weights: cut off: 1 of 4 bytes"
-
-
-def test_a_replaced_checkpoint_is_used_if_its_successor_is_damaged(run_dir: Path):
     first = run_dir / "checkpoints/step_000001"
-    shutil.copytree(first, first.with_suffix(".replaced"))
-    assert [Path(one["path"]).name for one in told(run_dir)["checkpoints"]] == ["step_000001"]
+    shutil.copytree(first, first.with_suffix(".replaced"))  # used only if its successor is damaged
+    assert Path(told(run_dir)["checkpoints"][0]["path"]).name == "step_000001"
     (first / "state.json").write_text("{")
-    found = told(run_dir)
-    assert [(Path(one["path"]).name, one["version"]) for one in found["checkpoints"]] == [
-        ("step_000001", None),
-        ("step_000001.replaced", 1),
-    ]
-    assert not found["violations"]
+    again = told(run_dir)
+    assert [Path(one["path"]).name for one in again["checkpoints"]][:2] == ["step_000001", "step_000001.replaced"]
+    assert [one["version"] for one in again["checkpoints"]][:2] == [None, 1] and not again["violations"]
 
 
 def test_unreadable_settings_skip_only_the_check_of_lags(run_dir: Path):
@@ -324,19 +311,16 @@ def test_a_prompts_state_agrees_with_the_audit(run_dir: Path, ordinal: int, stat
     assert f"prompt {ordinal} of {run_dir}: {state}" in freewheel(run_dir, "--group", ordinal).stdout
 
 
-def test_a_compacted_group_keeps_step_version_and_time(tmp_path: Path):
+def test_a_compacted_group_keeps_step_version_and_time_and_tokens_need_no_tokenizer(tmp_path: Path):
     write_run(tmp_path, keep_groups=0).close()
     life = told(tmp_path, "--group", 0)
     assert (life["state"], life["step"], life["version"], life["committed_s"]) == ("trained", 1, 1, NOW_S + 60)
     assert not life["responses"] and "only step, version and time are known" in life["notes"][0]
-
-
-def test_without_a_tokenizer_token_ids_are_shown(run_dir: Path):
-    text = (run_dir / "config.yaml").read_text().replace("path: embedded", "path: /nowhere/model")
-    (run_dir / "config.yaml").write_text(text)
-    life = told(run_dir, "--group", 3)
+    text = (tmp_path / "config.yaml").read_text().replace("path: embedded", "path: /nowhere/model")
+    (tmp_path / "config.yaml").write_text(text)
+    life = told(tmp_path, "--group", 3)
     assert life["prompt"] is None and "no tokenizer.json was found" in life["notes"][0]
-    assert str(PROMPT) in freewheel(run_dir, "--group", 3).stdout
+    assert str(PROMPT) in freewheel(tmp_path, "--group", 3).stdout, "token ids, without a tokenizer"
 
 
 def test_what_a_model_said_cannot_rewrite_the_terminal():

@@ -132,9 +132,12 @@ def dies_whenever_it_is_started(name: str) -> Callable[[Scene], None]:
 def test_the_trainer_saves_first_whatever_else_fails(
     scene: Build, happens: Callable[[Scene], None], error: type[Exception]
 ) -> None:
-    one = scene(happens)
+    one = scene(happens, recovery={"max_restarts": 2})
     result = one.run()
     assert isinstance(result.error, error)
+    if error is KeepsDying:
+        assert "died 3 times without a step trained in between (recovery.max_restarts)" in said(result)
+        assert len(one.supervisor.made) == 5 + 2
     assert (result.outcome, result.exit_code, result.steps) == ("failed", 1, 3)
     assert "The checkpoint of step 3 is there" in said(result)
     assert one.supervisor["queue"].closed and one.supervisor["trainer"].closed
@@ -169,8 +172,18 @@ def test_a_resume_without_a_usable_checkpoint_needs_the_whole_journal(scene: Bui
 # -- who died ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["queue", "sync", "trainer", "rollouter-1"])
-def test_a_dead_component_is_replaced_and_the_run_finishes(scene: Build, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "journal"),
+    [
+        ("queue", True),
+        ("sync", True),
+        ("trainer", True),
+        ("rollouter-1", True),
+        ("sync", False),
+        ("rollouter-0", False),
+    ],
+)
+def test_a_dead_component_is_replaced_and_the_run_finishes(scene: Build, name: str, journal: bool) -> None:
     async def happens(one: Scene) -> None:
         first = one.supervisor[name]
         first.die()
@@ -179,7 +192,7 @@ def test_a_dead_component_is_replaced_and_the_run_finishes(scene: Build, name: s
         await successor(one.supervisor, second)
         one.supervisor["trainer"].end.set_result("finished")
 
-    one = scene(happens)
+    one = scene(happens, journal={"enabled": journal})
     result = one.run()
     assert result.error is None
     assert (result.outcome, result.steps) == ("finished", 3)
@@ -188,45 +201,31 @@ def test_a_dead_component_is_replaced_and_the_run_finishes(scene: Build, name: s
     assert ("export", str(one.run_dir / "final")) in one.supervisor["trainer"].calls
 
 
-def test_a_replacement_that_does_not_open_in_time_is_killed_and_replaced(scene: Build) -> None:
+@pytest.mark.parametrize("unreachable", [True, False], ids=["unreachable", "not open in time"])
+def test_a_component_that_may_be_alive_is_killed_before_it_is_replaced(scene: Build, unreachable: bool) -> None:
     async def not_ready(*_: Any) -> Any:
         raise NoAnswer("open gave no answer within 600 s")
 
     async def happens(one: Scene) -> None:
+        first = one.supervisor["trainer"]
+
         def on_made(part: Part) -> None:
             part.open = not_ready  # type: ignore[method-assign]
             one.supervisor.on_made = lambda _: None
 
-        one.supervisor.on_made = on_made
-        first = one.supervisor["trainer"]
-        first.die()
+        if unreachable:
+            first.end.set_exception(ActorUnavailableError("the network", b"0" * 16))
+        else:
+            one.supervisor.on_made = on_made
+            first.die()
         await successor(one.supervisor, first)
         one.supervisor["trainer"].end.set_result("stopped")
 
     one = scene(happens)
     assert one.run().outcome == "stopped"
     assert one.supervisor.killed == ["trainer"]
-    assert any("trainer is killed: open gave no answer within 600 s" in text for text in one.events())
-
-
-def test_a_component_that_keeps_dying_is_restarted_max_restarts_times(scene: Build) -> None:
-    one = scene(dies_whenever_it_is_started("sync"), recovery={"max_restarts": 2})
-    result = one.run()
-    assert isinstance(result.error, KeepsDying)
-    assert "sync died 3 times without a step trained in between (recovery.max_restarts)" in said(result)
-    assert sum(part.name == "sync" for part in one.supervisor.made) == 3
-
-
-def test_an_unreachable_component_is_killed_before_it_is_replaced(scene: Build) -> None:
-    async def happens(one: Scene) -> None:
-        first = one.supervisor["trainer"]
-        first.end.set_exception(ActorUnavailableError("the network", b"0" * 16))
-        await successor(one.supervisor, first)
-        one.supervisor["trainer"].end.set_result("stopped")
-
-    one = scene(happens)
-    assert one.run().outcome == "stopped"
-    assert one.supervisor.killed == ["trainer"]
+    why = "" if unreachable else "open gave no answer within 600 s"
+    assert any(f"trainer is killed: {why}" in text for text in one.events())
 
 
 def test_nothing_is_restarted_when_ray_itself_died(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,17 +257,6 @@ def test_without_a_journal_a_dead_queue_or_trainer_ends_the_run(scene: Build, na
     assert sum(part.name == name for part in one.supervisor.made) == 1
 
 
-@pytest.mark.parametrize("name", ["sync", "rollouter-0"])
-def test_without_a_journal_other_components_are_replaced(scene: Build, name: str) -> None:
-    async def happens(one: Scene) -> None:
-        first = one.supervisor[name]
-        first.die()
-        await successor(one.supervisor, first)
-        one.supervisor["trainer"].end.set_result("stopped")
-
-    assert scene(happens, journal={"enabled": False}).run().outcome == "stopped"
-
-
 def test_a_failure_during_a_replacement_of_the_trainer_ends_the_run_at_once(scene: Build) -> None:
     async def happens(one: Scene) -> None:
         await a_trainer_that_loads_for_ever(one)
@@ -279,39 +267,24 @@ def test_a_failure_during_a_replacement_of_the_trainer_ends_the_run_at_once(scen
     assert not any("saving before" in text for text in one.events())
 
 
-def test_stalled_rollouters_are_restarted_once_before_the_run_ends(scene: Build) -> None:
-    one = scene(nothing_moves)
-    assert isinstance(one.run().error, Stalled)
-    assert one.supervisor.killed == ["rollouter-0", "rollouter-1"]
-    assert "rollouter-0 is killed: no step, no token and no score" in "\n".join(one.events())
-
-
-def test_the_trainer_is_killed_when_a_step_never_ends(scene: Build) -> None:
+@pytest.mark.parametrize(
+    ("training", "apart_s", "killed", "why"),
+    [
+        (False, 3600, ["rollouter-0", "rollouter-1"], "rollouter-0 is killed: no step, no token and no score"),
+        (True, 500, ["trainer"], "trainer is killed: step 4 has been trained for"),
+    ],
+)
+def test_what_stalls_is_restarted_once_before_the_run_ends(
+    scene: Build, training: bool, apart_s: int, killed: list[str], why: str
+) -> None:
     def happens(one: Scene) -> None:
-        one.supervisor["trainer"].told["training"] = True
-        nothing_moves(one, apart_s=500)
+        one.supervisor["trainer"].told["training"] = training
+        nothing_moves(one, apart_s=apart_s)
 
     one = scene(happens)
-    one.run()
-    assert one.supervisor.killed[0] == "trainer"
-    assert any("trainer is killed: step 4 has been trained for" in text for text in one.events())
-
-
-def test_a_pause_and_its_end_are_each_reported_once(scene: Build) -> None:
-    async def happens(one: Scene) -> None:
-        queue = one.supervisor["queue"]
-        for paused in ("0 MB free on /data", "1 MB free on /data", ""):
-            queue.told = {**queue.told, "paused": paused}
-            await until(lambda: one._account._last_queue.get("paused") == paused)  # noqa: B023  # wait before the next value
-        one.supervisor["trainer"].end.set_result("stopped")
-
-    one = scene(happens)
-    assert one.run().outcome == "stopped"
-    found = [text for text in one.events() if "paused" in text or "room again" in text]
-    assert found == [
-        "The run is paused and continues when there is room: 0 MB free on /data",
-        "There is room again: the run continues",
-    ]
+    assert isinstance(one.run().error, Stalled)
+    assert one.supervisor.killed[: len(killed)] == killed
+    assert why in "\n".join(one.events())
 
 
 # -- who is silent ----------------------------------------------------------------------------------------------------

@@ -79,11 +79,8 @@ async def test_a_timeout_raised_by_the_actor_is_not_silence() -> None:
         await call(Handle(actor), "hang", deadline_s=0.01)
 
 
-async def test_a_call_reaches_the_actor_of_that_name() -> None:
+async def test_a_call_reaches_the_actor_of_that_name_and_waits_for_one_that_is_dead_or_missing() -> None:
     assert await directory(queue=Actor("first")).call("queue", "answer", 1, more=2) == ("first", 1, ("more", 2))
-
-
-async def test_a_call_to_a_dead_or_missing_actor_waits_for_its_successor() -> None:
     first = Actor("first")
     first.die()
     for actors in (directory(queue=first), ActorDirectory()):

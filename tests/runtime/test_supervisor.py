@@ -75,6 +75,8 @@ async def test_every_component_is_connected_to_a_replacement(supervisor: StandIn
     for one in ALL:
         assert supervisor[one].met[name] is supervisor.handles[name]
     assert supervisor.told_of.count(name) == 2
+    if name == "trainer":
+        assert (second.given[-1], second.opened) == (None, (["rollouter-0", "rollouter-1"],)), "there is no checkpoint"
 
 
 async def test_a_dead_rollouters_groups_are_released_and_its_replacement_joins_before_it_works(
@@ -113,12 +115,6 @@ async def test_a_restarted_synchronizer_receives_engine_versions_and_the_last_we
     await until(lambda: ("announce",) in second.calls and ("publish_again",) in supervisor["trainer"].calls)
 
 
-async def test_a_trainer_restarts_from_the_beginning_without_a_checkpoint(supervisor: StandInSupervisor) -> None:
-    _, second = await replaced(supervisor, "trainer")
-    assert second.given[-1] is None
-    assert second.opened == (["rollouter-0", "rollouter-1"],)
-
-
 async def test_components_that_die_together_are_all_replaced(supervisor: StandInSupervisor) -> None:
     first = {name: supervisor[name] for name in ALL}
     for one in first.values():
@@ -132,29 +128,24 @@ async def test_components_that_die_together_are_all_replaced(supervisor: StandIn
     await until(lambda: ("announce",) in supervisor["sync"].calls)
 
 
-async def test_a_queue_that_dies_during_the_announcement_ends_its_loop(supervisor: StandInSupervisor) -> None:
-    supervisor["sync"].announces.clear()  # it waits for a sync in progress, which waits for the queue
-    _, second = await replaced(supervisor, "queue")
-    second.die()
-    with pytest.raises(ActorDiedError):
-        await supervisor.loops["queue"]
-
-
-async def test_a_synchronizer_that_dies_during_publishing_ends_its_loop(
-    supervisor: StandInSupervisor,
+@pytest.mark.parametrize("name", ["queue", "sync"])
+async def test_a_component_that_dies_while_others_hear_of_it_ends_its_loop(
+    supervisor: StandInSupervisor, name: str
 ) -> None:
-    publishing = asyncio.Event()
+    waiting = asyncio.Event()
 
     async def publish_again() -> None:
-        publishing.set()
+        waiting.set()
         await asyncio.Event().wait()
 
+    supervisor["sync"].announces.clear()  # it waits for a sync in progress, which waits for the queue
     supervisor["trainer"].publish_again = publish_again
-    _, second = await replaced(supervisor, "sync")
-    await publishing.wait()
+    _, second = await replaced(supervisor, name)
+    if name == "sync":
+        await waiting.wait()
     second.die()
     with pytest.raises(ActorDiedError):
-        await supervisor.loops["sync"]
+        await supervisor.loops[name]
 
 
 async def test_a_component_that_dies_while_it_opens_ends_its_loop(supervisor: StandInSupervisor) -> None:
@@ -178,12 +169,6 @@ async def test_a_rollouter_starts_from_the_first_model_after_the_checkpoint_was_
     _, second = await replaced(supervisor, "rollouter-0")
     assert second.given[3] == model_folder(supervisor._config)
     await end(supervisor)
-
-
-def test_queue_and_trainer_are_replaceable_only_with_a_journal(tmp_path: Path) -> None:
-    with_journal, without = make_supervisor(tmp_path), make_supervisor(tmp_path, journal={"enabled": False})
-    assert all(with_journal.can_replace(name) for name in ALL)
-    assert [name for name in ALL if without.can_replace(name)] == ["sync", "rollouter-0", "rollouter-1"]
 
 
 async def test_a_late_answer_is_returned_once_and_does_not_delay_others() -> None:
