@@ -53,11 +53,7 @@ UNPICKLES = {
 """Calls that can run what a file or a socket says, by module and name."""
 ALLOWED = {
     ("rollout/reward_workers.py", "_serve", "pickle.loads"): "the child's end of a pipe that its parent made and holds",
-    (
-        "rollout/reward_workers.py",
-        "_receive",
-        ".recv()",
-    ): "the parent's end of that pipe; the child runs the user's code",
+    ("rollout/reward_workers.py", "_exchange", ".recv()"): "the parent's end of that pipe",
     ("integrations/verl/group_scorer.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",

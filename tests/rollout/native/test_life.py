@@ -338,7 +338,7 @@ async def test_closing_ends_requests_and_the_thread() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "said"),
-    [([], "no tokens"), ([1] * 33, "33 tokens.*32"), ([1, 61], "token 61.*0 to 60"), ([5, -2], "token -2")],
+    [([], "0 tokens"), ([1] * 33, "33 tokens.*32"), ([1, 61], "token 61.*0 to 60"), ([5, -2], "token -2")],
 )
 async def test_a_prompt_that_cannot_be_used_is_refused_by_its_values(prompt: list[int], said: str) -> None:
     async with running(tiny("qwen2")) as engine:
