@@ -203,11 +203,6 @@ class WriterThread:
             self._due_at = due_at
             self.changed.notify_all()
 
-    def hurry(self) -> None:
-        """Call `write` now, even during a pause. With `changed` held."""
-        self._due_at = self._paused_until = -math.inf
-        self.changed.notify_all()
-
     def close(self) -> None:
         """Write without delays and pauses from now on, and end the thread when nothing is pending."""
         with self.changed:
