@@ -9,18 +9,22 @@ import tempfile
 import threading
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from freewheel.judge import JudgeConfig, Usage
 from freewheel.judge import store as store_module
-from freewheel.judge.cache import CACHE_FILE, MemoryCache, cache_dir
+from freewheel.judge.cache import CACHE_FILE, MemoryCache, ReplyCache, cache_dir
+from freewheel.judge.outcome import Reply
 from freewheel.judge.store import CachedReply, CacheUnusableError, Store
 
 from .stores import MIB, NOW, Clock, OpenStore, fill, key, present, reply, warnings_in
 
 
+@example(max_bytes=500, steps=[(True, "a", 0)])
 @given(
     max_bytes=st.integers(0, 3_000),
     steps=st.lists(st.tuples(st.booleans(), st.sampled_from("abcdefg"), st.integers(0, 1_500)), max_size=60),
@@ -94,6 +98,32 @@ def test_a_put_is_found_at_once_and_soon_by_others_and_the_last_of_two_wins(tmp_
     store = opened(path=path)
     assert store.get_many([key(name) for name in range(-5, 3_000)]) == expected
     assert store.stats().entries == 3_000
+
+
+def test_a_put_during_the_write_of_its_key_is_written_next(opened: OpenStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, write = opened(), store_module._write
+    late = [CachedReply("second")]
+
+    def write_and_put(*arguments: Any) -> None:
+        write(*arguments)
+        if late:
+            store.put(key(1), late.pop())
+
+    monkeypatch.setattr(store_module, "_write", write_and_put)
+    store.put(key(1), CachedReply("first"))
+    assert store.flush()
+    assert opened().get_many([key(1)]) == {key(1): CachedReply("second")}
+
+
+@pytest.mark.parametrize(("settings", "keeps"), [({}, True), ({"cache_ttl_s": 9.0}, False), ({"cache": False}, True)])
+def test_a_reply_with_a_lifetime_is_not_kept_in_memory(tmp_path: Path, settings: dict[str, Any], keeps: bool) -> None:
+    """Only the file knows the age of a reply."""
+    config = JudgeConfig(endpoint="http://h", model="m", cache_dir=str(tmp_path), **settings)
+    cache = ReplyCache(config)
+    with contextlib.closing(cache):
+        cache.keep(key(1), Reply("7", Usage(10, 1)))
+        assert (cache.in_memory(key(1)) is not None) == keeps
+        assert bool(cache.on_disk([key(1)])) == config.cache
 
 
 @settings(max_examples=30, deadline=None)

@@ -151,6 +151,8 @@ def test_criteria_are_read_as_their_weighted_mean_and_their_parts_if_all_are_sco
     for clarity in ("", ', "clarity": 11', ', "clarity": false'):
         assert read(BUILTIN["criteria"], f'{{"correctness": 8, "completeness": 6{clarity}}}') is None
     assert read(BUILTIN["criteria"], "8") is None
+    rounding = rubric("criteria", criteria={"a": 0.24000000000000002, "b": 0.24000000000000002, "c": 0.23})
+    assert read(rounding, '{"a": 10, "b": 10, "c": 10}') == 10.0, "rounding does not leave the range"
 
 
 # -- parsers of the user ---------------------------------------------------------------------------------------
