@@ -27,10 +27,21 @@ from freewheel.utils.sqlite import Trouble, diagnose
 
 from .stores import MIB, OpenStore, fill, key, present, reply, warnings_in
 
+PROGRAM = """
+import hashlib, os, random, sys, threading
+from pathlib import Path
+from freewheel.judge.store import CachedReply, Store
+
+def key(name): return hashlib.sha256(str(name).encode()).digest()
+store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
+store.open()
+"""
+
 
 def python(code: str, *arguments: object) -> subprocess.Popen[str]:
+    """Run a program that has a store on the path given as first argument."""
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code), *map(str, arguments)],
+        [sys.executable, "-W", "error", "-c", PROGRAM + textwrap.dedent(code), *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -377,14 +388,7 @@ def test_errors_are_told_apart_by_their_code() -> None:
 # -- several processes ---------------------------------------------------------------------------------------
 
 SHARING = """
-    import hashlib, random, sys
-    from pathlib import Path
-    from freewheel.judge.store import CachedReply, Store
-
-    path, worker, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    def key(name): return hashlib.sha256(name.encode()).digest()
-    store = Store(path, max_bytes=1 << 28, ttl_s=None)
-    store.open()
+    worker, count = sys.argv[2], int(sys.argv[3])
     rng = random.Random(worker)
     for n in range(count):
         store.put(key(f"{worker}/{n}"), CachedReply(f"{worker}/{n}".ljust(600), n, 1))
@@ -438,15 +442,9 @@ def test_a_process_killed_while_writing_leaves_a_whole_file_with_everything_flus
     path: Path, opened: OpenStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     endless = """
-        import hashlib, sys
-        from pathlib import Path
-        from freewheel.judge.store import CachedReply, Store
-
-        store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
-        store.open()
         n = int(sys.argv[2])
         while True:
-            store.put(hashlib.sha256(str(n).encode()).digest(), CachedReply(f"score of {n}", 10, 3))
+            store.put(key(n), CachedReply(f"score of {n}", 10, 3))
             n += 1
             if n % 500 == 0:
                 assert store.flush()
@@ -474,13 +472,6 @@ def test_a_process_killed_while_writing_leaves_a_whole_file_with_everything_flus
 
 def test_a_forked_child_and_its_parent_continue_with_separate_connections(path: Path) -> None:
     forking = """
-        import hashlib, os, sys, threading
-        from pathlib import Path
-        from freewheel.judge.store import CachedReply, Store
-
-        def key(name): return hashlib.sha256(name.encode()).digest()
-        store = Store(Path(sys.argv[1]), max_bytes=1 << 28, ttl_s=None)
-        store.open()
         for n in range(100): store.put(key(f"before/{n}"), CachedReply("b"))
         store.flush()
         stop = threading.Event()

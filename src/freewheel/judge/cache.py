@@ -61,9 +61,6 @@ class MemoryCache:
         while self.bytes > self._max_bytes:
             self.bytes -= self._entries.popitem(last=False)[1].memory_bytes
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
 
 class ReplyCache:
     """The engine's cache of replies, and of what limiters learned. With `cache` off it is in memory only, and the

@@ -29,7 +29,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -295,11 +295,8 @@ def _identify(path: Path) -> tuple[int, int] | None:
 # -- statements -------------------------------------------------------------------------------------------------------
 
 
-class _Entry(NamedTuple):
-    key: bytes
-    reply: CachedReply
-    created_at: float
-    used_at: float
+_Entry = tuple[bytes, CachedReply, float, float]
+"""Key, reply, when it was stored and when it was last used."""
 
 
 def _write(
@@ -342,7 +339,7 @@ def _decode(row: tuple[Any, ...]) -> _Entry | None:
         if _checksum(key, text) != checksum:
             return None
         reply = CachedReply(text.decode("utf-8", "surrogatepass"), int(prompt_tokens), int(completion_tokens))
-        return _Entry(key, reply, float(created_at), float(used_at))
+        return key, reply, float(created_at), float(used_at)
     except (TypeError, ValueError, AttributeError):  # a damaged row may hold any type
         return None
 
@@ -399,7 +396,7 @@ class Store:
         self._read_again_at = -math.inf
         self._logged: set[str] = set()
         self._thread = WriterThread(
-            "freewheel-judge-cache", pending=self._has_work, write=self._write, finish=self._finish
+            "freewheel-judge-cache", pending=self._has_work, write=self._write, finish=lambda: None
         )
         self._changed = self._thread.changed
 
@@ -463,13 +460,11 @@ class Store:
 
     def recall(self, name: str) -> bytes | None:
         """Return what this or another process remembered by that name."""
-
-        def read_note(db: sqlite3.Connection) -> bytes | None:
-            row = db.execute("SELECT value FROM notes WHERE name = ?", (_encode(name),)).fetchone()
-            return row[0] if row is not None and isinstance(row[0], bytes) else None
-
-        waiting = self._notes.get(name)
-        return waiting if waiting is not None else self._try_to_read(read_note)
+        if name in self._notes:
+            return self._notes[name]
+        query = "SELECT value FROM notes WHERE name = ?"
+        row = self._try_to_read(lambda db: db.execute(query, (_encode(name),)).fetchone())
+        return row[0] if row else None
 
     def flush(self, timeout_s: float = 10.0) -> bool:
         """Wait until all replies and notes are in the file. False if that takes longer."""
@@ -491,7 +486,7 @@ class Store:
                 waiting.clear()
         if lost:
             logger.warning("judge cache %s: closed with %d replies not written", self.path, lost)
-        for file in (self._reader, self._commands):
+        for file in self.files:
             with file.lock:
                 file.disconnect()
 
@@ -505,10 +500,8 @@ class Store:
         entries, payload_bytes, oldest_at, newest_at, expired = self._run(
             lambda db: db.execute(summary, (self._cutoff(),)).fetchone()
         )
-        file_bytes = 0
-        for name in (self.path.name, self.path.name + "-wal"):
-            with contextlib.suppress(OSError):
-                file_bytes += self.path.with_name(name).stat().st_size
+        files = (self.path, self.path.with_name(self.path.name + "-wal"))
+        file_bytes = sum(file.stat().st_size for file in files if file.exists())
         return StoreStats(
             path=str(self.path), schema_version=SCHEMA_VERSION, entries=entries, expired=expired,
             payload_bytes=payload_bytes, file_bytes=file_bytes, max_bytes=self.max_bytes, ttl_s=self.ttl_s,
@@ -539,13 +532,9 @@ class Store:
         cutoff, last = self._cutoff(), -1
         while rows := self._run(lambda db: db.execute(query, (last, cutoff)).fetchall()):  # noqa: B023  called at once
             last = rows[-1][0]
-            for entry in filter(None, map(_decode, rows)):
-                yield {
-                    "key": entry.key.hex(),
-                    **msgspec.structs.asdict(entry.reply),
-                    "created_at": entry.created_at,
-                    "used_at": entry.used_at,
-                }
+            for key, reply, created_at, used_at in filter(None, map(_decode, rows)):
+                times = {"created_at": created_at, "used_at": used_at}
+                yield {"key": key.hex(), **msgspec.structs.asdict(reply), **times}
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Return `work(connection)` from a connection that waits for locks and whose errors the user sees."""
@@ -575,10 +564,12 @@ class Store:
         for entry in _read(db, keys):
             if entry is None:
                 self._warn_once("it holds damaged replies; they are requested again")
-            elif entry.created_at >= cutoff:
-                found[entry.key] = entry.reply
-                if entry.used_at < stale:
-                    used.append(entry.key)
+                continue
+            key, reply, created_at, used_at = entry
+            if created_at >= cutoff:
+                found[key] = reply
+                if used_at < stale:
+                    used.append(key)
         return used
 
     def _cutoff(self) -> float:
@@ -645,10 +636,6 @@ class Store:
             while time.monotonic() < self._close_by and _used_bytes(db) > self.max_bytes * EVICT_TO:
                 if not _delete(db, "ORDER BY used_at"):
                     return
-
-    def _finish(self) -> None:
-        with self._writer.lock:
-            self._writer.disconnect()
 
     # -- troubles -----------------------------------------------------------------------------------------------------
 
