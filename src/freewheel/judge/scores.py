@@ -193,12 +193,6 @@ def _claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: bo
     return not _NOT_THE_VERDICT.search(lead)
 
 
-def _is_lone_verdict(label: str) -> bool:
-    """Whether a label of a few words claims a score."""
-    verdict = _LONE_VERDICT.search(label)
-    return verdict is not None and not _NOT_THE_VERDICT.search(label[: verdict.start()])
-
-
 def _restates(text: str, begin: int) -> bool:
     """Whether the text before `begin` marks a number there as an answer ("so x = 7/10") and not as a score."""
     before = text[max(0, begin - _LEAD_CHARS) : begin]
@@ -252,7 +246,7 @@ _FIRST_PERSON = re.compile(
     r"(?: (?:it|this|that|the|response|answer|a|an|score|rating|of|as|at)){0,5} (?=[+-]?\.?\d)",
     re.IGNORECASE,
 )
-_GIVEN = re.compile(r"(?:给出?|打|得|評価は)[^\d\n。，,.]{0,12}(?=\d)")
+_GIVEN = re.compile(r"(?:给出?|打|得|評価は)[^\d\n。，,.]{0,12}(?=[\d./]{1,32}分)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{\s{0,3}")
 _COLON = re.compile(r"[:=|>→]")
 _QUOTED = re.compile(r'"[^"\n]*"|“[^“”]*”|«[^«»]*»|「[^「」]*」|『[^『』]*』')
@@ -440,15 +434,11 @@ class ScoreFinder:
                     yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, but is no score
                 continue  # prose like "Note: 3 steps are wrong"
             yield token, label.start(), _claims_a_score(text, label, over_top=token.over_top, ends=ends)
-        for pattern in (_FIRST_PERSON, _BOXED):
+        for pattern in (_FIRST_PERSON, _GIVEN, _BOXED):
             for match in pattern.finditer(text):
-                if match.end() in tokens:
-                    firm = pattern is _FIRST_PERSON or not _restates(text, match.start())
-                    yield tokens[match.end()], match.start(), firm
-        for match in _GIVEN.finditer(text):
-            token = tokens.get(match.end())
-            if token is not None and text.startswith("分", token.end):
-                yield token, match.start(), True
+                token = tokens.get(match.end())
+                if token is not None:
+                    yield token, match.start(), pattern is not _BOXED or not _restates(text, match.start())
 
     def _choose(self, claims: list[_Claim], tokens: dict[int, _Token], reply: str) -> _Token:
         if self._place != "only":
@@ -474,13 +464,12 @@ class ScoreFinder:
         if len({text[token.start : token.end] for token in numbers}) > 1:
             raise Unparseable(f"several numbers and no label in {shorten(reply)}")
         for token in numbers:
-            before = text[max(0, token.start - _LEAD_CHARS) : token.start]
-            label = _SHORT_LABEL.search(before)
-            if not label or _REPORTING.search(label[0]) or quotes.around(token.start, token.end):
+            label = _SHORT_LABEL.search(text[max(0, token.start - _LEAD_CHARS) : token.start])
+            verdict = _LONE_VERDICT.search(label[0]) if label else None
+            if label is None or verdict is None or _NOT_THE_VERDICT.search(label[0][: verdict.start()]):
                 continue
-            if not _is_lone_verdict(label[0]):
-                continue
-            if _AFTER_END.match(text, token.end):
+            is_reported = _REPORTING.search(label[0]) or quotes.around(token.start, token.end)
+            if not is_reported and _AFTER_END.match(text, token.end):
                 return token
         raise Unparseable(f"the only number is in prose without a label in {shorten(reply)}")
 
