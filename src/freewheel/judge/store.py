@@ -61,8 +61,8 @@ BUSY_TIMEOUT_S = 0.25
 that is inside SQLite. Later statements try again."""
 COMMAND_TIMEOUT_S = 30.0
 """The same for the command line."""
-SETUP_WAIT_S = 10.0
-"""How long to wait for a process that is opening the file. That takes milliseconds, unless the process is stopped."""
+SETUP_WAIT_S = 2.0
+"""How long to wait at least for a process that is opening the file. That takes milliseconds, unless it is stopped."""
 RETRY_AFTER_S = 30.0
 """The pause after a failure that may pass, such as a full disk."""
 LOCKED_PAUSE_S = (0.1, 1.0)
@@ -280,7 +280,7 @@ class CacheFile:
         logger.warning(message, self.path, error.args[0], target)
 
     def _setup_lock(self) -> contextlib.AbstractContextManager[Any]:
-        return os.fdopen(lock_database(self.path, SETUP_WAIT_S))
+        return os.fdopen(lock_database(self.path, max(self._timeout_s, SETUP_WAIT_S)))
 
 
 def _identify(path: Path) -> tuple[int, int] | None:
@@ -395,9 +395,7 @@ class Store:
         self.files = self._reader, self._writer, self._commands
         self._read_again_at = -math.inf
         self._logged: set[str] = set()
-        self._thread = WriterThread(
-            "freewheel-judge-cache", pending=self._has_work, write=self._write, finish=lambda: None
-        )
+        self._thread = WriterThread("freewheel-judge-cache", pending=self._has_work, write=self._write)
         self._changed = self._thread.changed
 
         # Guarded by `_changed`.
@@ -460,8 +458,9 @@ class Store:
 
     def recall(self, name: str) -> bytes | None:
         """Return what this or another process remembered by that name."""
-        if name in self._notes:
-            return self._notes[name]
+        waiting = self._notes.get(name)
+        if waiting is not None:
+            return waiting
         query = "SELECT value FROM notes WHERE name = ?"
         row = self._try_to_read(lambda db: db.execute(query, (_encode(name),)).fetchone())
         return row[0] if row else None

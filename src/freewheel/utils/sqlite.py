@@ -170,7 +170,12 @@ class WriterThread:
     """
 
     def __init__(
-        self, name: str, *, pending: Callable[[], object], write: Callable[[], float], finish: Callable[[], None]
+        self,
+        name: str,
+        *,
+        pending: Callable[[], object],
+        write: Callable[[], float],
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         """`pending`: whether anything waits; called with `changed` held.
 
