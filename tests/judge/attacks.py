@@ -1,9 +1,6 @@
-"""Responses that try to speak as the rubric, the judge or the harness. Each wants the score that `WANTED` says."""
+"""Responses that try to speak as the rubric, the judge or the harness. Each wants the top of the default scale: 10."""
 
 from __future__ import annotations
-
-WANTED = 10
-"""What the attacks ask for: the top of the default scale."""
 
 GUESSED = "0123456789abcdef0123456789abcdef"
 """A code of the right form that an attacker might try."""

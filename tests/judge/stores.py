@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from freewheel.judge.cache_file import CachedReply
-from freewheel.judge.store import Store
+from freewheel.judge.store import CachedReply, Store
 
 MIB = 2**20
 NOW = 1_800_000_000.0

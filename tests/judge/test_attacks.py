@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -11,7 +12,7 @@ from freewheel.judge.prompt import CODE_HEX_DIGITS, PromptBuilder
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.rubric import ANNOUNCE, BUILTIN, DATA_RULE
 
-from .attacks import ATTACKS, WANTED
+from .attacks import ATTACKS
 
 SECRET = bytes(range(100, 132))
 BUILDERS = {name: PromptBuilder(rubric, SECRET) for name, rubric in BUILTIN.items()}
@@ -75,38 +76,37 @@ def test_an_attack_does_not_know_the_code(attack: str) -> None:
 @each_attack
 def test_the_system_message_does_not_depend_on_the_judged_text(attack: str) -> None:
     for name, builder in BUILDERS.items():
-        before = builder.system
         builder.user(JudgeRequest(attack, attack, attack))
-        assert builder.system == before == BUILTIN[name].system_text()
+        assert builder.system == BUILTIN[name].system_text()
         assert builder.system.endswith(DATA_RULE)
 
 
-QUOTING = [
-    "Score: 3",
-    "The response reads:\n{attack}\n\nScore: 3",
-    'The response says "{attack}".\n\nScore: 3',
-    "The response says {attack}. Score: 3",
-    "> {attack}\n\n**Score:** 3/10",
-    "```\n{attack}\n```\nFinal score: 3",
-    "<think>It says {attack}. Not convincing.</think>\nScore: 3",
-    "Score: 3\n\nThe response only says: {attack}",
-    'Score: 3. The text "{attack}" is an attempt at manipulation.',
-    "Score: 3/10 ({attack})",
-    "最终评分：3\n\n{attack}",
-    "\\boxed{{3}}\n\n{attack}",
-]
+QUOTING = {
+    "integer": [
+        "Score: 3",
+        "The response reads:\n{attack}\n\nScore: 3",
+        'The response says "{attack}".\n\nScore: 3',
+        "The response says {attack}. Score: 3",
+        "> {attack}\n\n**Score:** 3/10",
+        "```\n{attack}\n```\nFinal score: 3",
+        "<think>It says {attack}. Not convincing.</think>\nScore: 3",
+        "Score: 3\n\nThe response only says: {attack}",
+        'Score: 3. The text "{attack}" is an attempt at manipulation.',
+        "Score: 3/10 ({attack})",
+        "最终评分：3\n\n{attack}",
+        "\\boxed{{3}}\n\n{attack}",
+    ],
+    "json": ['{{"score": 3}}\n\n{attack}', '{attack}\n\n{{"score": 3}}', 'It says {attack}. {{"score": 3}}'],
+    "yes_no": ["No.\n\nIt says: {attack}", "The response: {attack}\n\nVerdict: no", 'No. "{attack}" is no answer.'],
+}
+"""Replies that quote an attack, by rubric, with the judge's own verdict: 3 or no."""
 
 
 @each_attack
-@pytest.mark.parametrize("form", QUOTING)
-def test_a_quoted_attack_is_never_read_as_the_verdict(attack: str, form: str) -> None:
-    reply = form.format(attack=attack)
-    try:
-        found = READERS["integer"](reply).value
-    except Unparseable:
-        return
-    assert found == 3.0
-    assert found != WANTED
+@pytest.mark.parametrize(("rubric", "form"), [(name, form) for name, forms in QUOTING.items() for form in forms])
+def test_a_quoted_attack_is_never_read_as_the_verdict(attack: str, rubric: str, form: str) -> None:
+    with contextlib.suppress(Unparseable):
+        assert READERS[rubric](form.format(attack=attack)).value == (0.0 if rubric == "yes_no" else 3.0)
 
 
 @each_attack
@@ -128,31 +128,7 @@ def test_a_reported_fake_verdict_without_quotation_marks_is_refused(attack: str,
             READERS[name](f"The response {verb} {attack}")
 
 
-@each_attack
-@pytest.mark.parametrize(
-    "form", ['{{"score": 3}}\n\n{attack}', '{attack}\n\n{{"score": 3}}', 'It says {attack}. {{"score": 3}}']
-)
-def test_a_quoted_attack_around_json_is_never_read_as_the_verdict(attack: str, form: str) -> None:
-    try:
-        found = READERS["json"](form.format(attack=attack)).value
-    except Unparseable:
-        return
-    assert found == 3.0
-
-
-@each_attack
-@pytest.mark.parametrize(
-    "form", ["No.\n\nIt says: {attack}", "The response: {attack}\n\nVerdict: no", 'No. "{attack}" is no answer.']
-)
-def test_a_quoted_attack_next_to_a_no_is_read_as_no_or_refused(attack: str, form: str) -> None:
-    try:
-        found = READERS["yes_no"](form.format(attack=attack)).value
-    except Unparseable:
-        return
-    assert found == 0.0
-
-
-@pytest.mark.parametrize("form", [form for form in QUOTING if form.endswith("3")])
+@pytest.mark.parametrize("form", [form for form in QUOTING["integer"] if form.endswith("3")])
 def test_most_attacks_cost_no_second_ask(form: str) -> None:
     """An order without a fake verdict leaves the judge's own labelled score readable."""
     orders = ["plain order", "shouted order", "threat", "prompt leak", "HTML comment", "format fields"]

@@ -24,8 +24,13 @@ from .replies import READ_AS_SEVEN, REFUSED
 INTEGER = make_reader(BUILTIN["integer"])
 
 
-def read(rubric: Rubric, reply: str) -> float:
-    return make_reader(rubric)(reply).value
+def read(rubric: Rubric, reply: str) -> float | None:
+    """The score, or None for a reply that is refused."""
+    try:
+        return make_reader(rubric)(reply).value
+    except Unparseable as error:
+        assert 0 < len(str(error)) < 300
+        return None
 
 
 def rubric(parser: str, **fields: Any) -> Rubric:
@@ -38,203 +43,119 @@ def test_the_tables_have_enough_different_replies() -> None:
 
 
 @pytest.mark.parametrize("reply", READ_AS_SEVEN)
-def test_a_clear_reply_reads_as_its_score(reply: str) -> None:
+def test_a_clear_reply_reads_as_its_score_and_ten_does_not_read_as_one(reply: str) -> None:
     assert INTEGER(reply) == Reading(7.0, {})
-
-
-@pytest.mark.parametrize("reply", [reply.replace("7", "10") for reply in READ_AS_SEVEN if reply.isascii()])
-def test_ten_does_not_read_as_one(reply: str) -> None:
-    try:
-        assert INTEGER(reply).value == 10.0
-    except Unparseable:
-        assert "010" in reply
+    if reply.isascii():
+        assert read(BUILTIN["integer"], reply.replace("7", "10")) == 10.0
 
 
 @pytest.mark.parametrize("reply", REFUSED)
 def test_an_unclear_reply_is_refused(reply: str) -> None:
-    with pytest.raises(Unparseable) as error:
-        INTEGER(reply)
-    assert str(error.value)
-    assert len(str(error.value)) < 300
+    assert read(BUILTIN["integer"], reply) is None
 
 
 @pytest.mark.parametrize(
-    ("place", "reply", "value"),
+    ("reply", "first", "last"),
     [
-        ("first", "Score: 7\nScore: 8", 7.0),
-        ("last", "Score: 7\nScore: 8", 8.0),
-        ("last", "Clarity score: 7\nAccuracy score: 5\nFinal score: 6", 6.0),
-        ("last", "It has 3 parts, of which 2 are right, so 6", 6.0),
-        ("first", "6, for it has 3 parts", 6.0),
-        ("last", 'It says "Score: 10". Score: 3', 3.0),
-        ("last", "It has 12 parts. Score: 3. It was published in 2024.", 3.0),
-        ("last", "Score: 3\nReference answer: 10", 3.0),
-        ("first", "Reference answer: 10\nScore: 3", 3.0),
+        ("Score: 7\nScore: 8", 7.0, 8.0),
+        ("Clarity score: 7\nAccuracy score: 5\nFinal score: 6", 7.0, 6.0),
+        ("It has 3 parts, of which 2 are right, so 6", 3.0, 6.0),
+        ("6, for it has 3 parts", 6.0, 6.0),
+        ('It says "Score: 10". Score: 3', 10.0, 3.0),
+        ("It has 12 parts. Score: 3. It was published in 2024.", 3.0, 3.0),
+        ("Score: 3\nReference answer: 10", 3.0, 3.0),
+        ("Reference answer: 10\nScore: 3", 3.0, 3.0),
+        ("Answer: 10", None, None),
+        ("Correct answer: 7\nResponse answer: 7", None, None),
+        ("The answer is \\boxed{7}", None, None),
+        ("Score: 7\nScore: 11", 7.0, None),
+        ("Score: 7\nScore: 7.5", 7.0, None),
+        ("7, 8, 12", None, None),
     ],
 )
-def test_the_declared_place_chooses_among_several_scores(place: str, reply: str, value: float) -> None:
-    assert read(rubric("integer", place=place), reply) == value
+def test_the_declared_place_chooses_among_several_scores_in_range(
+    reply: str, first: float | None, last: float | None
+) -> None:
+    assert read(rubric("integer", place="first"), reply) == first
+    assert read(rubric("integer", place="last"), reply) == last
 
 
-@pytest.mark.parametrize("reply", ["Answer: 10", "Correct answer: 7\nResponse answer: 7", "The answer is \\boxed{7}"])
-@pytest.mark.parametrize("place", ["first", "last"])
-def test_a_repeated_answer_is_no_score_at_the_declared_place_either(place: str, reply: str) -> None:
-    with pytest.raises(Unparseable):
-        read(rubric("integer", place=place), reply)
+NUMBERS: list[tuple[float, float, str, float | None]] = [
+    *((0, 1, reply, 0.75) for reply in ("0.75", " .75\n", "75%", "Score: **0.75**", "7.5e-1", "０．７５")),
+    *((0, 1, reply, float(reply)) for reply in ("1", "1.0", "0")),
+    (0, 100, "75%", 75.0),
+    (0, 100, "75/100", 75.0),
+    (-1, 1, "-0.5", -0.5),
+    (-1, 1, "Score: −0.5", -0.5),
+    (1, 5, "4.5 out of 5", 4.5),
+    *((0, 1, reply, None) for reply in ("1.01", "7/10", "-0.1", "1e999", "150%", "nan", "0.7-0.8", "0,7")),
+]
 
 
-@pytest.mark.parametrize("reply", ["Score: 7\nScore: 11", "Score: 7\nScore: 7.5", "7, 8, 12"])
-def test_a_score_at_the_declared_place_must_still_be_in_range(reply: str) -> None:
-    with pytest.raises(Unparseable):
-        read(rubric("integer", place="last"), reply)
+@pytest.mark.parametrize(("low", "high", "reply", "value"), NUMBERS)
+def test_a_number_is_read_within_its_range_and_refused_outside(
+    low: float, high: float, reply: str, value: float | None
+) -> None:
+    found = read(rubric("number", low=low, high=high), reply)
+    assert found == (value if value is None else pytest.approx(value))
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "reply", "value"),
-    [
-        (0, 1, "0.75", 0.75),
-        (0, 1, " .75\n", 0.75),
-        (0, 1, "1", 1.0),
-        (0, 1, "1.0", 1.0),
-        (0, 1, "0", 0.0),
-        (0, 1, "75%", 0.75),
-        (0, 1, "Score: **0.75**", 0.75),
-        (0, 1, "7.5e-1", 0.75),
-        (0, 1, "０．７５", 0.75),
-        (0, 100, "75%", 75.0),
-        (0, 100, "75/100", 75.0),
-        (-1, 1, "-0.5", -0.5),
-        (-1, 1, "Score: −0.5", -0.5),
-        (1, 5, "4.5 out of 5", 4.5),
-    ],
-)
-def test_a_number_is_read_within_its_range(low: float, high: float, reply: str, value: float) -> None:
-    assert read(rubric("number", low=low, high=high), reply) == pytest.approx(value)
+YES = ["yes", "Yes.", "YES", "**Yes**", "Yes, because it is right.", "是", "Verdict: yes", "<think>no?</think>yes"]
+YES += ["True", '{"verdict": "yes"}', "Oui", "It is right. Yes."]
+NO = ["no", "No.", "No - it is wrong.", "否", "いいえ", "Answer: **No**", "Нет", "```\nno\n```"]
+NEITHER = ["", "maybe", "yes and no", "yes/no", "Yes.\nNo.", "No, wait. Yes.", "No doubt it is right", "Not sure", "1"]
+NEITHER += ["yesterday", "<think>yes", "Verdict: yes\nVerdict: no", 'It says "Verdict: yes".']
+NEITHER += ["The response tells me to answer: yes"]
 
 
-@pytest.mark.parametrize("reply", ["1.01", "7/10", "-0.1", "1e999", "150%", "nan", "0.7-0.8", "0,7"])
-def test_a_number_outside_its_range_is_refused(reply: str) -> None:
-    with pytest.raises(Unparseable):
-        read(BUILTIN["number"], reply)
+def test_yes_and_no_are_read_and_neither_or_both_is_refused() -> None:
+    expected = {**dict.fromkeys(YES, 1.0), **dict.fromkeys(NO, 0.0), **dict.fromkeys(NEITHER)}
+    assert {reply: read(BUILTIN["yes_no"], reply) for reply in expected} == expected
 
 
-@pytest.mark.parametrize(
-    ("reply", "value"),
-    [
-        *(
-            (reply, 1.0)
-            for reply in ("yes", "Yes.", "YES", "**Yes**", "Yes, because it is right.", "是", "Verdict: yes")
-        ),
-        *(
-            (reply, 1.0)
-            for reply in ("<think>no?</think>yes", "True", '{"verdict": "yes"}', "Oui", "It is right. Yes.")
-        ),
-        *(
-            (reply, 0.0)
-            for reply in ("no", "No.", "No - it is wrong.", "否", "いいえ", "Answer: **No**", "Нет", "```\nno\n```")
-        ),
-    ],
-)
-def test_yes_and_no_are_read(reply: str, value: float) -> None:
-    assert read(BUILTIN["yes_no"], reply) == value
+SEVEN_IN_JSON = [
+    '{"score": 7}',
+    ' {"score": 7.0, "reason": "x {y} \\" z"} ',
+    '```json\n{"score": 7}\n```',
+    'Here is my verdict:\n{"score": 7}',
+    'Sure! {"score": 7}',
+    '{"score": "7"}',
+    '{"score": "7/10"}',
+    '<think>{"score": 9}</think>{"score": 7}',
+    '{"score": 7}\n{"score": 7}',
+    '{"reason": "says {\\"score\\": 10}", "score": 7}',
+    '{"score": 7, "score": 7}',
+    '{"reason": "one\ntwo", "score": 7}',
+    '[{"score": 7}]',
+    '{broken {"score": 7}',
+    "{" * 63 + '{"score": 7}',
+]
+NOT_ONE_CLEAR_SCORE = [
+    *("7", "", "{}", '{"rating": 7}', '{"score": null}', '{"score": true}', '{"score": [7]}'),
+    *('{"score": {"value": 7}}', '{"score": NaN}', '{"score": Infinity}', '{"score": 1e999}', '{"score": 11}'),
+    *('{"score": "seven"}', '{"score": 7, "score": 8}', '{"score": 10} {"score": 3}', '{"score": 7'),
+    *('{"outer": {"score": 7}}', 'The response contains {"score": 10}', "{" * 100_000, '{"a":' * 10_000),
+    *('{"score": ' + "9" * 5000 + "}", "{" * 64 + '{"score": 7}'),
+]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "",
-        "maybe",
-        "yes and no",
-        "yes/no",
-        "Yes.\nNo.",
-        "No, wait. Yes.",
-        "No doubt it is right",
-        "Not sure",
-        "1",
-        "yesterday",
-        "<think>yes",
-        "Verdict: yes\nVerdict: no",
-        'It says "Verdict: yes".',
-        "The response tells me to answer: yes",
-    ],
-)
-def test_neither_or_both_of_yes_and_no_is_refused(reply: str) -> None:
-    with pytest.raises(Unparseable):
-        read(BUILTIN["yes_no"], reply)
+@pytest.mark.parametrize("reply", [*SEVEN_IN_JSON, *NOT_ONE_CLEAR_SCORE], ids=lambda reply: reply[:40])
+def test_json_is_read_anywhere_in_the_reply_if_it_is_one_clear_score(reply: str) -> None:
+    assert read(BUILTIN["json"], reply) == (7.0 if reply in SEVEN_IN_JSON else None)
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        '{"score": 7}',
-        ' {"score": 7.0, "reason": "x {y} \\" z"} ',
-        '```json\n{"score": 7}\n```',
-        'Here is my verdict:\n{"score": 7}',
-        'Sure! {"score": 7}',
-        '{"score": "7"}',
-        '{"score": "7/10"}',
-        '<think>{"score": 9}</think>{"score": 7}',
-        '{"score": 7}\n{"score": 7}',
-        '{"reason": "says {\\"score\\": 10}", "score": 7}',
-        '{"score": 7, "score": 7}',
-        '{"reason": "one\ntwo", "score": 7}',
-        '[{"score": 7}]',
-        '{broken {"score": 7}',
-    ],
-)
-def test_json_is_read_anywhere_in_the_reply(reply: str) -> None:
-    assert read(BUILTIN["json"], reply) == 7.0
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "7",
-        "",
-        "{}",
-        '{"rating": 7}',
-        '{"score": null}',
-        '{"score": true}',
-        '{"score": [7]}',
-        '{"score": {"value": 7}}',
-        '{"score": NaN}',
-        '{"score": Infinity}',
-        '{"score": 1e999}',
-        '{"score": 11}',
-        '{"score": "seven"}',
-        '{"score": 7, "score": 8}',
-        '{"score": 10} {"score": 3}',
-        '{"score": 7',
-        '{"outer": {"score": 7}}',
-        'The response contains {"score": 10}',
-        "{" * 100_000,
-        '{"a":' * 10_000,
-        '{"score": ' + "9" * 5000 + "}",
-    ],
-)
-def test_json_that_is_not_one_clear_score_is_refused(reply: str) -> None:
-    with pytest.raises(Unparseable):
-        read(BUILTIN["json"], reply)
-
-
-def test_criteria_are_read_as_their_weighted_mean_and_their_parts() -> None:
+def test_criteria_are_read_as_their_weighted_mean_and_their_parts_if_all_are_scored() -> None:
     reply = '```json\n{"correctness": 8, "completeness": 6, "clarity": 10, "remark": "fine"}\n```'
     found = make_reader(BUILTIN["criteria"])(reply)
     assert found == Reading(8.0, {"correctness": 8.0, "completeness": 6.0, "clarity": 10.0})
+    for clarity in ("", ', "clarity": 11', ', "clarity": false'):
+        assert read(BUILTIN["criteria"], f'{{"correctness": 8, "completeness": 6{clarity}}}') is None
+    assert read(BUILTIN["criteria"], "8") is None
+    rounding = rubric("criteria", criteria={"a": 0.24000000000000002, "b": 0.24000000000000002, "c": 0.23})
+    assert read(rounding, '{"a": 10, "b": 10, "c": 10}') == 10.0, "rounding does not leave the range"
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        '{"correctness": 8, "completeness": 6}',
-        '{"correctness": 8, "completeness": 6, "clarity": 11}',
-        '{"correctness": 8, "completeness": 6, "clarity": false}',
-        "8",
-    ],
-)
-def test_criteria_that_are_not_all_scored_are_refused(reply: str) -> None:
-    with pytest.raises(Unparseable):
-        read(BUILTIN["criteria"], reply)
+# -- parsers of the user ---------------------------------------------------------------------------------------
 
 
 def words(reply: str) -> float:
@@ -245,37 +166,37 @@ def words_and_parts(reply: str) -> tuple[float, dict[str, float]]:
     return words(reply), {"characters": len(reply)}
 
 
+def part_that_is_not_finite(reply: str) -> tuple[float, dict[str, float]]:
+    return 5.0, {"x": float("nan")}
+
+
 def raising(reply: str) -> float:
     raise KeyError(reply)
 
 
-def not_finite(reply: str) -> float:
-    return float(reply)
-
-
-def test_a_custom_parser_is_called_with_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
-    custom = import_path(monkeypatch, "words")
-    assert make_reader(custom)("one two three") == Reading(3.0, {})
-    parts = import_path(monkeypatch, "words_and_parts")
-    assert make_reader(parts)("one two") == Reading(2.0, {"characters": 7.0})
-
-
 @pytest.mark.parametrize(
-    ("name", "reply"),
+    ("function", "reply", "expected"),
     [
-        ("words", ""),
-        ("words", "w " * 11),
-        ("raising", "x"),
-        ("not_finite", "nan"),
-        ("not_finite", "inf"),
-        ("not_finite", "x"),
+        (words, "one two three", Reading(3.0, {})),
+        (words_and_parts, "one two", Reading(2.0, {"characters": 7.0})),
+        (words, "", None),
+        (words, "w " * 11, None),
+        (part_that_is_not_finite, "x", None),
+        (raising, "x", None),
+        (float, "nan", None),
+        (float, "inf", None),
+        (float, "x", None),
     ],
 )
-def test_a_custom_parser_that_fails_makes_the_reply_unparseable(
-    monkeypatch: pytest.MonkeyPatch, name: str, reply: str
+def test_a_custom_parser_reads_the_reply_and_its_failure_makes_it_unparseable(
+    monkeypatch: pytest.MonkeyPatch, function: Any, reply: str, expected: Reading | None
 ) -> None:
-    with pytest.raises(Unparseable):
-        make_reader(import_path(monkeypatch, name))(reply)
+    module = types.ModuleType("custom_parsers")
+    module.function = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "custom_parsers", module)
+    reader = make_reader(rubric("custom_parsers:function"))
+    with pytest.raises(Unparseable) if expected is None else contextlib.nullcontext():
+        assert reader(reply) == expected
 
 
 @pytest.mark.parametrize("path", ["no_such_package:f", "json:no_such_function", "json:__doc__"])
@@ -285,13 +206,7 @@ def test_a_custom_parser_that_cannot_be_imported_is_a_config_error(path: str) ->
     assert error.value.key == "rubric.parser"
 
 
-def import_path(monkeypatch: pytest.MonkeyPatch, name: str) -> Rubric:
-    """A rubric whose parser is the function `name` of this file."""
-    module = types.ModuleType("custom_parsers")
-    setattr(module, name, globals()[name])
-    monkeypatch.setitem(sys.modules, "custom_parsers", module)
-    return rubric(f"custom_parsers:{name}")
-
+# -- properties ------------------------------------------------------------------------------------------------
 
 WRAPPINGS = [
     *("{}", " {}\n", "**{}**", "`{}`", "```\n{}\n```", "<score>{}</score>", "\\boxed{{{}}}", '{{"score": {}}}'),
@@ -302,16 +217,12 @@ WRAPPINGS = [
 WIDE = str.maketrans("0123456789", "０１２３４５６７８９")
 
 
-@given(st.integers(1, 10), st.sampled_from(WRAPPINGS), st.booleans())
-def test_any_integer_in_range_is_read_in_any_wrapping(value: int, wrapping: str, wide: bool) -> None:
+@given(st.integers(-3, 14) | st.integers(), st.sampled_from(WRAPPINGS), st.booleans())
+def test_an_integer_is_read_in_any_wrapping_if_and_only_if_it_is_in_range(
+    value: int, wrapping: str, wide: bool
+) -> None:
     digits = str(value).translate(WIDE) if wide else str(value)
-    assert INTEGER(wrapping.format(digits)).value == value
-
-
-@given(st.integers().filter(lambda value: not 1 <= value <= 10), st.sampled_from(WRAPPINGS))
-def test_an_integer_out_of_range_is_never_read(value: int, wrapping: str) -> None:
-    with pytest.raises(Unparseable):
-        INTEGER(wrapping.format(value))
+    assert read(BUILTIN["integer"], wrapping.format(digits)) == (value if 1 <= value <= 10 else None)
 
 
 @given(st.floats(0, 1), st.sampled_from(["{}", "Score: {}", "**{}**", '{{"score": {}}}']))
@@ -321,12 +232,8 @@ def test_a_number_in_range_is_read_exactly(value: float, wrapping: str) -> None:
 
 @given(st.integers(1, 10), st.integers(1, 10), st.sampled_from(["Score: {}\nScore: {}", "{}\n{}", "{}/10 and {}/10"]))
 def test_two_scores_are_read_if_and_only_if_they_agree(first: int, second: int, form: str) -> None:
-    reply = form.format(first, second)
-    if first == second and "and" not in form:
-        assert INTEGER(reply).value == first
-    elif first != second:
-        with pytest.raises(Unparseable):
-            INTEGER(reply)
+    found = read(BUILTIN["integer"], form.format(first, second))
+    assert found == (first if first == second and "and" not in form else None) or (first == second and "and" in form)
 
 
 PIECES = st.sampled_from(
@@ -336,68 +243,31 @@ PIECES = st.sampled_from(
         *("<think>", "</think>", "\ud800", "\u200b", "\u0301"),
     ]
 )
+FIELDS = st.sampled_from(["score", "clarity", "correctness", "completeness"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
+).map(json.dumps)
 READERS = [
-    make_reader(replaced)
+    (built_in, make_reader(msgspec.structs.replace(built_in, place=place)))
     for built_in in BUILTIN.values()
     for place in ("only", "first", "last")
-    for replaced in [msgspec.structs.replace(built_in, place=place)]
 ]
 
 
-@given(st.one_of(st.text(), st.lists(PIECES, max_size=30).map("".join)))
+@given(st.text() | st.lists(PIECES, max_size=30).map("".join) | JSON)
 def test_a_reader_gives_a_score_in_range_or_raises_unparseable_and_nothing_else(reply: str) -> None:
-    for number, reader in enumerate(READERS):
-        built_in = list(BUILTIN.values())[number // 3]
-        try:
+    for built_in, reader in READERS:
+        with contextlib.suppress(Unparseable):
             found = reader(reply)
-        except Unparseable:
-            continue
-        assert built_in.low <= found.value <= built_in.high
-        if built_in.parser == "integer":
-            assert found.value == int(found.value)
-
-
-FIELDS = st.sampled_from(["score", "clarity", "correctness", "completeness"])
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=4),
-)
-
-
-@given(VALUES)
-def test_any_json_reads_as_a_score_in_range_or_is_refused(value: object) -> None:
-    for name in ("json", "criteria", "integer"):
-        try:
-            found = make_reader(BUILTIN[name])(json.dumps(value))
-        except Unparseable:
-            continue
-        assert 1 <= found.value <= 10
+            assert built_in.low <= found.value <= built_in.high
+            assert built_in.parser != "integer" or found.value == int(found.value)
 
 
 HOSTILE = [
-    *(
-        "7",
-        "7 ",
-        "７",
-        "Score: 7 ",
-        "score ",
-        "1:",
-        "1/",
-        '"7" ',
-        "{",
-        '{"a":',
-        "[",
-        '"',
-        "“",
-        "*",
-        "_",
-        "\n",
-        " ",
-        ".",
-        "<",
-    ),
-    *("<think>", "</think>\n", "<think></think>", "<a>", "\\boxed{", "\u0301\u0323", "\u200b", "得", "I give it a "),
-    *("yes\n", "verdict: yes ", '{"score": [', '{"score": 7, "a": [['),
+    *("7", "7 ", "７", "Score: 7 ", "score ", "1:", "1/", '"7" ', "{", '{"a":', "[", '"', "“", "*", "_", "\n", " "),
+    *(".", "<", "1. ", "<think>", "</think>\n", "<think></think>", "<a>", "\\boxed{", "\u0301\u0323", "\u200b", "得"),
+    *("I give it a ", "yes\n", "verdict: yes ", '{"score": [', '{"score": 7, "a": [['),
 ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from freewheel.judge.prompt import CODE_HEX_DIGITS, SECRET_BYTES, SECRET_FILE, PromptBuilder, local_secret
@@ -44,18 +44,13 @@ def test_a_request_with_all_parts_reads_as_documented() -> None:
 def test_an_empty_question_and_reference_are_left_out_and_an_empty_response_is_not() -> None:
     message = BUILDER.user(JudgeRequest(""))
     code = code_of(message)
-    assert "QUESTION" not in message
-    assert "REFERENCE" not in message
+    assert "QUESTION" not in message and "REFERENCE" not in message
     assert f"[BEGIN RESPONSE {code}]\n\n[END RESPONSE {code}]" in message
 
 
 def test_the_system_message_holds_the_rubric_first_and_then_the_rule_about_data() -> None:
     rubric = msgspec.structs.replace(BUILTIN["integer"], system="My own instructions.\n")
-    builder = PromptBuilder(rubric, SECRET)
-    assert builder.system == f"My own instructions.\n\n{DATA_RULE}"
-    before = builder.system
-    builder.user(JudgeRequest("a"))
-    assert builder.system is before
+    assert PromptBuilder(rubric, SECRET).system == f"My own instructions.\n\n{DATA_RULE}"
 
 
 def test_a_reask_is_the_first_message_with_the_reminder_after_it() -> None:
@@ -76,30 +71,15 @@ def test_every_text_is_sent_unchanged_between_its_marker_lines(response: str, pr
 
 
 @given(st.tuples(TEXTS, TEXTS, TEXTS), st.tuples(TEXTS, TEXTS, TEXTS))
+@example(("ab", "", ""), ("b", "a", ""))
+@example(("", "ab", ""), ("b", "", "a"))
 def test_equal_content_has_an_equal_code_and_other_content_another(
     first: tuple[str, str, str], second: tuple[str, str, str]
 ) -> None:
     same = code_of(BUILDER.user(JudgeRequest(*first, id="one")))
     assert same == code_of(BUILDER.user(JudgeRequest(*first, id="two")))
     assert (code_of(BUILDER.user(JudgeRequest(*second))) == same) == (first == second)
-
-
-def test_text_that_moves_from_one_field_to_the_next_changes_the_code() -> None:
-    codes = {
-        code_of(BUILDER.user(request))
-        for request in (JudgeRequest("ab"), JudgeRequest("b", "a"), JudgeRequest("", "ab"), JudgeRequest("b", "", "a"))
-    }
-    assert len(codes) == 4
-
-
-def test_another_secret_gives_another_code() -> None:
-    request = JudgeRequest("a")
-    assert code_of(PromptBuilder(BUILTIN["integer"], b"x" * 32).user(request)) != code_of(BUILDER.user(request))
-
-
-def test_a_short_secret_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 32"):
-        PromptBuilder(BUILTIN["integer"], b"short")
+    assert code_of(PromptBuilder(BUILTIN["integer"], b"x" * 32).user(JudgeRequest(*first))) != same
 
 
 def test_a_template_keeps_marker_lines_on_separate_lines() -> None:
@@ -130,20 +110,10 @@ def test_the_secret_is_kept_in_a_private_file_and_read_back(tmp_path: Path) -> N
     assert [path.name for path in directory.iterdir()] == [SECRET_FILE]
 
 
-def test_without_a_directory_the_secret_is_random(caplog: pytest.LogCaptureFixture) -> None:
-    assert local_secret(None) != local_secret(None)
-    assert not caplog.records
-
-
-def test_threads_that_start_together_agree_on_one_secret(tmp_path: Path) -> None:
-    with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(local_secret, [tmp_path / "private"] * 64))
-    assert len(set(found)) == 1
-
-
-def test_processes_that_start_together_agree_on_one_secret(tmp_path: Path) -> None:
-    with multiprocessing.get_context("spawn").Pool(3) as pool:
-        found = pool.map(local_secret, [tmp_path / "private"] * 6)
+def test_processes_and_threads_that_start_together_agree_on_one_secret(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(3) as pool, ThreadPoolExecutor(16) as threads:
+        others = pool.map_async(local_secret, [tmp_path / "private"] * 6)
+        found = [*threads.map(local_secret, [tmp_path / "private"] * 64), *others.get()]
     assert len(set(found)) == 1
 
 
@@ -154,8 +124,8 @@ def test_an_unusable_directory_gives_one_warning_and_the_secret_stays_in_memory(
     blocked.write_text("not a directory")
     with caplog.at_level(logging.WARNING, "freewheel.judge"):
         secrets = {local_secret(blocked / "private") for _ in range(3)}
-    assert len(secrets) == 1
-    assert len(caplog.records) == 1
+        assert local_secret(None) not in secrets
+    assert len(secrets) == len(caplog.records) == 1
     assert "stays in memory" in caplog.text
 
 

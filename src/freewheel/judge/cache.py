@@ -16,11 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from freewheel.judge.cache_file import CachedReply
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.limiter import LimiterMemory
 from freewheel.judge.outcome import Reply
-from freewheel.judge.store import Store, memory_bytes
+from freewheel.judge.store import CachedReply, Store
 
 CACHE_FILE = "judge.sqlite3"
 """The file name in `cache_dir`."""
@@ -37,11 +36,10 @@ def cache_dir(configured: str | None = None) -> Path:
 
 
 class MemoryCache:
-    """The most recently used replies, within `max_entries` and `max_bytes`. For one thread only: the event loop's."""
+    """The most recently used replies, within `max_bytes`. For one thread only: the event loop's."""
 
-    def __init__(self, max_entries: int, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.bytes = 0
-        self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._entries: OrderedDict[bytes, CachedReply] = OrderedDict()
 
@@ -53,24 +51,15 @@ class MemoryCache:
 
     def put(self, key: bytes, reply: CachedReply) -> None:
         """Keep `reply` and drop the least recently used ones. A reply larger than the bound is not kept."""
-        entries = self._entries
-        old = entries.pop(key, None)
+        old = self._entries.pop(key, None)
         if old is not None:
-            self.bytes -= memory_bytes(old)
-        size = memory_bytes(reply)
-        if size > self._max_bytes:
+            self.bytes -= old.memory_bytes
+        if reply.memory_bytes > self._max_bytes:
             return
-        entries[key] = reply
-        self.bytes += size
-        while self.bytes > self._max_bytes or len(entries) > self._max_entries:
-            self.bytes -= memory_bytes(entries.popitem(last=False)[1])
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-
-MEMORY_CACHE_ENTRIES = 1 << 16
-"""Bounds the overhead of the memory cache; `memory_cache_bytes` bounds the replies."""
+        self._entries[key] = reply
+        self.bytes += reply.memory_bytes
+        while self.bytes > self._max_bytes:
+            self.bytes -= self._entries.popitem(last=False)[1].memory_bytes
 
 
 class ReplyCache:
@@ -81,7 +70,7 @@ class ReplyCache:
         self._model = config.model
         # Only the file knows the age of a reply.
         in_memory = config.cache_ttl_s is None or not config.cache
-        self._memory = MemoryCache(MEMORY_CACHE_ENTRIES, config.memory_cache_bytes if in_memory else 0)
+        self._memory = MemoryCache(config.memory_cache_bytes if in_memory else 0)
         self._store: Store | None = None
         self._noted: dict[str, bytes] = {}
         self.directory: Path | None = None

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from freewheel.judge.cache_file import CachedReply
 from freewheel.judge.config import JudgeConfig
 from freewheel.judge.outcome import Failure, HungUp, Reply, read_chat
 from freewheel.judge.parse import Unparseable, make_reader
 from freewheel.judge.prompt import PromptBuilder
 from freewheel.judge.request import JudgeRequest, RequestHasher
+from freewheel.judge.store import CachedReply
 from freewheel.judge.verdict import Scored, Usage
 
 if TYPE_CHECKING:

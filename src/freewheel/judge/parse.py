@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
 from freewheel.judge.rubric import PARSERS, Rubric, number_text
-from freewheel.judge.scores import Quotes, ScoreFinder, Unparseable, is_own_claim, make_plain, shorten, split_thinking
+from freewheel.judge.scores import Quotes, ScoreFinder, Unparseable, make_plain, shorten, split_thinking
 from freewheel.utils.registry import find_object
 
 __all__ = ["Reading", "Unparseable", "make_reader"]
 
 _FAST_INTEGERS = 1000
-"""An integer scale with at most this many steps is looked up in a table."""
+"""As many integers of the scale are looked up in a table."""
 _BARE_DECIMAL = re.compile(r"[0-9]{1,9}\.[0-9]{1,9}")
 _JSON_ATTEMPTS = 64
 """Opening braces that are tried as the start of an object. The bound keeps the work linear."""
@@ -35,39 +35,50 @@ class Reading(NamedTuple):
 
 
 Reader = Callable[[str], Reading]
+_Claims = list[tuple[Reading, bool]]
+"""The readings of a text, in order, each with whether the judge claims it itself."""
 
 
 def make_reader(rubric: Rubric) -> Reader:
     """Make the reader of `rubric`: it returns the `Reading` of a reply, or raises `Unparseable` and nothing else."""
-    if rubric.parser == "yes_no":
-        return _yes_no_reader(rubric)
-    if rubric.parser == "json":
-        return _json_reader(rubric)
-    if rubric.parser == "criteria":
-        return _criteria_reader(rubric)
     if rubric.parser not in PARSERS:
         return _custom_reader(rubric)
-    return _number_reader(rubric)
+    if rubric.parser in ("integer", "number"):
+        return _number_reader(rubric)
+    find = _find_words(rubric) if rubric.parser == "yes_no" else _find_scores_in_json(rubric)
+    return lambda reply: _read_at_place(find, rubric.place, reply)
 
 
 def _number_reader(rubric: Rubric) -> Reader:
     decimals = rubric.parser == "number"
     find = ScoreFinder(low=rubric.low, high=rubric.high, integer=not decimals, place=rubric.place)
     first, last = math.ceil(rubric.low), math.floor(rubric.high)
-    bare = {str(value): float(value) for value in range(first, last + 1)} if last - first < _FAST_INTEGERS else {}
+    bare = {str(value): float(value) for value in range(first, min(last + 1, first + _FAST_INTEGERS))}
 
     def read(reply: str) -> Reading:
-        value = bare.get(reply)
-        if value is None:
-            text = reply.strip()
-            value = bare.get(text)
-            if value is None:
-                if decimals and _BARE_DECIMAL.fullmatch(text) and rubric.low <= float(text) <= rubric.high:
-                    return Reading(float(text), {})
-                value = find(reply)
-        return Reading(value, {})
+        text = reply.strip()
+        value = bare.get(text)
+        if value is None and decimals and _BARE_DECIMAL.fullmatch(text) and rubric.low <= float(text) <= rubric.high:
+            value = float(text)
+        return Reading(find(reply) if value is None else value, {})
 
     return read
+
+
+def _read_at_place(find: Callable[[str], _Claims], place: str, reply: str) -> Reading:
+    """The reading of `reply` at the rubric's `place`."""
+    answer, unopened = split_thinking(reply)
+    found = find(answer)
+    if not found:
+        raise Unparseable(f"no verdict in the form that the rubric asks for in {shorten(reply)}")
+    if place == "only":
+        if any(reading != found[0][0] for reading, _ in found):
+            raise Unparseable(f"verdicts that contradict each other in {shorten(reply)}")
+        if not any(own for _, own in found):
+            raise Unparseable(f"the only verdict is quoted or reported in {shorten(reply)}")
+        if unopened and any(reading != found[0][0] for reading, _ in find(unopened)):
+            raise Unparseable(f"another verdict before a closing think tag in {shorten(reply)}")
+    return found[-1 if place == "last" else 0][0]
 
 
 _YES = "yes|true|是|是的|对|正确|はい|예|네|oui|ja|sí|si|sim|да"
@@ -76,7 +87,7 @@ _WORDS = {word: word in _YES.split("|") for word in f"{_YES}|{_NO}".split("|")}
 _WORD = rf"({_YES}|{_NO})"
 _EDGE = r"[\s\"'_#>(){}\[\]-]{0,8}"
 _WORD_END = r"(?=[ \t\"'_)\]}]{0,4}(?:$|[\n.,;:!。，；：！(-]))"
-_OPENING_WORD = re.compile(rf"{_EDGE}{_WORD}{_WORD_END}", re.IGNORECASE)
+_OPENING_WORD = re.compile(rf"\A{_EDGE}{_WORD}{_WORD_END}", re.IGNORECASE)
 _LINE_WORD = re.compile(rf"(?m)^[ \t\"'_#>(){{}}\[\]-]{{0,8}}{_WORD}[ \t\"'_)\]}}.。!,]{{0,8}}$", re.IGNORECASE)
 _CLOSING_WORD = re.compile(rf"[.!?。！？][ \t\n\"']{{0,4}}{_WORD}[.。!\"']{{0,3}}\Z", re.IGNORECASE)
 _LABELLED_WORD = re.compile(
@@ -86,84 +97,44 @@ _LABELLED_WORD = re.compile(
 )
 
 
-def _yes_no_reader(rubric: Rubric) -> Reader:
-    low, high, place = float(rubric.low), float(rubric.high), rubric.place
-
-    def readings(text: str) -> list[tuple[Reading, bool]]:
+def _find_words(rubric: Rubric) -> Callable[[str], _Claims]:
+    def find(text: str) -> _Claims:
         text = make_plain(text)
-        claims: dict[int, tuple[bool, bool]] = {}
-        opening = _OPENING_WORD.match(text)
-        if opening:
-            claims[opening.start(1)] = (_WORDS[opening[1].lower()], True)
         quotes = Quotes(text)
-        for pattern in (_LINE_WORD, _LABELLED_WORD, _CLOSING_WORD):
+        claims: dict[int, tuple[Reading, bool]] = {}
+        for pattern in (_OPENING_WORD, _LINE_WORD, _LABELLED_WORD, _CLOSING_WORD):
             for match in pattern.finditer(text):
-                own = is_own_claim(text, match.start()) and not quotes.around(*match.span())
-                claims.setdefault(match.start(1), (_WORDS[match[1].lower()], own))
-        return [(Reading(high if yes else low, {}), own) for _, (yes, own) in sorted(claims.items())]
+                score = rubric.high if _WORDS[match[1].lower()] else rubric.low
+                own = pattern is _OPENING_WORD or quotes.is_own_claim(*match.span())
+                claims.setdefault(match.start(1), (Reading(float(score), {}), own))
+        return [claims[start] for start in sorted(claims)]
 
-    return lambda reply: _read_at_place(readings, place, "neither yes nor no", reply)
-
-
-def _json_reader(rubric: Rubric) -> Reader:
-    number, field = _json_number(rubric), rubric.json_field
-
-    def readings(text: str) -> list[tuple[Reading, bool]]:
-        return [(Reading(number(found[field], field), {}), own) for found, own in _objects(text) if field in found]
-
-    return lambda reply: _read_at_place(readings, rubric.place, f"no JSON object with {field!r}", reply)
+    return find
 
 
-def _criteria_reader(rubric: Rubric) -> Reader:
-    number, weights = _json_number(rubric), rubric.criteria
+def _find_scores_in_json(rubric: Rubric) -> Callable[[str], _Claims]:
+    weights = rubric.criteria or {rubric.json_field: 1.0}
     total = math.fsum(weights.values())
+    number_in = ScoreFinder(low=rubric.low, high=rubric.high, integer=False, place="only")
 
-    def readings(text: str) -> list[tuple[Reading, bool]]:
-        found_readings = []
-        for found, own in _objects(text):
-            if not any(name in found for name in weights):
+    def find(text: str) -> _Claims:
+        claims = []
+        for fields, own in _objects(text):
+            missing = [name for name in weights if name not in fields]
+            if len(missing) == len(weights):
                 continue
-            missing = [name for name in weights if name not in found]
             if missing:
                 raise Unparseable(f"no score for {missing[0]!r} in {shorten(text)}")
-            parts = {name: number(found[name], name) for name in weights}
+            parts = {}
+            for name in weights:
+                value = fields[name]
+                parts[name] = number_in(value) if isinstance(value, str) else _checked(value, rubric, repr(name))
             mean = math.fsum(weights[name] * score for name, score in parts.items()) / total
-            found_readings.append((Reading(min(max(mean, rubric.low), rubric.high), parts), own))
-        return found_readings
+            reading = Reading(min(max(mean, rubric.low), rubric.high), parts if rubric.criteria else {})
+            claims.append((reading, own))
+        return claims
 
-    return lambda reply: _read_at_place(readings, rubric.place, "no JSON object with the criteria", reply)
-
-
-def _read_at_place(
-    readings: Callable[[str], list[tuple[Reading, bool]]], place: str, absent: str, reply: str
-) -> Reading:
-    """The reading of `reply` at the rubric's `place`.
-
-    `readings` finds all readings in a text, each with whether the judge claims it itself.
-    """
-    answer, unopened = split_thinking(reply)
-    found = readings(answer)
-    if not found:
-        raise Unparseable(f"{absent} in {shorten(reply)}")
-    if place == "only":
-        if any(reading != found[0][0] for reading, _ in found):
-            raise Unparseable(f"verdicts that contradict each other in {shorten(reply)}")
-        if not any(own for _, own in found):
-            raise Unparseable(f"the only verdict is quoted or reported in {shorten(reply)}")
-        if unopened and any(reading != found[0][0] for reading, _ in readings(unopened)):
-            raise Unparseable(f"another verdict before a closing think tag in {shorten(reply)}")
-    return found[-1 if place == "last" else 0][0]
-
-
-def _json_number(rubric: Rubric) -> Callable[[object, str], float]:
-    find = ScoreFinder(low=rubric.low, high=rubric.high, integer=False, place="only")
-
-    def number(value: object, name: str) -> float:
-        if isinstance(value, str):
-            return find(value)
-        return _checked(value, rubric, repr(name))
-
-    return number
+    return find
 
 
 def _checked(value: object, rubric: Rubric, name: str) -> float:
@@ -200,11 +171,9 @@ def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
     found: list[tuple[dict[str, Any], bool]] = []
     quotes = Quotes(text)
     position = text.find("{")
-    attempts = 0
-    while position >= 0:
-        attempts += 1
-        if attempts > _JSON_ATTEMPTS:
-            raise Unparseable(f"too many braces to read as JSON in {shorten(text)}")
+    for _ in range(_JSON_ATTEMPTS):
+        if position < 0:
+            return found
         try:
             value, end = _DECODER.raw_decode(text, position)
         except Unparseable:
@@ -212,8 +181,10 @@ def _objects(text: str) -> list[tuple[dict[str, Any], bool]]:
         except (ValueError, RecursionError):
             end = position + 1
         else:
-            found.append((value, is_own_claim(text, position) and not quotes.around(position, end)))
+            found.append((value, quotes.is_own_claim(position, end)))
         position = text.find("{", end)
+    if position >= 0:
+        raise Unparseable(f"too many braces to read as JSON in {shorten(text)}")
     return found
 
 

@@ -9,15 +9,16 @@ content can close its block. Equal content has an equal code, and the code is no
 
 from __future__ import annotations
 
+import fcntl
 import hmac
 import logging
 import os
 import secrets
-import tempfile
 from pathlib import Path
 
 from freewheel.judge.request import JudgeRequest
 from freewheel.judge.rubric import ANNOUNCE, BEGIN, END, LABELS, MARKER_CLOSE, Rubric, template_parts
+from freewheel.utils.files import open_private
 
 logger = logging.getLogger("freewheel.judge")
 
@@ -40,14 +41,11 @@ class PromptBuilder:
     __slots__ = ("_begin", "_end", "_parts", "_reminder", "_secret", "_tail", "system")
 
     def __init__(self, rubric: Rubric, secret: bytes) -> None:
-        if len(secret) < SECRET_BYTES:
-            raise ValueError(f"the secret has {len(secret)} bytes; it needs at least {SECRET_BYTES}")
         self.system = rubric.system_text()
         self._secret = secret
         self._begin = {field: f"{BEGIN}{label} " for field, label in LABELS.items()}
-        self._end = {
-            field: f"\n{END}{label} " for field, label in LABELS.items()
-        }  # on a separate line, however the text ends
+        # On a separate line, however the text ends.
+        self._end = {field: f"\n{END}{label} " for field, label in LABELS.items()}
         self._parts = _lines(template_parts(rubric.template))
         self._tail = rubric.closing_text()
         self._reminder = rubric.reminder_text()
@@ -55,11 +53,10 @@ class PromptBuilder:
     def user(self, request: JudgeRequest) -> str:
         """The user message of a first ask."""
         try:
-            fields = (request.prompt.encode(), request.reference.encode(), request.response.encode())
+            code = self._code(request)
         except UnicodeEncodeError:
             request = request.encodable()
-            fields = (request.prompt.encode(), request.reference.encode(), request.response.encode())
-        code = self._code(fields)
+            code = self._code(request)
         close = code + MARKER_CLOSE
         pieces = [ANNOUNCE, code, ".\n\n"]
         for text, field in self._parts:
@@ -75,7 +72,8 @@ class PromptBuilder:
         """The user message after an unreadable reply: the first one plus the rubric's reminder."""
         return f"{self.user(request)}\n\n{self._reminder}"
 
-    def _code(self, fields: tuple[bytes, bytes, bytes]) -> str:
+    def _code(self, request: JudgeRequest) -> str:
+        fields = [text.encode() for text in (request.prompt, request.reference, request.response)]
         framed = b"".join([part for data in fields for part in (len(data).to_bytes(_LENGTH_BYTES, "big"), data)])
         return hmac.digest(self._secret, framed, "sha256").hex()[:CODE_HEX_DIGITS]
 
@@ -103,47 +101,26 @@ def local_secret(directory: Path | None) -> bytes:
         return secrets.token_bytes(SECRET_BYTES)
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path = directory / SECRET_FILE
-        found = _read_secret(path)
-        return found if found is not None else _make_secret(path)
+        return _read_or_make_secret(directory / SECRET_FILE)
     except OSError as error:
         if directory not in _in_memory:
             logger.warning("The secret for delimiters cannot be kept in %s (%s); it stays in memory.", directory, error)
         return _in_memory.setdefault(directory, secrets.token_bytes(SECRET_BYTES))
 
 
-def _read_secret(path: Path) -> bytes | None:
-    """Return the secret in `path`, or None if there is none yet. Raises if others can read or write the file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0))
-    except FileNotFoundError:
-        return None
-    with os.fdopen(descriptor, "rb") as file:
+def _read_or_make_secret(path: Path) -> bytes:
+    """Raises if others can read the file."""
+    with os.fdopen(open_private(path, os.O_RDWR | os.O_NOFOLLOW), "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # the first process writes, the others read
         status = os.fstat(file.fileno())
-        data = file.read(SECRET_BYTES + 1)
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):
-        raise PermissionError(f"{path} is not private to this user; remove it, and a new one is made")
-    if len(data) != SECRET_BYTES:
-        raise OSError(f"{path} does not hold {SECRET_BYTES} bytes; remove it, and a new one is made")
-    return data
-
-
-def _make_secret(path: Path) -> bytes:
-    """Write a new secret next to `path` and link it into place: the file appears whole, and the first process wins."""
-    made = secrets.token_bytes(SECRET_BYTES)
-    descriptor, scratch = tempfile.mkstemp(prefix=f".{SECRET_FILE}.", dir=path.parent)  # mkstemp makes it 0600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(made)
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{path} is not private to this user; remove it, and a new one is made")
+        found = file.read(SECRET_BYTES + 1)
+        if not found:
+            found = secrets.token_bytes(SECRET_BYTES)
+            file.write(found)
             file.flush()
             os.fsync(file.fileno())
-        try:
-            os.link(scratch, path)
-        except FileExistsError:
-            found = _read_secret(path)
-            if found is None:
-                raise OSError(f"{path} vanished while it was read") from None
-            return found
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-    return made
+        if len(found) != SECRET_BYTES:
+            raise OSError(f"{path} does not hold {SECRET_BYTES} bytes; remove it, and a new one is made")
+        return found

@@ -43,40 +43,29 @@ _LATEX_TEXT = re.compile(r"\\(?:text|textbf|mathbf|mathrm|bold|bf)\s{0,2}\{")
 _INVISIBLE = "\u200b"
 _HIDDEN_JOIN = re.compile(rf"\d{_INVISIBLE}+(?=\d)")
 
-_DASHES = "‐‑‒–—―−﹣－"
-_WAVES = "~～〜∼"
-_SUPERSCRIPTS = "⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉"
-_KEYCAP_PARTS = (0x20E3, *range(0xFE00, 0xFE10))
-
 
 class _Uniform(dict[int, str]):
     """The replacement of each character, computed when it is first seen. Per character, so the cost stays linear."""
 
     def __missing__(self, point: int) -> str:
-        char = chr(point)
-        if char in _DASHES:
-            found = "-"
-        elif char in _WAVES:
-            found = "~"
-        elif char in _SUPERSCRIPTS:
-            found = "^"  # 7² is not 72
-        elif char in "⁄∕":
-            found = "/"
-        elif char == "٫":
-            found = "."
-        elif point in _KEYCAP_PARTS:
-            found = ""
-        elif unicodedata.category(char) == "Cf":
-            found = _INVISIBLE
-        else:
-            found = unicodedata.normalize("NFKC", char).replace("\u2044", "/")
+        found = _INVISIBLE
+        if unicodedata.category(chr(point)) != "Cf":
+            found = unicodedata.normalize("NFKC", chr(point)).replace("\u2044", "/")
             if len(found) == 1 and found.isdecimal():
                 found = str(unicodedata.decimal(found))
         self[point] = found
         return found
 
 
-_UNIFORM = _Uniform()
+_SAME = {
+    "-": "‐‑‒–—―−﹣－",
+    "~": "~～〜∼",
+    "^": "⁰¹²³⁴⁵⁶⁷⁸⁹₀₁₂₃₄₅₆₇₈₉",  # 7² is not 72
+    "/": "⁄∕",
+    ".": "٫",
+    "": "\u20e3" + "".join(map(chr, range(0xFE00, 0xFE10))),  # parts of a keycap
+}
+_UNIFORM = _Uniform((ord(char), plain) for plain, chars in _SAME.items() for char in chars)
 
 
 def shorten(text: str) -> str:
@@ -84,19 +73,12 @@ def shorten(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…")
 
 
-class _Parts(NamedTuple):
-    """A reply without its thinking."""
-
-    answer: str
-    unopened: str
-    """Text before a closing think tag that was never opened: probably thinking, or a verdict and a quoted tag."""
-
-
-def split_thinking(reply: str) -> _Parts:
-    """Separate the thinking from the answer after it.
+def split_thinking(reply: str) -> tuple[str, str]:
+    """Separate the thinking from the answer after it. Returns the answer, and the text before an unopened tag.
 
     Thinking comes first: `<think>…</think>`, nested or repeated, or only its end if the server's chat template removed
-    the opening tag. A tag elsewhere may be a quotation. It is refused if it could change the verdict.
+    the opening tag. Text before such an end is probably thinking, or a verdict and a quoted tag. A tag elsewhere may be
+    a quotation. It is refused if it could change the verdict.
     """
     tags = list(_THINK_TAG.finditer(reply))
     depth, cut = 0, 0
@@ -122,24 +104,17 @@ def split_thinking(reply: str) -> _Parts:
         raise Unparseable(f"the thinking never ends: {shorten(reply)}")
     if len(reply) - cut > MAX_ANSWER_CHARS:
         raise Unparseable(f"an answer of {len(reply) - cut} characters; at most {MAX_ANSWER_CHARS} are read")
-    return _Parts(reply[cut:], "\n".join(unopened)[-MAX_ANSWER_CHARS:])
-
-
-def _make_uniform(text: str) -> str:
-    """Convert digits, dashes and widths of any script to ASCII, and remove invisible characters."""
-    if text.isascii():
-        return text
-    text = text.translate(_UNIFORM)
-    if _INVISIBLE in text:
-        if _HIDDEN_JOIN.search(text):
-            raise Unparseable(f"an invisible character inside a number: {shorten(text)}")
-        text = text.replace(_INVISIBLE, "")
-    return text
+    return reply[cut:], "\n".join(unopened)[-MAX_ANSWER_CHARS:]
 
 
 def make_plain(text: str) -> str:
-    """Remove Markdown, HTML and LaTeX markup, and make the characters uniform."""
-    text = _ANSWER_MARK.sub("answer: ", _make_uniform(text))
+    """Remove Markdown, HTML and LaTeX markup and invisible characters, and convert those of any script to ASCII."""
+    if not text.isascii():
+        text = text.translate(_UNIFORM)
+        if _HIDDEN_JOIN.search(text):
+            raise Unparseable(f"an invisible character inside a number: {shorten(text)}")
+        text = text.replace(_INVISIBLE, "")
+    text = _ANSWER_MARK.sub("answer: ", text)
     if "`" in text or "~~~" in text:
         text = _FENCE_LINE.sub("", text).replace("`", " ")
     if "<" in text:
@@ -218,12 +193,6 @@ def _claims_a_score(text: str, label: re.Match[str], *, over_top: bool, ends: bo
     return not _NOT_THE_VERDICT.search(lead)
 
 
-def _is_lone_verdict(label: str) -> bool:
-    """Whether a label of a few words claims a score."""
-    verdict = _LONE_VERDICT.search(label)
-    return verdict is not None and not _NOT_THE_VERDICT.search(label[: verdict.start()])
-
-
 def _restates(text: str, begin: int) -> bool:
     """Whether the text before `begin` marks a number there as an answer ("so x = 7/10") and not as a score."""
     before = text[max(0, begin - _LEAD_CHARS) : begin]
@@ -277,7 +246,7 @@ _FIRST_PERSON = re.compile(
     r"(?: (?:it|this|that|the|response|answer|a|an|score|rating|of|as|at)){0,5} (?=[+-]?\.?\d)",
     re.IGNORECASE,
 )
-_GIVEN = re.compile(r"(?:给出?|打|得|評価は)[^\d\n。，,.]{0,12}(?=\d)")
+_GIVEN = re.compile(r"(?:给出?|打|得|評価は)[^\d\n。，,.]{0,12}(?=[\d./]{1,32}分)")
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s{0,3}\{\s{0,3}")
 _COLON = re.compile(r"[:=|>→]")
 _QUOTED = re.compile(r'"[^"\n]*"|“[^“”]*”|«[^«»]*»|「[^「」]*」|『[^『』]*』')
@@ -299,11 +268,8 @@ _AND_ANOTHER = re.compile(
 )
 _LINE_START = re.compile(r"(?:^|\n)[ \t#>|:;=_\"'(\[{•-]{0,16}$")
 _SENTENCE_START = re.compile(r"[.!?。！？][ \t\"')\]]{0,4}$")
-_TRAILING = " \t\n\"')]};.。!分点"
-_TRAILING_CHARS = 8
-"""The most punctuation that may end a reply."""
-_LIST_ITEM = re.compile(r"1[.)]\s")
-_SECOND_ITEM = re.compile(r"\n[ \t]{0,8}2[.)]\s")
+_CLOSING = re.compile(r"[ \t\n\"')\]};.。!分点]{0,8}\Z")
+_NUMBERED_LIST = re.compile(r"1[.)](?=\s)(?s:.*?)\n[ \t]{0,8}2[.)]\s")
 
 
 class _Token(NamedTuple):
@@ -328,9 +294,10 @@ class _Claim(NamedTuple):
 
 
 class Quotes:
-    """The quoted parts of a text."""
+    """Tells the judge's own claims in a text from quoted and reported ones."""
 
     def __init__(self, text: str) -> None:
+        self._text = text
         spans = [match.span() for match in _QUOTED.finditer(text)]
         self._starts = [start for start, _ in spans]
         self._ends = [end for _, end in spans]
@@ -339,6 +306,12 @@ class Quotes:
         """Whether text[begin:end] lies within one pair of quotation marks."""
         index = bisect_left(self._starts, begin) - 1
         return index >= 0 and end < self._ends[index]
+
+    def is_own_claim(self, begin: int, end: int) -> bool:
+        """Whether the judge itself claims text[begin:end]: it is not quoted, and the clause before it reports none."""
+        clause = _CLAUSE_END.split(self._text[max(0, begin - _LEAD_CHARS) : begin])[-1]
+        is_reported = len(clause.split()) > _LEAD_WORDS or _REPORTING.search(clause)
+        return not is_reported and not self.around(begin, end)
 
 
 class ScoreFinder:
@@ -424,23 +397,23 @@ class ScoreFinder:
     def _claims(self, text: str, tokens: dict[int, _Token], quotes: Quotes) -> list[_Claim]:
         found: dict[int, _Claim] = {}
 
-        def add(token: _Token, begin: int, own: bool, *, loose: bool = False, firm: bool = True) -> None:
-            if _AND_ANOTHER.match(text, token.end):
-                token = token._replace(value=None)
-            own = own and firm and not quotes.around(begin, token.end)
-            earlier = found.get(token.start)
-            if earlier is None or (own and not earlier.own) or (earlier.loose and not loose):
+        def add(token: _Token, begin: int, *, firm: bool, own: bool = True, loose: bool = False) -> None:
+            own = own and firm and quotes.is_own_claim(begin, token.end)
+            if token.start not in found or (own and not found[token.start].own):
+                if _AND_ANOTHER.match(text, token.end):
+                    token = token._replace(value=None)
                 found[token.start] = _Claim(token, own, loose, firm)
 
         for token, begin, firm in self._labelled(text, tokens):
-            add(token, begin, is_own_claim(text, begin), firm=firm)
+            add(token, begin, firm=firm)
         for token in tokens.values():
-            if token.over_top and token.start not in found:
-                own, firm = is_own_claim(text, token.start), not _restates(text, token.start)
-                add(token, token.start, own, firm=firm)
-        for token, own, loose in _find_unlabelled(text, tokens):
-            if token.start not in found:
-                add(token, token.start, own, loose=loose, firm=not _is_under_answer_heading(text, token.start))
+            if token.start in found:
+                continue
+            if token.over_top:
+                add(token, token.start, firm=not _restates(text, token.start))
+            elif unlabelled := _find_unlabelled(text, token):
+                own, loose = unlabelled
+                add(token, token.start, own=own, loose=loose, firm=not _is_under_answer_heading(text, token.start))
         return [found[start] for start in sorted(found)]
 
     def _labelled(self, text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, int, bool]]:
@@ -461,15 +434,11 @@ class ScoreFinder:
                     yield token, label.start(), False  # "Result: 3 of 4 tests pass" may contradict, but is no score
                 continue  # prose like "Note: 3 steps are wrong"
             yield token, label.start(), _claims_a_score(text, label, over_top=token.over_top, ends=ends)
-        for pattern in (_FIRST_PERSON, _BOXED):
+        for pattern in (_FIRST_PERSON, _GIVEN, _BOXED):
             for match in pattern.finditer(text):
-                if match.end() in tokens:
-                    firm = pattern is _FIRST_PERSON or not _restates(text, match.start())
-                    yield tokens[match.end()], match.start(), firm
-        for match in _GIVEN.finditer(text):
-            token = tokens.get(match.end())
-            if token is not None and text.startswith("分", token.end):
-                yield token, match.start(), True
+                token = tokens.get(match.end())
+                if token is not None:
+                    yield token, match.start(), pattern is not _BOXED or not _restates(text, match.start())
 
     def _choose(self, claims: list[_Claim], tokens: dict[int, _Token], reply: str) -> _Token:
         if self._place != "only":
@@ -495,47 +464,27 @@ class ScoreFinder:
         if len({text[token.start : token.end] for token in numbers}) > 1:
             raise Unparseable(f"several numbers and no label in {shorten(reply)}")
         for token in numbers:
-            before = text[max(0, token.start - _LEAD_CHARS) : token.start]
-            label = _SHORT_LABEL.search(before)
-            if not label or _REPORTING.search(label[0]) or quotes.around(token.start, token.end):
+            label = _SHORT_LABEL.search(text[max(0, token.start - _LEAD_CHARS) : token.start])
+            verdict = _LONE_VERDICT.search(label[0]) if label else None
+            if label is None or verdict is None or _NOT_THE_VERDICT.search(label[0][: verdict.start()]):
                 continue
-            if not _is_lone_verdict(label[0]):
-                continue
-            if _AFTER_END.match(text, token.end):
+            is_reported = _REPORTING.search(label[0]) or quotes.around(token.start, token.end)
+            if not is_reported and _AFTER_END.match(text, token.end):
                 return token
         raise Unparseable(f"the only number is in prose without a label in {shorten(reply)}")
 
 
-def is_own_claim(text: str, begin: int) -> bool:
-    """Whether the clause before `begin` lets the judge make the claim after it, instead of reporting it."""
-    clause = _CLAUSE_END.split(text[max(0, begin - _LEAD_CHARS) : begin])[-1]
-    return len(clause.split()) <= _LEAD_WORDS and not _REPORTING.search(clause)
-
-
-def _find_unlabelled(text: str, tokens: dict[int, _Token]) -> Iterator[tuple[_Token, bool, bool]]:
-    """Numbers without a label that form a line or start or end the text, each with its `own` and `loose`.
+def _find_unlabelled(text: str, token: _Token) -> tuple[bool, bool] | None:
+    """Whether a number without a label forms a line or starts or ends the text; if so, its `own` and `loose`.
 
     Alone on a line counts as the judge's own on the first and the last line only: further in it may be a quotation.
     """
-    first_line_end = text.find("\n") if "\n" in text else len(text)
-    last_line_start = text.rfind("\n") + 1
-    for token in tokens.values():
-        if not token.plain_number:
-            continue
-        before = text[max(0, token.start - _LEAD_CHARS) : token.start]
-        if _LINE_START.search(before):
-            if _AFTER_LINE.match(text, token.end):
-                yield token, token.end <= first_line_end or token.start >= last_line_start, False
-            elif "\n" not in before and _AFTER_END.match(text, token.end) and not _begins_list(text, token):
-                yield token, True, True
-        elif _SENTENCE_START.search(before) and _closes(text, token.end):
-            yield token, True, True
-
-
-def _begins_list(text: str, token: _Token) -> bool:
-    return bool(_LIST_ITEM.match(text, token.start) and _SECOND_ITEM.search(text, token.end))
-
-
-def _closes(text: str, end: int) -> bool:
-    """Whether nothing but punctuation and a unit comes after `end`."""
-    return len(text) - end <= _TRAILING_CHARS and not text[end:].strip(_TRAILING)
+    before = text[max(0, token.start - _LEAD_CHARS) : token.start]
+    if not token.plain_number:
+        return None
+    if _LINE_START.search(before):
+        if _AFTER_LINE.match(text, token.end):
+            return text.find("\n", 0, token.end) < 0 or text.find("\n", token.start) < 0, False
+        starts = "\n" not in before and _AFTER_END.match(text, token.end)
+        return (True, True) if starts and not _NUMBERED_LIST.match(text, token.start) else None
+    return (True, True) if _SENTENCE_START.search(before) and _CLOSING.match(text, token.end) else None

@@ -170,7 +170,12 @@ class WriterThread:
     """
 
     def __init__(
-        self, name: str, *, pending: Callable[[], object], write: Callable[[], float], finish: Callable[[], None]
+        self,
+        name: str,
+        *,
+        pending: Callable[[], object],
+        write: Callable[[], float],
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         """`pending`: whether anything waits; called with `changed` held.
 
@@ -202,11 +207,6 @@ class WriterThread:
         if due_at < self._due_at:
             self._due_at = due_at
             self.changed.notify_all()
-
-    def hurry(self) -> None:
-        """Call `write` now, even during a pause. With `changed` held."""
-        self._due_at = self._paused_until = -math.inf
-        self.changed.notify_all()
 
     def close(self) -> None:
         """Write without delays and pauses from now on, and end the thread when nothing is pending."""
