@@ -81,13 +81,10 @@ def learn(
 
 def watch(backend: Any, gradients: list[Arrays]) -> None:
     """Notes the gradients that the optimizers meet."""
-    for part in ("_optimizer", "_critic_optimizer"):
-        optimizer = getattr(backend, part)
-        if optimizer is None:
-            continue
+    for optimizer in backend._optimizers.values():
 
         def step(lr: float, loss: Tensor, optimizer: Any = optimizer, before: Any = optimizer.step) -> Any:
-            gradients.append(arrays({name: p.grad for name, p in optimizer._parameters.items()}))
+            gradients.append(arrays({name: p.grad for name, p in optimizer.parameters.items()}))
             return before(lr, loss)
 
         optimizer.step = step
@@ -108,7 +105,7 @@ def learn_poisoned(
     """State before and after a step on `bad`, its metrics, and whether the bad sample was this rank's."""
     backend = make_backend(world)
     backend.step(groups, version=0, step=0, total_steps=10)
-    before = arrays(backend.state().tensors)
+    before = whole_state(backend)
     had: list[bool] = []
     micro_batches = backend._micro_batches
 
@@ -119,25 +116,18 @@ def learn_poisoned(
 
     backend._micro_batches = noted  # type: ignore[method-assign]
     metrics = backend.step(bad, version=1, step=1, total_steps=10)
-    return before, arrays(backend.state().tensors), metrics, any(had)
-
-
-def learn_and_save(world: World, groups: list[list[PromptGroup]], folder: str) -> Arrays:
-    backend = make_backend(world)
-    learn(world, groups, backend=backend)
-    backend.save_hf(Path(folder))
-    return arrays(backend.weights())
+    return before, whole_state(backend), metrics, any(had)
 
 
 def whole_state(backend: Any) -> Arrays:
-    return arrays(backend.state().tensors)
+    return arrays(backend._named_state())
 
 
 def learn_and_write(world: World, groups: list[list[PromptGroup]], folder: str, **options: Any) -> Arrays:
     backend = make_backend(world, **options)
     assert isinstance(backend, FsdpBackend)
     learn(world, groups, backend=backend)
-    backend.write_state(backend.state(), Path(folder))
+    backend.state().write(Path(folder))
     return whole_state(backend)
 
 
@@ -178,8 +168,8 @@ def write_beside_steps(world: World, groups: list[PromptGroup], folder: str) -> 
     assert isinstance(backend, FsdpBackend)
     learn(world, [groups], backend=backend)
     state = backend.state()
-    before = arrays(state.tensors)
-    writing = threading.Thread(target=backend.write_state, args=(state, Path(folder)))
+    before = whole_state(backend)
+    writing = threading.Thread(target=state.write, args=(Path(folder),))
     writing.start()
     learn(world, [groups] * 3, start=1, backend=backend)
     writing.join()
@@ -193,7 +183,7 @@ def write_in_vain(world: World, groups: list[PromptGroup], folder: str) -> dict[
     state = backend.state()
     if world.rank == 1:
         with pytest.raises(Exception, match="No such file"):
-            backend.write_state(state, Path(folder) / "nowhere")
+            state.write(Path(folder) / "nowhere")
     else:
-        backend.write_state(state, Path(folder))
+        state.write(Path(folder))
     return backend.step(groups, version=0, step=0, total_steps=10)

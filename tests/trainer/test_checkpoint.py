@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from freewheel.trainer import checkpoint as module
 from freewheel.trainer.checkpoint import (
     STATE,
+    TRAINING,
     CheckpointDamaged,
     CheckpointFailed,
     CheckpointStore,
@@ -31,7 +32,8 @@ from freewheel.trainer.checkpoint import (
     visible_damage,
     write_state,
 )
-from freewheel.trainer.sharded_checkpoint import read_shards
+from freewheel.trainer.sharded_checkpoint import read_rows, write_rows
+from freewheel.utils.files import private_folder
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -44,8 +46,16 @@ def write_hf(folder: Path) -> None:
     (folder / "tokenizer" / "vocab.txt").write_text("a b c")
 
 
+def write_all(step: int) -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        write_hf(folder)
+        write_rows(private_folder(folder / TRAINING), tensors(step))
+
+    return fill
+
+
 def save(store: CheckpointStore, step: int, **more: Any) -> Path:
-    return store.save(step, tensors=tensors(step), state={"version": step, **more}, hf=write_hf)
+    return store.save(step, state={"version": step, **more}, fill=write_all(step))
 
 
 @pytest.fixture
@@ -74,11 +84,11 @@ def flip(path: Path) -> None:
 
 def test_a_checkpoint_loads_what_was_saved(store: CheckpointStore):
     state = {"frontier": {"low": 3, "ended": [5, 7]}, "rng": 2**63, "config": {"seed": 0}}
-    path = store.save(40, tensors=tensors(40), state=state, hf=write_hf)
+    path = store.save(40, state=state, fill=write_all(40))
     assert path == store.run_dir / "checkpoints" / "step_000040" == store.latest()
     loaded = store.load(path)
     assert loaded.step == 40 and state.items() <= loaded.state.items()
-    found = read_shards(loaded.tensor_files())
+    found = read_rows(loaded.tensor_files())
     assert found.keys() == tensors(40).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(40).items())
     assert (path / "tokenizer" / "vocab.txt").read_text() == "a b c"
@@ -244,7 +254,7 @@ def no_room(folder: Path) -> None:
 def test_a_full_disk_is_reported_with_the_space_left_and_leaves_the_old_checkpoint(store: CheckpointStore):
     save(store, 1)
     with pytest.raises(CheckpointFailed, match=r"step_000002.*No space left.*Only \d+ MB are free there"):
-        store.save(2, tensors=tensors(2), state={}, hf=no_room)
+        store.save(2, state={}, fill=no_room)
     assert steps(store) == ["step_000001"]
     assert store.latest() == store.folder / "step_000001"
 
@@ -253,12 +263,15 @@ def test_a_limit_on_file_sizes_is_reported_like_a_full_disk(tmp_path: Path):
     """In a separate process, because the limit holds for all files of a process."""
     code = """
         import resource, sys, torch
+        from safetensors.torch import save_file
         from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
         store = CheckpointStore(sys.argv[1], keep_last=2)
-        store.save(1, tensors={"w": torch.ones(8)}, state={})
+        def save(step, size):
+            store.save(step, state={}, fill=lambda folder: save_file({"w": torch.ones(size)}, folder / "w"))
+        save(1, 8)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
-            store.save(2, tensors={"w": torch.ones(1 << 20)}, state={})
+            save(2, 1 << 20)
         except CheckpointFailed as error:
             assert "MB are free there: make room" in str(error), error
         else:
@@ -274,9 +287,9 @@ def test_an_export_that_fails_or_a_state_that_is_not_json_fails_the_checkpoint(s
         raise ValueError("this tokenizer cannot be saved")
 
     with pytest.raises(CheckpointFailed, match="this tokenizer cannot be saved"):
-        store.save(1, tensors=tensors(1), state={}, hf=broken)
+        store.save(1, state={}, fill=broken)
     with pytest.raises(CheckpointFailed, match="JSON serializable"):
-        store.save(1, tensors={}, state={"rng": object()})
+        store.save(1, state={"rng": object()}, fill=write_hf)
     assert steps(store) == []
 
 
@@ -335,7 +348,7 @@ def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path
             assert (loaded.step, loaded.state.get("note")) == (newest, "newer")
         elif loaded.state.get("note"):
             assert loaded.step == newest
-        assert (read_shards(loaded.tensor_files())["w"] == loaded.step).all()
+        assert (read_rows(loaded.tensor_files())["w"] == loaded.step).all()
         oldest = found.oldest()
         assert oldest or again, "both earlier checkpoints are whole: a resume needs no earlier prompts"
         assert not oldest or found.load(found.folder / f"step_{oldest:06d}").step == oldest
@@ -350,7 +363,7 @@ KILLED_AT_RANDOM = """
     import os, random, signal, sys, time
     import torch
     from freewheel.trainer.checkpoint import CheckpointStore
-    from freewheel.trainer.sharded_checkpoint import read_shards
+    from freewheel.trainer.sharded_checkpoint import read_rows, write_rows
 
     torch.set_num_threads(1)
     run_dir, rounds = sys.argv[1], int(sys.argv[2])
@@ -359,7 +372,12 @@ KILLED_AT_RANDOM = """
 
     def save(step):
         tensors = {f"w{n}": torch.full((20_000,), float(step)) for n in range(8)}
-        store.save(step, tensors=tensors, state={"version": step})
+
+        def fill(folder):
+            (folder / "training").mkdir()
+            write_rows(folder / "training", tensors)
+
+        store.save(step, state={"version": step}, fill=fill)
 
     save(0)
     for _ in range(rounds):
@@ -377,7 +395,7 @@ KILLED_AT_RANDOM = """
         store = CheckpointStore(run_dir, keep_last=2)
         found = store.load(store.latest())
         assert found.step >= before, (found.step, before)
-        for tensor in read_shards(found.tensor_files()).values():
+        for tensor in read_rows(found.tensor_files()).values():
             assert (tensor == found.step).all()
     assert store.load(store.latest()).step > 0, "nothing was saved between the kills"
 """
@@ -459,8 +477,8 @@ def test_a_run_that_continues_loses_its_final_weights(store: CheckpointStore):
 
 def test_the_newest_weights_are_those_of_the_last_step(store: CheckpointStore):
     assert store.newest() is None
-    store.save(2, tensors={}, state={}, hf=write_hf)
-    store.save(10, tensors={}, state={}, hf=write_hf)
+    store.save(2, state={}, fill=write_hf)
+    store.save(10, state={}, fill=write_hf)
     assert store.newest() == store.folder / "step_000010"
     store.export(store.run_dir / "final", 9, write_hf)
     assert store.newest() == store.folder / "step_000010"

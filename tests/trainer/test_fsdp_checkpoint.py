@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from freewheel.errors import DataError
-from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import TRAINING, WHOLE, Checkpoint
-from freewheel.trainer.sharded_checkpoint import PARTS, own_rows, read_shards
+from freewheel.trainer.checkpoint import TRAINING, Checkpoint
+from freewheel.trainer.sharded_checkpoint import PARTS, WHOLE, own_rows, read_rows
 
 from . import rank_tasks
 from .rank_pool import ranks
@@ -43,7 +42,7 @@ def test_every_rank_writes_a_safetensors_file(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["shard_00001_of_00002.safetensors", "shard_00002_of_00002.safetensors"]
     sizes = [file.stat().st_size for file in files]
     assert max(sizes) < 0.7 * sum(sizes)
-    assert bitwise(arrays(read_shards(files)), whole)
+    assert bitwise(arrays(read_rows(files)), whole)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -52,8 +51,8 @@ def test_any_number_of_ranks_loads_what_two_ranks_saved(tmp_path: Path, world: i
     files = sorted(tmp_path.iterdir())
     if world == 1:
         backend = make_backend(None, **PPO)
-        backend.load_state(BackendState(tensors=read_shards(files), values={"nonfinite": 1}))
-        found = arrays(backend.state().tensors)
+        backend.load_files(files, {"nonfinite": 1})
+        found = rank_tasks.whole_state(backend)
     else:
         found, *_ = ranks(world).run(rank_tasks.loaded_from, list(map(str, files)), **PPO)
     assert bitwise(found, whole)
@@ -63,12 +62,11 @@ def test_any_number_of_ranks_loads_what_two_ranks_saved(tmp_path: Path, world: i
 def test_two_ranks_load_what_one_process_saved(tmp_path: Path, options: dict[str, Any]) -> None:
     backend = make_backend(None, **options)
     learn(None, [GROUPS, GROUPS], backend=backend)
-    state = backend.state()
     (tmp_path / TRAINING).mkdir()
-    save_file(dict(state.tensors), tmp_path / TRAINING / WHOLE)
+    assert backend.state().write(tmp_path / TRAINING) == WHOLE
     files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files()
     found, _ = ranks(2).run(rank_tasks.loaded_from, list(map(str, files)), **options)
-    assert bitwise(found, arrays(state.tensors))
+    assert bitwise(found, rank_tasks.whole_state(backend))
 
 
 def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -76,7 +74,7 @@ def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path
     files = list(map(str, sorted(tmp_path.iterdir())))
     lead, *_ = ranks(3).run(rank_tasks.learn_from, files, [GROUPS[:3], GROUPS], **PPO)
     backend = make_backend(None, **PPO)
-    backend.load_state(BackendState(tensors=read_shards(sorted(tmp_path.iterdir())), values={"nonfinite": 0}))
+    backend.load_files(sorted(tmp_path.iterdir()), {"nonfinite": 0})
     same(lead, learn(None, [GROUPS[:3], GROUPS], start=2, backend=backend))
 
 
@@ -85,7 +83,7 @@ def test_a_state_is_written_as_it_was_copied_while_training_continues(tmp_path: 
     lead, _ = ranks(2).run(rank_tasks.write_beside_steps, GROUPS, str(tmp_path))
     before, after = lead
     assert not bitwise(before, after)
-    assert bitwise(arrays(read_shards(sorted(tmp_path.iterdir()))), before)
+    assert bitwise(arrays(read_rows(sorted(tmp_path.iterdir()))), before)
 
 
 def test_a_rank_that_cannot_write_delays_no_other(tmp_path: Path) -> None:
@@ -104,14 +102,14 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
     saved_by(2, tmp_path)
     first, second = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match="a shard is missing"):
-        read_shards([first])
+        read_rows([first])
     for error in ranks(2).run(rank_tasks.refused, [str(second)]):
         assert "a shard is missing" in error
     second.write_bytes(second.read_bytes()[:-8])
     with pytest.raises(DataError, match="cannot be read"):
-        read_shards([first, second])
+        read_rows([first, second])
     with pytest.raises(DataError, match="no training state"):
-        read_shards([])
+        read_rows([])
 
 
 def test_all_ranks_report_a_rank_that_cannot_see_the_files(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_refused_update_leaves_the_copy_as_it_was() -> None:
 def test_the_published_weights_are_those_that_compute() -> None:
     policy, plain = make_policy(), tiny_qwen().to(torch.bfloat16)
     plain.load_state_dict(policy.weights(), strict=False)
-    for name, tensor in policy._computing_model().named_parameters():
+    for name, tensor in policy.computation.model.named_parameters():
         assert torch.equal(tensor, plain.get_parameter(name))
 
 
@@ -104,7 +104,7 @@ def test_a_reference_is_in_bfloat16_and_does_not_change() -> None:
 @pytest.mark.parametrize("options", [{}, {"lora": LoraConfig(rank=2)}], ids=["copy", "adapters"])
 def test_rotary_frequencies_are_not_rounded(options) -> None:
     exact = tiny_qwen().model.rotary_emb.inv_freq
-    assert torch.equal(make_policy(**options)._computing_model().model.rotary_emb.inv_freq, exact)
+    assert torch.equal(make_policy(**options).computation.model.model.rotary_emb.inv_freq, exact)
 
 
 def test_a_critic_learns_through_its_copy() -> None:

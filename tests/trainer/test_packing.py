@@ -41,14 +41,13 @@ def samples_of(groups: list[PromptGroup]) -> list[Sample]:
 
 def seen_by(batch: MicroBatch) -> list[list[int]]:
     """Return the tokens that each token of the row sees."""
-    tree = batch.tree
-    assert tree is not None
+    query_ends, key_ends, key_rows = (batch.inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "key_rows"))
     n = batch.inputs["input_ids"].numel()
-    rows = torch.arange(n) if tree.key_rows is None else tree.key_rows
+    rows = torch.arange(n) if key_rows is None else key_rows
     found: list[list[int]] = []
-    for piece in range(len(tree.query_ends) - 1):
-        keys = rows[tree.key_ends[piece] : tree.key_ends[piece + 1]].tolist()
-        queries = int(tree.query_ends[piece + 1] - tree.query_ends[piece])
+    for piece in range(len(query_ends) - 1):
+        keys = rows[key_ends[piece] : key_ends[piece + 1]].tolist()
+        queries = int(query_ends[piece + 1] - query_ends[piece])
         found += [keys[: len(keys) - queries + place + 1] for place in range(queries)]
     assert len(found) == n
     return found

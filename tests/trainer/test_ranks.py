@@ -102,26 +102,24 @@ class FakeBackend:
         self._call("step", [group.ordinal for group in groups], version, step, total_steps)
         return {"actor/loss": 0.5}
 
-    def weights(self) -> Mapping[str, Any]:
-        self._call("weights")
+    def weights(self, stored: bool = False) -> Mapping[str, Any]:
+        self._call("weights", stored)
         return {"w": 1}
 
     def state(self) -> BackendState:
         self._call("state")
-        return BackendState(tensors={}, values={"number": len(self.calls)})
+        number = len(self.calls)
 
-    def write_state(self, state: BackendState, folder: Path) -> str:
-        self._call("write_state", state.values["number"], folder)
-        if not self.writes:
-            return ""
-        (folder / self.writes).touch()
-        return self.writes
+        def write(folder: Path) -> str:
+            self._call("write", number, folder)
+            if self.writes:
+                (folder / self.writes).touch()
+            return self.writes
+
+        return BackendState(values={}, write=write)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         self._call("load_files", list(files), dict(values))
-
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        self._call("save_hf", folder, tokenizer)
 
     def describe(self) -> str:
         return "learns"
@@ -188,10 +186,10 @@ def test_every_rank_runs_the_leaders_commands(group: Group, tmp_path: Path) -> N
     assert leader.step(GROUPS, version=3, step=2, total_steps=9) == {"actor/loss": 0.5}
     assert leader.weights() == {"w": 1}
     leader.load_files([tmp_path / "a"], {"nonfinite": 0})
-    leader.save_hf(tmp_path)
+    leader.weights(stored=True)
     first, *others = group.calls
     assert first[0] == ("step", [0, 1, 2], 3, 2, 9)
-    assert [name for name, *_ in first] == ["step", "weights", "load_files", "save_hf"]
+    assert [name for name, *_ in first] == ["step", "weights", "load_files", "weights"]
     assert all(other == first for other in others)
     assert not group.failures
 
@@ -200,11 +198,10 @@ def test_each_rank_writes_what_it_copied_when_the_leader_did(group: Group, tmp_p
     first = group.leader.state()
     group.leader.step(GROUPS, version=0, step=0, total_steps=9)
     second = group.leader.state()
-    assert first.write is not None and second.write is not None
     first.write(tmp_path / "first")
     second.write(tmp_path / "second")
     for calls in group.calls:
-        written = [call[1:] for call in calls if call[0] == "write_state"]
+        written = [call[1:] for call in calls if call[0] == "write"]
         assert written == [(1, tmp_path / "first"), (3, tmp_path / "second")]
 
 
@@ -215,7 +212,7 @@ def test_an_error_that_all_ranks_raise_leaves_the_group_intact(group: Group, err
     with pytest.raises(type(error)):
         group.leader.step(GROUPS, version=0, step=0, total_steps=9)
     assert group.leader.weights() == {"w": 1}
-    assert all(calls[-1] == ("weights",) for calls in group.calls)
+    assert all(calls[-1] == ("weights", False) for calls in group.calls)
     assert not group.failures
 
 
@@ -251,12 +248,11 @@ def test_a_rank_that_cannot_write_fails_only_the_checkpoint(
     group: Group, tmp_path: Path, rank: int, error: Exception
 ) -> None:
     state = group.leader.state()
-    group.backends[rank].raises["write_state"] = error
-    assert state.write is not None
+    group.backends[rank].raises["write"] = error
     with pytest.raises(ShardsNotWritten, match=f"rank {rank}") as caught:
         state.write(tmp_path)
     assert _is_about_space(caught.value)
-    assert all(calls[-1][0] == "write_state" for calls in group.calls), "each tried"
+    assert all(calls[-1][0] == "write" for calls in group.calls), "each tried"
     assert not group.failures
     assert group.leader.weights() == {"w": 1}
 
@@ -265,23 +261,13 @@ def test_a_file_that_rank_0_cannot_see_fails_the_checkpoint(group: Group, tmp_pa
     """Under the same name, on a disk of its own."""
     state = group.leader.state()
     group.backends[0].writes = "shard_1"
-    assert state.write is not None
     state.write(tmp_path)
     group.backends[2].writes = "shard_3"
     state = group.leader.state()
-    assert state.write is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Path, "touch", lambda path: None)
         with pytest.raises(ShardsNotWritten, match=r"rank 2.*all machines of the training share"):
             state.write(tmp_path)
-    assert not group.failures
-
-
-def test_a_failed_export_is_raised_to_the_caller(group: Group, tmp_path: Path) -> None:
-    """What rank 0 writes was gathered before."""
-    group.backends[0].raises["save_hf"] = OSError(28, "No space left on device")
-    with pytest.raises(OSError, match="No space left"):
-        group.leader.save_hf(tmp_path)
     assert not group.failures
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from freewheel.data.group import PromptGroup, Response
 from freewheel.judge.verdict import Failed, Skipped
-from freewheel.trainer.backend import BackendState, NonFiniteLoss
+from freewheel.trainer.backend import NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
 from freewheel.trainer.metrics import rollout_metrics
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
@@ -45,6 +45,10 @@ def trained(backend: TorchBackend, groups: list[PromptGroup], steps: int = 1, st
 
 def copied(backend: TorchBackend) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in backend.weights().items()}
+
+
+def held(backend: TorchBackend) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in backend._named_state().items()}
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -130,12 +134,11 @@ def poisoned(group: PromptGroup) -> PromptGroup:
 def test_a_loss_that_is_not_finite_leaves_weights_and_moments_untouched() -> None:
     backend = make_backend()
     trained(backend, GROUPS)
-    before = backend.state()
+    before = held(backend)
     found = trained(backend, [poisoned(GROUPS[0]), *GROUPS[1:]])
     assert found["actor/skipped_nonfinite"] == 1
     assert "actor/loss" not in found and all(map(math.isfinite, found.values()))
-    after = backend.state()
-    assert equal(dict(after.tensors), dict(before.tensors))
+    assert equal(held(backend), before)
     trained(backend, GROUPS)
     assert backend.state().values["nonfinite"] == 0
 
@@ -174,32 +177,31 @@ def test_a_resumed_backend_continues_bit_for_bit(tmp_path: Path, setup) -> None:
     whole = make_backend(**setup)
     trained(whole, GROUPS, steps=2)
     state = whole.state()
-    save_file(dict(state.tensors), tmp_path / "state.safetensors")
+    file = tmp_path / state.write(tmp_path)
     values = json.loads(json.dumps(dict(state.values)))
     wanted = trained(whole, GROUPS, start=2)
 
     torch.manual_seed(2)
     resumed = make_backend(**setup)
-    resumed.load_state(BackendState(tensors=load_file(tmp_path / "state.safetensors"), values=values))
+    resumed.load_files([file], values)
     assert trained(resumed, GROUPS, start=2) == wanted
     assert equal(copied(resumed), copied(whole))
 
 
-def test_the_state_is_a_snapshot() -> None:
+def test_the_state_is_a_snapshot(tmp_path: Path) -> None:
     backend = make_backend()
     trained(backend, GROUPS)
-    state = backend.state()
-    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    state, before = backend.state(), held(backend)
     trained(backend, GROUPS)
-    assert equal(dict(state.tensors), before)
+    assert equal(load_file(tmp_path / state.write(tmp_path)), before)
 
 
 @pytest.mark.parametrize("other", [tiny_gpt2(), tiny_qwen(hidden_size=32)])
-def test_a_state_of_another_model_is_refused_and_changes_nothing(other) -> None:
+def test_a_state_of_another_model_is_refused_and_changes_nothing(tmp_path: Path, other) -> None:
     backend = make_backend()
     before = copied(backend)
     with pytest.raises(ValueError, match="resume with the model and the settings"):
-        backend.load_state(make_backend(other).state())
+        backend.load_files([tmp_path / make_backend(other).state().write(tmp_path)], {"nonfinite": 0})
     assert equal(copied(backend), before)
 
 

@@ -45,7 +45,7 @@ from freewheel.trainer.backend import BackendState
 from freewheel.utils.files import FILE_MODE, FOLDER_MODE, open_private, private_folder, sync_file, sync_folder
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 log = logging.getLogger("freewheel.trainer")
 
@@ -56,8 +56,6 @@ HF_CONFIG = "config.json"
 TRAINING = "training"
 """The folder inside a checkpoint that holds the tensors for a resumed trainer. It is separate from the model's files
 because engines load every safetensors file next to a model as weights."""
-WHOLE = "whole.safetensors"
-"""Tensors written by one process."""
 FORMAT = 1
 """Format of `state.json`. A later format is refused rather than misread."""
 FALLBACKS = 2
@@ -69,7 +67,8 @@ MB = 1e6
 SCRATCH = ".tmp-"
 """Prefix of folders that are being written. A kill leaves one behind, and the next save removes it."""
 
-WriteHf = Callable[[Path], None]
+Fill = Callable[[Path], None]
+"""Writes files into a new folder."""
 
 
 class CheckpointFailed(Exception):
@@ -115,34 +114,15 @@ class CheckpointStore:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        step: int,
-        *,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        hf: WriteHf | None = None,
-    ) -> Path:
-        """Write a checkpoint and return its folder. Every failure is a `CheckpointFailed`.
-
-        `tensors`: for a resumed trainer; no two share memory. `hf` writes the other files into the same folder.
-        """
-
-        def fill(folder: Path) -> None:
-            if tensors:
-                from safetensors.torch import save_file
-
-                save_file(dict(tensors), private_folder(folder / TRAINING) / WHOLE)
-            if hf is not None:
-                hf(folder)
-
+    def save(self, step: int, *, state: Mapping[str, Any], fill: Fill) -> Path:
+        """Write a checkpoint and return its folder. Every failure is a `CheckpointFailed`."""
         target = self.folder / f"{STEP}{step:06d}"
         self._write(target, fill, STATE, {**state, "step": step}, f"the checkpoint of step {step}")
         self._prune(step)
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # a resumed run is no longer at its end
         return target
 
-    def save_best(self, step: int, score: float, hf: WriteHf, *, measured: Mapping[str, int] | None = None) -> bool:
+    def save_best(self, step: int, score: float, fill: Fill, *, measured: Mapping[str, int] | None = None) -> bool:
         """Export the weights to `best/` if `score` beats the score kept there. Returns whether it did.
 
         `measured`: the `version_min` and `version_max` behind the score. Raises `CheckpointFailed`.
@@ -150,17 +130,17 @@ class CheckpointStore:
         if math.isnan(score) or score <= self._best_score():
             return False
         state = {"step": step, "score": score, **(measured or {})}
-        self._write(self.run_dir / BEST, hf, BEST_STATE, state, f"the best weights (step {step})")
+        self._write(self.run_dir / BEST, fill, BEST_STATE, state, f"the best weights (step {step})")
         return True
 
-    def export(self, target: Path, step: int, hf: WriteHf) -> None:
+    def export(self, target: Path, step: int, fill: Fill) -> None:
         """Write weights to a folder of the run (`final/`) and replace what is there. Raises `CheckpointFailed`."""
-        self._write(target, hf, FINAL_STATE, {"step": step}, f"the export of step {step}")
+        self._write(target, fill, FINAL_STATE, {"step": step}, f"the export of step {step}")
 
     def _write(
         self,
         target: Path,
-        fill: Callable[[Path], None],
+        fill: Fill,
         state_name: str,
         state: Mapping[str, Any],
         subject: str,
@@ -288,22 +268,17 @@ class RunSaver:
     def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
         """Write a checkpoint and return the step of the oldest one that a resume may fall back to."""
 
-        def write_rest(folder: Path) -> None:
+        def fill(folder: Path) -> None:
             self.write_hf(folder, weights)
-            if state.write is not None:
-                state.write(private_folder(folder / TRAINING))
+            state.write(private_folder(folder / TRAINING))
 
-        self._store.save(
-            step,
-            tensors=state.tensors,
-            state={
-                "version": version,
-                "frontier": msgspec.to_builtins(frontier),
-                "backend": dict(state.values),
-                "config": self._config,
-            },
-            hf=write_rest,
-        )
+        values = {
+            "version": version,
+            "frontier": msgspec.to_builtins(frontier),
+            "backend": dict(state.values),
+            "config": self._config,
+        }
+        self._store.save(step, state=values, fill=fill)
         return self._store.oldest()
 
     def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
@@ -313,12 +288,15 @@ class RunSaver:
     def write_hf(self, folder: Path, weights: AnyWeights) -> None:
         """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, in the weights' type."""
         from safetensors.torch import save_file
+        from transformers.dynamic_module_utils import custom_object_save
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in weights.on_host().tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         config = copy.deepcopy(self._model.config)
         config.dtype = next((one.dtype for one in tensors.values() if one.is_floating_point()), config.dtype)
+        if self._model._auto_class is not None:  # a model with its own code
+            custom_object_save(self._model, folder, config=config)
         config.save_pretrained(folder)
         if self._model.generation_config is not None:
             self._model.generation_config.save_pretrained(folder)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.backend import BackendState
 from freewheel.trainer.batching import MicroBatch, Sample
 from freewheel.trainer.decoder import decoder_layers
 from freewheel.trainer.metrics import Tally
@@ -41,7 +40,7 @@ from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy, probe_batch
 from freewheel.trainer.ranks import share_out
-from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
+from freewheel.trainer.sharded_checkpoint import moved, read_rows
 from freewheel.trainer.torch_backend import Part, TorchBackend
 
 T = TypeVar("T")
@@ -221,7 +220,7 @@ class ShardedPolicy(Policy):
     def __init__(self, policy: Policy, world: World) -> None:
         self.__dict__.update(policy.__dict__)
         self._world = world
-        self._mixed = False  # FSDP gathers in the precision of the computation
+        self.computation.autocasts = False  # FSDP gathers in the precision of the computation
         self.sharded = Sharded(_Pass(self), world, self.dtype)
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
@@ -240,32 +239,15 @@ class ShardedPolicy(Policy):
         self.sharded.rest()
         return super().trainable()
 
-    def weights(self) -> dict[str, Tensor]:
-        self.sharded.rest()
-        cast = ((name, _as(tensor, self.dtype)) for name, tensor in super()._merged())
-        return dict(self._gathered(cast))
-
-    def save(self, folder: Path, tokenizer: Any = None) -> None:
-        if self._world.leads:
-            super().save(folder, tokenizer)
-        else:
-            for _ in self._merged():
-                pass
-
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        self.sharded.rest()
-        return self._gathered(super()._merged())
-
-    def _gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, stored: bool = False) -> dict[str, Tensor]:
         """Gather one tensor at a time. Ranks other than 0 drop them."""
-        for name, tensor in tensors:
+        self.sharded.rest()
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._cast_weights(self.storage_dtype if stored else self.dtype):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._world.leads:
-                yield name, whole
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+                found[name] = whole
+        return found
 
 
 class ShardedOptimizer(Optimizer):
@@ -283,30 +265,33 @@ class ShardedOptimizer(Optimizer):
 
 
 class FsdpBackend(TorchBackend):
-    """See `Backend`, and `ShardedBackend` for the methods that every rank calls."""
+    """See `Backend`. Every rank calls its methods with the same arguments, and rank 0 gets complete results."""
 
     policy: ShardedPolicy
     _copies = False
 
     def __init__(self, model: Any, *, world: World, **settings: Any) -> None:
         """`settings`: those of `TorchBackend` except the device. The whole model must fit on it until it is sharded."""
+        self._world, self._host_mesh = world, world.host_mesh
+        self._rank, self._size = world.rank, world.size
         super().__init__(model, device=world.device, **settings)
-        self._world, self._rank = world, world.rank
+
+    def _shard(self) -> None:
         probe = probe_batch(self.policy.vocabulary, packed=self._packed, share=False)
         self._empty = replace(probe, keys=()).to(self._device)
         """A micro-batch with nothing to learn from, for ranks that have fewer micro-batches than others."""
-        before, self.policy = self._reference, ShardedPolicy(self.policy, world)
-        if before is not None and self.policy.lora is not None:
+        self.policy = ShardedPolicy(self.policy, self._world)
+        if self._reference is not None and self.policy.lora is None:
+            self._reference = ShardedPolicy(self._reference, self._world)
+        elif self._reference is not None:
             with torch.no_grad():  # parameters gathered for the first time take over whether shards require gradients
                 self.policy.logprobs(self._empty)
             self._reference = self.policy.frozen_copy()
-        elif before is not None:
-            self._reference = ShardedPolicy(before, world)
-        self._optimizer = ShardedOptimizer(self.policy.trainable(), self._config, world)
         if self._critic is not None:
-            self._sharded_critic = Sharded(self._critic, world, self.policy.dtype, exact=[self._critic.head])
-            parameters = dict(self._critic.named_parameters())
-            self._critic_optimizer = ShardedOptimizer(parameters, self._config, world)
+            self._sharded_critic = Sharded(self._critic, self._world, self.policy.dtype, exact=[self._critic.head])
+
+    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+        return ShardedOptimizer(parameters, self._config, self._world)
 
     def describe(self) -> str:
         return f"{super().describe()}; in {self._world.size} processes (FSDP2)"
@@ -365,21 +350,17 @@ class FsdpBackend(TorchBackend):
 
     # -- saved state -------------------------------------------------------------------------------------------------
 
-    def state(self) -> BackendState:
-        """Return this rank's shards, copied to the host."""
+    def _named_state(self) -> dict[str, Tensor]:
+        """Return this rank's shards."""
         self._rest()
-        tensors = {name: on_host(one, self._world.host_mesh) for name, one in self._named_state().items()}
-        return BackendState(tensors=tensors, values=self._state_values())
-
-    def write_state(self, state: BackendState, folder: Path) -> str:
-        return write_shard(folder, state.tensors, rank=self._world.rank, size=self._world.size)
+        return super()._named_state()
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         """If one rank raises `DataError`, all do: it may be the only one that does not see the files."""
         tensors: dict[str, Tensor] = {}
         why = ""
         try:
-            tensors = read_shards(files, mesh=self._world.host_mesh)
+            tensors = read_rows(files, mesh=self._host_mesh)
         except DataError as error:
             why = str(error)
         for rank, problem in enumerate(self._gather(why)):
@@ -390,4 +371,4 @@ class FsdpBackend(TorchBackend):
             name: moved(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
             for name, one in tensors.items()
         }
-        self.load_state(BackendState(tensors=own, values=values))
+        self._load(own, values)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from freewheel.trainer.options import OptimizerConfig
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = ("step", "exp_avg", "exp_avg_sq")
 CLIP_EPS = 1e-6
 """torch adds this to the norm before dividing by it. A norm below it needs no clipping, so gradients are not read."""
 
@@ -38,25 +38,25 @@ def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
 
 
 class Optimizer:
-    """Owns the moments of named parameters. The caller passes the learning rate with each step."""
+    """AdamW on named parameters, with its moments. The caller passes the learning rate with each step."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
-        self._parameters = dict(parameters)
-        self._clip = config.grad_clip
+        self.parameters = dict(parameters)
         self.updates_applied = 0
-        matrices = [p for p in self._parameters.values() if p.ndim >= 2]
-        others = [p for p in self._parameters.values() if p.ndim < 2]
+        self._clip = config.grad_clip
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        others = [p for p in self.parameters.values() if p.ndim < 2]
         self._adamw = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=0.0,
-            betas=(config.betas[0], config.betas[1]),
+            betas=config.betas,
             eps=config.eps,
             fused=True,
         )
 
     def step(self, lr: float, loss: Tensor) -> tuple[Tensor, bool]:
         """Apply the gradients if they and `loss` are finite. Returns their norm and whether they were applied."""
-        parameters = [p for p in self._parameters.values() if p.grad is not None]
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
         norm = self._norm([p.grad for p in parameters if p.grad is not None])
         length, total = torch.stack((norm, loss.to(norm))).tolist()  # the only wait for the device in an update
         applied = math.isfinite(length) and math.isfinite(total)
@@ -66,7 +66,7 @@ class Optimizer:
             for group in self._adamw.param_groups:
                 group["lr"] = lr
             self._adamw.step()
-            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and `ComputingCopy` needs it
+            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and `Computation` needs it
             self.updates_applied += 1
         self.forget()
         return norm, applied
@@ -83,16 +83,15 @@ class Optimizer:
         """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of parameters that were stepped, on their device."""
         return {
             f"{name}.{key}": value
-            for name, parameter in self._parameters.items()
+            for name, parameter in self.parameters.items()
             for key, value in self._adamw.state.get(parameter, {}).items()
         }
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the result of `state`. Parameters that it does not contain start with no moments."""
         self._adamw.state.clear()
-        for name, parameter in self._parameters.items():
-            if f"{name}.step" not in tensors:
-                continue
-            moments = {key: tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True) for key in MOMENTS}
-            step = tensors[f"{name}.step"].to(parameter.device, torch.float32, copy=True)
-            self._adamw.state[parameter] = {"step": step, **moments}
+        for name, parameter in self.parameters.items():
+            if f"{name}.step" in tensors:
+                self._adamw.state[parameter] = {
+                    key: tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True) for key in STATE
+                }

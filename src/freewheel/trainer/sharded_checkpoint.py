@@ -1,11 +1,11 @@
-"""Training state in shards: each rank writes its own rows, and any number of ranks reads the rows it needs.
+"""The tensors of a resumed trainer in files: each rank writes its rows, and any number of ranks reads what it needs.
 
-    rank r: DTensors ─▶ its rows of each ─▶ training/shard_00001_of_00002.safetensors
-    k ranks, or one: files ─▶ index of rows in each file ─▶ this rank's rows
+    one process:     tensors  ─▶ training/whole.safetensors
+    rank r of several: DTensors ─▶ its rows of each ─▶ training/shard_00001_of_00002.safetensors
+    k ranks, or one: files ─▶ index of the rows in each file ─▶ this rank's rows
 
-Each file's header says which rows it holds. A file written by one process (`whole.safetensors`) is read the same way.
-Nothing here communicates with other ranks: a separate thread writes during training, where a collective would collide
-with training's. Called by backends.
+Each file's header says which rows it holds. Nothing here communicates with other ranks: a separate thread writes during
+training, where a collective would collide with training's. Called by backends.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 from freewheel.errors import DataError
 from freewheel.utils.files import sync_file
 
+WHOLE = "whole.safetensors"
+"""The file of a single process."""
 PARTS = "freewheel.parts"
 """Key in a file's header: tensor name → [shape of the whole, start of this part]. Absent: every tensor is whole."""
 
@@ -37,36 +39,36 @@ def own_rows(count: int, rank: int, size: int) -> range:
     return range(min(rank * each, count), min((rank + 1) * each, count))
 
 
-def write_shard(folder: Path, tensors: Mapping[str, Tensor], *, rank: int, size: int) -> str:
+def write_rows(folder: Path, tensors: Mapping[str, Tensor], *, rank: int = 0, size: int = 1) -> str:
     """Write this rank's rows to a file and return its name; empty if it has none.
 
     `tensors`: DTensors on the host, and small tensors that every rank has, which rank 0 writes.
     """
     own: dict[str, Tensor] = {}
     parts: dict[str, tuple[list[int], list[int]]] = {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if isinstance(tensor, DTensor) and local.numel():
-                start = own_rows(tensor.shape[0], rank, size).start
-                parts[name] = (list(tensor.shape), [start] + [0] * (tensor.ndim - 1))
-            elif not isinstance(tensor, DTensor) and rank == 0:
-                parts[name] = (list(tensor.shape), [0] * tensor.ndim)
-            else:
-                continue
-            own[name] = local.detach().contiguous()
+    for name, tensor in tensors.items():
+        start = [0] * tensor.ndim
+        if isinstance(tensor, DTensor):
+            start[0] = own_rows(tensor.shape[0], rank, size).start
+            local = tensor.to_local()
+            has_rows = local.numel() > 0
+        else:
+            local, has_rows = tensor, rank == 0
+        if has_rows:
+            own[name], parts[name] = local.contiguous(), (list(tensor.shape), start)
     if not own:
         return ""
-    path = folder / f"shard_{rank + 1:05d}_of_{size:05d}.safetensors"
+    path = folder / (WHOLE if size == 1 else f"shard_{rank + 1:05d}_of_{size:05d}.safetensors")
     save_file(own, path, metadata={PARTS: json.dumps(parts)})
     sync_file(path)  # by the writer, because another machine cannot
     return path.name
 
 
-def on_host(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a copy that training does not change. `mesh`: the ranks' CPUs."""
+def copy_to_host(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    """Return a copy that training does not change. `mesh`: the ranks' CPUs, needed for a DTensor."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().to("cpu", copy=True)
+    assert mesh is not None
     return moved(tensor, mesh, torch.device("cpu"))
 
 
@@ -101,7 +103,7 @@ class _Pieces:
         return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
 
 
-def read_shards(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
+def read_rows(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
     """Return tensors on the host: whole, or with `mesh` this rank's rows of each. Raises `DataError`."""
     pieces: dict[str, _Pieces] = {}
     with contextlib.ExitStack() as stack:
