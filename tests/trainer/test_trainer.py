@@ -13,7 +13,7 @@ import pytest
 
 from freewheel.queue.journal import Journal, JournalWriter
 from freewheel.sync.weights import Weights
-from freewheel.trainer import background
+from freewheel.trainer import trainer as trainer_module
 from freewheel.trainer.backend import NonFiniteLoss
 from freewheel.trainer.trainer import FullyAsyncTrainer, TrainingFailed
 
@@ -328,7 +328,7 @@ async def test_a_failed_checkpoint_confirms_nothing(scene: Build) -> None:
 async def test_a_queue_that_cannot_compact_its_journal_delays_no_checkpoint(
     scene: Build, hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "CONFIRM_S", 0.01)
+    monkeypatch.setattr(trainer_module, "CONFIRM_S", 0.01)
     one = scene(schedule={"total_steps": 6, "save_every": 2})
 
     async def compact(step: int) -> None:
