@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from freewheel.queue.journal import Journal, JournalWriter
+from freewheel.sync.device import DevicePacker
 from freewheel.sync.weights import Weights
 from freewheel.trainer import trainer as trainer_module
 from freewheel.trainer.backend import NonFiniteLoss
@@ -627,6 +628,23 @@ async def test_there_is_no_evaluation_if_its_weights_have_not_arrived(
     assert await one.run() == "finished"
     assert one.evaluated == []
     assert "No evaluation at step 2: version 2 has not reached the engines" in caplog.text
+
+
+async def test_weights_on_a_device_leave_it_soon_and_a_long_evaluation_keeps_them_on_the_host(scene: Build) -> None:
+    """At most three slots are in use: what is packed, what waits to be sent, what is being written."""
+    packer = DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})
+
+    async def evaluate(step: int) -> dict[str, float]:
+        if step == 1:
+            await one.until(lambda: one.trainer.global_steps >= 7)
+            return {REWARD: 1.0, "eval/version_min": 1, "eval/version_max": 4}
+        return one.scored(0.0)
+
+    one = scene(schedule={"total_steps": 8, "eval_every": 1, "save_every": 2}, packer=packer, evaluate=evaluate)
+    assert await one.run() == "finished"
+    assert one.saved_steps == [2, 4, 6, 8]
+    assert one.saver.best[0] == (4, 1.0, 4), "step 4 made version 4, and its weights are those of step 4"
+    assert len(packer._slots) <= 3
 
 
 # -- hooks and life ---------------------------------------------------------------------------------------------------
