@@ -11,7 +11,9 @@ import torch
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Failed, Scored
 from freewheel.trainer.advantages import AdvantageInputs
+from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.losses import LossInputs, LossOutputs
+from freewheel.trainer.options import AlgorithmConfig
 
 torch.set_num_threads(1)  # with two, two busy cores take up to ten times as long
 
@@ -79,6 +81,19 @@ def random_group(
             )
         )
     return make_group(ordinal, responses, prompt=rng.integers(1, VOCABULARY, int(rng.integers(2, 7))).tolist())
+
+
+def samples_of(groups: Sequence[PromptGroup], advantages: Sequence[Any] | None = None, **settings: Any) -> list[Sample]:
+    """Return the samples of all mini-batches."""
+    if advantages is None:
+        advantages = [np.zeros(len(group)) for group in groups]
+    parts = mini_batches(groups, advantages, AlgorithmConfig(**settings))
+    return [sample for part in parts for sample in part]
+
+
+def batch_of(groups: Sequence[PromptGroup], share: float | None = None) -> MicroBatch:
+    (batch,) = micro_batches(samples_of(groups), 10_000, share)
+    return batch
 
 
 def cispo(inputs: LossInputs) -> LossOutputs:
