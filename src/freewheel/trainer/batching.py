@@ -112,9 +112,14 @@ def mini_batches(
 ) -> list[list[Sample]]:
     """Return the samples of each optimizer step. Groups are dealt by ordinal, whatever their order of arrival."""
     order = sorted(range(len(groups)), key=lambda i: groups[i].ordinal)
-    dealt = [order[start :: config.mini_batches] for start in range(config.mini_batches)]
-    made = [[sample for i in part for sample in _samples(groups[i], advantages[i])] for part in dealt]
-    return [_with_weights(samples, config) for samples in made if samples]
+    found: list[list[Sample]] = []
+    for start in range(config.mini_batches):
+        samples = [one for i in order[start :: config.mini_batches] for one in _samples(groups[i], advantages[i])]
+        if samples:
+            lengths = np.array([len(sample.made) for sample in samples])
+            weights = token_weights(lengths, config.aggregation, config.aggregation_tokens)
+            found.append([replace(one, weight=float(weight)) for one, weight in zip(samples, weights, strict=True)])
+    return found
 
 
 def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
@@ -136,12 +141,6 @@ def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
                 )
             )
     return samples
-
-
-def _with_weights(samples: list[Sample], config: AlgorithmConfig) -> list[Sample]:
-    lengths = np.array([len(sample.made) for sample in samples])
-    weights = token_weights(lengths, config.aggregation, config.aggregation_tokens)
-    return [replace(sample, weight=float(weight)) for sample, weight in zip(samples, weights, strict=True)]
 
 
 def row_length(row: Sequence[Sample]) -> int:

@@ -33,8 +33,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -122,14 +123,14 @@ class CheckpointStore:
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # a resumed run is no longer at its end
         return target
 
-    def save_best(self, step: int, score: float, fill: Fill, *, measured: Mapping[str, int] | None = None) -> bool:
+    def save_best(self, step: int, score: float, fill: Fill, **measured: int) -> bool:
         """Export the weights to `best/` if `score` beats the score kept there. Returns whether it did.
 
-        `measured`: the `version_min` and `version_max` behind the score. Raises `CheckpointFailed`.
+        `measured`: what else to record about the score. Raises `CheckpointFailed`.
         """
         if math.isnan(score) or score <= self._best_score():
             return False
-        state = {"step": step, "score": score, **(measured or {})}
+        state = {"step": step, "score": score, **measured}
         self._write(self.run_dir / BEST, fill, BEST_STATE, state, f"the best weights (step {step})")
         return True
 
@@ -137,42 +138,28 @@ class CheckpointStore:
         """Write weights to a folder of the run (`final/`) and replace what is there. Raises `CheckpointFailed`."""
         self._write(target, fill, FINAL_STATE, {"step": step}, f"the export of step {step}")
 
-    def _write(
-        self,
-        target: Path,
-        fill: Fill,
-        state_name: str,
-        state: Mapping[str, Any],
-        subject: str,
-    ) -> None:
+    def _write(self, target: Path, fill: Fill, state_name: str, state: Mapping[str, Any], subject: str) -> None:
         scratch = target.parent / f"{SCRATCH}{os.getpid()}-{target.name}"
         try:
             private_folder(target.parent)
             sync_folder(self.run_dir)
-            self._remove_leftovers()  # first, because they take room
+            # First remove what a killed save left behind, because it takes room. This is the only writer.
+            for left in (*self.folder.glob(f"{SCRATCH}*"), *self.run_dir.glob(f"{SCRATCH}*")):
+                shutil.rmtree(left, ignore_errors=True)
             scratch.mkdir(FOLDER_MODE)
             fill(scratch)
             write_state(scratch, state_name, state)
             sync_folder(scratch)
             _replace_folder(scratch, target)
-        except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is as bad as a full disk
+        except Exception as error:
             shutil.rmtree(scratch, ignore_errors=True)
-            self._fail(target, subject, error)
-
-    def _fail(self, target: Path, subject: str, error: Exception) -> NoReturn:
-        why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        message = f"{target}: {subject} was not written: {type(error).__name__}: {why}"
-        if _is_about_space(error):
-            with contextlib.suppress(OSError):
-                free = shutil.disk_usage(self.run_dir).free
-                message += f". Only {free / MB:.0f} MB are free there: make room"
-        raise CheckpointFailed(message) from error
-
-    def _remove_leftovers(self) -> None:
-        """Remove folders that a killed save left behind. Called by the only writer, so none of them is in use."""
-        for parent in (self.folder, self.run_dir):
-            for path in parent.glob(f"{SCRATCH}*"):
-                shutil.rmtree(path, ignore_errors=True)
+            why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+            message = f"{target}: {subject} was not written: {type(error).__name__}: {why}"
+            if _is_about_space(error):
+                with contextlib.suppress(OSError):
+                    free = shutil.disk_usage(self.run_dir).free
+                    message += f". Only {free / MB:.0f} MB are free there: make room"
+            raise CheckpointFailed(message) from error
 
     def _prune(self, step: int) -> None:
         """Keep the newest `keep_last` checkpoints that look whole, and damaged ones among them for inspection.
@@ -282,8 +269,10 @@ class RunSaver:
         return self._store.oldest()
 
     def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
-        measured = {"version_min": versions[0], "version_max": versions[1]}
-        return self._store.save_best(step, score, lambda folder: self.write_hf(folder, weights), measured=measured)
+        """`versions`: the oldest and the newest version behind the score."""
+        oldest, newest = versions
+        fill = partial(self.write_hf, weights=weights)
+        return self._store.save_best(step, score, fill, version_min=oldest, version_max=newest)
 
     def write_hf(self, folder: Path, weights: AnyWeights) -> None:
         """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, in the weights' type."""

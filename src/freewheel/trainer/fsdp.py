@@ -281,14 +281,16 @@ class FsdpBackend(TorchBackend):
         self._empty = replace(probe, keys=()).to(self._device)
         """A micro-batch with nothing to learn from, for ranks that have fewer micro-batches than others."""
         self.policy = ShardedPolicy(self.policy, self._world)
+        self._sharded = [self.policy.sharded]
         if self._reference is not None and self.policy.lora is None:
             self._reference = ShardedPolicy(self._reference, self._world)
+            self._sharded.append(self._reference.sharded)
         elif self._reference is not None:
             with torch.no_grad():  # parameters gathered for the first time take over whether shards require gradients
                 self.policy.logprobs(self._empty)
             self._reference = self.policy.frozen_copy()
         if self._critic is not None:
-            self._sharded_critic = Sharded(self._critic, self._world, self.policy.dtype, exact=[self._critic.head])
+            self._sharded.append(Sharded(self._critic, self._world, self.policy.dtype, exact=[self._critic.head]))
 
     def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
         return ShardedOptimizer(parameters, self._config, self._world)
@@ -322,7 +324,7 @@ class FsdpBackend(TorchBackend):
         return 0.0 * self._critic(part.batch).sum(), Tally()
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        for sharded in self._sharded():
+        for sharded in self._sharded:
             sharded.next_backward(last=last)
         super()._backward(loss, last=last)
 
@@ -339,14 +341,9 @@ class FsdpBackend(TorchBackend):
     def _gather(self, value: T) -> list[T]:
         return self._world.gather(value)
 
-    def _sharded(self) -> list[Sharded]:
-        return [self.policy.sharded, *([self._sharded_critic] if self._critic is not None else [])]
-
     def _rest(self) -> None:
-        for sharded in self._sharded():
+        for sharded in self._sharded:
             sharded.rest()
-        if isinstance(self._reference, ShardedPolicy):
-            self._reference.sharded.rest()
 
     # -- saved state -------------------------------------------------------------------------------------------------
 

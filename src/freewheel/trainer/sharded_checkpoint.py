@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,10 @@ def copy_to_host(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 def moved(tensor: DTensor, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """Return the same shards, copied to another kind of memory."""
-    return _sharded(tensor.to_local().detach().to(device, copy=True), tensor.shape, mesh)
+    return _shard(tensor.to_local().detach().to(device, copy=True), tensor.shape, mesh)
 
 
-def _sharded(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
+def _shard(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride)
 
@@ -85,41 +85,35 @@ def _sharded(local: Tensor, shape: Sequence[int], mesh: DeviceMesh) -> DTensor:
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Pieces:
-    """Where the rows of a tensor are."""
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a tensor in a file."""
 
+    file: Any
     shape: list[int]
-    files: list[tuple[Any, range]] = field(default_factory=list)
-    """Each open file that has rows of it, and which. A scalar has one row."""
-
-    def read(self, name: str, wanted: range) -> Tensor:
-        """Join the rows from all files that have some of them."""
-        parts = []
-        for file, rows in sorted(self.files, key=lambda one: one[1].start):
-            first, last = max(rows.start, wanted.start), min(rows.stop, wanted.stop)
-            if first < last or len(wanted) == 0:
-                parts.append(file.get_slice(name)[max(0, first - rows.start) : max(0, last - rows.start)])
-        return torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+    """Of the whole tensor."""
+    rows: range
+    """A scalar has one row."""
 
 
 def read_rows(files: Sequence[Path], *, mesh: DeviceMesh | None = None) -> dict[str, Tensor]:
     """Return tensors on the host: whole, or with `mesh` this rank's rows of each. Raises `DataError`."""
-    pieces: dict[str, _Pieces] = {}
+    found: dict[str, list[_Piece]] = {}
     with contextlib.ExitStack() as stack:
         for path in files:
             with _readable(path):
                 file = stack.enter_context(safe_open(path, framework="pt"))
-                _add_pieces(pieces, file)
-        if not pieces:
+                for name, piece in _find_pieces(file):
+                    found.setdefault(name, []).append(piece)
+        if not found:
             raise DataError(f"no training state is in {[str(path) for path in files]}")
-        for name, one in pieces.items():
-            have, wanted = sum(len(rows) for _, rows in one.files), one.shape[0] if one.shape else 1
+        for name, pieces in found.items():
+            have, wanted = sum(len(piece.rows) for piece in pieces), (pieces[0].shape or [1])[0]
             if have != wanted:  # they must not be left as uninitialised memory
                 folder = files[0].parent
                 raise DataError(f"{folder}: {name}: only {have} of {wanted} rows exist: a shard is missing")
         with _readable(files[0].parent):
-            return {name: _read(name, one, mesh) for name, one in pieces.items()}
+            return {name: _read(name, pieces, mesh) for name, pieces in found.items()}
 
 
 @contextlib.contextmanager
@@ -130,20 +124,26 @@ def _readable(path: Path) -> Iterator[None]:
         raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _add_pieces(pieces: dict[str, _Pieces], file: Any) -> None:
+def _find_pieces(file: Any) -> Iterator[tuple[str, _Piece]]:
     parts = json.loads((file.metadata() or {}).get(PARTS, "{}"))
     for name in file.keys():  # noqa: SIM118  # not a mapping
         sizes = list(file.get_slice(name).get_shape())
-        shape, begins = parts.get(name, (sizes, [0] * len(sizes)))
-        rows = range(begins[0], begins[0] + sizes[0]) if sizes else range(1)
-        pieces.setdefault(name, _Pieces(list(shape))).files.append((file, rows))
+        shape, starts = parts.get(name, (sizes, [0] * len(sizes)))
+        yield name, _Piece(file, shape, range(starts[0], starts[0] + sizes[0]) if sizes else range(1))
 
 
-def _read(name: str, pieces: _Pieces, mesh: DeviceMesh | None) -> Tensor:
-    if not pieces.shape:
-        number: Tensor = pieces.files[0][0].get_tensor(name)
+def _read(name: str, pieces: list[_Piece], mesh: DeviceMesh | None) -> Tensor:
+    """Join the wanted rows from all files that have some of them."""
+    shape = pieces[0].shape
+    if not shape:
+        number: Tensor = pieces[0].file.get_tensor(name)
         return number
-    if mesh is None:
-        return pieces.read(name, range(pieces.shape[0]))
-    wanted = own_rows(pieces.shape[0], mesh.get_local_rank(), mesh.size())
-    return _sharded(pieces.read(name, wanted), pieces.shape, mesh)
+    wanted = range(shape[0]) if mesh is None else own_rows(shape[0], mesh.get_local_rank(), mesh.size())
+    parts = []
+    for piece in sorted(pieces, key=lambda piece: piece.rows.start):
+        first, last = max(piece.rows.start, wanted.start), min(piece.rows.stop, wanted.stop)
+        if first < last or not wanted:
+            start = piece.rows.start
+            parts.append(piece.file.get_slice(name)[max(0, first - start) : max(0, last - start)])
+    rows = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
+    return rows if mesh is None else _shard(rows, shape, mesh)
