@@ -13,10 +13,9 @@ from torch import Tensor
 from freewheel.trainer import policy as policy_module
 from freewheel.trainer.batching import MicroBatch, micro_batches, packed_batches
 from freewheel.trainer.decoder import decoder_layers
-from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
 from freewheel.trainer.policy import Critic, Policy
-from freewheel.trainer.torch_backend import TorchBackend
+from freewheel.trainer.torch_backend import Optimizer, TorchBackend
 
 from .groups import batch_of, random_group, samples_of, tiny_gemma2, tiny_gpt2, tiny_llama, tiny_qwen
 

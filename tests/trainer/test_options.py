@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.trainer.optim import lr_factor
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
+from freewheel.trainer.torch_backend import lr_factor
 
 
 @pytest.mark.parametrize(

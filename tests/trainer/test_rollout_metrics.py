@@ -9,7 +9,7 @@ import pytest
 
 from freewheel.data.group import PromptGroup, Response
 from freewheel.judge.verdict import Failed, Scored
-from freewheel.trainer.metrics import rollout_metrics
+from freewheel.trainer.torch_backend import rollout_metrics
 
 from .groups import make_group, make_response
 

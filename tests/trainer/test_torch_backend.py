@@ -18,9 +18,8 @@ from freewheel.data.group import PromptGroup, Response
 from freewheel.judge.verdict import Failed, Skipped
 from freewheel.trainer.backend import NonFiniteLoss
 from freewheel.trainer.batching import micro_batches, mini_batches
-from freewheel.trainer.metrics import rollout_metrics
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig
-from freewheel.trainer.torch_backend import TorchBackend
+from freewheel.trainer.torch_backend import TorchBackend, rollout_metrics
 
 from .groups import CUSTOM, VOCABULARY, make_group, make_response, random_group, tiny_gpt2, tiny_qwen, without
 

@@ -35,13 +35,12 @@ from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
 from freewheel.trainer.batching import MicroBatch, Sample
 from freewheel.trainer.decoder import decoder_layers
-from freewheel.trainer.metrics import Tally
-from freewheel.trainer.optim import Optimizer
+from freewheel.trainer.losses import Tally
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy, probe_batch
 from freewheel.trainer.ranks import share_out
 from freewheel.trainer.sharded_checkpoint import moved, read_rows
-from freewheel.trainer.torch_backend import Part, TorchBackend
+from freewheel.trainer.torch_backend import Optimizer, Part, TorchBackend
 
 T = TypeVar("T")
 

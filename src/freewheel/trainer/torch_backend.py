@@ -10,6 +10,7 @@ mini-batches follows from (seed, step). Called by `FullyAsyncTrainer`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,13 +23,11 @@ from torch import Tensor, nn
 
 from freewheel.data.group import Array, PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.advantages import estimate, gae, whiten
+from freewheel.trainer.advantages import estimate, gae, has_no_variance, whiten
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, packed_batches
 from freewheel.trainer.decoder import Precision, compute_dtype
-from freewheel.trainer.losses import LossInputs, apply_loss, check_loss, value_loss
-from freewheel.trainer.metrics import Tally, rollout_metrics
-from freewheel.trainer.optim import Optimizer, lr_factor
+from freewheel.trainer.losses import LossInputs, Tally, apply_loss, check_loss, value_loss
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
 from freewheel.trainer.policy import Critic, Policy
 from freewheel.trainer.sharded_checkpoint import copy_to_host, read_rows, write_rows
@@ -41,6 +40,9 @@ T = TypeVar("T")
 METRICS = {"policy": "actor", "critic": "critic"}
 """The prefix of the metrics of each model that learns."""
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
+OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
+CLIP_EPS = 1e-6
+"""torch adds this to the norm before dividing by it. A norm below it needs no clipping, so gradients are not read."""
 MAX_NONFINITE = 3
 """Consecutive updates with a loss or gradient that is not finite before the run ends."""
 CPU_MICRO_BATCH_TOKENS = 2048
@@ -356,3 +358,131 @@ def token_gae(part: Part, config: AlgorithmConfig) -> tuple[Array, Array]:
     rewards[np.arange(len(lengths)), lengths - 1] = batch.rewards
     advantages, returns = gae(rewards, padded, present, gamma=config.gamma, lam=config.lam)
     return advantages[present], returns[present]
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the share of the highest learning rate at `step` (the first is 0).
+
+    It grows linearly over `warmup_steps`, the last of which has the full rate. Then, with p the share of the remaining
+    steps that are done and m = `min_lr_ratio`:
+
+        constant: 1        linear: 1 − (1 − m)·p        cosine: m + (1 − m)·(1 + cos πp)/2
+
+    It depends on nothing but the step, so a resumed run has nothing to restore.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    rest = total_steps - config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / rest) if rest > 0 else 1.0
+    floor = config.min_lr_ratio
+    if config.schedule == "linear":
+        return 1 - (1 - floor) * done
+    return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+class Optimizer:
+    """AdamW on named parameters, with its moments. The caller passes the learning rate with each step."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+        self.parameters = dict(parameters)
+        self.updates_applied = 0
+        self._clip = config.grad_clip
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        others = [p for p in self.parameters.values() if p.ndim < 2]
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=0.0,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, lr: float, loss: Tensor) -> tuple[Tensor, bool]:
+        """Apply the gradients if they and `loss` are finite. Returns their norm and whether they were applied."""
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        norm = self._norm([p.grad for p in parameters if p.grad is not None])
+        length, total = torch.stack((norm, loss.to(norm))).tolist()  # the only wait for the device in an update
+        applied = math.isfinite(length) and math.isfinite(total)
+        if applied:
+            if self._clip is not None and length + CLIP_EPS > self._clip:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and `Computation` needs it
+            self.updates_applied += 1
+        self.forget()
+        return norm, applied
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients together. With several ranks, of all their shards."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of parameters that were stepped, on their device."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the result of `state`. Parameters that it does not contain start with no moments."""
+        self._adamw.state.clear()
+        for name, parameter in self.parameters.items():
+            if f"{name}.step" in tensors:
+                self._adamw.state[parameter] = {
+                    key: tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True) for key in OPTIMIZER_STATE
+                }
+
+
+# -- metrics of a step ------------------------------------------------------------------------------------------------
+
+
+def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """Return metrics about generation and scoring of a step's groups.
+
+    Rewards are means over scored responses, reward parts over the responses that have them. Lengths count the policy's
+    own tokens of all responses.
+    """
+    if not groups:
+        return {}
+    values = np.concatenate([group.rewards for group in groups])
+    scored = values[~np.isnan(values)]
+    lengths = np.concatenate([np.add.reduceat(group.mask != 0, group.offsets[:-1], dtype=np.int64) for group in groups])
+    status = np.array([verdict.status for group in groups for verdict in group.verdicts])
+    raw = np.concatenate([group.raw_rewards for group in groups])
+    raw = raw[~np.isnan(raw)]
+    found = {
+        "rollout/response_length_mean": lengths.mean(),
+        "rollout/response_length_max": lengths.max(),
+        "rollout/truncation_ratio": np.mean([reason == "length" for group in groups for reason in group.finish]),
+        "rollout/masked_ratio": (np.isnan(values) & (status != "skipped")).mean(),
+        "rollout/skipped_ratio": (status == "skipped").mean(),
+        "rollout/zero_variance_ratio": np.mean([has_no_variance(group) for group in groups]),
+    }
+    if len(scored):
+        found |= {"rollout/reward_mean": scored.mean(), "rollout/reward_std": scored.std()}
+    if len(raw):
+        found["rollout/raw_reward_mean"] = raw.mean()
+    return {name: float(value) for name, value in found.items()} | _reward_parts(groups)
+
+
+def _reward_parts(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """Return the mean of each part of the reward, as the reward function or the judge named it."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for verdict in group.verdicts:
+            for name, value in verdict.parts.items():
+                if math.isfinite(value):
+                    found.setdefault(name, []).append(value)
+    return {f"reward/{name}": math.fsum(values) / len(values) for name, values in sorted(found.items())}
