@@ -174,16 +174,3 @@ def write_beside_steps(world: World, groups: list[PromptGroup], folder: str) -> 
     learn(world, [groups] * 3, start=1, backend=backend)
     writing.join()
     return before, whole_state(backend)
-
-
-def write_in_vain(world: World, groups: list[PromptGroup], folder: str) -> dict[str, float]:
-    """Rank 1 cannot write. Metrics of a step after it."""
-    backend = make_backend(world)
-    assert isinstance(backend, FsdpBackend)
-    state = backend.state()
-    if world.rank == 1:
-        with pytest.raises(Exception, match="No such file"):
-            state.write(Path(folder) / "nowhere")
-    else:
-        state.write(Path(folder))
-    return backend.step(groups, version=0, step=0, total_steps=10)

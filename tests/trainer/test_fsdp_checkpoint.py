@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import load_file
 
 from freewheel.errors import DataError
 from freewheel.trainer.checkpoint import TRAINING, Checkpoint
-from freewheel.trainer.sharded_checkpoint import PARTS, WHOLE, own_rows, read_rows
+from freewheel.trainer.sharded_checkpoint import WHOLE, own_rows, read_rows
 
 from . import rank_tasks
 from .rank_pool import ranks
@@ -86,11 +82,6 @@ def test_a_state_is_written_as_it_was_copied_while_training_continues(tmp_path: 
     assert bitwise(arrays(read_rows(sorted(tmp_path.iterdir()))), before)
 
 
-def test_a_rank_that_cannot_write_delays_no_other(tmp_path: Path) -> None:
-    for metrics in ranks(2).run(rank_tasks.write_in_vain, GROUPS, str(tmp_path)):
-        assert "actor/loss" in metrics
-
-
 @given(count=st.integers(0, 50), size=st.integers(1, 12))
 def test_rows_are_distributed_as_torch_does(count: int, size: int) -> None:
     found = [list(own_rows(count, rank, size)) for rank in range(size)]
@@ -123,17 +114,3 @@ def test_a_state_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> No
     saved_by(2, tmp_path, model="llama")
     for error in ranks(2).run(rank_tasks.refused, list(map(str, sorted(tmp_path.iterdir())))):
         assert "resume with the model and the settings" in error
-
-
-def test_a_file_records_the_rows_it_holds(tmp_path: Path) -> None:
-    whole = saved_by(3, tmp_path)
-    seen = {name: np.full(array.shape, np.nan, np.float32) for name, array in whole.items()}
-    for file in sorted(tmp_path.iterdir()):
-        with safe_open(file, framework="pt") as opened:
-            parts = json.loads(opened.metadata()[PARTS])
-        for name, tensor in load_file(file).items():
-            shape, offsets = parts[name]
-            assert list(whole[name].shape) == shape
-            places = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
-            seen[name][places] = tensor.to(torch.float32).numpy()
-    assert bitwise(seen, whole)

@@ -60,7 +60,8 @@ def logits_to_logprobs(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the same of complete logits, for models whose head is more than one matrix."""
-    log_p = (logits.float() / temperature).log_softmax(-1)
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    log_p = logits.log_softmax(-1)
     with nullcontext() if entropy_grad else torch.no_grad():
         entropy = -(log_p.exp() * log_p).sum(-1)
     return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy

@@ -40,7 +40,7 @@ T = TypeVar("T")
 METRICS = {"policy": "actor", "critic": "critic"}
 """The prefix of the metrics of each model that learns."""
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
-OPTIMIZER_STATE = ("step", "exp_avg", "exp_avg_sq")
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
 CLIP_EPS = 1e-6
 """torch adds this to the norm before dividing by it. A norm below it needs no clipping, so gradients are not read."""
 MAX_NONFINITE = 3
@@ -441,7 +441,7 @@ class Optimizer:
         for name, parameter in self.parameters.items():
             if f"{name}.step" in tensors:
                 self._adamw.state[parameter] = {
-                    key: tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True) for key in OPTIMIZER_STATE
+                    key: tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True) for key in STATE_KEYS
                 }
 
 
