@@ -317,18 +317,17 @@ class RunLock:
     def acquire(self) -> None:
         """Raises `RunLocked` with the name of the process that holds the lock."""
         private_folder(self._path.parent)
-        file = open_private(self._path, os.O_RDWR)
+        file = open_private(self._path, os.O_RDWR)  # no file object: collecting it would release the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = os.read(file, 1024).decode(errors="replace").strip() or "another process"
             os.close(file)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise RunLocked(
                 f"{self._path.parent} is in use by {holder}: wait for it, end it, or give another run_dir"
             ) from None
-        except BaseException:
-            os.close(file)
-            raise
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file

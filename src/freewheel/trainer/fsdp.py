@@ -71,21 +71,13 @@ class Host:
     """Rank 0's side of a meeting. It occupies the port before other ranks learn of it."""
 
     def __init__(self, host: str, size: int) -> None:
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listening.bind((host, 0))
-        self.meeting = Meeting(host=host, port=listening.getsockname()[1], size=size)
-        self._listening = listening
+        self._listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listening.bind((host, 0))
+        self.meeting = Meeting(host=host, port=self._listening.getsockname()[1], size=size)
 
-    def open(self) -> Any:
-        """Open the store, once. It lives as long as the process."""
-        return TCPStore(
-            self.meeting.host,
-            self.meeting.port,
-            is_master=True,
-            timeout=timedelta(seconds=COLLECTIVE_S),
-            wait_for_workers=False,
-            master_listen_fd=self._listening.detach(),
-        )
+    def detach(self) -> int:
+        """Return the descriptor of the port, once."""
+        return self._listening.detach()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +115,8 @@ def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = timedelta(seconds=COLLECTIVE_S)
-    store = host.open() if host is not None else TCPStore(meeting.host, meeting.port, timeout=limit)
+    listening: dict[str, Any] = {"is_master": True, "master_listen_fd": host.detach()} if host is not None else {}
+    store = TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False, **listening)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=meeting.size, timeout=limit)
     mesh = init_device_mesh(device.type, (meeting.size,))
