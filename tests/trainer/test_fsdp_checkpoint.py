@@ -22,11 +22,11 @@ from .test_fsdp import GROUPS, bitwise, same
 pytestmark = pytest.mark.timeout(300)
 
 PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "optimizer": {"eps": 1e-3}}
-"""A critic has a head with one bias: of two ranks one holds none of it."""
+"""A critic's head has one bias, so one of two ranks holds nothing of it."""
 
 
 def saved_by(world: int, folder: Path, **options: Any) -> Arrays:
-    """The state after two steps, whole."""
+    """Return the complete state after two steps."""
     lead, *_ = ranks(world).run(rank_tasks.learn_and_write, [GROUPS, GROUPS], str(folder), **options)
     whole: Arrays = lead
     return whole
@@ -75,8 +75,7 @@ def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path
 
 
 def test_a_state_is_written_as_it_was_copied_while_training_continues(tmp_path: Path) -> None:
-    """The write runs in a thread of its own, beside steps."""
-    lead, _ = ranks(2).run(rank_tasks.write_beside_steps, GROUPS, str(tmp_path))
+    lead, _ = ranks(2).run(rank_tasks.write_during_steps, GROUPS, str(tmp_path))
     before, after = lead
     assert not bitwise(before, after)
     assert bitwise(arrays(read_rows(sorted(tmp_path.iterdir()))), before)
