@@ -525,8 +525,9 @@ async def test_the_best_weights_are_those_of_the_evaluated_step(scene: Build) ->
         (float("nan"), True, [2, 4], []),
         (None, True, [], []),
         (ConnectionError("a rollouter died"), True, [], []),
+        ("not published", True, [], []),
     ],
-    ids=["a score", "best is not kept", "no number", "no prompts", "an error"],
+    ids=["a score", "best is not kept", "no number", "no prompts", "an error", "weights that have not arrived"],
 )
 async def test_an_evaluation_records_its_score_and_never_ends_the_run(
     scene: Build, caplog: pytest.LogCaptureFixture, score, keep_best, rows, best
@@ -539,33 +540,17 @@ async def test_an_evaluation_records_its_score_and_never_ends_the_run(
             raise score
         return None if score is None else one.scored(score)
 
-    one = scene(evaluate=evaluate, keep_best=keep_best, schedule={"eval_every": 2})
+    one = scene(bounds={"threshold": 4}, evaluate=evaluate, keep_best=keep_best, schedule={"eval_every": 2})
+    one.publisher.holding = score == "not published"
     assert await one.run() == "finished"
-    assert asked == [2, 4], "the last step is evaluated once"
+    if one.publisher.holding:
+        assert "No evaluation at step 4: version 4 has not reached the engines" in caplog.text
+    else:
+        assert asked == [2, 4], "the last step is evaluated once"
     assert [row.step for row in one.trainer.rows if row.kind == "eval"] == rows
     assert [step for step, *_ in one.saver.best] == best
     assert ("a rollouter died" in caplog.text) is isinstance(score, Exception)
     assert one.saved_steps == [4]
-
-
-async def test_the_best_weights_are_those_of_the_newest_evaluated_version(scene: Build) -> None:
-    """Engines switch versions during an evaluation, so its score is not that of the first weights."""
-
-    async def slow(step: int) -> dict[str, float]:
-        if step == 2:
-            await one.until(lambda: one.publisher.version == 4)
-            return one.scored(0.9, oldest=2)
-        return one.scored(0.1)
-
-    one = scene(evaluate=slow, schedule={"eval_every": 2, "total_steps": 5})
-    one.backend.on_step = lambda step: step < 5 or measured.wait(WAIT_S)
-    measured = threading.Event()
-    running = asyncio.create_task(one.run())
-    await one.until(lambda: bool(one.saver.best))
-    measured.set()
-    await running
-    assert one.saver.best == [(4, 0.9, 4), (5, 0.1, 5)]
-    assert one.saver.measured == [(2, 4), (5, 5)]
 
 
 async def test_a_score_whose_weights_are_gone_is_not_the_best(scene: Build, caplog: pytest.LogCaptureFixture) -> None:
@@ -620,18 +605,11 @@ async def test_an_evaluation_waits_for_the_version_of_its_own_step(scene: Build)
     assert one.saver.best == [(2, 0.2, 2), (3, 0.3, 3)]
 
 
-async def test_there_is_no_evaluation_if_its_weights_have_not_arrived(
-    scene: Build, caplog: pytest.LogCaptureFixture
+async def test_a_long_evaluation_keeps_the_newest_weights_it_measured_on_the_host_and_few_on_the_device(
+    scene: Build,
 ) -> None:
-    one = scene(bounds={"threshold": 3}, schedule={"total_steps": 2})
-    one.publisher.holding = True
-    assert await one.run() == "finished"
-    assert one.evaluated == []
-    assert "No evaluation at step 2: version 2 has not reached the engines" in caplog.text
-
-
-async def test_weights_on_a_device_leave_it_soon_and_a_long_evaluation_keeps_them_on_the_host(scene: Build) -> None:
-    """At most three slots are in use: what is packed, what waits to be sent, what is being written."""
+    """Engines switch versions during an evaluation. On the device, at most three versions are in use: one is packed,
+    one waits to be sent, one is being written."""
     packer = DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})
 
     async def evaluate(step: int) -> dict[str, float]:
@@ -644,6 +622,7 @@ async def test_weights_on_a_device_leave_it_soon_and_a_long_evaluation_keeps_the
     assert await one.run() == "finished"
     assert one.saved_steps == [2, 4, 6, 8]
     assert one.saver.best[0] == (4, 1.0, 4), "step 4 made version 4, and its weights are those of step 4"
+    assert one.saver.measured[0] == (1, 4)
     assert len(packer._slots) <= 3
 
 
