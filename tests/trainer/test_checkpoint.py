@@ -523,7 +523,7 @@ def test_a_tokenizer_that_cannot_be_written_fails_the_checkpoint_and_leaves_noth
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saver._tokenizer, "save_pretrained", full)
+    monkeypatch.setattr(saver.tokenizer, "save_pretrained", full)
     state = BackendState(values={}, write=lambda folder: "")
     with pytest.raises(CheckpointFailed, match="No space left on device"):
         saver.save(1, 1, FRONTIER, state, pack(dict(EMBEDDED.named_parameters())))

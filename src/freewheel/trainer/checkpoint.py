@@ -242,15 +242,15 @@ def has_checkpoint(run_dir: Path) -> bool:
 # -- a run's checkpoints ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
 class RunSaver:
     """Writes checkpoints and the best weights of a run."""
 
-    def __init__(self, *, store: CheckpointStore, model: Any, tokenizer: Any, config: dict[str, Any]) -> None:
-        """`model`: its configuration is copied to each folder; its weights are not read."""
-        self._store = store
-        self._model = model
-        self._tokenizer = tokenizer
-        self._config = config
+    store: CheckpointStore
+    model: Any
+    """Its configuration is copied to each folder. Its weights are not read."""
+    tokenizer: Any
+    config: dict[str, Any]
 
     def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
         """Write a checkpoint and return the step of the oldest one that a resume may fall back to."""
@@ -263,16 +263,16 @@ class RunSaver:
             "version": version,
             "frontier": msgspec.to_builtins(frontier),
             "backend": dict(state.values),
-            "config": self._config,
+            "config": self.config,
         }
-        self._store.save(step, state=values, fill=fill)
-        return self._store.oldest()
+        self.store.save(step, state=values, fill=fill)
+        return self.store.oldest()
 
     def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
         """`versions`: the oldest and the newest version behind the score."""
         oldest, newest = versions
         fill = partial(self.write_hf, weights=weights)
-        return self._store.save_best(step, score, fill, version_min=oldest, version_max=newest)
+        return self.store.save_best(step, score, fill, version_min=oldest, version_max=newest)
 
     def write_hf(self, folder: Path, weights: AnyWeights) -> None:
         """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, in the weights' type."""
@@ -282,14 +282,14 @@ class RunSaver:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in weights.on_host().tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = copy.deepcopy(self._model.config)
+        config = copy.deepcopy(self.model.config)
         config.dtype = next((one.dtype for one in tensors.values() if one.is_floating_point()), config.dtype)
-        if self._model._auto_class is not None:  # a model with its own code
-            custom_object_save(self._model, folder, config=config)
+        if self.model._auto_class is not None:  # a model with its own code
+            custom_object_save(self.model, folder, config=config)
         config.save_pretrained(folder)
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
+        if self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 class Resumed(msgspec.Struct, frozen=True):

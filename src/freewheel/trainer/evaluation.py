@@ -16,6 +16,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 from freewheel.sync.weights import AnyWeights, Weights
 from freewheel.trainer.backend import Evaluate, Publisher, Row
@@ -31,28 +32,22 @@ KEPT_VERSIONS = 8
 REWARD, OLDEST, NEWEST = "eval/reward", "eval/version_min", "eval/version_max"
 
 
+@dataclass(kw_only=True)
 class BackgroundEvaluation:
     """Runs one evaluation at a time. A failed evaluation does not end the run."""
 
-    def __init__(
-        self,
-        *,
-        publisher: Publisher,
-        saver: RunSaver,
-        evaluate: Evaluate,
-        disk: Executor,
-        add_row: Callable[[Row], None],
-        keep_best: bool,
-    ) -> None:
-        self._publisher = publisher
-        self._saver = saver
-        self._evaluate = evaluate
-        self._disk = disk
-        self._add_row = add_row
-        self._keep_best = keep_best
-        self._task: asyncio.Task[None] | None = None
-        self._kept: dict[int, tuple[int, Future[Weights]]] = {}
-        """Version → the step that completed it, and its weights on their way to host memory."""
+    publisher: Publisher
+    saver: RunSaver
+    evaluate: Evaluate
+    disk: Executor
+    """Writes to the disk."""
+    add_row: Callable[[Row], None]
+    keep_best: bool
+    _task: asyncio.Task[None] | None = field(default=None, init=False)
+    _kept: dict[int, tuple[int, Future[Weights]]] = field(default_factory=dict, init=False)
+    """Version → the step that completed it, and its weights on their way to host memory."""
+
+    def __post_init__(self) -> None:
         # A separate thread: in the disk's thread, GPU memory would stay occupied until a checkpoint is written.
         self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetch")
 
@@ -73,7 +68,7 @@ class BackgroundEvaluation:
 
     def keep(self, step: int, version: int, weights: AnyWeights) -> None:
         """Keep the weights of a version that engines are about to receive, if a running evaluation may use it."""
-        if self.running and self._keep_best:
+        if self.running and self.keep_best:
             self._kept[version] = (step, self._fetching.submit(weights.on_host))
             self._drop(KEPT_VERSIONS)
 
@@ -100,7 +95,7 @@ class BackgroundEvaluation:
     async def _run(self, step: int, version: int) -> None:
         try:
             scores = await self._measure(step, version)
-            if scores is not None and self._keep_best and not math.isnan(scores[REWARD]):
+            if scores is not None and self.keep_best and not math.isnan(scores[REWARD]):
                 await self._save_best(step, scores[REWARD], int(scores[OLDEST]), int(scores[NEWEST]))
         finally:
             self._drop(0)
@@ -108,17 +103,17 @@ class BackgroundEvaluation:
     async def _measure(self, step: int, version: int) -> dict[str, float] | None:
         context = {"step": step, "version": version}
         try:
-            if not await self._publisher.wait_published(version, wait_s=PUBLISH_S):
+            if not await self.publisher.wait_published(version, wait_s=PUBLISH_S):
                 log.warning(
                     "No evaluation at step %d: version %d has not reached the engines", step, version, extra=context
                 )
                 return None
-            scores = await self._evaluate(step)
+            scores = await self.evaluate(step)
         except Exception:  # for example a dead engine; training does not depend on it
             log.exception("The evaluation at step %d failed; training continues", step, extra=context)
             return None
         if scores is not None:
-            self._add_row(Row("eval", step, dict(scores)))
+            self.add_row(Row("eval", step, dict(scores)))
             listed = ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
             log.info("Held-out %s at step %d", listed, step, extra=context)
         return scores
@@ -130,10 +125,10 @@ class BackgroundEvaluation:
         trained_step, fetched = self._kept[newest]
 
         def save() -> bool:
-            return self._saver.save_best(trained_step, score, fetched.result(), versions=(oldest, newest))
+            return self.saver.save_best(trained_step, score, fetched.result(), versions=(oldest, newest))
 
         try:
-            is_best = await asyncio.get_running_loop().run_in_executor(self._disk, save)
+            is_best = await asyncio.get_running_loop().run_in_executor(self.disk, save)
         except CheckpointFailed as error:
             log.error("The best weights so far (step %d) were not written: %s", trained_step, error)
             return

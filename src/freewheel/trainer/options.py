@@ -19,13 +19,9 @@ from freewheel.utils.registry import Registry
 
 Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_pp"]
 Normalise = Literal["auto", "std", "batch_std", "none"]
-Baseline = Literal["group", "batch"]
-Ratio = Literal["token", "sequence"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlKind = Literal["k1", "k2", "k3"]
 Importance = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-Proximal = Literal["behaviour", "recomputed"]
-Schedule = Literal["constant", "linear", "cosine"]
 
 LOGITS_AT_A_TIME = 1 << 27
 """Half a GiB of float32. A larger product of tokens and vocabulary is computed in parts, and again for gradients.
@@ -73,7 +69,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     standard deviation of all rewards of the batch; for rloo, reinforce_pp and gae, that of the batch's advantages (gae:
     one per token), after subtracting their mean. `none`: nothing. `auto`: std for grpo, none for rloo, else
     batch_std."""
-    baseline: Baseline = "group"
+    baseline: Literal["group", "batch"] = "group"
     """For reinforce_pp: the mean of the group, or of the whole batch."""
     clip_low: Positive = 0.2
     """A ratio below 1 − clip_low gets no gradient if the advantage is negative."""
@@ -82,14 +78,14 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     exploration alive."""
     dual_clip: float | None = None
     """Bound of the loss at a negative advantage, in multiples of it: above 1 + clip_high, usually 3. None: no bound."""
-    ratio: Ratio = "token"
+    ratio: Literal["token", "sequence"] = "token"
     """`sequence` (GSPO): the geometric mean of a response's token ratios, for all of its tokens."""
     aggregation: Aggregation = "token_mean"
     """`token_mean`: each token counts the same. `sequence_mean`: each response does. `constant`: a response's sum is
     divided by `aggregation_tokens`, whatever its length; with `normalise: none` that is Dr. GRPO."""
     aggregation_tokens: Count | None = None
     """For `aggregation: constant`: the length to divide by, usually `rollout.max_new_tokens`."""
-    proximal: Proximal = "behaviour"
+    proximal: Literal["behaviour", "recomputed"] = "behaviour"
     """What the ratio is clipped against: `behaviour`, the engine's own log-probabilities; `recomputed` (decoupled PPO),
     those of the trainer's weights when the step began. `importance` then corrects for the engine's policy."""
     importance: Importance = "none"
@@ -206,7 +202,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """On matrices; biases and norms have none."""
     grad_clip: Positive | None = 1.0
     """Largest norm of the gradient. None: no clipping."""
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """From the highest rate to `min_lr_ratio` of it over the run."""
     min_lr_ratio: Share = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
