@@ -174,7 +174,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(store: CheckpointS
     {"flip": lambda: flip(path), "cut": lambda: os.truncate(path, 1), "remove": path.unlink}[harm]()
     assert store.latest() == store.folder / "step_000001"
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and str(path) in record.getMessage()
+    assert record.levelno == logging.WARNING and f"{store.folder / 'step_000002'}" in record.getMessage()
+    assert name in record.getMessage()
     with pytest.raises(CheckpointDamaged):
         store.load(store.folder / "step_000002")
 
@@ -218,7 +219,7 @@ def test_damage_that_shows_without_reading_files_names_the_file(tmp_path: Path):
         weights.write_bytes(data)
         assert visible_damage(tmp_path, STATE) == said
     weights.unlink()
-    assert visible_damage(tmp_path, STATE) == f"{weights}: No such file or directory"
+    assert visible_damage(tmp_path, STATE) == "weights: No such file or directory"
     (tmp_path / STATE).write_text("{")
     assert visible_damage(tmp_path, STATE).startswith(f"{tmp_path / STATE}: ")
 

@@ -189,15 +189,8 @@ class CheckpointStore:
         """Read a checkpoint's state and check every byte of its files. Raises `CheckpointDamaged`."""
         path = Path(path)
         state = read_state(path, STATE)
-        for name, written in state["files"].items():
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise CheckpointDamaged(f"{path / STATE}: {name} leads out of the checkpoint")
-            try:
-                difference = _difference(written, _measure(path / name))
-            except OSError as error:
-                difference = error.strerror or str(error)
-            if difference:
-                raise CheckpointDamaged(f"{path / name}: {difference}")
+        if damage := _find_damage(path, state["files"], _measure):
+            raise CheckpointDamaged(f"{path}: {damage}")
         return Checkpoint(path=path, state=state)
 
     def oldest(self) -> int:
@@ -389,13 +382,29 @@ def visible_damage(folder: Path, name: str) -> str:
     Returns an empty string if there is none.
     """
     try:
-        for file, written in read_state(folder, name)["files"].items():
-            if difference := _difference(written, {"bytes": (folder / file).stat().st_size}):
-                return f"{file}: {difference}"
+        files = read_state(folder, name)["files"]
     except CheckpointDamaged as error:
         return str(error)
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+    return _find_damage(folder, files, lambda path: {"bytes": path.stat().st_size})
+
+
+def _find_damage(
+    folder: Path, files: Mapping[str, Mapping[str, int]], measure: Callable[[Path], Mapping[str, int]]
+) -> str:
+    """Describe how a file differs from the one that was written; empty if none does."""
+    for name, written in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{name} leads out of the checkpoint"
+        try:
+            found = measure(folder / name)
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+        if found["bytes"] < written["bytes"]:
+            return f"{name}: cut off: {found['bytes']:,} of {written['bytes']:,} bytes"
+        if found["bytes"] > written["bytes"]:
+            return f"{name}: too long: {found['bytes']:,} bytes, and {written['bytes']:,} were written"
+        if found.get("crc32", written["crc32"]) != written["crc32"]:
+            return f"{name}: its checksum does not match"
     return ""
 
 
@@ -420,15 +429,6 @@ def _measure(path: Path) -> dict[str, int]:
             length += len(data)
             value = zlib.crc32(data, value)
     return {"bytes": length, "crc32": value}
-
-
-def _difference(written: Mapping[str, int], found: Mapping[str, int]) -> str:
-    """Describe how a file differs from the one that was written; empty if it does not. A checksum is optional."""
-    if found["bytes"] < written["bytes"]:
-        return f"cut off: {found['bytes']:,} of {written['bytes']:,} bytes"
-    if found["bytes"] > written["bytes"]:
-        return f"too long: {found['bytes']:,} bytes, and {written['bytes']:,} were written"
-    return "its checksum does not match" if found.get("crc32", written["crc32"]) != written["crc32"] else ""
 
 
 def _replace_folder(scratch: Path, target: Path) -> None:
