@@ -47,9 +47,8 @@ from freewheel.judge.verdict import Scored
 from freewheel.trainer.advantages import estimate
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.losses import LossInputs, apply_loss, ppo_clip
-from freewheel.trainer.optim import Optimizer
 from freewheel.trainer.options import AlgorithmConfig, OptimizerConfig
-from freewheel.trainer.torch_backend import TorchBackend
+from freewheel.trainer.torch_backend import Optimizer, TorchBackend
 
 PEAK_FLOPS = 989e12
 """Dense bfloat16 of an H100 or H200, by the datasheet."""

@@ -157,7 +157,7 @@ def test_a_run_directory_and_all_that_is_put_into_it_are_private(tmp_path: Path,
         _kept_id(run_dir / "wandb_run_id")
         journal = Journal(run_dir / JOURNAL)
         store = CheckpointStore(run_dir, keep_last=2)
-        store.save(1, tensors={}, state={}, hf=lambda folder: (folder / "weights").write_bytes(b"1") and None)
+        store.save(1, state={}, fill=lambda folder: (folder / "weights").write_bytes(b"1") and None)
         store.export(run_dir / "final", 1, lambda folder: None)
         found = {path.relative_to(run_dir.parent).as_posix(): oct(mode(path)) for path in [run_dir, *run_dir.iterdir()]}
         found |= {path.name: oct(mode(path)) for path in (run_dir / "checkpoints").iterdir()}
@@ -202,7 +202,7 @@ def test_a_checkpoint_cannot_name_files_outside_of_itself(tmp_path: Path, name: 
 
     store = CheckpointStore(tmp_path, keep_last=2)
     (tmp_path / "secret").write_text("x")
-    path = store.save(1, tensors={}, state={}, hf=lambda folder: (folder / "inner").mkdir())
+    path = store.save(1, state={}, fill=lambda folder: (folder / "inner").mkdir())
     state = json.loads((path / "state.json").read_text())
     del state["checksum"]
     state["files"] = {name: _measure(path / name)}
@@ -216,10 +216,10 @@ def test_a_linked_checkpoint_is_not_followed_when_old_ones_are_removed(tmp_path:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis").write_text("x")
     store = CheckpointStore(tmp_path / "run", keep_last=1)
-    store.save(2, tensors={}, state={})
+    store.save(2, state={}, fill=lambda folder: None)
     for name in ("step_000001", "step_000009", ".tmp-elsewhere-1-step_000003"):
         (store.folder / name).symlink_to(tmp_path / "mine")
-    store.save(3, tensors={}, state={})
+    store.save(3, state={}, fill=lambda folder: None)
     assert (tmp_path / "mine" / "thesis").read_text() == "x"
 
 

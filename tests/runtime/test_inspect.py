@@ -69,9 +69,8 @@ def write_run(folder: Path, *, steps: int = 2, keep_groups: int = 100) -> Journa
         journal.append([*groups, Took(number, tuple(group.ticket for group in groups))])
         journal.append([Committed(number, number, NOW_S + 60 * number)])
     frontier = Frontier(low=2, trained=2)
-    CheckpointStore(folder, keep_last=2).save(
-        1, tensors={}, state={"version": 1, "frontier": msgspec.to_builtins(frontier)}
-    )
+    state = {"version": 1, "frontier": msgspec.to_builtins(frontier)}
+    CheckpointStore(folder, keep_last=2).save(1, state=state, fill=lambda folder: None)
     journal.compact(step=1, frontier=frontier, keep_groups=keep_groups)
     journal.append([stored(7), Abandoned(9, 0, "zero_variance", NOW_S + 7)])
     journal.append([Failed(Ticket(8, 40), "infra", "engine", "CUDA error", NOW_S + 8)])
@@ -224,9 +223,8 @@ def test_a_damaged_checkpoint_is_reported_and_not_used(run_dir: Path):
     for step in (2, 3):
         store.save(
             step,
-            tensors={},
             state={"version": step, "frontier": msgspec.to_builtins(Frontier(low=99, trained=1))},
-            hf=lambda folder: (folder / "weights").write_bytes(b"1234") and None,
+            fill=lambda folder: (folder / "weights").write_bytes(b"1234") and None,
         )
     (run_dir / "checkpoints/step_000002/weights").write_bytes(b"1")
     (run_dir / "checkpoints/step_000003/state.json").write_text("{")

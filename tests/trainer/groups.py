@@ -11,7 +11,9 @@ import torch
 from freewheel.data.group import Prompt, PromptGroup, Response, Ticket
 from freewheel.judge.verdict import Failed, Scored
 from freewheel.trainer.advantages import AdvantageInputs
+from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches
 from freewheel.trainer.losses import LossInputs, LossOutputs
+from freewheel.trainer.options import AlgorithmConfig
 
 torch.set_num_threads(1)  # with two, two busy cores take up to ten times as long
 
@@ -81,6 +83,19 @@ def random_group(
     return make_group(ordinal, responses, prompt=rng.integers(1, VOCABULARY, int(rng.integers(2, 7))).tolist())
 
 
+def samples_of(groups: Sequence[PromptGroup], advantages: Sequence[Any] | None = None, **settings: Any) -> list[Sample]:
+    """Return the samples of all mini-batches."""
+    if advantages is None:
+        advantages = [np.zeros(len(group)) for group in groups]
+    parts = mini_batches(groups, advantages, AlgorithmConfig(**settings))
+    return [sample for part in parts for sample in part]
+
+
+def batch_of(groups: Sequence[PromptGroup], share: float | None = None) -> MicroBatch:
+    (batch,) = micro_batches(samples_of(groups), 10_000, share)
+    return batch
+
+
 def cispo(inputs: LossInputs) -> LossOutputs:
     """A custom loss."""
     ratio = (inputs.logprobs.detach() - inputs.behaviour).exp()
@@ -101,58 +116,39 @@ def without(group: PromptGroup, indices: Sequence[int]) -> PromptGroup:
     return make_group(group.ordinal, kept, prompt=group.prompt.tolist())
 
 
-def tiny_qwen(seed: int = 0, **changes: Any) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
+def make_model(family: str, seed: int, **changes: Any) -> Any:
+    """Return a small model with random weights. `family`: the prefix of its classes in transformers."""
+    import transformers
 
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, "initializer_range": 0.3}
-    return Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, "max_position_embeddings": 64, **changes}))
+    config = getattr(transformers, f"{family}Config")(**{**SIZES, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def tiny_qwen(seed: int = 0, **changes: Any) -> Any:
+    return make_model("Qwen2", seed, num_key_value_heads=1, tie_word_embeddings=True, **changes)
 
 
 def tiny_llama(seed: int = 0) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=64,
-            initializer_range=0.3,
-        )
-    )
+    return make_model("Llama", seed)
 
 
 def tiny_gpt2(seed: int = 0) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
-    )
+    return make_model("GPT2", seed)
 
 
 def tiny_gemma2(seed: int = 0) -> Any:
     """Its logits are capped after the head, and every other layer has a sliding window."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    torch.manual_seed(seed)
-    return Gemma2ForCausalLM(
-        Gemma2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            sliding_window=4,
-            final_logit_softcapping=2.0,
-            max_position_embeddings=64,
-            initializer_range=0.5,
-        )
-    )
+    window = {"sliding_window": 4, "final_logit_softcapping": 2.0, "initializer_range": 0.5}
+    return make_model("Gemma2", seed, num_key_value_heads=1, head_dim=8, **window)

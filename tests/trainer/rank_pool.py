@@ -24,18 +24,18 @@ _POOLS: dict[int, RankPool] = {}
 
 
 class RankFailed(AssertionError):
-    """What a rank raised."""
+    """A rank raised, died or gave no answer."""
 
 
 def ranks(size: int) -> RankPool:
-    """So many of them, the same ones as before."""
+    """Return the pool of this size, which is kept for all tests."""
     if size not in _POOLS or _POOLS[size].closed:
         _POOLS[size] = RankPool(size)
     return _POOLS[size]
 
 
 class RankPool:
-    """One that failed is closed: its ranks are in the middle of something."""
+    """Processes that have joined one group. A failed pool is closed, because its ranks are in the middle of a task."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -100,5 +100,5 @@ def _serve(connection: Connection, rank: int, size: int) -> None:
             return
         try:
             connection.send((None, task(world, *args, **kwargs)))
-        except BaseException:  # noqa: BLE001  # whatever it is, the test is told
+        except BaseException:  # noqa: BLE001  # the test reports whatever it is
             connection.send((traceback.format_exc(), None))

@@ -1,4 +1,4 @@
-"""What ranks are asked to do in tests, each by name: what crosses a process is numbers."""
+"""Tasks that ranks run in tests. Processes find them by name, and return arrays instead of tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch._dynamo  # noqa: F401  # which FSDP imports in its first pass: once here, for all processes
+import torch._dynamo  # noqa: F401  # FSDP imports it in its first pass; here it is imported once for all processes
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -30,11 +30,11 @@ Arrays = dict[str, Any]
 
 @dataclass
 class Learnt:
-    """What some steps came to."""
+    """The result of some steps."""
 
     metrics: list[dict[str, float]]
     gradients: list[Arrays]
-    """Of each update, as the optimizer met them."""
+    """Of each update, as the optimizer received them."""
     weights: Arrays
     updates: int
     error: str = ""
@@ -43,7 +43,7 @@ class Learnt:
 def make_backend(
     world: World | None, *, model: str = "qwen", lr: float = 1e-2, crowded: bool = False, **options: Any
 ) -> TorchBackend:
-    """In one process where `world` is None. `crowded`: as if there were no memory for the whole model's gradients."""
+    """`world`: None for one process. `crowded`: pretend that there is no memory for the whole model's gradients."""
     settings: dict[str, Any] = {
         "algorithm": AlgorithmConfig(**options.pop("algorithm", {})),
         "optimizer": OptimizerConfig(lr=lr, **options.pop("optimizer", {})),
@@ -64,7 +64,7 @@ def make_backend(
 def learn(
     world: World | None, groups: list[list[PromptGroup]], *, start: int = 0, backend: Any = None, **options: Any
 ) -> Learnt:
-    """A step for each entry of `groups`."""
+    """Take a step for each entry of `groups`."""
     backend = backend or make_backend(world, **options)
     gradients: list[Arrays] = []
     watch(backend, gradients)
@@ -80,14 +80,11 @@ def learn(
 
 
 def watch(backend: Any, gradients: list[Arrays]) -> None:
-    """Notes the gradients that the optimizers meet."""
-    for part in ("_optimizer", "_critic_optimizer"):
-        optimizer = getattr(backend, part)
-        if optimizer is None:
-            continue
+    """Record the gradients that the optimizers receive."""
+    for optimizer in backend._optimizers.values():
 
         def step(lr: float, loss: Tensor, optimizer: Any = optimizer, before: Any = optimizer.step) -> Any:
-            gradients.append(arrays({name: p.grad for name, p in optimizer._parameters.items()}))
+            gradients.append(arrays({name: p.grad for name, p in optimizer.parameters.items()}))
             return before(lr, loss)
 
         optimizer.step = step
@@ -105,10 +102,10 @@ def whole(tensor: Tensor) -> Tensor:
 def learn_poisoned(
     world: World, groups: list[PromptGroup], bad: list[PromptGroup]
 ) -> tuple[Arrays, Arrays, dict[str, float], bool]:
-    """State before and after a step on `bad`, its metrics, and whether the bad sample was this rank's."""
+    """Return the state before and after a step on `bad`, its metrics, and whether this rank had the bad sample."""
     backend = make_backend(world)
     backend.step(groups, version=0, step=0, total_steps=10)
-    before = arrays(backend.state().tensors)
+    before = whole_state(backend)
     had: list[bool] = []
     micro_batches = backend._micro_batches
 
@@ -119,25 +116,18 @@ def learn_poisoned(
 
     backend._micro_batches = noted  # type: ignore[method-assign]
     metrics = backend.step(bad, version=1, step=1, total_steps=10)
-    return before, arrays(backend.state().tensors), metrics, any(had)
-
-
-def learn_and_save(world: World, groups: list[list[PromptGroup]], folder: str) -> Arrays:
-    backend = make_backend(world)
-    learn(world, groups, backend=backend)
-    backend.save_hf(Path(folder))
-    return arrays(backend.weights())
+    return before, whole_state(backend), metrics, any(had)
 
 
 def whole_state(backend: Any) -> Arrays:
-    return arrays(backend.state().tensors)
+    return arrays(backend._named_state())
 
 
 def learn_and_write(world: World, groups: list[list[PromptGroup]], folder: str, **options: Any) -> Arrays:
     backend = make_backend(world, **options)
     assert isinstance(backend, FsdpBackend)
     learn(world, groups, backend=backend)
-    backend.write_state(backend.state(), Path(folder))
+    backend.state().write(Path(folder))
     return whole_state(backend)
 
 
@@ -157,7 +147,7 @@ def learn_from(world: World, files: list[str], groups: list[list[PromptGroup]], 
 
 
 def refused(world: World, files: list[str]) -> str:
-    """Why they cannot be loaded; what was there before is there still."""
+    """Return why the files cannot be loaded, and check that the state is unchanged."""
     backend = make_backend(world)
     assert isinstance(backend, FsdpBackend)
     before = whole_state(backend)
@@ -172,28 +162,15 @@ def seen_by_rank_0_only(world: World, files: list[str]) -> str:
     return refused(world, files if world.leads else [f"{file}.elsewhere" for file in files])
 
 
-def write_beside_steps(world: World, groups: list[PromptGroup], folder: str) -> tuple[Arrays, Arrays]:
-    """What was copied, and what three steps beside the writing made of it."""
+def write_during_steps(world: World, groups: list[PromptGroup], folder: str) -> tuple[Arrays, Arrays]:
+    """Return the copied state, and the state after three steps during the writing."""
     backend = make_backend(world)
     assert isinstance(backend, FsdpBackend)
     learn(world, [groups], backend=backend)
     state = backend.state()
-    before = arrays(state.tensors)
-    writing = threading.Thread(target=backend.write_state, args=(state, Path(folder)))
+    before = whole_state(backend)
+    writing = threading.Thread(target=state.write, args=(Path(folder),))
     writing.start()
     learn(world, [groups] * 3, start=1, backend=backend)
     writing.join()
     return before, whole_state(backend)
-
-
-def write_in_vain(world: World, groups: list[PromptGroup], folder: str) -> dict[str, float]:
-    """Rank 1 cannot write. Metrics of a step after it."""
-    backend = make_backend(world)
-    assert isinstance(backend, FsdpBackend)
-    state = backend.state()
-    if world.rank == 1:
-        with pytest.raises(Exception, match="No such file"):
-            backend.write_state(state, Path(folder) / "nowhere")
-    else:
-        backend.write_state(state, Path(folder))
-    return backend.step(groups, version=0, step=0, total_steps=10)

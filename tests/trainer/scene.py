@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,13 +79,12 @@ class FakeBackend:
         self.events.append(("end", step + 1))
         return {"actor/loss": 0.5}
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self, stored: bool = False) -> dict[str, torch.Tensor]:
         return {"w": torch.tensor([float(self.before + len(self.trained))])}
 
     def state(self) -> BackendState:
-        return BackendState(tensors=self.weights(), values={"steps": len(self.trained)})
-
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None: ...
+        weights = self.weights()["w"].tolist()
+        return BackendState(values={"w": weights}, write=lambda folder: "")
 
     def describe(self) -> str:
         return "fake"
@@ -125,7 +123,7 @@ class FakeSaver:
     def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: Weights) -> int:
         if step in self.fails:
             raise CheckpointFailed("No space left on device")
-        assert weights.tensors()["w"].tolist() == state.tensors["w"].tolist()
+        assert weights.tensors()["w"].tolist() == state.values["w"]
         self.events.append(("save", step))
         self.saved.append((step, version, frontier, int(weights.tensors()["w"][0])))
         return self.saved[-2][0] if len(self.saved) > 1 else 0

@@ -1,8 +1,9 @@
-"""Every trained token is in exactly one micro-batch."""
+"""Every trained token is in exactly one micro-batch, and sees its prompt and what came before it."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,20 +12,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freewheel.data.group import PromptGroup
-from freewheel.trainer.batching import MicroBatch, micro_batches, mini_batches
+from freewheel.trainer.batching import (
+    MULTIPLE,
+    MicroBatch,
+    Sample,
+    micro_batches,
+    mini_batches,
+    packed_batches,
+    row_length,
+)
 from freewheel.trainer.options import AlgorithmConfig
 
-from .groups import make_group, make_response, random_group
+from .groups import batch_of, make_group, make_response, random_group, samples_of
 
 NAN = float("nan")
+ALWAYS = 1e9
 
 
-def batches_of(
-    groups: list[PromptGroup], budget: int = 10_000, share: float | None = None, **settings: object
-) -> list[MicroBatch]:
-    advantages = [np.arange(len(group)) + 10.0 * group.ordinal for group in groups]
-    config = AlgorithmConfig(**settings)  # type: ignore[arg-type]
-    return [batch for rows in mini_batches(groups, advantages, config) for batch in micro_batches(rows, budget, share)]
+def batches_of(samples: list[Sample], budget: int, *, packed: bool, share: float | None) -> list[MicroBatch]:
+    if packed:
+        return packed_batches(samples, budget, share=share is not None)
+    return micro_batches(samples, budget, share)
+
+
+def seen_by(batch: MicroBatch) -> list[list[int]]:
+    """Return the places in the flattened rows that each place sees."""
+    shape = batch.inputs["input_ids"].shape
+    places = torch.arange(shape.numel()).reshape(shape)
+    if "attention_mask" in batch.inputs:
+        return [
+            row[mask].tolist()
+            for row, masks in zip(places, batch.inputs["attention_mask"], strict=True)
+            for mask in masks[0]
+        ]
+    if "cu_seq_lens_q" not in batch.inputs:  # plain causal rows
+        return [row[: end + 1].tolist() for row in places for end in range(len(row))]
+    query_ends, key_ends, key_rows = (batch.inputs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k", "key_rows"))
+    rows = places[0] if key_rows is None else key_rows
+    found: list[list[int]] = []
+    for piece in range(len(query_ends) - 1):
+        keys = rows[key_ends[piece] : key_ends[piece + 1]].tolist()
+        queries = int(query_ends[piece + 1] - query_ends[piece])
+        found += [keys[: len(keys) - queries + place + 1] for place in range(queries)]
+    return found
 
 
 @given(
@@ -33,85 +63,76 @@ def batches_of(
         min_size=1,
         max_size=6,
     ),
-    budget=st.integers(1, 80),
-    share=st.sampled_from([None, 1.0, 48.0, 1e9]),
+    budget=st.integers(1, 120),
+    share=st.sampled_from([None, 1.0, 48.0, ALWAYS]),
+    packed=st.booleans(),
     mini=st.integers(1, 3),
 )
 @settings(deadline=None)
-def test_every_token_of_a_scored_response_is_in_exactly_one_micro_batch(shapes, budget, share, mini) -> None:
+def test_every_token_of_a_scored_response_is_predicted_once_from_its_prompt_and_what_came_before(
+    shapes, budget, share, packed, mini
+) -> None:
     groups = [
         random_group(ordinal, n=n, seed=seed, failed=tuple(failed), holes=holes)
         for ordinal, (n, seed, failed, holes) in enumerate(shapes)
     ]
-    wanted: Counter[tuple[int, int, int, float]] = Counter()
+    wanted: Counter[Any] = Counter()
     for group in groups:
         for index in np.flatnonzero(group.scored):
             one = group.response(index)
-            for token, logp in zip(one.tokens[one.mask != 0], one.logprobs[one.mask != 0], strict=True):
-                wanted[group.ordinal, int(index), int(token), float(logp)] += 1
-    found: Counter[tuple[int, int, int, float]] = Counter()
-    for batch in batches_of(groups, budget, share, mini_batches=mini):
-        n_rows, longest = batch.inputs["input_ids"].shape
-        assert n_rows * longest <= budget or n_rows == 1
-        if n_rows * longest > budget:
-            assert batch.n_sequences == 1
-        for place, token, logp in zip(batch.sequence, batch.targets, batch.behaviour, strict=True):
-            found[(*batch.keys[place], int(token), float(logp))] += 1
+            for place in np.flatnonzero(one.mask):
+                before = (*group.prompt.tolist(), *one.tokens[:place].tolist())
+                wanted[(group.ordinal, int(index)), before, int(one.tokens[place]), float(one.logprobs[place])] += 1
+    found: Counter[Any] = Counter()
+    samples = samples_of(groups, mini_batches=mini)
+    for batch in batches_of(samples, budget, packed=packed, share=share):
+        n_tokens = batch.inputs["input_ids"].numel()
+        ids, seen = batch.inputs["input_ids"].flatten(), seen_by(batch)
+        assert len(seen) == n_tokens and all(seen), "every place sees at least itself"
+        assert n_tokens <= max(budget, max(row_length([one]) for one in samples)) + (MULTIPLE - 1) * packed
+        if "position_ids" in batch.inputs:
+            ordered = batch.inputs["position_ids"].flatten()
+            assert all(ordered[seen[place]].tolist() == list(range(len(seen[place]))) for place in batch.positions)
+        given = zip(batch.positions, batch.targets, batch.sequence, batch.behaviour, strict=True)
+        for position, target, sequence, logp in given:
+            found[batch.keys[sequence], tuple(ids[seen[position]].tolist()), int(target), float(logp)] += 1
     assert found == wanted
-
-
-@pytest.mark.parametrize("share", [None, 1e9])
-def test_each_token_is_predicted_from_the_one_before_it(share) -> None:
-    first = make_response([11, 12, 13], value=1.0)
-    holed = make_response([14, 15, 16, 17], value=0.0, mask=[0, 1, 0, 1])
-    group = make_group(0, [first, holed], prompt=[1, 2])
-    (batch,) = batches_of([group], share=share)
-    assert len(batch.inputs["input_ids"]) == (2 if share is None else 1)
-    before = batch.inputs["input_ids"].flatten()[batch.positions]
-    pairs = sorted(zip(before.tolist(), batch.targets.tolist(), strict=True))
-    assert pairs == [(2, 11), (11, 12), (12, 13), (14, 15), (16, 17)]
-
-
-def test_a_shared_row_lets_responses_see_the_prompt_and_themselves_only() -> None:
-    group = make_group(0, [make_response([11, 12], value=1.0), make_response([13], value=0.0)], prompt=[1, 2])
-    (batch,) = batches_of([group], share=1e9)
-    assert batch.inputs["input_ids"].tolist() == [[1, 2, 11, 12, 13]]
-    assert batch.inputs["position_ids"].tolist() == [[0, 1, 2, 3, 2]]
-    assert batch.inputs["attention_mask"][0, 0].int().tolist() == [
-        [1, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0],
-        [1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0],
-        [1, 1, 0, 0, 1],
-    ]
-
-
-def test_no_query_of_a_padded_shared_row_is_left_without_a_key() -> None:
-    groups = [random_group(ordinal, n=3, lengths=(2, 2 + 5 * (ordinal + 1))) for ordinal in range(3)]
-    (batch,) = batches_of(groups, share=1e9)
-    assert bool(batch.inputs["attention_mask"].any(-1).all())
 
 
 def test_prompts_are_shared_only_where_that_is_cheaper() -> None:
     long_prompt = make_group(0, [make_response([5, 6], value=1.0)] * 4, prompt=[1] * 50)
     long_responses = make_group(1, [make_response([5] * 50, value=1.0)] * 4, prompt=[1])
-    rows = {batch.keys[0][0]: len(batch.inputs["input_ids"]) for batch in batches_of([long_prompt], share=60.0)}
-    rows |= {batch.keys[0][0]: len(batch.inputs["input_ids"]) for batch in batches_of([long_responses], share=60.0)}
-    assert rows == {0: 1, 1: 4}
+    assert [len(batch_of([group], 60.0).inputs["input_ids"]) for group in (long_prompt, long_responses)] == [1, 4]
 
 
 def test_similar_lengths_are_batched_together_longest_first() -> None:
     lengths = [3, 17, 4, 16, 3, 18]
     groups = [make_group(i, [make_response([5] * n, value=1.0)], prompt=[1, 2]) for i, n in enumerate(lengths)]
-    found = [batch.inputs["input_ids"].shape for batch in batches_of(groups, budget=60)]
+    found = [batch.inputs["input_ids"].shape for batch in micro_batches(samples_of(groups), 60)]
     assert [tuple(shape) for shape in found] == [(3, 20), (3, 6)]
 
 
-def test_the_order_of_arrival_is_irrelevant() -> None:
+@pytest.mark.parametrize(
+    ("groups", "prompt", "budget", "sizes"), [(5, 56, 768, [768, 512]), (1, 228, 640, [640, 640])], ids=str
+)
+def test_packed_rows_are_as_equal_as_possible_and_split_a_group_that_does_not_fit(
+    groups, prompt, budget, sizes
+) -> None:
+    responses = [make_response([5] * 100, value=1.0)] * (2 if groups > 1 else 8)
+    samples = samples_of([make_group(ordinal, responses, prompt=[1] * prompt) for ordinal in range(groups)])
+    batches = packed_batches(samples, budget, share=True)
+    assert [batch.inputs["input_ids"].numel() for batch in batches] == sizes
+    assert sum(batch.n_sequences for batch in batches) == len(samples)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_order_of_arrival_is_irrelevant(packed: bool) -> None:
     groups = [random_group(ordinal) for ordinal in range(5)]
-    forwards, backwards = batches_of(groups, 40, mini_batches=2), batches_of(groups[::-1], 40, mini_batches=2)
-    assert len(forwards) == len(backwards)
-    for one, other in zip(forwards, backwards, strict=True):
+    found = []
+    for some in (groups, groups[::-1]):
+        samples = samples_of(some, [10.0 * group.ordinal + np.arange(len(group)) for group in some], mini_batches=2)
+        found.append(batches_of(samples, 40, packed=packed, share=1.0))
+    for one, other in zip(*found, strict=True):
         assert one.keys == other.keys
         assert torch.equal(one.inputs["input_ids"], other.inputs["input_ids"])
         assert torch.equal(one.advantages, other.advantages)
@@ -119,28 +140,24 @@ def test_the_order_of_arrival_is_irrelevant() -> None:
 
 def test_each_token_carries_its_responses_advantage_and_version() -> None:
     group = make_group(3, [make_response([5, 6], value=1.0, version=7), make_response([8], value=2.0, version=9)])
-    (batch,) = batches_of([group])
+    (batch,) = micro_batches(samples_of([group], [np.array([30.0, 31.0])]), 100)
     assert batch.keys == ((3, 0), (3, 1))
     assert batch.advantages.tolist() == [30, 30, 31]
     assert batch.versions.tolist() == [7, 7, 9]
     assert batch.rewards == (1.0, 2.0)
 
 
-def test_weights_are_those_of_the_whole_mini_batch_whatever_the_budget() -> None:
-    groups = [random_group(ordinal, holes=True, failed=(1,)) for ordinal in range(4)]
-    for aggregation in ("token_mean", "sequence_mean"):
-        small, large = (batches_of(groups, budget, aggregation=aggregation) for budget in (1, 10_000))
-        assert sum(float(batch.weights.sum()) for batch in small) == pytest.approx(1)
-        assert sum(float(batch.weights.sum()) for batch in large) == pytest.approx(1)
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("budget", [1, 10_000])
+def test_weights_are_those_of_the_whole_mini_batch_whatever_the_budget(aggregation: str, budget: int) -> None:
+    samples = samples_of([random_group(n, holes=True, failed=(1,)) for n in range(4)], aggregation=aggregation)
+    assert sum(float(batch.weights.sum()) for batch in micro_batches(samples, budget)) == pytest.approx(1)
 
 
-def test_mini_batches_hold_whole_groups() -> None:
-    groups = [random_group(ordinal) for ordinal in range(5)]
-    parts = mini_batches(groups, [group.rewards for group in groups], AlgorithmConfig(mini_batches=2))
-    assert [{sample.key[0] for sample in part} for part in parts] == [{0, 2, 4}, {1, 3}]
+def test_mini_batches_hold_whole_groups_and_none_is_empty() -> None:
+    def deal(groups: list[PromptGroup], count: int) -> list[set[int]]:
+        parts = mini_batches(groups, [group.rewards for group in groups], AlgorithmConfig(mini_batches=count))
+        return [{sample.key[0] for sample in part} for part in parts]
 
-
-def test_more_mini_batches_than_groups_leave_none_empty() -> None:
-    groups = [random_group(0), make_group(1, [make_response([5], value=NAN)])]
-    parts = mini_batches(groups, [group.rewards for group in groups], AlgorithmConfig(mini_batches=4))
-    assert len(parts) == 1
+    assert deal([random_group(ordinal) for ordinal in range(5)], 2) == [{0, 2, 4}, {1, 3}]
+    assert deal([random_group(0), make_group(1, [make_response([5], value=NAN)])], 4) == [{0}]

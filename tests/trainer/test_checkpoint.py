@@ -10,28 +10,39 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from freewheel.data.tasks.word_problems import model_path
+from freewheel.queue.ledger import Frontier
+from freewheel.sync.device import DevicePacker
+from freewheel.sync.weights import Packer, pack
 from freewheel.trainer import checkpoint as module
+from freewheel.trainer.backend import BackendState
 from freewheel.trainer.checkpoint import (
     STATE,
+    TRAINING,
     CheckpointDamaged,
     CheckpointFailed,
     CheckpointStore,
+    Resumed,
     RunLock,
     RunLocked,
-    _difference,
-    _looks_whole,
-    _measure,
+    RunSaver,
     visible_damage,
     write_state,
 )
-from freewheel.trainer.sharded_checkpoint import read_shards
+from freewheel.trainer.options import OptimizerConfig
+from freewheel.trainer.sharded_checkpoint import read_rows, write_rows
+from freewheel.trainer.torch_backend import TorchBackend
+from freewheel.utils.files import private_folder
+
+from .groups import random_group
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
@@ -44,8 +55,16 @@ def write_hf(folder: Path) -> None:
     (folder / "tokenizer" / "vocab.txt").write_text("a b c")
 
 
+def write_all(step: int) -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        write_hf(folder)
+        write_rows(private_folder(folder / TRAINING), tensors(step))
+
+    return fill
+
+
 def save(store: CheckpointStore, step: int, **more: Any) -> Path:
-    return store.save(step, tensors=tensors(step), state={"version": step, **more}, hf=write_hf)
+    return store.save(step, state={"version": step, **more}, fill=write_all(step))
 
 
 @pytest.fixture
@@ -55,11 +74,6 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def steps(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
-
-
-def best(store: CheckpointStore) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((store.run_dir / "best" / "best.json").read_text())
-    return told
 
 
 def flip(path: Path) -> None:
@@ -72,41 +86,38 @@ def flip(path: Path) -> None:
 # -- what comes back --------------------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_loads_what_was_saved(store: CheckpointStore):
+def test_a_checkpoint_loads_what_was_saved_and_records_every_file(store: CheckpointStore):
+    assert store.latest() is None and store.newest() is None
     state = {"frontier": {"low": 3, "ended": [5, 7]}, "rng": 2**63, "config": {"seed": 0}}
-    path = store.save(40, tensors=tensors(40), state=state, hf=write_hf)
+    path = store.save(40, state=state, fill=write_all(40))
     assert path == store.run_dir / "checkpoints" / "step_000040" == store.latest()
     loaded = store.load(path)
     assert loaded.step == 40 and state.items() <= loaded.state.items()
-    found = read_shards(loaded.tensor_files())
+    assert set(loaded.state["files"]) == {"training/whole.safetensors", "config.json", "tokenizer/vocab.txt"}
+    assert loaded.state["files"]["config.json"] == {"bytes": 2, "crc32": 0xA3A6BF43}
+    found = read_rows(loaded.tensor_files())
     assert found.keys() == tensors(40).keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(40).items())
-    assert (path / "tokenizer" / "vocab.txt").read_text() == "a b c"
-
-
-def test_every_file_has_its_size_and_checksum_and_none_is_a_pickle(store: CheckpointStore):
-    told = json.loads((save(store, 1) / "state.json").read_text())
-    assert set(told["files"]) == {"training/whole.safetensors", "config.json", "tokenizer/vocab.txt"}
-    assert told["files"]["config.json"] == {"bytes": 2, "crc32": 0xA3A6BF43}
-
-
-def test_an_empty_run_has_no_checkpoint(store: CheckpointStore):
-    assert store.latest() is None and store.newest() is None
 
 
 # -- which are kept ---------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_checkpoints_are_kept(store: CheckpointStore):
-    for step in (1, 2, 3, 1000000):
-        save(store, step)
-    assert steps(store) == ["step_000003", "step_1000000"]
-
-
-def test_saving_a_step_again_replaces_it(store: CheckpointStore):
-    save(store, 1, note="first")
-    path = save(store, 1, note="second")
-    assert store.load(path).state["note"] == "second" and steps(store) == ["step_000001"]
+@pytest.mark.parametrize(
+    ("saved", "kept"),
+    [
+        ([1, 2, 3, 1000000], ["step_000003", "step_1000000"]),
+        ([1, 1], ["step_000001"]),
+        ([20, 40, 30], ["step_000020", "step_000030"]),  # 30 by a run that resumed from 20
+    ],
+    ids=["the newest", "the same step again", "none of a path that a resume has left"],
+)
+def test_the_last_checkpoints_are_kept(store: CheckpointStore, saved: list[int], kept: list[str]):
+    for number, step in enumerate(saved):
+        save(store, step, note=number)
+    assert steps(store) == kept
+    latest = store.latest()
+    assert latest == store.folder / kept[-1] and store.load(latest).state["note"] == len(saved) - 1
 
 
 def test_a_damaged_checkpoint_does_not_count_as_kept(store: CheckpointStore):
@@ -116,14 +127,6 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(store: CheckpointStore):
     assert store.load(store.folder / "step_000001").step == 1
     save(store, 4)
     assert steps(store) == ["step_000003", "step_000004"]
-
-
-def test_checkpoints_after_the_one_that_was_resumed_are_removed(store: CheckpointStore):
-    save(store, 20)
-    save(store, 40)
-    save(store, 30)  # by a run that resumed from 20
-    assert store.latest() == store.folder / "step_000030"
-    assert steps(store) == ["step_000020", "step_000030"]
 
 
 def test_a_resume_may_go_back_to_the_oldest_whole_checkpoint(tmp_path: Path):
@@ -171,7 +174,8 @@ def test_a_damaged_checkpoint_is_skipped_for_the_previous_one(store: CheckpointS
     {"flip": lambda: flip(path), "cut": lambda: os.truncate(path, 1), "remove": path.unlink}[harm]()
     assert store.latest() == store.folder / "step_000001"
     (record,) = caplog.records
-    assert record.levelno == logging.WARNING and str(path) in record.getMessage()
+    assert record.levelno == logging.WARNING and f"{store.folder / 'step_000002'}" in record.getMessage()
+    assert name in record.getMessage()
     with pytest.raises(CheckpointDamaged):
         store.load(store.folder / "step_000002")
 
@@ -202,33 +206,20 @@ def test_a_malformed_state_counts_as_damage(store: CheckpointStore, text: str):
     assert store.latest() is None and store.oldest() == 0
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ({"bytes": 1_633_376, "crc32": 7}, ""),
-        ({"bytes": 1_633_376}, ""),
-        ({"bytes": 100, "crc32": 8}, "cut off: 100 of 1,633,376 bytes"),
-        ({"bytes": 1_633_377}, "too long: 1,633,377 bytes, and 1,633,376 were written"),
-        ({"bytes": 1_633_376, "crc32": 8}, "its checksum does not match"),
-    ],
-)
-def test_a_difference_between_files_is_described(found: dict[str, int], said: str):
-    assert _difference({"bytes": 1_633_376, "crc32": 7}, found) == said
-
-
 def test_damage_that_shows_without_reading_files_names_the_file(tmp_path: Path):
     weights = tmp_path / "weights"
     weights.write_bytes(b"1234")
-    told = _measure(weights)
     write_state(tmp_path, STATE, {"step": 1})
-    assert visible_damage(tmp_path, STATE) == "" and _looks_whole(tmp_path)
-    weights.write_bytes(b"4321")
-    assert visible_damage(tmp_path, STATE) == "", "the files are not read"
-    assert _difference(told, _measure(weights)) == "its checksum does not match"
-    weights.write_bytes(b"1")
-    assert visible_damage(tmp_path, STATE) == "weights: cut off: 1 of 4 bytes" and not _looks_whole(tmp_path)
+    for data, said in (
+        (b"1234", ""),
+        (b"4321", ""),  # the files are not read
+        (b"1", "weights: cut off: 1 of 4 bytes"),
+        (b"12345", "weights: too long: 5 bytes, and 4 were written"),
+    ):
+        weights.write_bytes(data)
+        assert visible_damage(tmp_path, STATE) == said
     weights.unlink()
-    assert visible_damage(tmp_path, STATE) == f"{weights}: No such file or directory"
+    assert visible_damage(tmp_path, STATE) == "weights: No such file or directory"
     (tmp_path / STATE).write_text("{")
     assert visible_damage(tmp_path, STATE).startswith(f"{tmp_path / STATE}: ")
 
@@ -244,7 +235,7 @@ def no_room(folder: Path) -> None:
 def test_a_full_disk_is_reported_with_the_space_left_and_leaves_the_old_checkpoint(store: CheckpointStore):
     save(store, 1)
     with pytest.raises(CheckpointFailed, match=r"step_000002.*No space left.*Only \d+ MB are free there"):
-        store.save(2, tensors=tensors(2), state={}, hf=no_room)
+        store.save(2, state={}, fill=no_room)
     assert steps(store) == ["step_000001"]
     assert store.latest() == store.folder / "step_000001"
 
@@ -253,12 +244,15 @@ def test_a_limit_on_file_sizes_is_reported_like_a_full_disk(tmp_path: Path):
     """In a separate process, because the limit holds for all files of a process."""
     code = """
         import resource, sys, torch
+        from safetensors.torch import save_file
         from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
         store = CheckpointStore(sys.argv[1], keep_last=2)
-        store.save(1, tensors={"w": torch.ones(8)}, state={})
+        def save(step, size):
+            store.save(step, state={}, fill=lambda folder: save_file({"w": torch.ones(size)}, folder / "w"))
+        save(1, 8)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         try:
-            store.save(2, tensors={"w": torch.ones(1 << 20)}, state={})
+            save(2, 1 << 20)
         except CheckpointFailed as error:
             assert "MB are free there: make room" in str(error), error
         else:
@@ -269,14 +263,11 @@ def test_a_limit_on_file_sizes_is_reported_like_a_full_disk(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
-def test_an_export_that_fails_or_a_state_that_is_not_json_fails_the_checkpoint(store: CheckpointStore):
-    def broken(folder: Path) -> None:
-        raise ValueError("this tokenizer cannot be saved")
-
-    with pytest.raises(CheckpointFailed, match="this tokenizer cannot be saved"):
-        store.save(1, tensors=tensors(1), state={}, hf=broken)
+def test_files_that_cannot_be_written_or_a_state_that_is_not_json_fail_the_checkpoint(store: CheckpointStore):
+    with pytest.raises(CheckpointFailed, match="RuntimeError: killed"):
+        store.save(1, state={}, fill=half)
     with pytest.raises(CheckpointFailed, match="JSON serializable"):
-        store.save(1, tensors={}, state={"rng": object()})
+        store.save(1, state={"rng": object()}, fill=write_hf)
     assert steps(store) == []
 
 
@@ -311,6 +302,7 @@ def killable(real: Any, left: Iterator[int]) -> Any:
 @pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])
 def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch, again: bool):
     """Kill each call in turn that creates, moves, removes or syncs something."""
+    newest, seen_newer = 2 if again else 3, False
     for last in range(1, 200):
         run = tmp_path / str(last)
         store = CheckpointStore(run, keep_last=2)
@@ -321,7 +313,7 @@ def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path
             for name in CHANGES:
                 patch.setattr(os, name, killable(getattr(os, name), left))
             try:
-                save(store, 2 if again else 3, note="newer")
+                save(store, newest, note="newer")
                 ended = True
             except Killed:
                 ended = False
@@ -329,28 +321,27 @@ def test_a_kill_before_any_change_to_the_disk_leaves_a_whole_checkpoint(tmp_path
         latest = found.latest()
         assert latest is not None
         loaded = found.load(latest)
-        newest = 2 if again else 3
-        assert loaded.step in (2, newest)
-        if ended:
-            assert (loaded.step, loaded.state.get("note")) == (newest, "newer")
-        elif loaded.state.get("note"):
-            assert loaded.step == newest
-        assert (read_shards(loaded.tensor_files())["w"] == loaded.step).all()
+        newer = loaded.state.get("note") == "newer"
+        assert loaded.step == (newest if newer else 2)
+        assert (read_rows(loaded.tensor_files())["w"] == loaded.step).all()
+        assert newer or not seen_newer, "what is in place stays in place, however late the kill is"
+        seen_newer = newer
+        replacing = again and not (found.folder / "step_000002").exists()
         oldest = found.oldest()
-        assert oldest or again, "both earlier checkpoints are whole: a resume needs no earlier prompts"
+        assert oldest in ((0,) if replacing else (1,) if again else (1, 2)), "a resume needs no earlier prompts"
         assert not oldest or found.load(found.folder / f"step_{oldest:06d}").step == oldest
         save(found, 4)
         assert found.load(found.latest() or "").step == 4
         if ended:
             break
-    assert ended and last > 10
+    assert ended and newer and last > 10
 
 
 KILLED_AT_RANDOM = """
     import os, random, signal, sys, time
     import torch
     from freewheel.trainer.checkpoint import CheckpointStore
-    from freewheel.trainer.sharded_checkpoint import read_shards
+    from freewheel.trainer.sharded_checkpoint import read_rows, write_rows
 
     torch.set_num_threads(1)
     run_dir, rounds = sys.argv[1], int(sys.argv[2])
@@ -359,7 +350,12 @@ KILLED_AT_RANDOM = """
 
     def save(step):
         tensors = {f"w{n}": torch.full((20_000,), float(step)) for n in range(8)}
-        store.save(step, tensors=tensors, state={"version": step})
+
+        def fill(folder):
+            (folder / "training").mkdir()
+            write_rows(folder / "training", tensors)
+
+        store.save(step, state={"version": step}, fill=fill)
 
     save(0)
     for _ in range(rounds):
@@ -377,7 +373,7 @@ KILLED_AT_RANDOM = """
         store = CheckpointStore(run_dir, keep_last=2)
         found = store.load(store.latest())
         assert found.step >= before, (found.step, before)
-        for tensor in read_shards(found.tensor_files()).values():
+        for tensor in read_rows(found.tensor_files()).values():
             assert (tensor == found.step).all()
     assert store.load(store.latest()).step > 0, "nothing was saved between the kills"
 """
@@ -393,49 +389,38 @@ def test_a_kill_at_any_instant_leaves_a_loadable_store(tmp_path: Path):
     assert done.returncode == 0, done.stderr
 
 
-# -- the best ---------------------------------------------------------------------------------------------------------
+# -- the best, and the end --------------------------------------------------------------------------------------------
 
 
-def test_the_best_weights_are_kept_with_their_score_until_better_ones_come(store: CheckpointStore):
-    def export(text: str) -> Any:
-        return lambda folder: (folder / "config.json").write_text(text)
+def exported(text: str) -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        (folder / "config.json").write_text(text)
 
-    assert store.save_best(10, 0.5, export("ten"))
-    assert not store.save_best(20, 0.5, export("twenty")), "an equal score is no reason to write"
-    assert not store.save_best(30, float("nan"), export("thirty"))
-    assert (best(store)["step"], best(store)["score"]) == (10, 0.5)
-    assert store.save_best(40, 0.9, export("forty"))
-    assert (best(store)["step"], best(store)["score"]) == (40, 0.9)
-    assert (store.run_dir / "best" / "config.json").read_text() == "forty"
-    assert sorted(path.name for path in store.run_dir.iterdir()) == ["best"]
+    return fill
 
 
-def test_pruning_leaves_the_best_alone(store: CheckpointStore):
-    save(store, 1)
-    store.save_best(1, 1.0, write_hf)
-    for step in range(2, 6):
-        save(store, step)
-    assert best(store)["step"] == 1 and (store.run_dir / "best" / "config.json").exists()
+def half(folder: Path) -> None:
+    write_hf(folder)
+    (folder / "more.json").write_text("{}")
+    raise RuntimeError("killed")
 
 
-def test_if_the_best_cannot_be_written_the_previous_one_stays(store: CheckpointStore):
-    store.save_best(1, 0.1, write_hf)
+def test_the_best_weights_are_kept_with_their_score_until_better_ones_are_written(store: CheckpointStore):
+    kept = store.run_dir / "best"
+    for step, score, wanted in ((10, 0.5, 10), (20, 0.5, 10), (30, float("nan"), 10), (40, 0.9, 40)):
+        assert store.save_best(step, score, exported(str(step))) is (wanted == step)
+        told = json.loads((kept / "best.json").read_text())
+        assert (told["step"], (kept / "config.json").read_text()) == (wanted, str(wanted))
     with pytest.raises(CheckpointFailed, match="best"):
-        store.save_best(2, 0.9, no_room)
-    assert best(store)["step"] == 1 and (store.run_dir / "best" / "config.json").exists()
-
-
-# -- the end ----------------------------------------------------------------------------------------------------------
+        store.save_best(50, 1.0, no_room)
+    for step in range(50, 55):
+        save(store, step)
+    assert (kept / "config.json").read_text() == "40", "neither a failure nor pruning removes it"
+    assert sorted(path.name for path in store.run_dir.iterdir()) == ["best", "checkpoints"]
 
 
 def test_an_export_is_replaced_whole_or_not_at_all(store: CheckpointStore):
     final = store.run_dir / "final"
-
-    def half(folder: Path) -> None:
-        write_hf(folder)
-        (folder / "more.json").write_text("{}")
-        raise RuntimeError("killed")
-
     with pytest.raises(CheckpointFailed, match="the export of step 4"):
         store.export(final, 4, half)
     assert not final.exists()
@@ -449,23 +434,101 @@ def test_an_export_is_replaced_whole_or_not_at_all(store: CheckpointStore):
     assert sorted(path.name for path in store.run_dir.iterdir()) == ["final"]
 
 
-def test_a_run_that_continues_loses_its_final_weights(store: CheckpointStore):
-    save(store, 4)
-    store.export(store.run_dir / "final", 4, write_hf)
-    assert (store.run_dir / "final").is_dir()
-    save(store, 5)
-    assert not (store.run_dir / "final").exists()
-
-
 def test_the_newest_weights_are_those_of_the_last_step(store: CheckpointStore):
-    assert store.newest() is None
-    store.save(2, tensors={}, state={}, hf=write_hf)
-    store.save(10, tensors={}, state={}, hf=write_hf)
+    final = store.run_dir / "final"
+    for step in (2, 10):
+        assert save(store, step) == store.newest()
+    store.export(final, 9, write_hf)
     assert store.newest() == store.folder / "step_000010"
-    store.export(store.run_dir / "final", 9, write_hf)
-    assert store.newest() == store.folder / "step_000010"
-    store.export(store.run_dir / "final", 10, write_hf)
-    assert store.newest() == store.run_dir / "final"
+    store.export(final, 10, write_hf)
+    assert store.newest() == final
+    save(store, 11)
+    assert store.newest() == store.folder / "step_000011" and not final.exists(), "a run that continues has no end"
+
+
+# -- a run's checkpoints ----------------------------------------------------------------------------------------------
+
+FRONTIER = Frontier(low=7, ended=(9, 12), trained=8, abandoned={"zero_variance": 2})
+EMBEDDED = AutoModelForCausalLM.from_pretrained(model_path())
+
+
+def make_backend() -> TorchBackend:
+    model = AutoModelForCausalLM.from_pretrained(model_path())
+    return TorchBackend(model, optimizer=OptimizerConfig(lr=1e-2), micro_batch_tokens=16384)
+
+
+@pytest.fixture
+def saver(store: CheckpointStore) -> RunSaver:
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    return RunSaver(store=store, model=EMBEDDED, tokenizer=tokenizer, config={"seed": 3})
+
+
+def train(backend: TorchBackend, step: int) -> None:
+    backend.step([random_group(ordinal, seed=step) for ordinal in range(2)], version=step, step=step, total_steps=9)
+
+
+def is_equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("packer", [pack, DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})])
+def test_a_checkpoint_is_an_ordinary_model_and_continues_bit_for_bit(
+    store: CheckpointStore, saver: RunSaver, packer: Packer
+) -> None:
+    backend = make_backend()
+    train(backend, 0)
+    at_1 = {name: tensor.clone() for name, tensor in backend.weights().items()}
+    state, weights = backend.state(), packer(backend.weights())
+    train(backend, 1)  # which must not change what is saved
+    assert saver.save(4, 2, FRONTIER, state, weights) == 0
+    path = store.folder / "step_000004"
+    assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"], "vLLM loads every such file"
+    model = AutoModelForCausalLM.from_pretrained(path)
+    assert is_equal({name: model.state_dict()[name] for name in at_1}, at_1)
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert not torch.equal(model.lm_head.weight, EMBEDDED.lm_head.weight)
+    assert model.generation_config.eos_token_id == EMBEDDED.generation_config.eos_token_id
+    text = "Tom has 6 apples"
+    assert AutoTokenizer.from_pretrained(path)(text) == AutoTokenizer.from_pretrained(model_path())(text)
+
+    found = store.load(path)
+    assert Resumed.of(path, found.state) == Resumed(path=str(path), step=4, version=2, frontier=FRONTIER)
+    assert found.state["config"] == {"seed": 3}
+    resumed = make_backend()
+    resumed.load_files(found.tensor_files(), found.state["backend"])
+    train(resumed, 1)
+    assert is_equal(resumed.weights(), backend.weights())
+
+
+def test_the_best_weights_record_the_versions_behind_their_score(store: CheckpointStore, saver: RunSaver) -> None:
+    backend = make_backend()
+    for step, score in ((1, 0.5), (2, 0.6), (3, 0.55)):
+        train(backend, step)
+        if saver.save_best(step, score, pack(backend.weights()), versions=(step - 1, step)):
+            best = {name: tensor.clone() for name, tensor in backend.weights().items()}
+    model = AutoModelForCausalLM.from_pretrained(store.run_dir / "best")
+    assert is_equal({name: model.state_dict()[name] for name in best}, best)
+    told = json.loads((store.run_dir / "best" / "best.json").read_text())
+    assert (told["step"], told["version_min"], told["version_max"]) == (2, 1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_records_the_type_of_its_weights(tmp_path: Path, saver: RunSaver, dtype: torch.dtype) -> None:
+    saver.write_hf(tmp_path / "model", pack({name: one.to(dtype) for name, one in EMBEDDED.named_parameters()}))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").dtype is dtype
+
+
+def test_a_tokenizer_that_cannot_be_written_fails_the_checkpoint_and_leaves_nothing(
+    store: CheckpointStore, saver: RunSaver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saver.tokenizer, "save_pretrained", full)
+    state = BackendState(values={}, write=lambda folder: "")
+    with pytest.raises(CheckpointFailed, match="No space left on device"):
+        saver.save(1, 1, FRONTIER, state, pack(dict(EMBEDDED.named_parameters())))
+    assert list(store.folder.iterdir()) == []
 
 
 # -- the lock ---------------------------------------------------------------------------------------------------------

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from freewheel.errors import DataError
-from freewheel.trainer.backend import BackendState
-from freewheel.trainer.checkpoint import TRAINING, WHOLE, Checkpoint
-from freewheel.trainer.sharded_checkpoint import PARTS, own_rows, read_shards
+from freewheel.trainer.checkpoint import TRAINING, Checkpoint
+from freewheel.trainer.sharded_checkpoint import WHOLE, own_rows, read_rows
 
 from . import rank_tasks
 from .rank_pool import ranks
@@ -27,11 +22,11 @@ from .test_fsdp import GROUPS, bitwise, same
 pytestmark = pytest.mark.timeout(300)
 
 PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "optimizer": {"eps": 1e-3}}
-"""A critic has a head with one bias: of two ranks one holds none of it."""
+"""A critic's head has one bias, so one of two ranks holds nothing of it."""
 
 
 def saved_by(world: int, folder: Path, **options: Any) -> Arrays:
-    """The state after two steps, whole."""
+    """Return the complete state after two steps."""
     lead, *_ = ranks(world).run(rank_tasks.learn_and_write, [GROUPS, GROUPS], str(folder), **options)
     whole: Arrays = lead
     return whole
@@ -43,7 +38,7 @@ def test_every_rank_writes_a_safetensors_file(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["shard_00001_of_00002.safetensors", "shard_00002_of_00002.safetensors"]
     sizes = [file.stat().st_size for file in files]
     assert max(sizes) < 0.7 * sum(sizes)
-    assert bitwise(arrays(read_shards(files)), whole)
+    assert bitwise(arrays(read_rows(files)), whole)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -52,8 +47,8 @@ def test_any_number_of_ranks_loads_what_two_ranks_saved(tmp_path: Path, world: i
     files = sorted(tmp_path.iterdir())
     if world == 1:
         backend = make_backend(None, **PPO)
-        backend.load_state(BackendState(tensors=read_shards(files), values={"nonfinite": 1}))
-        found = arrays(backend.state().tensors)
+        backend.load_files(files, {"nonfinite": 1})
+        found = rank_tasks.whole_state(backend)
     else:
         found, *_ = ranks(world).run(rank_tasks.loaded_from, list(map(str, files)), **PPO)
     assert bitwise(found, whole)
@@ -63,12 +58,11 @@ def test_any_number_of_ranks_loads_what_two_ranks_saved(tmp_path: Path, world: i
 def test_two_ranks_load_what_one_process_saved(tmp_path: Path, options: dict[str, Any]) -> None:
     backend = make_backend(None, **options)
     learn(None, [GROUPS, GROUPS], backend=backend)
-    state = backend.state()
     (tmp_path / TRAINING).mkdir()
-    save_file(dict(state.tensors), tmp_path / TRAINING / WHOLE)
+    assert backend.state().write(tmp_path / TRAINING) == WHOLE
     files = Checkpoint(path=tmp_path, state={"step": 2}).tensor_files()
     found, _ = ranks(2).run(rank_tasks.loaded_from, list(map(str, files)), **options)
-    assert bitwise(found, arrays(state.tensors))
+    assert bitwise(found, rank_tasks.whole_state(backend))
 
 
 def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path) -> None:
@@ -76,21 +70,15 @@ def test_training_continues_the_same_with_another_number_of_ranks(tmp_path: Path
     files = list(map(str, sorted(tmp_path.iterdir())))
     lead, *_ = ranks(3).run(rank_tasks.learn_from, files, [GROUPS[:3], GROUPS], **PPO)
     backend = make_backend(None, **PPO)
-    backend.load_state(BackendState(tensors=read_shards(sorted(tmp_path.iterdir())), values={"nonfinite": 0}))
+    backend.load_files(sorted(tmp_path.iterdir()), {"nonfinite": 0})
     same(lead, learn(None, [GROUPS[:3], GROUPS], start=2, backend=backend))
 
 
 def test_a_state_is_written_as_it_was_copied_while_training_continues(tmp_path: Path) -> None:
-    """The write runs in a thread of its own, beside steps."""
-    lead, _ = ranks(2).run(rank_tasks.write_beside_steps, GROUPS, str(tmp_path))
+    lead, _ = ranks(2).run(rank_tasks.write_during_steps, GROUPS, str(tmp_path))
     before, after = lead
     assert not bitwise(before, after)
-    assert bitwise(arrays(read_shards(sorted(tmp_path.iterdir()))), before)
-
-
-def test_a_rank_that_cannot_write_delays_no_other(tmp_path: Path) -> None:
-    for metrics in ranks(2).run(rank_tasks.write_in_vain, GROUPS, str(tmp_path)):
-        assert "actor/loss" in metrics
+    assert bitwise(arrays(read_rows(sorted(tmp_path.iterdir()))), before)
 
 
 @given(count=st.integers(0, 50), size=st.integers(1, 12))
@@ -104,14 +92,14 @@ def test_a_shard_that_is_missing_or_cut_off_is_refused(tmp_path: Path) -> None:
     saved_by(2, tmp_path)
     first, second = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match="a shard is missing"):
-        read_shards([first])
+        read_rows([first])
     for error in ranks(2).run(rank_tasks.refused, [str(second)]):
         assert "a shard is missing" in error
     second.write_bytes(second.read_bytes()[:-8])
     with pytest.raises(DataError, match="cannot be read"):
-        read_shards([first, second])
+        read_rows([first, second])
     with pytest.raises(DataError, match="no training state"):
-        read_shards([])
+        read_rows([])
 
 
 def test_all_ranks_report_a_rank_that_cannot_see_the_files(tmp_path: Path) -> None:
@@ -125,17 +113,3 @@ def test_a_state_of_another_model_is_refused_on_every_rank(tmp_path: Path) -> No
     saved_by(2, tmp_path, model="llama")
     for error in ranks(2).run(rank_tasks.refused, list(map(str, sorted(tmp_path.iterdir())))):
         assert "resume with the model and the settings" in error
-
-
-def test_a_file_records_the_rows_it_holds(tmp_path: Path) -> None:
-    whole = saved_by(3, tmp_path)
-    seen = {name: np.full(array.shape, np.nan, np.float32) for name, array in whole.items()}
-    for file in sorted(tmp_path.iterdir()):
-        with safe_open(file, framework="pt") as opened:
-            parts = json.loads(opened.metadata()[PARTS])
-        for name, tensor in load_file(file).items():
-            shape, offsets = parts[name]
-            assert list(whole[name].shape) == shape
-            places = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
-            seen[name][places] = tensor.to(torch.float32).numpy()
-    assert bitwise(seen, whole)

@@ -14,6 +14,7 @@ from freewheel.errors import ConfigError
 from freewheel.trainer.losses import (
     LossInputs,
     LossOutputs,
+    Tally,
     apply_loss,
     check_loss,
     clipped_surrogate,
@@ -24,7 +25,6 @@ from freewheel.trainer.losses import (
     token_weights,
     value_loss,
 )
-from freewheel.trainer.metrics import Tally
 from freewheel.trainer.options import AlgorithmConfig
 
 RESPONSE = torch.tensor([0, 0, 0, 1])

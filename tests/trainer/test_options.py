@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.trainer.optim import lr_factor
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
+from freewheel.trainer.torch_backend import lr_factor
 
 
 @pytest.mark.parametrize(
@@ -48,27 +48,23 @@ def test_an_algorithm_that_cannot_work_is_refused_by_key(settings, key) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("kind", "settings", "key"),
     [
-        ({"lr": 0}, "optimizer.lr"),
-        ({"lr": "fast"}, "optimizer.lr"),
-        ({"betas": (0.9, 1.0)}, "optimizer.betas"),
-        ({"betas": (0.9,)}, "optimizer.betas"),
-        ({"schedule": "step"}, "optimizer.schedule"),
-        ({"grad_clip": 0}, "optimizer.grad_clip"),
-        ({"min_lr_ratio": 2}, "optimizer.min_lr_ratio"),
-        ({"warmup_steps": -1}, "optimizer.warmup_steps"),
+        (OptimizerConfig, {"lr": 0}, "optimizer.lr"),
+        (OptimizerConfig, {"lr": "fast"}, "optimizer.lr"),
+        (OptimizerConfig, {"betas": (0.9, 1.0)}, "optimizer.betas"),
+        (OptimizerConfig, {"betas": (0.9,)}, "optimizer.betas"),
+        (OptimizerConfig, {"schedule": "step"}, "optimizer.schedule"),
+        (OptimizerConfig, {"grad_clip": 0}, "optimizer.grad_clip"),
+        (OptimizerConfig, {"min_lr_ratio": 2}, "optimizer.min_lr_ratio"),
+        (OptimizerConfig, {"warmup_steps": -1}, "optimizer.warmup_steps"),
+        (LoraConfig, {"rank": 0}, "model.lora.rank"),
     ],
 )
-def test_an_optimizer_that_cannot_work_is_refused_by_key(settings, key) -> None:
+def test_an_optimizer_or_adapters_that_cannot_work_are_refused_by_key(kind, settings, key) -> None:
     with pytest.raises(ConfigError) as caught:
-        OptimizerConfig(**settings)
+        kind(**settings)
     assert caught.value.key == key
-
-
-def test_adapters_need_a_rank() -> None:
-    with pytest.raises(ConfigError, match=r"model\.lora\.rank = 0"):
-        LoraConfig(rank=0)
 
 
 def test_settings_are_converted_from_plain_values() -> None:
@@ -105,6 +101,7 @@ def test_settings_are_converted_from_plain_values() -> None:
 def test_a_combination_of_settings_is_described(settings, wanted) -> None:
     said = describe(AlgorithmConfig(**settings))
     assert [part for part in wanted if part not in said] == []
+    assert ("nothing is clipped" in said) is (settings == {"proximal": "recomputed"}), "only with one update per batch"
 
 
 def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() -> None:
@@ -120,10 +117,6 @@ def test_a_name_is_a_preset_of_estimator_and_loss_and_a_key_of_its_own_wins() ->
     assert AlgorithmConfig(advantage="rloo").normalisation == "none"
     own = AlgorithmConfig(name="ppo", advantage="mine:best", normalise="std", baseline="batch")
     assert (own.normalisation, own.uses_critic, own.compares_responses) == ("std", False, False)
-
-
-def test_the_remark_about_clipping_disappears_with_several_updates() -> None:
-    assert "nothing is clipped" not in describe(AlgorithmConfig(proximal="recomputed", mini_batches=2))
 
 
 @pytest.mark.parametrize(

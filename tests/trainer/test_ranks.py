@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -30,22 +31,23 @@ def samples_of(groups: Sequence[tuple[int, Sequence[int]]]) -> list[Sample]:
     return [
         Sample(
             key=(ordinal, index),
-            prompt=np.zeros(n_prompt, np.int64),
-            tokens=np.zeros(length, np.int64),
+            prompt=np.zeros(n_prompt),
+            tokens=np.zeros(n),
             made=none,
             behaviour=none,
             versions=none,
-            reward=0.0,
-            advantage=0.0,
-            weight=0.0,
         )
         for ordinal, (n_prompt, lengths) in enumerate(groups)
-        for index, length in enumerate(lengths)
+        for index, n in enumerate(lengths)
     ]
 
 
 def cost(samples: Sequence[Sample]) -> int:
     return sum(len(sample.prompt) + len(sample.tokens) for sample in samples)
+
+
+def share_keys(samples: Sequence[Sample], world: int) -> list[list[tuple[int, int]]]:
+    return [[sample.key for sample in share] for share in share_out(samples, world)]
 
 
 GROUPED = st.lists(st.tuples(st.integers(1, 50), st.lists(st.integers(1, 200), max_size=8)), max_size=12)
@@ -56,118 +58,86 @@ def test_every_sample_has_one_rank_and_shares_are_even_to_within_a_piece(
     groups: list[tuple[int, list[int]]], world: int
 ) -> None:
     samples = samples_of(groups)
-    shares = share_out(samples, world)
-    assert len(shares) == world
-    assert sorted(sample.key for share in shares for sample in share) == [sample.key for sample in samples]
-    for share in shares:
-        keys = [sample.key for sample in share]
-        assert keys == sorted(keys), "responses that share a prompt stand side by side"
+    keys = share_keys(samples, world)
+    assert len(keys) == world
+    assert sorted(key for share in keys for key in share) == [sample.key for sample in samples]
+    assert keys == [sorted(share) for share in keys], "responses that share a prompt stay together"
+    costs = [cost(share) for share in share_out(samples, world)]
     longest = max([cost([sample]) for sample in samples], default=0)
-    piece = max(longest, cost(samples) // (PIECES * world))
-    assert max(map(cost, shares)) - min(map(cost, shares)) <= piece
-    assert [[sample.key for sample in share] for share in share_out(samples, world)] == [
-        [sample.key for sample in share] for share in shares
-    ]
+    assert max(costs) - min(costs) <= max(longest, cost(samples) // (PIECES * world))
+    assert keys == share_keys(samples, world), "every rank computes the same shares"
 
 
-def test_groups_stay_whole_if_there_are_enough_of_them() -> None:
-    """A prompt that several responses share is computed once a rank that has one of them."""
-    samples = samples_of([(100, [10] * 8)] * 32)
-    for world in (2, 4, 8):
-        owners: dict[int, set[int]] = {}
-        for rank, share in enumerate(share_out(samples, world)):
-            for sample in share:
-                owners.setdefault(sample.key[0], set()).add(rank)
-        assert all(len(ranks) == 1 for ranks in owners.values())
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_groups_stay_whole_if_there_are_enough_of_them(world: int) -> None:
+    owned = [{ordinal for ordinal, _ in share} for share in share_keys(samples_of([(100, [10] * 8)] * 32), world)]
+    assert sum(map(len, owned)) == 32
 
 
 class FakeBackend:
-    """Notes what it is called with. `raises`: by method."""
+    """Records its calls. `raises`: by method."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.raises: dict[str, BaseException] = {}
         self.writes = ""
-        """A file, to which it writes its state."""
-        self.updates_applied = 0
+        """The name of the file that it writes its state to."""
 
     def _call(self, name: str, *args: Any) -> None:
         self.calls.append((name, *args))
         if name in self.raises:
             raise self.raises[name]
 
-    def step(
-        self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int
-    ) -> dict[str, float]:
+    def step(self, groups: Sequence[PromptGroup], *, version: int | None, step: int, total_steps: int) -> Any:
         self._call("step", [group.ordinal for group in groups], version, step, total_steps)
         return {"actor/loss": 0.5}
 
-    def weights(self) -> Mapping[str, Any]:
-        self._call("weights")
+    def weights(self, stored: bool = False) -> Any:
+        self._call("weights", stored)
         return {"w": 1}
 
     def state(self) -> BackendState:
         self._call("state")
-        return BackendState(tensors={}, values={"number": len(self.calls)})
+        number = len(self.calls)
 
-    def write_state(self, state: BackendState, folder: Path) -> str:
-        self._call("write_state", state.values["number"], folder)
-        if not self.writes:
-            return ""
-        (folder / self.writes).touch()
-        return self.writes
+        def write(folder: Path) -> str:
+            self._call("write", number, folder)
+            if self.writes:
+                (folder / self.writes).touch()
+            return self.writes
+
+        return BackendState(values={}, write=write)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         self._call("load_files", list(files), dict(values))
 
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        self._call("save_hf", folder, tokenizer)
-
-    def describe(self) -> str:
-        return "learns"
-
 
 class Failed(Exception):
-    """Stands where a process would end."""
-
-
-class Here:
-    """Other ranks in this process: they obey when their answer is waited for."""
-
-    def __init__(self, followers: Sequence[Follower]) -> None:
-        self._followers = followers
-        self.died = ""
-        """Who ended while rank 0 did its part."""
-
-    def ask(self, command: str, *args: Any) -> Obeying:
-        work = [lambda follower=one: follower.obey(command, *args) for one in self._followers]
-        return Obeying(work, self.died)
-
-
-class Obeying:
-    def __init__(self, work: Sequence[Callable[[], Any]], died: str) -> None:
-        self._work = work
-        self.died = died
-
-    def wait(self) -> list[Any]:
-        try:
-            return [one() for one in self._work]
-        except BaseException as error:
-            raise RankLost(str(error)) from error
-
-    def lost(self, wait_s: float) -> str:
-        return self.died
+    """Raised where a process would end."""
 
 
 class Group:
-    """A leader and two followers."""
+    """A leader and two followers in this process, which obey when their answer is waited for."""
 
     def __init__(self) -> None:
         self.backends = [FakeBackend() for _ in range(3)]
-        first, *others = self.backends
         self.failures: list[str] = []
-        self.others = Here([Follower(one) for one in others])
-        self.leader = Leader(first, self.others, fail=self._fail)
+        self.died = ""
+        """The rank that ended while rank 0 did its part."""
+        self._followers = [Follower(backend) for backend in self.backends[1:]]  # type: ignore[arg-type]
+        self.leader = Leader(self.backends[0], self, fail=self._fail)  # type: ignore[arg-type]
+
+    def ask(self, command: str, *args: Any) -> Any:
+        def wait() -> list[Any]:
+            try:
+                return [one.obey(command, *args) for one in self._followers]
+            except BaseException as error:
+                raise RankLost(str(error)) from error
+
+        return SimpleNamespace(wait=wait, lost=lambda wait_s: self.died)
+
+    def step(self) -> Any:
+        return self.leader.step(GROUPS, version=3, step=2, total_steps=9)
 
     def _fail(self, lost: RankLost) -> NoReturn:
         self.failures.append(str(lost))
@@ -184,27 +154,24 @@ def group() -> Group:
 
 
 def test_every_rank_runs_the_leaders_commands(group: Group, tmp_path: Path) -> None:
-    leader = group.leader
-    assert leader.step(GROUPS, version=3, step=2, total_steps=9) == {"actor/loss": 0.5}
-    assert leader.weights() == {"w": 1}
-    leader.load_files([tmp_path / "a"], {"nonfinite": 0})
-    leader.save_hf(tmp_path)
+    assert group.step() == {"actor/loss": 0.5}
+    assert group.leader.weights() == group.leader.weights(stored=True) == {"w": 1}
+    group.leader.load_files([tmp_path / "a"], {"nonfinite": 0})
     first, *others = group.calls
-    assert first[0] == ("step", [0, 1, 2], 3, 2, 9)
-    assert [name for name, *_ in first] == ["step", "weights", "load_files", "save_hf"]
+    loaded = ("load_files", [tmp_path / "a"], {"nonfinite": 0})
+    assert first == [("step", [0, 1, 2], 3, 2, 9), ("weights", False), ("weights", True), loaded]
     assert all(other == first for other in others)
     assert not group.failures
 
 
 def test_each_rank_writes_what_it_copied_when_the_leader_did(group: Group, tmp_path: Path) -> None:
     first = group.leader.state()
-    group.leader.step(GROUPS, version=0, step=0, total_steps=9)
+    group.step()
     second = group.leader.state()
-    assert first.write is not None and second.write is not None
     first.write(tmp_path / "first")
     second.write(tmp_path / "second")
     for calls in group.calls:
-        written = [call[1:] for call in calls if call[0] == "write_state"]
+        written = [call[1:] for call in calls if call[0] == "write"]
         assert written == [(1, tmp_path / "first"), (3, tmp_path / "second")]
 
 
@@ -213,36 +180,31 @@ def test_an_error_that_all_ranks_raise_leaves_the_group_intact(group: Group, err
     for backend in group.backends:
         backend.raises["step"] = error
     with pytest.raises(type(error)):
-        group.leader.step(GROUPS, version=0, step=0, total_steps=9)
+        group.step()
     assert group.leader.weights() == {"w": 1}
-    assert all(calls[-1] == ("weights",) for calls in group.calls)
+    assert all(calls[-1] == ("weights", False) for calls in group.calls)
     assert not group.failures
 
 
-def test_an_error_on_rank_0_breaks_the_group(group: Group) -> None:
-    group.backends[0].raises["step"] = MemoryError("no memory")
+@pytest.mark.parametrize(
+    ("rank", "command", "died", "failure"),
+    [
+        (0, "step", "", "rank 0 failed in step (MemoryError: no memory)"),
+        (0, "step", "rank-1 died (killed)", "rank-1 died (killed) in step"),  # rank 0 meets it in a collective
+        (2, "step", "", "no memory"),
+        (2, "weights", "", "no memory"),
+        (2, "state", "", "no memory"),
+    ],
+)
+def test_any_other_error_breaks_the_group_and_names_the_rank_that_caused_it(
+    group: Group, caplog: pytest.LogCaptureFixture, rank: int, command: str, died: str, failure: str
+) -> None:
+    group.died = died
+    group.backends[rank].raises[command] = MemoryError("no memory")
     with pytest.raises(Failed):
-        group.leader.step(GROUPS, version=0, step=0, total_steps=9)
-    assert group.failures == ["rank 0 failed in step (MemoryError: no memory)"]
-
-
-def test_the_death_of_another_rank_is_not_blamed_on_rank_0(group: Group, caplog: pytest.LogCaptureFixture) -> None:
-    """Rank 0 meets it in a collective that breaks."""
-    group.others.died = "rank-1 died (killed)"
-    group.backends[0].raises["step"] = RuntimeError("Connection closed by peer")
-    with pytest.raises(Failed):
-        group.leader.step(GROUPS, version=0, step=0, total_steps=9)
-    assert group.failures == ["rank-1 died (killed) in step"]
-    assert "Rank 0 failed" not in caplog.text and "Connection closed by peer" in caplog.text
-
-
-@pytest.mark.parametrize("command", ["step", "weights", "state"])
-def test_an_error_on_another_rank_breaks_the_group(group: Group, command: str) -> None:
-    group.backends[2].raises[command] = MemoryError("no memory there")
-    given = {"version": 0, "step": 0, "total_steps": 9}
-    with pytest.raises(Failed):
-        group.leader.step(GROUPS, **given) if command == "step" else getattr(group.leader, command)()
-    assert group.failures == ["no memory there"]
+        group.step() if command == "step" else getattr(group.leader, command)()
+    assert group.failures == [failure]
+    assert ("Rank 0 failed" in caplog.text) is failure.startswith("rank 0 ")
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -251,37 +213,24 @@ def test_a_rank_that_cannot_write_fails_only_the_checkpoint(
     group: Group, tmp_path: Path, rank: int, error: Exception
 ) -> None:
     state = group.leader.state()
-    group.backends[rank].raises["write_state"] = error
-    assert state.write is not None
+    group.backends[rank].raises["write"] = error
     with pytest.raises(ShardsNotWritten, match=f"rank {rank}") as caught:
         state.write(tmp_path)
     assert _is_about_space(caught.value)
-    assert all(calls[-1][0] == "write_state" for calls in group.calls), "each tried"
+    assert all(calls[-1][0] == "write" for calls in group.calls), "each rank tried"
     assert not group.failures
     assert group.leader.weights() == {"w": 1}
 
 
-def test_a_file_that_rank_0_cannot_see_fails_the_checkpoint(group: Group, tmp_path: Path) -> None:
-    """Under the same name, on a disk of its own."""
-    state = group.leader.state()
+def test_a_file_that_rank_0_cannot_see_fails_the_checkpoint(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group.backends[0].writes = "shard_1"
-    assert state.write is not None
-    state.write(tmp_path)
+    assert group.leader.state().write(tmp_path) == "shard_1"
     group.backends[2].writes = "shard_3"
-    state = group.leader.state()
-    assert state.write is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "touch", lambda path: None)
-        with pytest.raises(ShardsNotWritten, match=r"rank 2.*all machines of the training share"):
-            state.write(tmp_path)
-    assert not group.failures
-
-
-def test_a_failed_export_is_raised_to_the_caller(group: Group, tmp_path: Path) -> None:
-    """What rank 0 writes was gathered before."""
-    group.backends[0].raises["save_hf"] = OSError(28, "No space left on device")
-    with pytest.raises(OSError, match="No space left"):
-        group.leader.save_hf(tmp_path)
+    monkeypatch.setattr(Path, "touch", lambda path: None)  # rank 2 writes to a disk of its own
+    with pytest.raises(ShardsNotWritten, match=r"rank 2.*all machines of the training share"):
+        group.leader.state().write(tmp_path)
     assert not group.failures
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from freewheel.data.group import PromptGroup, Response
-from freewheel.judge.verdict import Failed, Scored
-from freewheel.trainer.metrics import rollout_metrics
+from freewheel.judge.verdict import Failed, Scored, Skipped
+from freewheel.trainer.torch_backend import rollout_metrics
 
 from .groups import make_group, make_response
 
@@ -40,3 +40,10 @@ def test_a_part_is_averaged_over_the_responses_that_have_it():
 
 def test_rewards_without_parts_have_no_part_metrics():
     assert not any(name.startswith("reward/") for name in rollout_metrics([group_of(rewarded(), rewarded())]))
+
+
+def test_failed_and_skipped_responses_are_counted_separately() -> None:
+    failed = replace(rewarded(), verdict=Failed("timeout"), reward=NAN)
+    skipped = replace(rewarded(), verdict=Skipped("none"), reward=NAN)
+    found = rollout_metrics([group_of(failed, replace(failed, reward=-1.0), skipped, skipped, *[rewarded()] * 4)])
+    assert (found["rollout/masked_ratio"], found["rollout/skipped_ratio"]) == (1 / 8, 2 / 8)

@@ -425,8 +425,11 @@ class TrainSide:
 
     def export(self, folder: str) -> None:
         """Write the current weights to a folder of the run, in the type that the model's files had."""
+        from freewheel.sync.weights import pack
+
         step = self._trainer.global_steps if self._trainer is not None else 0
-        self.store.export(Path(folder), step, lambda beside: self.backend.save_hf(beside, self.tokenizer))
+        weights = pack(self.backend.weights(stored=True))
+        self.store.export(Path(folder), step, lambda beside: self.saver.write_hf(beside, weights))
 
 
 # -- objects that settings name ---------------------------------------------------------------------------------------

@@ -25,14 +25,13 @@ class NonFiniteLoss(ArithmeticError):
 
 @dataclass(frozen=True, kw_only=True)
 class BackendState:
-    """Everything a resumed run needs besides its settings. Stored as safetensors and JSON, never as a pickle."""
+    """Everything a resumed run needs besides its settings. A copy: training may continue while it is written."""
 
-    tensors: Mapping[str, Tensor]
-    """Name → CPU tensor. Copies: training may continue while they are written."""
     values: Mapping[str, Any]
     """Plain JSON values."""
-    write: Callable[[Path], None] | None = None
-    """Writes the tensors to a folder, if they are sharded over several ranks. `tensors` is then empty."""
+    write: Callable[[Path], str]
+    """Writes the tensors to a safetensors file in a folder and returns its name, empty if there are none. Does not
+    communicate with other ranks, except for the state of a `Leader`, which has all ranks write."""
 
 
 class Backend(Protocol):
@@ -50,17 +49,17 @@ class Backend(Protocol):
         `version`: the version of the current weights, None in the middle of a version. `step`: steps taken before.
         """
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Return the complete policy for engines, with the plain Hugging Face names and tied parameters once."""
+    def weights(self, stored: bool = False) -> Mapping[str, Tensor]:
+        """Return the complete policy with the plain Hugging Face names, tied parameters once and adapters merged.
+
+        In the type of the computation, as for engines. `stored`: in the type of the model's files.
+        """
 
     def state(self) -> BackendState: ...
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         """Load a state from the files that one process or several wrote. Raises `DataError`, for example if it belongs
         to another model or other settings."""
-
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens."""
 
     def describe(self) -> str:
         """Describe in words how the policy learns. Logged at the start of a run."""

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from freewheel.data.group import Array, PromptGroup
-from freewheel.trainer.decoder import Tree
 from freewheel.trainer.losses import token_weights
 from freewheel.trainer.options import AlgorithmConfig
 
@@ -69,9 +68,9 @@ class MicroBatch:
 
     keys: tuple[tuple[int, int], ...]
     """[S]."""
-    inputs: Mapping[str, Tensor]
-    """The decoder's arguments: `input_ids` [B, L], and with shared prompts also `position_ids` [B, L] and
-    `attention_mask` [B, 1, L, L]."""
+    inputs: Mapping[str, Any]
+    """The decoder's arguments: `input_ids` [B, L]; with shared prompts also `position_ids` [B, L] and `attention_mask`
+    [B, 1, L, L]; for a packed row also `position_ids` and the arguments of `decoder.tree_attention`."""
     positions: Tensor
     """[T] int64: index in the flattened [B·L] hidden states of the state that predicts each token."""
     targets: Tensor
@@ -90,30 +89,22 @@ class MicroBatch:
     """[S]: trained tokens."""
     rewards: tuple[float, ...]
     """[S]."""
-    tree: Tree | None = None
-    """Which tokens see which, if the one row is packed. `inputs` then has `position_ids` and no mask."""
 
     @property
     def n_sequences(self) -> int:
         return len(self.keys)
-
-    def decoder_inputs(self) -> dict[str, Any]:
-        """Return the decoder's arguments, including the tree of a packed row."""
-        return {**self.inputs, **({} if self.tree is None else self.tree.options())}
 
     def to(self, device: torch.device) -> MicroBatch:
         """Move to a device. On a GPU this only starts the copies: later work there waits for them, this thread not."""
         if device.type == "cpu":
             return self
 
-        def move(tensor: Tensor) -> Tensor:
-            pinned = device.type == "cuda" and tensor.device.type == "cpu"
-            return (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=True)
+        def move(values: Mapping[str, Any]) -> dict[str, Any]:
+            tensors = {name: one for name, one in values.items() if isinstance(one, Tensor)}
+            pinned = {name: one.pin_memory() if one.device.type == "cpu" else one for name, one in tensors.items()}
+            return {name: one.to(device, non_blocking=True) for name, one in pinned.items()}
 
-        moved: dict[str, Any] = {name: move(one) for name, one in vars(self).items() if isinstance(one, Tensor)}
-        if self.tree is not None:
-            moved["tree"] = self.tree.to(move)
-        return replace(self, inputs={name: move(one) for name, one in self.inputs.items()}, **moved)
+        return replace(self, inputs={**self.inputs, **move(self.inputs)}, **move(vars(self)))
 
 
 def mini_batches(
@@ -121,9 +112,14 @@ def mini_batches(
 ) -> list[list[Sample]]:
     """Return the samples of each optimizer step. Groups are dealt by ordinal, whatever their order of arrival."""
     order = sorted(range(len(groups)), key=lambda i: groups[i].ordinal)
-    dealt = [order[start :: config.mini_batches] for start in range(config.mini_batches)]
-    made = [[sample for i in part for sample in _samples(groups[i], advantages[i])] for part in dealt]
-    return [_with_weights(samples, config) for samples in made if samples]
+    found: list[list[Sample]] = []
+    for start in range(config.mini_batches):
+        samples = [one for i in order[start :: config.mini_batches] for one in _samples(groups[i], advantages[i])]
+        if samples:
+            lengths = np.array([len(sample.made) for sample in samples])
+            weights = token_weights(lengths, config.aggregation, config.aggregation_tokens)
+            found.append([replace(one, weight=float(weight)) for one, weight in zip(samples, weights, strict=True)])
+    return found
 
 
 def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
@@ -145,12 +141,6 @@ def _samples(group: PromptGroup, advantages: Array) -> list[Sample]:
                 )
             )
     return samples
-
-
-def _with_weights(samples: list[Sample], config: AlgorithmConfig) -> list[Sample]:
-    lengths = np.array([len(sample.made) for sample in samples])
-    weights = token_weights(lengths, config.aggregation, config.aggregation_tokens)
-    return [replace(sample, weight=float(weight)) for sample, weight in zip(samples, weights, strict=True)]
 
 
 def row_length(row: Sequence[Sample]) -> int:
@@ -186,9 +176,7 @@ def _lay_out(
     return prompt, responses, positions
 
 
-def _flatten(
-    samples: Sequence[Sample], inputs: Mapping[str, Tensor], positions: Array, tree: Tree | None = None
-) -> MicroBatch:
+def _flatten(samples: Sequence[Sample], inputs: Mapping[str, Any], positions: Array) -> MicroBatch:
     """Return the micro-batch of these samples. `positions`: see `MicroBatch`."""
     lengths = [len(sample.made) for sample in samples]
 
@@ -207,7 +195,6 @@ def _flatten(
         advantages=repeat([sample.advantage for sample in samples]),
         lengths=tuple(lengths),
         rewards=tuple(sample.reward for sample in samples),
-        tree=tree,
     )
 
 
@@ -314,32 +301,31 @@ def _pack(trees: Sequence[Sequence[Sample]]) -> MicroBatch:
     n_row = math.ceil(sum(map(row_length, trees)) / MULTIPLE) * MULTIPLE
     input_ids, position_ids = np.full(n_row, PAD_ID, np.int64), np.zeros(n_row, np.int64)
     positions: list[Array] = []
-    pieces: list[tuple[int, Array]] = []
+    queries: list[int] = []
+    keys: list[Array] = []  # of each piece, the tokens of the row that it sees
     end = 0
     for tree in trees:
         prompt, responses, found = _lay_out(tree, input_ids, position_ids, end)
         positions += found
         shared = len(tree) > 1
         if shared:
-            pieces.append((len(prompt), prompt))
+            queries.append(len(prompt))
+            keys.append(prompt)
         for response in responses:
-            seen = np.concatenate([prompt, response])
-            pieces.append((len(response) if shared else len(seen), seen))
+            keys.append(np.concatenate([prompt, response]))
+            queries.append(len(response) if shared else len(keys[-1]))
         end += row_length(tree)
     if end < n_row:
-        pieces.append((n_row - end, np.arange(end, n_row)))
-    inputs = {"input_ids": torch.from_numpy(input_ids)[None], "position_ids": torch.from_numpy(position_ids)[None]}
-    return _flatten([sample for tree in trees for sample in tree], inputs, np.concatenate(positions), _tree(pieces))
-
-
-def _tree(pieces: Sequence[tuple[int, Array]]) -> Tree:
-    """`pieces`: the number of tokens of each, and the rows of the tokens that they see."""
-    queries, keys = [n for n, _ in pieces], [len(seen) for _, seen in pieces]
-    rows = None if queries == keys else torch.from_numpy(np.concatenate([seen for _, seen in pieces]))
-    return Tree(
-        query_ends=torch.from_numpy(np.cumsum([0, *queries], dtype=np.int32)),
-        key_ends=torch.from_numpy(np.cumsum([0, *keys], dtype=np.int32)),
-        key_rows=rows,
-        longest_query=max(queries),
-        longest_key=max(keys),
-    )
+        queries.append(n_row - end)
+        keys.append(np.arange(end, n_row))
+    lengths = [len(seen) for seen in keys]
+    inputs = {
+        "input_ids": torch.from_numpy(input_ids)[None],
+        "position_ids": torch.from_numpy(position_ids)[None],
+        "cu_seq_lens_q": torch.from_numpy(np.cumsum([0, *queries], dtype=np.int32)),
+        "cu_seq_lens_k": torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+        "max_length_q": max(queries),
+        "max_length_k": max(lengths),
+        "key_rows": None if queries == lengths else torch.from_numpy(np.concatenate(keys)),
+    }
+    return _flatten([sample for tree in trees for sample in tree], inputs, np.concatenate(positions))

@@ -33,8 +33,9 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -45,7 +46,7 @@ from freewheel.trainer.backend import BackendState
 from freewheel.utils.files import FILE_MODE, FOLDER_MODE, open_private, private_folder, sync_file, sync_folder
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 log = logging.getLogger("freewheel.trainer")
 
@@ -56,8 +57,6 @@ HF_CONFIG = "config.json"
 TRAINING = "training"
 """The folder inside a checkpoint that holds the tensors for a resumed trainer. It is separate from the model's files
 because engines load every safetensors file next to a model as weights."""
-WHOLE = "whole.safetensors"
-"""Tensors written by one process."""
 FORMAT = 1
 """Format of `state.json`. A later format is refused rather than misread."""
 FALLBACKS = 2
@@ -69,7 +68,8 @@ MB = 1e6
 SCRATCH = ".tmp-"
 """Prefix of folders that are being written. A kill leaves one behind, and the next save removes it."""
 
-WriteHf = Callable[[Path], None]
+Fill = Callable[[Path], None]
+"""Writes files into a new folder."""
 
 
 class CheckpointFailed(Exception):
@@ -115,84 +115,51 @@ class CheckpointStore:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        step: int,
-        *,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        hf: WriteHf | None = None,
-    ) -> Path:
-        """Write a checkpoint and return its folder. Every failure is a `CheckpointFailed`.
-
-        `tensors`: for a resumed trainer; no two share memory. `hf` writes the other files into the same folder.
-        """
-
-        def fill(folder: Path) -> None:
-            if tensors:
-                from safetensors.torch import save_file
-
-                save_file(dict(tensors), private_folder(folder / TRAINING) / WHOLE)
-            if hf is not None:
-                hf(folder)
-
+    def save(self, step: int, *, state: Mapping[str, Any], fill: Fill) -> Path:
+        """Write a checkpoint and return its folder. Every failure is a `CheckpointFailed`."""
         target = self.folder / f"{STEP}{step:06d}"
         self._write(target, fill, STATE, {**state, "step": step}, f"the checkpoint of step {step}")
         self._prune(step)
         shutil.rmtree(self.run_dir / FINAL, ignore_errors=True)  # a resumed run is no longer at its end
         return target
 
-    def save_best(self, step: int, score: float, hf: WriteHf, *, measured: Mapping[str, int] | None = None) -> bool:
+    def save_best(self, step: int, score: float, fill: Fill, **measured: int) -> bool:
         """Export the weights to `best/` if `score` beats the score kept there. Returns whether it did.
 
-        `measured`: the `version_min` and `version_max` behind the score. Raises `CheckpointFailed`.
+        `measured`: what else to record about the score. Raises `CheckpointFailed`.
         """
         if math.isnan(score) or score <= self._best_score():
             return False
-        state = {"step": step, "score": score, **(measured or {})}
-        self._write(self.run_dir / BEST, hf, BEST_STATE, state, f"the best weights (step {step})")
+        state = {"step": step, "score": score, **measured}
+        self._write(self.run_dir / BEST, fill, BEST_STATE, state, f"the best weights (step {step})")
         return True
 
-    def export(self, target: Path, step: int, hf: WriteHf) -> None:
+    def export(self, target: Path, step: int, fill: Fill) -> None:
         """Write weights to a folder of the run (`final/`) and replace what is there. Raises `CheckpointFailed`."""
-        self._write(target, hf, FINAL_STATE, {"step": step}, f"the export of step {step}")
+        self._write(target, fill, FINAL_STATE, {"step": step}, f"the export of step {step}")
 
-    def _write(
-        self,
-        target: Path,
-        fill: Callable[[Path], None],
-        state_name: str,
-        state: Mapping[str, Any],
-        subject: str,
-    ) -> None:
+    def _write(self, target: Path, fill: Fill, state_name: str, state: Mapping[str, Any], subject: str) -> None:
         scratch = target.parent / f"{SCRATCH}{os.getpid()}-{target.name}"
         try:
             private_folder(target.parent)
             sync_folder(self.run_dir)
-            self._remove_leftovers()  # first, because they take room
+            # First remove what a killed save left behind, because it takes room. This is the only writer.
+            for left in (*self.folder.glob(f"{SCRATCH}*"), *self.run_dir.glob(f"{SCRATCH}*")):
+                shutil.rmtree(left, ignore_errors=True)
             scratch.mkdir(FOLDER_MODE)
             fill(scratch)
             write_state(scratch, state_name, state)
             sync_folder(scratch)
             _replace_folder(scratch, target)
-        except Exception as error:  # noqa: BLE001  # a tokenizer that cannot be saved is as bad as a full disk
+        except Exception as error:
             shutil.rmtree(scratch, ignore_errors=True)
-            self._fail(target, subject, error)
-
-    def _fail(self, target: Path, subject: str, error: Exception) -> NoReturn:
-        why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
-        message = f"{target}: {subject} was not written: {type(error).__name__}: {why}"
-        if _is_about_space(error):
-            with contextlib.suppress(OSError):
-                free = shutil.disk_usage(self.run_dir).free
-                message += f". Only {free / MB:.0f} MB are free there: make room"
-        raise CheckpointFailed(message) from error
-
-    def _remove_leftovers(self) -> None:
-        """Remove folders that a killed save left behind. Called by the only writer, so none of them is in use."""
-        for parent in (self.folder, self.run_dir):
-            for path in parent.glob(f"{SCRATCH}*"):
-                shutil.rmtree(path, ignore_errors=True)
+            why = (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+            message = f"{target}: {subject} was not written: {type(error).__name__}: {why}"
+            if _is_about_space(error):
+                with contextlib.suppress(OSError):
+                    free = shutil.disk_usage(self.run_dir).free
+                    message += f". Only {free / MB:.0f} MB are free there: make room"
+            raise CheckpointFailed(message) from error
 
     def _prune(self, step: int) -> None:
         """Keep the newest `keep_last` checkpoints that look whole, and damaged ones among them for inspection.
@@ -222,15 +189,8 @@ class CheckpointStore:
         """Read a checkpoint's state and check every byte of its files. Raises `CheckpointDamaged`."""
         path = Path(path)
         state = read_state(path, STATE)
-        for name, written in state["files"].items():
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                raise CheckpointDamaged(f"{path / STATE}: {name} leads out of the checkpoint")
-            try:
-                difference = _difference(written, _measure(path / name))
-            except OSError as error:
-                difference = error.strerror or str(error)
-            if difference:
-                raise CheckpointDamaged(f"{path / name}: {difference}")
+        if damage := _find_damage(path, state["files"], _measure):
+            raise CheckpointDamaged(f"{path}: {damage}")
         return Checkpoint(path=path, state=state)
 
     def oldest(self) -> int:
@@ -275,54 +235,54 @@ def has_checkpoint(run_dir: Path) -> bool:
 # -- a run's checkpoints ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True)
 class RunSaver:
     """Writes checkpoints and the best weights of a run."""
 
-    def __init__(self, *, store: CheckpointStore, model: Any, tokenizer: Any, config: dict[str, Any]) -> None:
-        """`model`: its configuration is copied to each folder; its weights are not read."""
-        self._store = store
-        self._model = model
-        self._tokenizer = tokenizer
-        self._config = config
+    store: CheckpointStore
+    model: Any
+    """Its configuration is copied to each folder. Its weights are not read."""
+    tokenizer: Any
+    config: dict[str, Any]
 
     def save(self, step: int, version: int, frontier: Frontier, state: BackendState, weights: AnyWeights) -> int:
         """Write a checkpoint and return the step of the oldest one that a resume may fall back to."""
 
-        def write_rest(folder: Path) -> None:
+        def fill(folder: Path) -> None:
             self.write_hf(folder, weights)
-            if state.write is not None:
-                state.write(private_folder(folder / TRAINING))
+            state.write(private_folder(folder / TRAINING))
 
-        self._store.save(
-            step,
-            tensors=state.tensors,
-            state={
-                "version": version,
-                "frontier": msgspec.to_builtins(frontier),
-                "backend": dict(state.values),
-                "config": self._config,
-            },
-            hf=write_rest,
-        )
-        return self._store.oldest()
+        values = {
+            "version": version,
+            "frontier": msgspec.to_builtins(frontier),
+            "backend": dict(state.values),
+            "config": self.config,
+        }
+        self.store.save(step, state=values, fill=fill)
+        return self.store.oldest()
 
     def save_best(self, step: int, score: float, weights: AnyWeights, *, versions: tuple[int, int]) -> bool:
-        measured = {"version_min": versions[0], "version_max": versions[1]}
-        return self._store.save_best(step, score, lambda folder: self.write_hf(folder, weights), measured=measured)
+        """`versions`: the oldest and the newest version behind the score."""
+        oldest, newest = versions
+        fill = partial(self.write_hf, weights=weights)
+        return self.store.save_best(step, score, fill, version_min=oldest, version_max=newest)
 
     def write_hf(self, folder: Path, weights: AnyWeights) -> None:
         """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` opens, in the weights' type."""
         from safetensors.torch import save_file
+        from transformers.dynamic_module_utils import custom_object_save
 
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous() for name, tensor in weights.on_host().tensors().items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config = copy.deepcopy(self._model.config)
+        config = copy.deepcopy(self.model.config)
         config.dtype = next((one.dtype for one in tensors.values() if one.is_floating_point()), config.dtype)
+        if self.model._auto_class is not None:  # a model with its own code
+            custom_object_save(self.model, folder, config=config)
         config.save_pretrained(folder)
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(folder)
-        self._tokenizer.save_pretrained(folder)
+        if self.model.generation_config is not None:
+            self.model.generation_config.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -350,18 +310,17 @@ class RunLock:
     def acquire(self) -> None:
         """Raises `RunLocked` with the name of the process that holds the lock."""
         private_folder(self._path.parent)
-        file = open_private(self._path, os.O_RDWR)
+        file = open_private(self._path, os.O_RDWR)  # no file object: collecting it would release the lock
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
             holder = os.read(file, 1024).decode(errors="replace").strip() or "another process"
             os.close(file)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise RunLocked(
                 f"{self._path.parent} is in use by {holder}: wait for it, end it, or give another run_dir"
             ) from None
-        except BaseException:
-            os.close(file)
-            raise
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -423,13 +382,29 @@ def visible_damage(folder: Path, name: str) -> str:
     Returns an empty string if there is none.
     """
     try:
-        for file, written in read_state(folder, name)["files"].items():
-            if difference := _difference(written, {"bytes": (folder / file).stat().st_size}):
-                return f"{file}: {difference}"
+        files = read_state(folder, name)["files"]
     except CheckpointDamaged as error:
         return str(error)
-    except OSError as error:
-        return f"{error.filename}: {error.strerror}"
+    return _find_damage(folder, files, lambda path: {"bytes": path.stat().st_size})
+
+
+def _find_damage(
+    folder: Path, files: Mapping[str, Mapping[str, int]], measure: Callable[[Path], Mapping[str, int]]
+) -> str:
+    """Describe how a file differs from the one that was written; empty if none does."""
+    for name, written in files.items():
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            return f"{name} leads out of the checkpoint"
+        try:
+            found = measure(folder / name)
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+        if found["bytes"] < written["bytes"]:
+            return f"{name}: cut off: {found['bytes']:,} of {written['bytes']:,} bytes"
+        if found["bytes"] > written["bytes"]:
+            return f"{name}: too long: {found['bytes']:,} bytes, and {written['bytes']:,} were written"
+        if found.get("crc32", written["crc32"]) != written["crc32"]:
+            return f"{name}: its checksum does not match"
     return ""
 
 
@@ -454,15 +429,6 @@ def _measure(path: Path) -> dict[str, int]:
             length += len(data)
             value = zlib.crc32(data, value)
     return {"bytes": length, "crc32": value}
-
-
-def _difference(written: Mapping[str, int], found: Mapping[str, int]) -> str:
-    """Describe how a file differs from the one that was written; empty if it does not. A checksum is optional."""
-    if found["bytes"] < written["bytes"]:
-        return f"cut off: {found['bytes']:,} of {written['bytes']:,} bytes"
-    if found["bytes"] > written["bytes"]:
-        return f"too long: {found['bytes']:,} bytes, and {written['bytes']:,} were written"
-    return "its checksum does not match" if found.get("crc32", written["crc32"]) != written["crc32"] else ""
 
 
 def _replace_folder(scratch: Path, target: Path) -> None:

@@ -1,6 +1,7 @@
 """Changes to a Hugging Face decoder before it trains: attention over packed rows, a bfloat16 copy, compiled layers.
 
-Used by `Policy` and `Critic`. In a packed row, sequences follow one another and responses share their prompt:
+Used by `Policy` and `Critic`. In a packed row (`batching.packed_batches`), sequences follow one another and responses
+share their prompt:
 
     tokens    prompt  response 0  response 1 │ prompt + response │ …          one row, no padding between sequences
     keys      prompt  prompt response 0  prompt response 1  …                 per piece: the tokens it sees, in order
@@ -9,7 +10,7 @@ A piece is a run of tokens that see each other causally, and also see everything
 processes pieces of all lengths at once. So a prompt is computed once for all of its responses; only its keys are
 repeated.
 
-With a `ComputingCopy`, parameters in float32 learn and a copy of the model in bfloat16 computes:
+A `Computation` lets parameters in float32 learn and a copy of the model in bfloat16 compute:
 
     master (float32) ── cast, once after each update ──▶ copy (bfloat16) ── forward, backward ──▶ its gradients
            ▲                                                                                          │
@@ -21,8 +22,8 @@ Autocast has the same effect, but casts every weight in every micro-batch and ev
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -50,10 +51,6 @@ def compute_dtype(wanted: Precision, device: torch.device) -> torch.dtype:
         on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if on_gpu else torch.float32
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
-
-
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is torch.float32 else torch.autocast(device.type, dtype)
 
 
 def enable_checkpointing(model: Any) -> None:
@@ -91,21 +88,48 @@ def undo_compile(model: nn.Module) -> None:
 # -- a copy that computes ---------------------------------------------------------------------------------------------
 
 
-class ComputingCopy:
-    """`model` computes in `dtype` what the master would. Gradients arrive at the master's parameters."""
+class Computation:
+    """Computes in `dtype` what `master` would: as it is, under autocast, or with a copy.
 
-    def __init__(self, master: Any, dtype: torch.dtype) -> None:
+    Gradients arrive at the master's parameters.
+    """
+
+    def __init__(self, master: Any, device: torch.device, dtype: torch.dtype, *, copied: bool) -> None:
+        self.model = master
+        """The model that computes."""
+        self.autocasts = dtype is not torch.float32
+        self._device, self._dtype = device, dtype
+        self._masters: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._seen: list[int] = []
+        if not copied or dtype is torch.float32:
+            return
+        self.autocasts = False
         self.model = cast_parameters(copy.deepcopy(master), dtype)
         copies = dict(self.model.named_parameters())
-        self._masters = [parameter for _, parameter in master.named_parameters()]
-        self._copies = [copies[name] for name, _ in master.named_parameters()]
-        self._seen: list[int] | None = None
-        for mine, its in zip(self._masters, self._copies, strict=True):
-            if its.requires_grad:
-                its.register_post_accumulate_grad_hook(partial(_hand_over, mine))
+        for name, parameter in master.named_parameters():
+            self._masters.append(parameter)
+            self._copies.append(copies[name])
+            if copies[name].requires_grad:
+                copies[name].register_post_accumulate_grad_hook(partial(_hand_over, parameter))
+
+    @contextmanager
+    def running(self) -> Iterator[Any]:
+        """Yield the model that computes, with current weights, in the precision of the computation."""
+        self._refresh()
+        with torch.autocast(self._device.type, self._dtype) if self.autocasts else nullcontext():
+            yield self.model
+
+    def frozen_copy(self) -> Computation:
+        """Return a computation with a model of its own, whose parameters never change."""
+        self._refresh()
+        kept = copy.copy(self)
+        kept.model = copy.deepcopy(self.model).requires_grad_(False)
+        kept._masters, kept._copies, kept._seen = [], [], []
+        return kept
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def _refresh(self) -> None:
         """Copy the master's parameters if they have changed since the last call."""
         versions = [parameter._version for parameter in self._masters]
         if versions != self._seen:
@@ -132,35 +156,6 @@ def cast_parameters(model: Any, dtype: torch.dtype) -> Any:
 
 
 # -- attention over packed rows ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tree:
-    """Which tokens see which, in a packed row of N tokens."""
-
-    query_ends: Tensor
-    """[P + 1] int32: where the pieces end, from 0 to N."""
-    key_ends: Tensor
-    """[P + 1] int32: where the keys of each piece end, in the order of `key_rows`."""
-    key_rows: Tensor | None
-    """[K] int64: the row's token that each key belongs to. None: the row as it is."""
-    longest_query: int
-    longest_key: int
-
-    def to(self, move: Any) -> Tree:
-        """Return a copy with `move` applied to each tensor."""
-        tensors = {name: move(one) for name, one in vars(self).items() if isinstance(one, Tensor)}
-        return replace(self, **tensors)
-
-    def options(self) -> dict[str, Any]:
-        """Return the decoder's arguments, which it passes on to `tree_attention`, under transformers' names."""
-        return {
-            "cu_seq_lens_q": self.query_ends,
-            "cu_seq_lens_k": self.key_ends,
-            "max_length_q": self.longest_query,
-            "max_length_k": self.longest_key,
-            "key_rows": self.key_rows,
-        }
 
 
 def use_tree_attention(model: Any) -> bool:
@@ -202,7 +197,12 @@ def tree_attention(
     key_rows: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention with transformers' signature: [1, heads, N, width]. Other rows than packed ones use sdpa."""
+    """Attention with transformers' signature: [1, heads, N, width]. Other rows than packed ones use sdpa.
+
+    `cu_seq_lens_q`: [P + 1] int32, where the P pieces end, from 0 to N. `cu_seq_lens_k`: where the keys of each piece
+    end. `key_rows`: [K] int64, the token of the row that each key belongs to. None: the row as it is. They
+    come from `MicroBatch.inputs`, through the decoder.
+    """
     if cu_seq_lens_q is None or cu_seq_lens_k is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,16 +33,14 @@ from torch.distributed.tensor import DTensor
 
 from freewheel.data.group import PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.backend import BackendState
 from freewheel.trainer.batching import MicroBatch, Sample
 from freewheel.trainer.decoder import decoder_layers
-from freewheel.trainer.metrics import Tally
-from freewheel.trainer.optim import Optimizer
+from freewheel.trainer.losses import Tally
 from freewheel.trainer.options import OptimizerConfig
 from freewheel.trainer.policy import Policy, probe_batch
 from freewheel.trainer.ranks import share_out
-from freewheel.trainer.sharded_checkpoint import moved, on_host, read_shards, write_shard
-from freewheel.trainer.torch_backend import Part, TorchBackend
+from freewheel.trainer.sharded_checkpoint import moved, read_rows
+from freewheel.trainer.torch_backend import Optimizer, Part, TorchBackend
 
 T = TypeVar("T")
 
@@ -73,21 +71,13 @@ class Host:
     """Rank 0's side of a meeting. It occupies the port before other ranks learn of it."""
 
     def __init__(self, host: str, size: int) -> None:
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listening.bind((host, 0))
-        self.meeting = Meeting(host=host, port=listening.getsockname()[1], size=size)
-        self._listening = listening
+        self._listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._listening.bind((host, 0))
+        self.meeting = Meeting(host=host, port=self._listening.getsockname()[1], size=size)
 
-    def open(self) -> Any:
-        """Open the store, once. It lives as long as the process."""
-        return TCPStore(
-            self.meeting.host,
-            self.meeting.port,
-            is_master=True,
-            timeout=timedelta(seconds=COLLECTIVE_S),
-            wait_for_workers=False,
-            master_listen_fd=self._listening.detach(),
-        )
+    def detach(self) -> int:
+        """Return the descriptor of the port, once."""
+        return self._listening.detach()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +115,8 @@ def join(meeting: Meeting, *, rank: int, device: str | torch.device, host: Host 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     limit = timedelta(seconds=COLLECTIVE_S)
-    store = host.open() if host is not None else TCPStore(meeting.host, meeting.port, timeout=limit)
+    listening: dict[str, Any] = {"is_master": True, "master_listen_fd": host.detach()} if host is not None else {}
+    store = TCPStore(meeting.host, meeting.port, timeout=limit, wait_for_workers=False, **listening)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=rank, world_size=meeting.size, timeout=limit)
     mesh = init_device_mesh(device.type, (meeting.size,))
@@ -221,7 +212,7 @@ class ShardedPolicy(Policy):
     def __init__(self, policy: Policy, world: World) -> None:
         self.__dict__.update(policy.__dict__)
         self._world = world
-        self._mixed = False  # FSDP gathers in the precision of the computation
+        self.computation.autocasts = False  # FSDP gathers in the precision of the computation
         self.sharded = Sharded(_Pass(self), world, self.dtype)
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
@@ -240,32 +231,15 @@ class ShardedPolicy(Policy):
         self.sharded.rest()
         return super().trainable()
 
-    def weights(self) -> dict[str, Tensor]:
-        self.sharded.rest()
-        cast = ((name, _as(tensor, self.dtype)) for name, tensor in super()._merged())
-        return dict(self._gathered(cast))
-
-    def save(self, folder: Path, tokenizer: Any = None) -> None:
-        if self._world.leads:
-            super().save(folder, tokenizer)
-        else:
-            for _ in self._merged():
-                pass
-
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
-        self.sharded.rest()
-        return self._gathered(super()._merged())
-
-    def _gathered(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, stored: bool = False) -> dict[str, Tensor]:
         """Gather one tensor at a time. Ranks other than 0 drop them."""
-        for name, tensor in tensors:
+        self.sharded.rest()
+        found: dict[str, Tensor] = {}
+        for name, tensor in self._cast_weights(self.storage_dtype if stored else self.dtype):
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if self._world.leads:
-                yield name, whole
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+                found[name] = whole
+        return found
 
 
 class ShardedOptimizer(Optimizer):
@@ -283,30 +257,35 @@ class ShardedOptimizer(Optimizer):
 
 
 class FsdpBackend(TorchBackend):
-    """See `Backend`, and `ShardedBackend` for the methods that every rank calls."""
+    """See `Backend`. Every rank calls its methods with the same arguments, and rank 0 gets complete results."""
 
     policy: ShardedPolicy
     _copies = False
 
     def __init__(self, model: Any, *, world: World, **settings: Any) -> None:
         """`settings`: those of `TorchBackend` except the device. The whole model must fit on it until it is sharded."""
+        self._world, self._host_mesh = world, world.host_mesh
+        self._rank, self._size = world.rank, world.size
         super().__init__(model, device=world.device, **settings)
-        self._world, self._rank = world, world.rank
+
+    def _shard(self) -> None:
         probe = probe_batch(self.policy.vocabulary, packed=self._packed, share=False)
         self._empty = replace(probe, keys=()).to(self._device)
         """A micro-batch with nothing to learn from, for ranks that have fewer micro-batches than others."""
-        before, self.policy = self._reference, ShardedPolicy(self.policy, world)
-        if before is not None and self.policy.lora is not None:
+        self.policy = ShardedPolicy(self.policy, self._world)
+        self._sharded = [self.policy.sharded]
+        if self._reference is not None and self.policy.lora is None:
+            self._reference = ShardedPolicy(self._reference, self._world)
+            self._sharded.append(self._reference.sharded)
+        elif self._reference is not None:
             with torch.no_grad():  # parameters gathered for the first time take over whether shards require gradients
                 self.policy.logprobs(self._empty)
             self._reference = self.policy.frozen_copy()
-        elif before is not None:
-            self._reference = ShardedPolicy(before, world)
-        self._optimizer = ShardedOptimizer(self.policy.trainable(), self._config, world)
         if self._critic is not None:
-            self._sharded_critic = Sharded(self._critic, world, self.policy.dtype, exact=[self._critic.head])
-            parameters = dict(self._critic.named_parameters())
-            self._critic_optimizer = ShardedOptimizer(parameters, self._config, world)
+            self._sharded.append(Sharded(self._critic, self._world, self.policy.dtype, exact=[self._critic.head]))
+
+    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+        return ShardedOptimizer(parameters, self._config, self._world)
 
     def describe(self) -> str:
         return f"{super().describe()}; in {self._world.size} processes (FSDP2)"
@@ -337,7 +316,7 @@ class FsdpBackend(TorchBackend):
         return 0.0 * self._critic(part.batch).sum(), Tally()
 
     def _backward(self, loss: Tensor, *, last: bool) -> None:
-        for sharded in self._sharded():
+        for sharded in self._sharded:
             sharded.next_backward(last=last)
         super()._backward(loss, last=last)
 
@@ -354,32 +333,23 @@ class FsdpBackend(TorchBackend):
     def _gather(self, value: T) -> list[T]:
         return self._world.gather(value)
 
-    def _sharded(self) -> list[Sharded]:
-        return [self.policy.sharded, *([self._sharded_critic] if self._critic is not None else [])]
-
     def _rest(self) -> None:
-        for sharded in self._sharded():
+        for sharded in self._sharded:
             sharded.rest()
-        if isinstance(self._reference, ShardedPolicy):
-            self._reference.sharded.rest()
 
     # -- saved state -------------------------------------------------------------------------------------------------
 
-    def state(self) -> BackendState:
-        """Return this rank's shards, copied to the host."""
+    def _named_state(self) -> dict[str, Tensor]:
+        """Return this rank's shards."""
         self._rest()
-        tensors = {name: on_host(one, self._world.host_mesh) for name, one in self._named_state().items()}
-        return BackendState(tensors=tensors, values=self._state_values())
-
-    def write_state(self, state: BackendState, folder: Path) -> str:
-        return write_shard(folder, state.tensors, rank=self._world.rank, size=self._world.size)
+        return super()._named_state()
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         """If one rank raises `DataError`, all do: it may be the only one that does not see the files."""
         tensors: dict[str, Tensor] = {}
         why = ""
         try:
-            tensors = read_shards(files, mesh=self._world.host_mesh)
+            tensors = read_rows(files, mesh=self._host_mesh)
         except DataError as error:
             why = str(error)
         for rank, problem in enumerate(self._gather(why)):
@@ -390,4 +360,4 @@ class FsdpBackend(TorchBackend):
             name: moved(one, self._world.mesh, self._world.device) if isinstance(one, DTensor) else one
             for name, one in tensors.items()
         }
-        self.load_state(BackendState(tensors=own, values=values))
+        self._load(own, values)

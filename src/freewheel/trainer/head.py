@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,12 +27,12 @@ LOGITS_KEPT_GPU = 5 << 28
 saves a thirtieth of a step of a 1.5B model."""
 
 
-def logits_at_a_time(device: torch.device) -> int:
-    return LOGITS_AT_A_TIME if device.type == "cpu" else LOGITS_AT_A_TIME_GPU
-
-
-def logits_kept(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else LOGITS_KEPT_GPU
+def limit_rows(device: torch.device, vocabulary: int) -> tuple[int, int]:
+    """Return the limits `at_once` and `kept` of `head_logprobs`."""
+    at_once, kept = LOGITS_AT_A_TIME_GPU, LOGITS_KEPT_GPU
+    if device.type == "cpu":
+        at_once = kept = LOGITS_AT_A_TIME
+    return max(1, at_once // vocabulary), kept // vocabulary
 
 
 def head_logprobs(
@@ -53,6 +54,17 @@ def head_logprobs(
     given = (hidden, weight, targets, temperature, entropy_grad, at_once, kept if learns else 0)
     logp, entropy = _HeadLogprobs.apply(*given)  # type: ignore[no-untyped-call]
     return logp, entropy
+
+
+def logits_to_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, *, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the same of complete logits, for models whose head is more than one matrix."""
+    logits = logits.float() if temperature == 1 else logits.float() / temperature
+    log_p = logits.log_softmax(-1)
+    with nullcontext() if entropy_grad else torch.no_grad():
+        entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), entropy
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -87,7 +99,7 @@ class _HeadLogprobs(torch.autograd.Function):
         hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
         to_hidden, to_weight = ctx.needs_input_grad[:2]
         for_hidden = torch.empty_like(hidden) if to_hidden else None
-        for_weight: Tensor | None = None
+        for_weight = torch.empty_like(weight, dtype=torch.float32) if to_weight else None
         for rows in _parts(len(hidden), ctx.at_once):
             given = (targets[rows], log_sum[rows], of_logp[rows], entropy[rows])
             logits = ctx.kept.pop(rows.start, None)
@@ -96,11 +108,8 @@ class _HeadLogprobs(torch.autograd.Function):
             of_logits = _slope(logits, ctx.temperature, *given, None if of_entropy is None else of_entropy[rows])
             if for_hidden is not None:
                 for_hidden[rows] = _product(of_logits, weight)
-            if to_weight:
-                # add up in float32: in bfloat16, rounding would lose small parts
-                first = for_weight is None
-                for_weight = torch.empty_like(weight, dtype=torch.float32) if for_weight is None else for_weight
-                add_up(for_weight, _product(of_logits.t(), hidden[rows]), first=first)
+            if for_weight is not None:  # in float32: in bfloat16, rounding would lose small parts
+                add_up(for_weight, _product(of_logits.t(), hidden[rows]), first=rows.start == 0)
         return for_hidden, None if for_weight is None else for_weight.to(weight.dtype), *[None] * 5
 
 
@@ -117,10 +126,9 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 def _score(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (log π of `targets`, entropy, log Σ exp) [T]."""
-    if has_kernels(logits.device.type):
-        from freewheel.trainer import kernels
-
-        return kernels.score(logits, targets, temperature)
+    if kernels := find_kernels(logits.device.type):
+        scored: tuple[Tensor, Tensor, Tensor] = kernels.score(logits, targets, temperature)
+        return scored
     x = logits.float() / temperature
     log_sum = x.logsumexp(-1)
     log_p = x - log_sum[:, None]
@@ -141,10 +149,9 @@ def _slope(
 
     ∂ log π_y / ∂ x_j = [j = y] − p_j        ∂ H / ∂ x_j = −p_j (log p_j + H)
     """
-    if has_kernels(logits.device.type):
-        from freewheel.trainer import kernels
-
-        return kernels.slope(logits, temperature, targets, log_sum, of_logp, entropy, of_entropy)
+    if kernels := find_kernels(logits.device.type):
+        slope: Tensor = kernels.slope(logits, temperature, targets, log_sum, of_logp, entropy, of_entropy)
+        return slope
     log_p = logits.float() / temperature - log_sum[:, None]
     p = log_p.exp()
     found = -p * of_logp[:, None]
@@ -156,9 +163,8 @@ def _slope(
 
 def add_up(into: Tensor, given: Tensor, *, first: bool) -> None:
     """Add `given`, which may have another type, to `into`. If `first`, overwrite `into` instead."""
-    if has_kernels(into.device.type) and into.is_contiguous() and given.is_contiguous():
-        from freewheel.trainer import kernels
-
+    kernels = find_kernels(into.device.type)
+    if kernels and into.is_contiguous() and given.is_contiguous():
         kernels.add_up(into, given, first=first)
     elif first:
         into.copy_(given)
@@ -167,8 +173,12 @@ def add_up(into: Tensor, given: Tensor, *, first: bool) -> None:
 
 
 @functools.cache
-def has_kernels(device_type: str) -> bool:
-    """Whether `freewheel.trainer.kernels` runs on this device."""
+def find_kernels(device_type: str) -> Any:
+    """Return the module `freewheel.trainer.kernels` if it runs on this device, otherwise None."""
     from torch.utils._triton import has_triton
 
-    return device_type == "cuda" and bool(has_triton())
+    if device_type != "cuda" or not has_triton():
+        return None
+    from freewheel.trainer import kernels
+
+    return kernels

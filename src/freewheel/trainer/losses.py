@@ -20,7 +20,6 @@ from torch import Tensor
 
 from freewheel.data.group import Array
 from freewheel.errors import ConfigError
-from freewheel.trainer.metrics import Tally
 from freewheel.trainer.options import Aggregation, AlgorithmConfig, Importance, KlKind
 
 LOG_RATIO_BOUND = 20.0
@@ -67,6 +66,57 @@ class LossOutputs:
 
 
 Loss = Callable[[LossInputs], LossOutputs]
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Named sums over tokens. Merging the tallies of two micro-batches gives the tally of one with both's tokens.
+
+    Tensors stay on their device until `values` moves them all at once, so that no micro-batch waits for the device.
+    """
+
+    sums: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    """Name → (total), (sum, count) of a mean, or (n, Σw, Σw²) of importance weights w."""
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def merge(self, other: Tally) -> None:
+        for name, sums in other.sums.items():
+            mine = self.sums.get(name)
+            self.sums[name] = sums if mine is None else tuple(a + b for a, b in zip(mine, sums, strict=True))
+        for name, value in other.maxima.items():
+            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
+
+    def to(self, device: torch.device) -> Tally:
+        """Return a copy in double precision on another device. All numbers move at once."""
+        flat = self._flat()
+        moved = iter(torch.stack(flat).to(device).unbind() if flat else ())
+        return Tally(
+            sums={name: tuple(next(moved) for _ in sums) for name, sums in self.sums.items()},
+            maxima={name: next(moved) for name in self.maxima},
+        )
+
+    def values(self) -> dict[str, float]:
+        """Return totals, quotients and maxima. A name with a count of 0 is left out.
+
+        The effective sample size (Σw)² / (n·Σw²) is a share: 1 if all weights are equal, 1/n if one weight is all.
+        """
+        flat = self._flat()
+        numbers = iter(torch.stack(flat).tolist() if flat else [])
+        found: dict[str, float] = {}
+        for name, sums in self.sums.items():
+            match [next(numbers) for _ in sums]:
+                case [total]:
+                    found[name] = total
+                case [total, count] if count:
+                    found[name] = total / count
+                case [n, w, w2] if n and w2:
+                    found[name] = w * w / (n * w2)
+        found.update((name, next(numbers)) for name in self.maxima)
+        return found
+
+    def _flat(self) -> list[Tensor]:
+        flat = [one for sums in self.sums.values() for one in sums]
+        return [one.detach().double() for one in (*flat, *self.maxima.values())]
 
 
 def apply_loss(loss: Loss, inputs: LossInputs) -> tuple[Tensor, Tally]:

@@ -8,6 +8,7 @@ To add a loss or an advantage estimator, write the function and add a line to `L
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -18,13 +19,9 @@ from freewheel.utils.registry import Registry
 
 Algorithm = Literal["grpo", "ppo", "rloo", "reinforce_pp"]
 Normalise = Literal["auto", "std", "batch_std", "none"]
-Baseline = Literal["group", "batch"]
-Ratio = Literal["token", "sequence"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 KlKind = Literal["k1", "k2", "k3"]
 Importance = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-Proximal = Literal["behaviour", "recomputed"]
-Schedule = Literal["constant", "linear", "cosine"]
 
 LOGITS_AT_A_TIME = 1 << 27
 """Half a GiB of float32. A larger product of tokens and vocabulary is computed in parts, and again for gradients.
@@ -72,7 +69,7 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     standard deviation of all rewards of the batch; for rloo, reinforce_pp and gae, that of the batch's advantages (gae:
     one per token), after subtracting their mean. `none`: nothing. `auto`: std for grpo, none for rloo, else
     batch_std."""
-    baseline: Baseline = "group"
+    baseline: Literal["group", "batch"] = "group"
     """For reinforce_pp: the mean of the group, or of the whole batch."""
     clip_low: Positive = 0.2
     """A ratio below 1 − clip_low gets no gradient if the advantage is negative."""
@@ -81,14 +78,14 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     exploration alive."""
     dual_clip: float | None = None
     """Bound of the loss at a negative advantage, in multiples of it: above 1 + clip_high, usually 3. None: no bound."""
-    ratio: Ratio = "token"
+    ratio: Literal["token", "sequence"] = "token"
     """`sequence` (GSPO): the geometric mean of a response's token ratios, for all of its tokens."""
     aggregation: Aggregation = "token_mean"
     """`token_mean`: each token counts the same. `sequence_mean`: each response does. `constant`: a response's sum is
     divided by `aggregation_tokens`, whatever its length; with `normalise: none` that is Dr. GRPO."""
     aggregation_tokens: Count | None = None
     """For `aggregation: constant`: the length to divide by, usually `rollout.max_new_tokens`."""
-    proximal: Proximal = "behaviour"
+    proximal: Literal["behaviour", "recomputed"] = "behaviour"
     """What the ratio is clipped against: `behaviour`, the engine's own log-probabilities; `recomputed` (decoupled PPO),
     those of the trainer's weights when the step began. `importance` then corrects for the engine's policy."""
     importance: Importance = "none"
@@ -125,57 +122,35 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         for key, registry in (("loss", LOSSES), ("advantage", ADVANTAGES)):
             if ":" not in getattr(self, key) and getattr(self, key) != "auto":
                 registry.find(f"algorithm.{key}", getattr(self, key))
-        self._check_pairs()
+        for key, remedy in self._find_conflicts():
+            raise ConfigError(f"algorithm.{key}", getattr(self, key), remedy)
 
-    def _check_pairs(self) -> None:
+    def _find_conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield the keys whose values do not go with the others, each with what to do."""
+        called = self.name if self.advantage == "auto" else self.advantage
         allowed = _NORMALISATIONS.get(self.estimator)
-        uses_group = self.estimator in ADVANTAGES and self.estimator != "reinforce_pp"
-        no_ratio_left = self.proximal == "behaviour" and self.importance.endswith("_truncate")
-        learns_from_equal = self.uses_critic or self.baseline == "batch"
-        problems = (
-            ("clip_low", self.clip_low >= 1, "a ratio is never below 0: give a number below 1"),
-            (
-                "dual_clip",
-                self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high,
-                "it must be above 1 + clip_high",
-            ),
-            ("importance_cap", self.importance_cap <= self.importance_floor, "it must be above importance_floor"),
-            (
-                "normalise",
-                bool(allowed) and self.normalise not in ("auto", *(allowed or ())),
-                f"{self._called} takes {' or '.join(allowed or ())}, or auto",
-            ),
-            ("baseline", uses_group and self.baseline != "group", "only reinforce_pp has a choice: leave it out"),
-            (
-                "aggregation_tokens",
-                (self.aggregation == "constant") != (self.aggregation_tokens is not None),
-                "only aggregation 'constant' uses it, and needs it: give both or neither",
-            ),
-            (
-                "ratio",
-                self.ratio == "sequence" and self.uses_critic,
-                f"a critic gives every token its own advantage: use 'token' with {self._called}",
-            ),
-            (
-                "importance",
-                no_ratio_left,
-                "the ratio to the behaviour policy is already the importance weight: set proximal to 'recomputed', or "
-                "importance to 'none' or a mask",
-            ),
-            (
-                "importance_floor",
-                self.importance_floor > 0 and not self.importance.endswith("_mask"),
-                "only a mask has a floor: set importance to one",
-            ),
-            (
-                "zero_variance",
-                self.zero_variance == "drop" and learns_from_equal,
-                f"{self._called if self.uses_critic else 'a batch baseline'} learns from such groups: use 'keep'",
-            ),
-        )
-        for key, is_wrong, remedy in problems:
-            if is_wrong:
-                raise ConfigError(f"algorithm.{key}", getattr(self, key), remedy)
+        if self.clip_low >= 1:
+            yield "clip_low", "a ratio is never below 0: give a number below 1"
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            yield "dual_clip", "it must be above 1 + clip_high"
+        if self.importance_cap <= self.importance_floor:
+            yield "importance_cap", "it must be above importance_floor"
+        if allowed and self.normalise not in ("auto", *allowed):
+            yield "normalise", f"{called} takes {' or '.join(allowed)}, or auto"
+        if allowed and self.estimator != "reinforce_pp" and self.baseline != "group":
+            yield "baseline", "only reinforce_pp has a choice: leave it out"
+        if (self.aggregation == "constant") != (self.aggregation_tokens is not None):
+            yield "aggregation_tokens", "only aggregation 'constant' uses it, and needs it: give both or neither"
+        if self.ratio == "sequence" and self.uses_critic:
+            yield "ratio", f"a critic gives every token its own advantage: use 'token' with {called}"
+        if self.proximal == "behaviour" and self.importance.endswith("_truncate"):
+            remedy = "set proximal to 'recomputed', or importance to 'none' or a mask"
+            yield "importance", f"the ratio to the behaviour policy is already the importance weight: {remedy}"
+        if self.importance_floor > 0 and not self.importance.endswith("_mask"):
+            yield "importance_floor", "only a mask has a floor: set importance to one"
+        if self.zero_variance == "drop" and (self.uses_critic or self.baseline == "batch"):
+            learner = called if self.uses_critic else "a batch baseline"
+            yield "zero_variance", f"{learner} learns from such groups: use 'keep'"
 
     @property
     def estimator(self) -> str:
@@ -206,10 +181,6 @@ class AlgorithmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Return the advantage estimator. Raises `ConfigError`."""
         return _find("algorithm.advantage", ADVANTAGES, self.estimator)
 
-    @property
-    def _called(self) -> str:
-        return self.name if self.advantage == "auto" else self.advantage
-
 
 def _find(key: str, registry: Registry[Any], name: str) -> Any:
     found = registry.find(key, name)
@@ -231,7 +202,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """On matrices; biases and norms have none."""
     grad_clip: Positive | None = 1.0
     """Largest norm of the gradient. None: no clipping."""
-    schedule: Schedule = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     """From the highest rate to `min_lr_ratio` of it over the run."""
     min_lr_ratio: Share = 0.0
     """Where `linear` and `cosine` end, as a share of `lr`."""
@@ -266,31 +237,26 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 def describe(config: AlgorithmConfig) -> str:
     """Describe in a few sentences how these settings work together. Logged at the start of a run."""
     c = config
-    against = {
+    advantage = {
         "grpo": "each reward against its group's mean",
         "rloo": "each reward against the mean of its group's others",
         "reinforce_pp": f"each reward against its {c.baseline}'s mean",
         "gae": f"a critic's token-level GAE (gamma {c.gamma:g}, lambda {c.lam:g})",
     }.get(c.estimator, f"advantages from {c.estimator}")
-    scaled = {
-        "std": ", divided by the group's standard deviation",
-        "batch_std": ", divided by the batch's standard deviation",
-        "none": "",
-        "auto": "",
-    }[c.normalisation if c.estimator in ADVANTAGES else "none"]
+    if c.estimator in ADVANTAGES and c.normalisation != "none":
+        advantage += f", divided by the {'group' if c.normalisation == 'std' else 'batch'}'s standard deviation"
     mean = {
         "token_mean": "averaged over tokens",
         "sequence_mean": "averaged over responses",
         "constant": f"summed over a response's tokens and divided by {c.aggregation_tokens}",
     }[c.aggregation]
     if c.loss not in ("auto", *LOSSES):
-        return f"{c.name}: {against}{scaled}; the loss is {c.loss}, {mean}."
+        return f"{c.name}: {advantage}; the loss is {c.loss}, {mean}."
     unit = "a response's geometric-mean ratio" if c.ratio == "sequence" else "each token's ratio"
     whom = "the engine's policy" if c.proximal == "behaviour" else "the trainer's policy when the step began"
-    clip = f"{unit} to {whom} is clipped to [{1 - c.clip_low:g}, {1 + c.clip_high:g}]"
-    if c.dual_clip is not None:
-        clip += f" and bounded at {c.dual_clip:g} where the advantage is negative"
-    said = [f"{c.name}: {against}{scaled}; {clip}, {mean}.", *_describe_weights(c)]
+    bound = f" and bounded at {c.dual_clip:g} where the advantage is negative" if c.dual_clip is not None else ""
+    clip = f"{unit} to {whom} is clipped to [{1 - c.clip_low:g}, {1 + c.clip_high:g}]{bound}"
+    said = [f"{c.name}: {advantage}; {clip}, {mean}.", *_describe_weights(c)]
     if c.kl_coef:
         where = "subtracted from the advantage" if c.kl_kind == "k1" else "added to the loss"
         said.append(f"{c.kl_coef:g} times the KL divergence from the starting model ({c.kl_kind}) is {where}.")
@@ -299,23 +265,16 @@ def describe(config: AlgorithmConfig) -> str:
     return " ".join(said)
 
 
-def _describe_weights(c: AlgorithmConfig) -> list[str]:
+def _describe_weights(c: AlgorithmConfig) -> Iterator[str]:
     unit, _, kind = c.importance.partition("_")
-    whose = "a token's" if unit == "token" else "a whole response's"
     bounds = f"{c.importance_floor:g} to {c.importance_cap:g}"
     if c.proximal == "recomputed":
-        how = {
-            "": "not bounded",
-            "truncate": f"{whose}, truncated at {c.importance_cap:g}",
-            "mask": f"{whose}, and 0 outside {bounds}",
-        }[kind]
-        text = f"The loss is weighted by the ratio of that policy's probabilities to the engine's ({how})."
+        whose = {"none": "", "token": "a token's, ", "sequence": "a whole response's, "}[unit]
+        cap = f"truncated at {c.importance_cap:g}"
+        how = {"": "not bounded", "truncate": cap, "mask": f"and 0 outside {bounds}"}[kind]
+        yield f"The loss is weighted by the ratio of that policy's probabilities to the engine's ({whose}{how})."
         if c.updates_per_batch * c.mini_batches == 1:
-            text += (
-                " With one update per batch the first ratio is 1 and nothing is clipped: only the weight has an effect."
-            )
-        return [text]
-    if kind == "mask":
+            yield "With one update per batch the first ratio is 1 and nothing is clipped: only the weight acts."
+    elif kind == "mask":
         units = "Tokens" if unit == "token" else "Responses"
-        return [f"{units} whose importance weight is outside {bounds} are left out of the loss."]
-    return []
+        yield f"{units} whose importance weight is outside {bounds} are left out of the loss."

@@ -1,9 +1,10 @@
-"""The model that is trained: a Hugging Face decoder, with or without adapters, as log-probabilities of given tokens.
+"""The models that train: the policy as log-probabilities of given tokens, and the critic as values.
 
-    MicroBatch ─▶ decoder ─▶ hidden states at `positions` ─▶ output head, some rows at a time ─▶ logp, entropy [T]
+    MicroBatch ─▶ decoder ─▶ hidden states at `positions` ─┬▶ output head, some rows at a time ─▶ logp, entropy [T]
+                                                           └▶ critic's scalar head ─────────────▶ values [T]
 
 Dropout is always off: what is trained must be what the engine sampled with. `plain` holds the parameters that are
-trained, named and saved; in bfloat16 a copy of it computes (`ComputingCopy`). Called by `TorchBackend`.
+trained, named and saved. In bfloat16 a copy of them computes (`Computation`). Called by `TorchBackend`.
 
 Before training relies on an optimisation (shared prompts, packed rows, a head without full logits, compiled layers),
 the policy tries it on two responses to one prompt and compares the log-probabilities. A model with its own idea of
@@ -16,22 +17,19 @@ import copy
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from freewheel.errors import ConfigError
 from freewheel.trainer.batching import MAX_SHARED_TOKENS, MicroBatch, Sample, micro_batches, packed_batches
 from freewheel.trainer.decoder import (
-    ComputingCopy,
+    Computation,
     Precision,
-    autocast,
     cast_parameters,
     compile_layers,
     compute_dtype,
@@ -40,7 +38,7 @@ from freewheel.trainer.decoder import (
     undo_compile,
     use_tree_attention,
 )
-from freewheel.trainer.head import head_logprobs, logits_at_a_time, logits_kept
+from freewheel.trainer.head import head_logprobs, limit_rows, logits_to_logprobs
 from freewheel.trainer.options import LoraConfig
 
 log = logging.getLogger("freewheel.trainer")
@@ -99,15 +97,13 @@ class Policy:
         self.model.eval()
         if activation_checkpointing:
             enable_checkpointing(self.plain)
-        if lora is not None and activation_checkpointing:
-            self.plain.enable_input_require_grads()  # otherwise no input of the first adapter requires a gradient
-        copied = computing_copy and lora is None and self.dtype is not torch.float32
-        self._copy = ComputingCopy(self.plain, self.dtype) if copied else None
-        self._mixed = not copied
+            if lora is not None:
+                self.plain.enable_input_require_grads()  # otherwise no input of the first adapter requires a gradient
+        self.computation = Computation(self.plain, device, self.dtype, copied=computing_copy and lora is None)
         self._without_adapters = False
         """Set in a frozen copy, which shares the model and leaves out its adapters."""
         self._compiled = False
-        self._plain_head = self._head_is_plain()
+        self._head_is_matrix = self._check_head()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -116,59 +112,25 @@ class Policy:
 
     def logprobs(self, batch: MicroBatch, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         """Return (log π, entropy) of each of the batch's tokens in float32, at the sampling temperature."""
-        with self._computing() as model:
-            if not self._plain_head:
-                return self._score(_logits(model, batch), batch.targets, entropy_grad)
-            hidden = _hidden(model, batch.decoder_inputs()).flatten(0, 1)[batch.positions]
-            return self._at_head(model.get_output_embeddings(), hidden, batch.targets, entropy_grad)
-
-    def _at_head(self, head: Any, hidden: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        weight: Tensor = head.weight
-        at_once = max(1, logits_at_a_time(self.device) // weight.shape[0])
-        if len(hidden) <= at_once and self.device.type == "cpu":
-            return self._score(head(hidden), targets, entropy_grad)
-        if type(head) is nn.Linear and getattr(head, "bias", None) is None:
+        with (
+            self.computation.running() as model,
+            self.model.disable_adapter() if self._without_adapters else nullcontext(),
+        ):
+            if not self._head_is_matrix:
+                logits = _logits(model, batch)
+                return logits_to_logprobs(logits, batch.targets, self._temperature, entropy_grad=entropy_grad)
+            hidden = _hidden(model, batch.inputs).flatten(0, 1)[batch.positions]
+            weight = model.get_output_embeddings().weight
+            at_once, kept = limit_rows(self.device, len(weight))
             return head_logprobs(
                 hidden.to(self.dtype),
                 weight.to(self.dtype),
-                targets,
+                batch.targets,
                 temperature=self._temperature,
                 entropy_grad=entropy_grad,
                 at_once=at_once,
-                kept=logits_kept(self.device) // weight.shape[0],
+                kept=kept,
             )
-
-        def score(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-            return self._score(head(rows), ids, entropy_grad)
-
-        parts = zip(torch.split(hidden, at_once), torch.split(targets, at_once), strict=True)
-        found = [checkpoint(score, rows, ids, use_reentrant=False) for rows, ids in parts]
-        logp, entropy = zip(*found, strict=True)
-        return torch.cat(logp), torch.cat(entropy)
-
-    def _score(self, logits: Tensor, targets: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        logits = logits.float()
-        if self._temperature != 1:
-            logits = logits / self._temperature
-        log_p = logits.log_softmax(-1)
-        chosen = log_p.gather(-1, targets[:, None]).squeeze(-1)
-        with nullcontext() if entropy_grad else torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)
-        return chosen, entropy
-
-    def _computing_model(self) -> Any:
-        return self.plain if self._copy is None else self._copy.model
-
-    @contextmanager
-    def _computing(self) -> Iterator[Any]:
-        """Yield the computing model with current weights, in the precision of the computation."""
-        if self._copy is not None:
-            self._copy.refresh()
-        with (
-            autocast(self.device, self.dtype) if self._mixed else nullcontext(),
-            self.model.disable_adapter() if self._without_adapters else nullcontext(),
-        ):
-            yield self._computing_model()
 
     def frozen_copy(self) -> Policy:
         """Return the reference of a KL term: the policy as it is now, which is the base model under new adapters."""
@@ -176,10 +138,8 @@ class Policy:
         if self.lora is not None:
             kept._without_adapters = True
             return kept
-        if self._copy is not None:
-            self._copy.refresh()
-        kept.plain = kept.model = copy.deepcopy(self._computing_model()).requires_grad_(False)
-        kept._copy = None
+        kept.computation = self.computation.frozen_copy()
+        kept.plain = kept.model = kept.computation.model
         if self._compiled:
             compile_layers(kept.plain)
         return kept
@@ -187,29 +147,34 @@ class Policy:
     # -- optimisations that are tried first ---------------------------------------------------------------------------
 
     @property
+    def vocabulary(self) -> int:
+        return int(self.plain.config.get_text_config().vocab_size)
+
+    @property
     def token_cost(self) -> float:
         """The cost of a token outside attention, in pairs of tokens inside it."""
-        return PAIRS_PER_HIDDEN.get(self.device.type, PAIRS_PER_HIDDEN["cuda"]) * float(
-            self.plain.config.get_text_config().hidden_size
-        )
+        return PAIRS_PER_HIDDEN[self.device.type] * float(self.plain.config.get_text_config().hidden_size)
 
     def can_share(self) -> bool:
         """Whether responses that share a prompt in one row get the same log-probabilities as in separate rows."""
         window = self.plain.config.get_text_config().to_dict().get("sliding_window")
         if window is not None and window < MAX_SHARED_TOKENS:  # it would only show in longer rows
             return False
-        return self._agree(*(probe_batch(self.vocabulary, packed=False, share=share) for share in (False, True)))
+        separate, shared = (probe_batch(self.vocabulary, packed=False, share=share) for share in (False, True))
+        return self._agree(separate, shared)
 
     def can_pack(self) -> bool:
         """Whether sequences packed into one row do. If so, the model accepts such rows from now on."""
-        if all(use_tree_attention(model) for model in (self.plain, self._computing_model())):
+        models = (self.plain, self.computation.model)
+        if all(use_tree_attention(model) for model in models):
             n_tokens = N_RESPONSE["packed"]
             (padded,) = micro_batches(_probe_samples(self.vocabulary, n_tokens), 4 * (N_PROMPT + n_tokens))
             alone, packed = (probe_batch(self.vocabulary, packed=True, share=share) for share in (False, True))
             if self._agree(padded, packed) and self._agree(alone, packed, plain=False):
                 return True
             log.warning("%s does not support packed rows: rows are padded, which is slower", type(self.plain).__name__)
-        self.leave_trees()
+        for model in models:
+            leave_tree_attention(model)
         return False
 
     @torch.no_grad()
@@ -219,25 +184,18 @@ class Policy:
         `plain`: those of the plain model, in float32 if its weights are, because rounding must hide nothing. Otherwise
         in the precision of the computation, whose kernels do not support every head.
         """
-        rounded = self.lora is not None or not plain
+        exact = plain and self.lora is None
         try:
             one, other = (self._try(batch.to(self.device), plain=plain) for batch in batches)
         except REFUSALS:
             return False
-        return bool((one - other).abs().max() <= TOLERANCE[self.dtype if rounded else torch.float32])
+        return bool((one - other).abs().max() <= TOLERANCE[torch.float32 if exact else self.dtype])
 
     def _try(self, batch: MicroBatch, *, plain: bool) -> Tensor:
         if not plain:
             return self.logprobs(batch)[0]
-        with autocast(self.device, self.dtype) if self.lora is not None else nullcontext():
-            logits = self.plain(**batch.decoder_inputs(), use_cache=False).logits
-        log_p: Tensor = logits.flatten(0, 1)[batch.positions].float().log_softmax(-1)
-        return log_p.gather(-1, batch.targets[:, None])
-
-    def leave_trees(self) -> None:
-        """Return to padded rows."""
-        for model in (self.plain, self._computing_model()):
-            leave_tree_attention(model)
+        with nullcontext() if self.lora is None else self.computation.running():
+            return logits_to_logprobs(_logits(self.plain, batch), batch.targets)[0]
 
     def compile(self, *, packed: bool) -> bool:
         """Compile the decoder's layers, for the kind of rows that will come. Returns whether they are used.
@@ -247,14 +205,14 @@ class Policy:
         batch = probe_batch(self.vocabulary, packed=packed, share=packed).to(self.device)
         with torch.no_grad():
             wanted = self.logprobs(batch)[0]
-        compile_layers(self._computing_model())
-        self._compiled = True
+        compile_layers(self.computation.model)
         began = time.monotonic()
         try:
             found = self.logprobs(batch)[0]
             found.sum().backward()  # type: ignore[no-untyped-call]
             gap = float((found.detach() - wanted).abs().max())
-            if gap <= TOLERANCE[self.dtype]:
+            self._compiled = gap <= TOLERANCE[self.dtype]
+            if self._compiled:
                 log.info("Compiled the decoder's layers in %.0f s", time.monotonic() - began)
                 return True
             log.warning("The compiled decoder's log-probabilities are off by %.2g: continuing without compiling", gap)
@@ -262,53 +220,41 @@ class Policy:
             log.warning("torch.compile failed: continuing without compiling", exc_info=True)
         finally:
             self.model.zero_grad(set_to_none=True)
-        undo_compile(self._computing_model())
-        self._compiled = False
+        undo_compile(self.computation.model)
         return False
 
     @torch.no_grad()
-    def _head_is_plain(self) -> bool:
-        """Whether logits are the output head applied to the last hidden states, and nothing else."""
-        if self.plain.get_output_embeddings() is None:
+    def _check_head(self) -> bool:
+        """Whether logits are the last hidden states times one matrix, and nothing else."""
+        head = self.plain.get_output_embeddings()
+        if head is None:
             raise ConfigError(
                 "model.path", type(self.plain).__name__, "it has no output head: give a causal language model"
             )
+        if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
+            return False
         ids = (torch.arange(N_PROMPT) % self.vocabulary)[None].to(self.device)
-        with self._computing() as model:
+        with self.computation.running() as model:
             own = model(input_ids=ids, use_cache=False).logits.float()
             ours = model.get_output_embeddings()(_hidden(model, {"input_ids": ids})).float()
         return bool((own - ours).abs().max() <= HEAD_TOLERANCE * own.abs().max().clamp(min=1e-3))
 
-    @property
-    def vocabulary(self) -> int:
-        return int(self.plain.config.get_text_config().vocab_size)
-
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return every parameter and buffer of the plain model, adapters merged, in the precision of the computation.
+    def weights(self, stored: bool = False) -> dict[str, Tensor]:
+        """Return every parameter and buffer of the plain model, adapters merged, in the type of the computation.
 
-        Tied parameters appear once, under their name in `named_parameters`. The tensors are detached, on the device,
-        and copied only if something was merged or cast: `sync.pack` copies them.
+        `stored`: in the type of the model's files. Tied parameters appear once, under their name in
+        `named_parameters`. The tensors are detached, on the device, and copied only if something was merged or cast:
+        `sync.pack` copies them.
         """
-        return {
-            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in self._merged()
-        }
+        return dict(self._cast_weights(self.storage_dtype if stored else self.dtype))
 
-    def save(self, folder: Path, tokenizer: Any = None) -> None:
-        """Write a Hugging Face folder in the floating-point type of the model's files."""
-        config = self.plain.config
-        state = {
-            name: tensor.to("cpu", self.storage_dtype if tensor.is_floating_point() else tensor.dtype)
-            for name, tensor in self._merged()
-        }
-        self.plain.save_pretrained(folder, state_dict=state)
-        config.dtype = self.storage_dtype  # save_pretrained writes the type of the master weights
-        config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+    def _cast_weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._merged_weights():
+            yield name, tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def _merged(self) -> Iterator[tuple[str, Tensor]]:
+    def _merged_weights(self) -> Iterator[tuple[str, Tensor]]:
         if self.lora is None:
             yield from _published(self.plain)
             return
@@ -333,14 +279,7 @@ def probe_batch(vocabulary: int, *, packed: bool, share: bool = True) -> MicroBa
 def _probe_samples(vocabulary: int, n_tokens: int) -> list[Sample]:
     """Return two responses to one prompt. The second is the first in reverse."""
     ids, indices = np.arange(n_tokens, dtype=np.int64) % vocabulary, np.arange(n_tokens)
-    one = Sample(
-        key=(0, 0),
-        prompt=ids[:N_PROMPT],
-        tokens=ids,
-        made=indices,
-        behaviour=indices,
-        versions=indices,
-    )
+    one = Sample(key=(0, 0), prompt=ids[:N_PROMPT], tokens=ids, made=indices, behaviour=indices, versions=indices)
     return [one, replace(one, key=(0, 1), tokens=ids[::-1])]
 
 
@@ -351,21 +290,13 @@ def _hidden(model: Any, inputs: Mapping[str, Any]) -> Tensor:
 
 def _logits(model: Any, batch: MicroBatch) -> Tensor:
     """Return the model's own logits, computed only at the batch's positions."""
-    with _only_at(model.get_output_embeddings(), batch.positions):
-        logits: Tensor = model(**batch.decoder_inputs(), use_cache=False).logits[0]
-    return logits
 
-
-@contextmanager
-def _only_at(head: nn.Module, positions: Tensor) -> Iterator[None]:
     def select(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (inputs[0].flatten(0, 1)[positions][None], *inputs[1:])
+        return (inputs[0].flatten(0, 1)[batch.positions][None], *inputs[1:])
 
-    handle = head.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
+    with model.get_output_embeddings().register_forward_pre_hook(select):
+        logits: Tensor = model(**batch.inputs, use_cache=False).logits[0]
+    return logits
 
 
 def _published(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -385,12 +316,53 @@ def _with_adapters(model: Any, lora: LoraConfig, seed: int) -> Any:
         raise ConfigError("model.lora", lora, "adapters need peft: pip install peft") from None
     from transformers.pytorch_utils import Conv1D
 
-    options: dict[str, Any] = {
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "target_modules": lora.target_modules,
-        "fan_in_fan_out": any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 transposes its weights
-    }
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes any number
+        target_modules=lora.target_modules,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2 transposes its weights
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
+        return peft.get_peft_model(model, config)
+
+
+class Critic(nn.Module):
+    """A copy of the policy's decoder with a scalar head: the reward that each state promises.
+
+    A token's value is that of the state before it was chosen, from the hidden state that predicts it. The head starts
+    at 0, so all values do.
+    """
+
+    def __init__(
+        self,
+        decoder: Any,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        activation_checkpointing: bool,
+        computing_copy: bool = False,
+    ) -> None:
+        """`computing_copy`: see `Policy`."""
+        super().__init__()
+        self.decoder = copy.deepcopy(decoder).float().to(device).eval()
+        self.head = nn.Linear(decoder.config.get_text_config().hidden_size, 1, device=device)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        if activation_checkpointing:
+            enable_checkpointing(self.decoder)
+        self._computation = Computation(self.decoder, device, dtype, copied=computing_copy)
+
+    def set_up_rows(self, *, packed: bool, compiled: bool) -> None:
+        """Compute like the policy, which has the same kind of decoder."""
+        if packed:
+            use_tree_attention(self._computation.model)
+        if compiled:
+            compile_layers(self._computation.model)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        with self._computation.running() as decoder:
+            hidden = decoder(**batch.inputs, use_cache=False).last_hidden_state
+        values: Tensor = self.head(hidden.flatten(0, 1)[batch.positions].float()).squeeze(-1)
+        return values

@@ -72,16 +72,6 @@ class ShardsNotWritten(OSError):
     """A rank could not write its part of a checkpoint. The message names the rank and the reason."""
 
 
-class ShardedBackend(Backend, Protocol):
-    """A `Backend` whose methods every rank calls with the same arguments. Rank 0 gets complete results."""
-
-    def write_state(self, state: BackendState, folder: Path) -> str:
-        """Write this rank's part of the state to its own file and return the name; empty if it has no part.
-
-        May run during training: it does not communicate with other ranks.
-        """
-
-
 class Asked(Protocol):
     """A command that was sent to the other ranks."""
 
@@ -102,7 +92,7 @@ class Others(Protocol):
 class Leader:
     """All ranks as one `Backend`, in rank 0's process."""
 
-    def __init__(self, backend: ShardedBackend, others: Others, *, fail: Callable[[RankLost], NoReturn]) -> None:
+    def __init__(self, backend: Backend, others: Others, *, fail: Callable[[RankLost], NoReturn]) -> None:
         self.backend = backend
         self._others = others
         self._fail = fail
@@ -118,20 +108,20 @@ class Leader:
         work = partial(self.backend.step, groups, version=version, step=step, total_steps=total_steps)
         return self._together(work, "step", EncodedGroups.encode(groups), version, step, total_steps)
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self._together(self.backend.weights, "weights")
+    def weights(self, stored: bool = False) -> Mapping[str, Tensor]:
+        return self._together(partial(self.backend.weights, stored), "weights", stored)
 
     def state(self) -> BackendState:
         """Copy the tensors on every rank. They stay there until `write` puts them into a folder."""
         self._states += 1
         number = self._states
         own = self._together(self.backend.state, "state", number)
-        return BackendState(tensors={}, values=own.values, write=partial(self._write, number, own))
+        return BackendState(values=own.values, write=partial(self._write, number, own))
 
-    def _write(self, number: int, own: BackendState, folder: Path) -> None:
+    def _write(self, number: int, own: BackendState, folder: Path) -> str:
         """A full disk fails the checkpoint and nothing else."""
         asked = self._others.ask("write", number, folder)
-        written = _write_shard(self.backend, own, folder)
+        written = _try_to_write(own, folder)
         for rank, result in enumerate([written, *self._answered(asked)]):
             if isinstance(result, ShardsNotWritten):
                 raise ShardsNotWritten(result.errno, f"rank {rank}: {result.strerror}")
@@ -141,25 +131,19 @@ class Leader:
                     f"rank {rank}: rank 0 cannot see its file: run_dir must be on a file system that "
                     "all machines of the training share",
                 )
+        return str(written)
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
         self._together(partial(self.backend.load_files, files, values), "load_files", files, values)
 
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        """Weights are gathered before rank 0 writes them, so a full disk breaks nothing."""
-        work = partial(self.backend.save_hf, folder, tokenizer)
-        self._together(work, "save_hf", folder, harmless=(Exception,))
-
     def describe(self) -> str:
         return self.backend.describe()
 
-    def _together(
-        self, work: Callable[[], T], command: str, *args: Any, harmless: tuple[type[Exception], ...] = ALIKE
-    ) -> T:
+    def _together(self, work: Callable[[], T], command: str, *args: Any) -> T:
         asked = self._others.ask(command, *args)
         try:
             done = work()
-        except harmless:
+        except ALIKE:
             self._answered(asked)
             raise
         except BaseException as error:  # noqa: BLE001  # whatever it is, the group is broken
@@ -183,10 +167,10 @@ class Leader:
             self._fail(lost)
 
 
-def _write_shard(backend: ShardedBackend, state: BackendState, folder: Path) -> str | ShardsNotWritten:
-    """Return the name of the file, empty if the rank has no part of the state, or why it cannot be written."""
+def _try_to_write(state: BackendState, folder: Path) -> str | ShardsNotWritten:
+    """Return the name of the rank's file, empty if it has no part of the state, or why it cannot be written."""
     try:
-        return backend.write_state(state, folder)
+        return state.write(folder)
     except Exception as error:  # noqa: BLE001  # safetensors has its own errors; training continues in any case
         return ShardsNotWritten(getattr(error, "errno", None) or errno.EIO, f"{type(error).__name__}: {error}")
 
@@ -194,7 +178,7 @@ def _write_shard(backend: ShardedBackend, state: BackendState, folder: Path) -> 
 class Follower:
     """Runs commands on the other ranks. `write` may arrive while another command runs."""
 
-    def __init__(self, backend: ShardedBackend) -> None:
+    def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._states: dict[int, BackendState] = {}
 
@@ -218,7 +202,7 @@ class Follower:
             del self._states[old]
 
     def _write(self, number: int, folder: Path) -> str | ShardsNotWritten:
-        return _write_shard(self._backend, self._states.pop(number), folder)
+        return _try_to_write(self._states.pop(number), folder)
 
 
 class Pulse:

@@ -10,13 +10,12 @@ mini-batches follows from (seed, step). Called by `FullyAsyncTrainer`.
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,28 +23,26 @@ from torch import Tensor, nn
 
 from freewheel.data.group import Array, PromptGroup
 from freewheel.errors import DataError
-from freewheel.trainer.advantages import estimate, gae, whiten
+from freewheel.trainer.advantages import estimate, gae, has_no_variance, whiten
 from freewheel.trainer.backend import BackendState, NonFiniteLoss
 from freewheel.trainer.batching import MicroBatch, Sample, micro_batches, mini_batches, packed_batches
-from freewheel.trainer.decoder import (
-    ComputingCopy,
-    Precision,
-    autocast,
-    compile_layers,
-    compute_dtype,
-    enable_checkpointing,
-    use_tree_attention,
-)
-from freewheel.trainer.losses import LossInputs, apply_loss, check_loss, value_loss
-from freewheel.trainer.metrics import Tally, rollout_metrics
-from freewheel.trainer.optim import Optimizer, lr_factor
+from freewheel.trainer.decoder import Precision, compute_dtype
+from freewheel.trainer.losses import LossInputs, Tally, apply_loss, check_loss, value_loss
 from freewheel.trainer.options import AlgorithmConfig, LoraConfig, OptimizerConfig, describe
-from freewheel.trainer.policy import Policy
-from freewheel.trainer.sharded_checkpoint import read_shards
+from freewheel.trainer.policy import Critic, Policy
+from freewheel.trainer.sharded_checkpoint import copy_to_host, read_rows, write_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
+METRICS = {"policy": "actor", "critic": "critic"}
+"""The prefix of the metrics of each model that learns."""
 GAP_MEAN, GAP_MAX = "rollout/logprob_gap_mean", "rollout/logprob_gap_max"
+STATE_KEYS = ("step", "exp_avg", "exp_avg_sq")
+CLIP_EPS = 1e-6
+"""torch adds this to the norm before dividing by it. A norm below it needs no clipping, so gradients are not read."""
 MAX_NONFINITE = 3
 """Consecutive updates with a loss or gradient that is not finite before the run ends."""
 CPU_MICRO_BATCH_TOKENS = 2048
@@ -69,7 +66,8 @@ class Part:
 class TorchBackend:
     """See `Backend`. `FsdpBackend` overrides the methods that depend on the number of ranks."""
 
-    _rank = 0
+    _rank, _size = 0, 1
+    _host_mesh: DeviceMesh | None = None
     _copies = True
     """Whether a computing copy of the model may be used. FSDP gathers a copy layer by layer instead."""
 
@@ -98,8 +96,7 @@ class TorchBackend:
         self._algorithm = algorithm or AlgorithmConfig()
         self._config = optimizer or OptimizerConfig()
         assert self._config.lr != "auto", "the configuration of a run knows the rate"
-        self._lr = self._config.lr
-        self._critic_lr = self._config.critic_lr or CRITIC_LR_FACTOR * self._lr
+        self._lr = {"policy": self._config.lr, "critic": self._config.critic_lr or CRITIC_LR_FACTOR * self._config.lr}
         self._device = torch.device(device)
         self._loss = self._algorithm.find_loss()
         check_loss(self._loss, self._algorithm, self._device)
@@ -121,10 +118,10 @@ class TorchBackend:
         padded_share = share_prompts and not self._packed and self.policy.can_share()
         self._share = self.policy.token_cost if padded_share else None
         self._reference = self.policy.frozen_copy() if self._algorithm.kl_coef else None
-        self._optimizer = Optimizer(self.policy.trainable(), self._config)
-        self._critic_optimizer = (
-            Optimizer(dict(self._critic.named_parameters()), self._config) if self._critic else None
-        )
+        self._shard()
+        self._optimizers = {"policy": self._make_optimizer(self.policy.trainable())}
+        if self._critic is not None:
+            self._optimizers["critic"] = self._make_optimizer(dict(self._critic.named_parameters()))
 
     def _set_up_rows(self, *, compile: bool) -> bool:
         """Compile if requested. Returns whether rows are packed, which needs flash attention."""
@@ -134,13 +131,18 @@ class TorchBackend:
             self._critic.set_up_rows(packed=packed, compiled=compiled)
         return packed
 
+    def _shard(self) -> None:
+        """Distribute the models over the ranks."""
+
+    def _make_optimizer(self, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+        return Optimizer(parameters, self._config)
+
     def describe(self) -> str:
         return describe(self._algorithm)
 
     @property
     def updates_applied(self) -> int:
-        optimizers = (self._optimizer, self._critic_optimizer)
-        return sum(one.updates_applied for one in optimizers if one is not None)
+        return sum(optimizer.updates_applied for optimizer in self._optimizers.values())
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -156,16 +158,13 @@ class TorchBackend:
             order = np.random.default_rng([self._seed, step, epoch]).permutation(len(minis))
             for index in order if len(minis) > 1 else range(len(minis)):
                 compute = partial(self._policy_part, version=version)
-                tally.merge(self._update("actor", self._optimizer, self._lr * factor, minis[index], compute))
+                tally.merge(self._update("policy", factor, minis[index], compute))
                 version = None  # the first update changes the weights
-                if self._critic_optimizer is not None:
-                    lr = self._critic_lr * factor
-                    tally.merge(self._update("critic", self._critic_optimizer, lr, minis[index], self._critic_part))
+                if self._critic is not None:
+                    tally.merge(self._update("critic", factor, minis[index], self._critic_part))
         metrics = {**rollout, **tally.values()}
         if minis:
-            metrics["actor/lr"] = self._lr * factor
-            if self._critic is not None:
-                metrics["critic/lr"] = self._critic_lr * factor
+            metrics |= {f"{METRICS[name]}/lr": self._lr[name] * factor for name in self._optimizers}
         if GAP_MEAN not in metrics:  # no token has this version, so there is no largest gap either
             metrics.pop(GAP_MAX, None)
         return metrics
@@ -217,38 +216,28 @@ class TorchBackend:
         return torch.from_numpy(values.astype(np.float32)).to(self._device)
 
     def _update(
-        self,
-        name: str,
-        optimizer: Optimizer,
-        lr: float,
-        parts: Sequence[Part],
-        compute: Callable[[Part], tuple[Tensor, Tally]],
+        self, name: str, lr_factor: float, parts: Sequence[Part], compute: Callable[[Part], tuple[Tensor, Tally]]
     ) -> Tally:
-        """Make one optimizer step over a mini-batch. `name`: the prefix of its metrics, `actor` or `critic`."""
-        optimizer.forget()
-        loss, tally = self._accumulate(parts, compute)
-        norm, applied = optimizer.step(lr, loss)
-        one = torch.ones_like(loss)
-        if applied:
-            tally.sums.update({f"{name}/loss": (loss, one), f"{name}/grad_norm": (norm, one)})
-        else:  # its metrics would make those of the other updates NaN
-            tally = Tally()
-        tally.sums[f"{name}/skipped_nonfinite"] = (one * (not applied),)
-        if optimizer is self._optimizer:
-            self._check_finite(applied, loss)
-        return tally
-
-    def _accumulate(
-        self, parts: Sequence[Part], compute: Callable[[Part], tuple[Tensor, Tally]]
-    ) -> tuple[Tensor, Tally]:
-        """Add up the gradients, the loss and the metrics of a mini-batch."""
+        """Make one optimizer step of the policy or the critic over a mini-batch."""
+        optimizer, prefix = self._optimizers[name], METRICS[name]
+        optimizer.forget()  # what a failed attempt has left
         tally, losses = Tally(), []
         for index, part in enumerate(parts):
             loss, found = compute(part)
             self._backward(loss, last=index == len(parts) - 1)
             losses.append(loss.detach())
             tally.merge(found)
-        return self._over_ranks(torch.stack(losses).sum(), tally)
+        loss, tally = self._over_ranks(torch.stack(losses).sum(), tally)
+        norm, applied = optimizer.step(self._lr[name] * lr_factor, loss)
+        one = torch.ones_like(loss)
+        if applied:
+            tally.sums.update({f"{prefix}/loss": (loss, one), f"{prefix}/grad_norm": (norm, one)})
+        else:  # its metrics would make those of the other updates NaN
+            tally = Tally()
+        tally.sums[f"{prefix}/skipped_nonfinite"] = (one * (not applied),)
+        if name == "policy":
+            self._check_finite(applied, loss)
+        return tally
 
     def _policy_part(self, part: Part, *, version: int | None) -> tuple[Tensor, Tally]:
         """`version`: compare log-probabilities with the engine's at tokens of this version."""
@@ -295,66 +284,43 @@ class TorchBackend:
             own = self._algorithm.loss != "auto" and f"check that {self._algorithm.loss} returns finite numbers, "
             raise NonFiniteLoss(
                 f"{self._nonfinite} updates in a row had a loss or a gradient that is not finite (loss {float(loss)}); "
-                f"the weights are unchanged. To avoid it, {own or ''}"
-                f"lower optimizer.lr ({self._lr:g}), set algorithm.dual_clip to 3, or set model.dtype to float32"
+                f"the weights are unchanged. To avoid it, {own or ''}lower optimizer.lr ({self._config.lr:g}), "
+                "set algorithm.dual_clip to 3, or set model.dtype to float32"
             )
 
     # -- what is published and saved ----------------------------------------------------------------------------------
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self.policy.weights()
-
-    def save_hf(self, folder: Path, tokenizer: Any = None) -> None:
-        self.policy.save(folder, tokenizer)
+    def weights(self, stored: bool = False) -> Mapping[str, Tensor]:
+        return self.policy.weights(stored)
 
     def state(self) -> BackendState:
-        """Return trained parameters and moments. A frozen base follows from the settings; there is no random state."""
-        tensors = {
-            name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in self._named_state().items()
-        }
-        return BackendState(tensors=tensors, values=self._state_values())
+        """Copy trained parameters and moments. A frozen base follows from the settings; there is no random state."""
+        tensors = {name: copy_to_host(tensor, self._host_mesh) for name, tensor in self._named_state().items()}
+        return BackendState(
+            values={"algorithm": self._algorithm.name, "nonfinite": self._nonfinite},
+            write=partial(write_rows, tensors=tensors, rank=self._rank, size=self._size),
+        )
 
     def _named_state(self) -> dict[str, Tensor]:
-        return {
-            f"{part}/{name}": tensor
-            for part, found in self._stateful().items()
-            for name, tensor in (found.state() if isinstance(found, Optimizer) else found).items()
-        }
-
-    def _state_values(self) -> dict[str, Any]:
-        return {"algorithm": self._algorithm.name, "nonfinite": self._nonfinite}
+        found: dict[str, Tensor] = {}
+        for part, optimizer in self._optimizers.items():
+            found |= {f"{part}/{name}": parameter for name, parameter in optimizer.parameters.items()}
+            found |= {f"{part}_optimizer/{name}": tensor for name, tensor in optimizer.state().items()}
+        return found
 
     def load_files(self, files: Sequence[Path], values: Mapping[str, Any]) -> None:
-        self.load_state(BackendState(tensors=read_shards(files), values=values))
+        self._load(read_rows(files), values)
 
-    def load_state(self, state: BackendState) -> None:
-        """Load the result of `state`. Raises `DataError` if it belongs to another model or other settings."""
-        parts: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in state.tensors.items():
-            part, _, inner = name.partition("/")
-            parts.setdefault(part, {})[inner] = tensor
-        stateful = self._stateful()
-        for part, target in stateful.items():
-            if not isinstance(target, Optimizer):
-                _check_fit(part, target, parts.get(part, {}))
-        for part, target in stateful.items():
-            given = parts.get(part, {})
-            if isinstance(target, Optimizer):
-                target.load(given)
-                continue
-            for name, parameter in target.items():
-                parameter.detach().copy_(given[name])
-        self._nonfinite = int(state.values["nonfinite"])
-
-    def _stateful(self) -> dict[str, Optimizer | dict[str, Any]]:
-        found: dict[str, Optimizer | dict[str, Any]] = {
-            "policy": self.policy.trainable(),
-            "policy_optimizer": self._optimizer,
-        }
-        if self._critic is not None and self._critic_optimizer is not None:
-            found["critic"] = dict(self._critic.named_parameters())
-            found["critic_optimizer"] = self._critic_optimizer
-        return found
+    def _load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Load what `state` wrote. Raises `DataError` if it belongs to another model or other settings."""
+        found = {part: _select(tensors, f"{part}/") for part in self._optimizers}
+        for part, optimizer in self._optimizers.items():
+            _check_fit(part, optimizer.parameters, found[part])
+        for part, optimizer in self._optimizers.items():
+            for name, parameter in optimizer.parameters.items():
+                parameter.detach().copy_(found[part][name])
+            optimizer.load(_select(tensors, f"{part}_optimizer/"))
+        self._nonfinite = int(values["nonfinite"])
 
 
 def _logprob_gap(logp: Tensor, batch: MicroBatch, version: int) -> Tally:
@@ -362,6 +328,10 @@ def _logprob_gap(logp: Tensor, batch: MicroBatch, version: int) -> Tally:
     same = batch.versions == version
     gap = torch.where(same, (logp - batch.behaviour).abs(), 0.0)
     return Tally(sums={GAP_MEAN: (gap.sum(), same.sum())}, maxima={GAP_MAX: gap.max()})
+
+
+def _select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _check_fit(part: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -373,56 +343,6 @@ def _check_fit(part: str, wanted: Mapping[str, Tensor], given: Mapping[str, Tens
             f"{part}/{name} has shape {found.get(name)} in the checkpoint and {shapes.get(name)} here: "
             "resume with the model and the settings of the checkpoint"
         )
-
-
-# -- the critic -------------------------------------------------------------------------------------------------------
-
-
-class Critic(nn.Module):
-    """A copy of the policy's decoder with a scalar head: the reward that each state promises.
-
-    A token's value is that of the state before it was chosen, from the hidden state that predicts it. The head starts
-    at 0, so all values do.
-    """
-
-    def __init__(
-        self,
-        decoder: Any,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        activation_checkpointing: bool,
-        computing_copy: bool = False,
-    ) -> None:
-        """`computing_copy`: see `Policy`."""
-        super().__init__()
-        self.decoder = copy.deepcopy(decoder).float().to(device).eval()
-        self.head = nn.Linear(decoder.config.get_text_config().hidden_size, 1, device=device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self._device, self._dtype = device, dtype
-        if activation_checkpointing:
-            enable_checkpointing(self.decoder)
-        copied = computing_copy and dtype is not torch.float32
-        self._copy = ComputingCopy(self.decoder, dtype) if copied else None
-
-    def set_up_rows(self, *, packed: bool, compiled: bool) -> None:
-        """Compute like the policy, which has the same kind of decoder."""
-        if packed:
-            use_tree_attention(self._computing_decoder())
-        if compiled:
-            compile_layers(self._computing_decoder())
-
-    def _computing_decoder(self) -> Any:
-        return self.decoder if self._copy is None else self._copy.model
-
-    def forward(self, batch: MicroBatch) -> Tensor:
-        if self._copy is not None:
-            self._copy.refresh()
-        with autocast(self._device, self._dtype) if self._copy is None else nullcontext():
-            hidden = self._computing_decoder()(**batch.decoder_inputs(), use_cache=False).last_hidden_state
-        values: Tensor = self.head(hidden.flatten(0, 1)[batch.positions].float()).squeeze(-1)
-        return values
 
 
 def token_gae(part: Part, config: AlgorithmConfig) -> tuple[Array, Array]:
@@ -438,3 +358,131 @@ def token_gae(part: Part, config: AlgorithmConfig) -> tuple[Array, Array]:
     rewards[np.arange(len(lengths)), lengths - 1] = batch.rewards
     advantages, returns = gae(rewards, padded, present, gamma=config.gamma, lam=config.lam)
     return advantages[present], returns[present]
+
+
+# -- the optimizer ----------------------------------------------------------------------------------------------------
+
+
+def lr_factor(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Return the share of the highest learning rate at `step` (the first is 0).
+
+    It grows linearly over `warmup_steps`, the last of which has the full rate. Then, with p the share of the remaining
+    steps that are done and m = `min_lr_ratio`:
+
+        constant: 1        linear: 1 − (1 − m)·p        cosine: m + (1 − m)·(1 + cos πp)/2
+
+    It depends on nothing but the step, so a resumed run has nothing to restore.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    rest = total_steps - config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / rest) if rest > 0 else 1.0
+    floor = config.min_lr_ratio
+    if config.schedule == "linear":
+        return 1 - (1 - floor) * done
+    return floor + (1 - floor) * (1 + math.cos(math.pi * done)) / 2
+
+
+class Optimizer:
+    """AdamW on named parameters, with its moments. The caller passes the learning rate with each step."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+        self.parameters = dict(parameters)
+        self.updates_applied = 0
+        self._clip = config.grad_clip
+        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
+        others = [p for p in self.parameters.values() if p.ndim < 2]
+        self._adamw = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=0.0,
+            betas=config.betas,
+            eps=config.eps,
+            fused=True,
+        )
+
+    def step(self, lr: float, loss: Tensor) -> tuple[Tensor, bool]:
+        """Apply the gradients if they and `loss` are finite. Returns their norm and whether they were applied."""
+        parameters = [p for p in self.parameters.values() if p.grad is not None]
+        norm = self._norm([p.grad for p in parameters if p.grad is not None])
+        length, total = torch.stack((norm, loss.to(norm))).tolist()  # the only wait for the device in an update
+        applied = math.isfinite(length) and math.isfinite(total)
+        if applied:
+            if self._clip is not None and length + CLIP_EPS > self._clip:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._clip, norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            torch.autograd.graph.increment_version(parameters)  # the fused step does not, and `Computation` needs it
+            self.updates_applied += 1
+        self.forget()
+        return norm, applied
+
+    def _norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the norm of all gradients together. With several ranks, of all their shards."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return `NAME.exp_avg`, `NAME.exp_avg_sq` and `NAME.step` of parameters that were stepped, on their device."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Load the result of `state`. Parameters that it does not contain start with no moments."""
+        self._adamw.state.clear()
+        for name, parameter in self.parameters.items():
+            if f"{name}.step" in tensors:
+                self._adamw.state[parameter] = {
+                    key: tensors[f"{name}.{key}"].to(parameter.device, torch.float32, copy=True) for key in STATE_KEYS
+                }
+
+
+# -- metrics of a step ------------------------------------------------------------------------------------------------
+
+
+def rollout_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """Return metrics about generation and scoring of a step's groups.
+
+    Rewards are means over scored responses, reward parts over the responses that have them. Lengths count the policy's
+    own tokens of all responses.
+    """
+    if not groups:
+        return {}
+    values = np.concatenate([group.rewards for group in groups])
+    scored = values[~np.isnan(values)]
+    lengths = np.concatenate([np.add.reduceat(group.mask != 0, group.offsets[:-1], dtype=np.int64) for group in groups])
+    status = np.array([verdict.status for group in groups for verdict in group.verdicts])
+    raw = np.concatenate([group.raw_rewards for group in groups])
+    raw = raw[~np.isnan(raw)]
+    found = {
+        "rollout/response_length_mean": lengths.mean(),
+        "rollout/response_length_max": lengths.max(),
+        "rollout/truncation_ratio": np.mean([reason == "length" for group in groups for reason in group.finish]),
+        "rollout/masked_ratio": (np.isnan(values) & (status != "skipped")).mean(),
+        "rollout/skipped_ratio": (status == "skipped").mean(),
+        "rollout/zero_variance_ratio": np.mean([has_no_variance(group) for group in groups]),
+    }
+    if len(scored):
+        found |= {"rollout/reward_mean": scored.mean(), "rollout/reward_std": scored.std()}
+    if len(raw):
+        found["rollout/raw_reward_mean"] = raw.mean()
+    return {name: float(value) for name, value in found.items()} | _reward_parts(groups)
+
+
+def _reward_parts(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """Return the mean of each part of the reward, as the reward function or the judge named it."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for verdict in group.verdicts:
+            for name, value in verdict.parts.items():
+                if math.isfinite(value):
+                    found.setdefault(name, []).append(value)
+    return {f"reward/{name}": math.fsum(values) / len(values) for name, values in sorted(found.items())}

@@ -33,13 +33,16 @@ from freewheel.queue.client import QueueClient
 from freewheel.queue.staleness import Bounds
 from freewheel.sync.weights import AnyWeights, Packer, pack
 from freewheel.trainer.backend import Backend, BackendState, Evaluate, NonFiniteLoss, Publisher, Row
-from freewheel.trainer.background import BackgroundEvaluation, CheckpointWriter
 from freewheel.trainer.checkpoint import RunSaver
+from freewheel.trainer.evaluation import BackgroundEvaluation
 from freewheel.utils.waiting import unless_failed, unless_stopped
 
 log = logging.getLogger("freewheel.trainer")
 
 T = TypeVar("T")
+
+CONFIRM_S = 10.0
+"""How long a checkpoint waits for the queue to compact its journal."""
 
 Ending = Literal["finished", "stopped"]
 
@@ -150,7 +153,10 @@ class FullyAsyncTrainer:
         self._unsent: tuple[int, int, AnyWeights] | None = None
         """Step, version and weights of the newest version, if the engines have not received it."""
         self._spans_before: dict[str, float] = {}
-        self._checkpoints = CheckpointWriter(queue=queue, saver=saver, disk=self._disk, spans=self.spans, step=step)
+        self._saver = saver
+        self._saving: asyncio.Task[None] | None = None
+        """Writes the newest checkpoint."""
+        self._saved_step = step
         self._evaluation = BackgroundEvaluation(
             publisher=publisher,
             saver=saver,
@@ -169,7 +175,10 @@ class FullyAsyncTrainer:
         """
         await self._queue.begin(self.global_steps)
         await self._publisher.prime(self.current_param_version, await self._pack_weights())
-        await self._evaluate_at_start()
+        # Untrained weights are evaluated for comparison, unless an earlier trainer has published newer ones.
+        starts = self._schedule.eval_at_start and not self.global_steps
+        if starts and not await self._publisher.wait_published(self.current_param_version + 1, wait_s=0.0):
+            self._evaluation.start(0, self.current_param_version, None)
         reporting = asyncio.create_task(asyncio.sleep(0))
         taking = asyncio.create_task(self._take(self.global_steps + 1))
         try:
@@ -197,7 +206,7 @@ class FullyAsyncTrainer:
                 task.cancel()
             await self._evaluation.abandon()
             await asyncio.gather(taking, reporting, return_exceptions=True)
-            await self._checkpoints.settle()  # a half-written checkpoint is worth the wait
+            await self._settle_checkpoint()  # a half-written checkpoint is worth the wait
 
     def request_stop(self) -> None:
         """Finish the current step, save, and end. Before `run`, the run ends as soon as it begins."""
@@ -211,13 +220,6 @@ class FullyAsyncTrainer:
     def _last_step(self) -> int:
         """Recorded steps are part of the run, even if `total_steps` is smaller now."""
         return max(self._schedule.total_steps, self._recorded_until)
-
-    async def _evaluate_at_start(self) -> None:
-        """Evaluate the untrained weights for comparison, unless an earlier trainer has published newer ones."""
-        if not self._schedule.eval_at_start or self.global_steps:
-            return
-        if not await self._publisher.wait_published(self.current_param_version + 1, wait_s=0.0):
-            self._evaluation.start(0, self.current_param_version, None)
 
     # -- take ---------------------------------------------------------------------------------------------------------
 
@@ -287,7 +289,7 @@ class FullyAsyncTrainer:
         self._last_due = batch.step if saves else self._last_due
         with self.spans("pack", step=batch.step):
             weights = await self._pack_weights() if completes else None
-            state = await self._in_thread(lambda: self.backend.state()) if saves else None
+            state = await self._in_thread(self.backend.state) if saves else None
         return _Step(batch=batch, trained_at=trained_at, version=version, weights=weights, state=state)
 
     async def _learn(self, batch: _Batch) -> dict[str, float]:
@@ -420,15 +422,37 @@ class FullyAsyncTrainer:
 
     async def _publish(self, step: int, version: int, weights: AnyWeights) -> None:
         self.param_sync_count += 1
-        self._evaluation.publish(step, version, weights)
+        self._evaluation.keep(step, version, weights)
         await self._publisher.submit(version, weights)
 
     async def _checkpoint(self, step: int, version: int, state: BackendState, weights: AnyWeights) -> None:
         """Return when the checkpoint is being written. A slow disk slows the steps down instead of filling memory."""
-        await self._checkpoints.finish()
+        await self._settle_checkpoint()
         waiting = f"the checkpoint of step {step}"
         frontier = await self._until_durable(partial(self._queue.read_frontier, step), waiting)
-        self._checkpoints.begin(step, version, frontier, state, weights)
+        save = partial(self._saver.save, step, version, frontier, state, weights)
+        self._saving = asyncio.create_task(self._save(step, save, {"step": step, "version": version}))
+
+    async def _save(self, step: int, save: Callable[[], int], context: dict[str, int]) -> None:
+        """Write a checkpoint. A failure is logged and does not end the run: the next one may succeed."""
+        try:
+            with self.spans("save", step=step):
+                oldest = await asyncio.get_running_loop().run_in_executor(self._disk, save)
+        except Exception as error:  # noqa: BLE001  # for example a full disk; training does not depend on it
+            log.error("The checkpoint of step %d was not written; training continues: %s", step, error, extra=context)
+            return
+        self._saved_step = step
+        log.info("Saved the checkpoint of step %d", step, extra=context)
+        try:
+            await asyncio.wait_for(self._queue.confirm_checkpoint(oldest), CONFIRM_S)
+        except Exception as error:  # noqa: BLE001  # a journal that stays large is no reason to end a run
+            reason = f"{type(error).__name__}: {error}"
+            log.warning("Journal compaction up to step %d failed; retrying at the next checkpoint: %s", oldest, reason)
+
+    async def _settle_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        if self._saving is not None:
+            await asyncio.wait([self._saving])
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -468,17 +492,17 @@ class FullyAsyncTrainer:
 
     async def _save_last(self, weights: AnyWeights) -> None:
         """Save the last step, unless it is saved already."""
-        await self._checkpoints.finish()
-        if self.global_steps > self._checkpoints.saved_step:
-            state = await self._in_thread(lambda: self.backend.state())
+        await self._settle_checkpoint()
+        if self.global_steps > self._saved_step:
+            state = await self._in_thread(self.backend.state)
             await self._checkpoint(self.global_steps, self.current_param_version, state, weights)
-            await self._checkpoints.finish()
+            await self._settle_checkpoint()
 
     async def _save_after(self, error: Exception) -> None:
         """Save the last whole step before `error` ends the run."""
-        await self._checkpoints.settle()
+        await self._settle_checkpoint()
         step, context = self.global_steps, {"step": self.global_steps}
-        if step <= self._checkpoints.saved_step:
+        if step <= self._saved_step:
             return
         if self._updates_in_progress:
             log.error(
@@ -510,9 +534,9 @@ class FullyAsyncTrainer:
             **self.counters(),
             "errors": self.errors,
             "training": self._training,
-            "saving": self._checkpoints.running,
+            "saving": self._saving is not None and not self._saving.done(),
             "evaluating": self._evaluation.running,
-            "saved_step": self._checkpoints.saved_step,
+            "saved_step": self._saved_step,
             "recorded_until": self._recorded_until,
             "spans": self.spans.snapshot(),
         }
