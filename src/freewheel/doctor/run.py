@@ -6,8 +6,7 @@
     Plan ─▶ find_concerns: what `freewheel train --dry-run` lists
 
 Every setting that `freewheel train` would refuse is found, not only the first: a refused setting is reported, left out,
-and the rest is read again. A second message about the same key is suppressed. Needs no torch and no Ray; hydra merges
-the configuration.
+and the rest is read again. A second message about the same key is suppressed. Needs no torch and no Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
 
 WHAT = "configuration"
-MERGES = "hydra"
 GPU_S = 3 * machine.SMI_S
 """nvidia-smi is asked three times."""
 FOLDERS_BESIDE = 2
@@ -53,9 +50,6 @@ class Run:
 
 def read_run(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
     """Read a command line as `freewheel train` would, but find everything that it would refuse."""
-    if find_spec(MERGES) is None:
-        said = "it cannot be read without hydra-core, which merges settings"
-        return Run(findings=[warning(WHAT, said, "pip install 'freewheel[train]'")])
     from freewheel.doctor.run import read_every_error
 
     config, refused = read_every_error(overrides, config_path, config_name)
