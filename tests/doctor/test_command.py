@@ -411,20 +411,6 @@ def test_a_checkpoint_that_is_damaged_is_not_called_none_and_one_that_stepped_as
     assert "Against this run here" not in dry_run("resume=runs/one")
 
 
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("rollout.n=100000000", "rollout.n"),
-        ("trainer.groups_per_step=1000000000 async_training.max_queue_size=1000000000", "trainer.groups_per_step"),
-    ],
-)
-def test_a_step_that_no_memory_holds_is_refused_and_listed_by_a_dry_run(setting: str, key: str) -> None:
-    against = dry_run(*setting.split()).partition("Against this run here")[2]
-    assert f"{key} = " in against and "GiB, and this machine has" in against
-    done = freewheel("train", *setting.split())
-    assert done.exit_code == 2 and f"{key} = " in done.stderr and "give less, or a smaller" in done.stderr
-
-
 def test_findings_keep_their_order_by_weight() -> None:
     findings = [
         Finding(what="first", state=State.WARNING, detail="little"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -16,10 +17,11 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.runtime import placement
+from freewheel.runtime.cluster import place_of, pools
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose, to_config
 from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
-from freewheel.runtime.placement import Gpu, Machine, place_of, pools
+from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, render, resolve
 
 GIB = 1 << 30
@@ -339,35 +341,27 @@ def test_responses_must_have_room_in_the_model():
 
 # -- what is here -----------------------------------------------------------------------------------------------------
 
-SMI = """\
-0, GPU-aaaa-1, NVIDIA H200, 143771, 9.0
-1, GPU-bbbb-2, Tesla T4, 15360, 7.5
-2, GPU-cccc-3, NVIDIA H100, [N/A], 9.0
-"""
 
-
-@pytest.mark.parametrize(
-    ("allowed", "names"),
-    [
-        (None, ["NVIDIA H200", "Tesla T4", "NVIDIA H100"]),
-        ("1,0", ["Tesla T4", "NVIDIA H200"]),
-        ("GPU-bb", ["Tesla T4"]),
-        ("0,7,1", ["NVIDIA H200"]),
-        ("", []),
-        ("-1", []),
-        ("1", ["Tesla T4"]),
-    ],
-)
-def test_gpus_are_those_that_cuda_would_see(allowed: str | None, names: list[str]):
-    found = placement._visible(SMI, allowed)
-    assert [gpu.name for gpu in found] == names
-    assert all(gpu.bfloat16 == (gpu.name != "Tesla T4") for gpu in found)
-
-
-def test_the_machine_at_hand_is_known():
-    assert placement._visible("NVIDIA-SMI has failed because it couldn't communicate with the driver\n", None) == ()
-    here = Machine.here()
-    assert here.cpus >= 1 and here.memory_bytes > GIB
+def test_gpus_are_those_that_the_environment_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\necho "$@" > asked\necho "NVIDIA H200, 143771, 9.0\nTesla T4, [N/A], 7.5\nfailed to communicate"\n'
+    )
+    smi.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(placement, "_torch_has_cuda", lambda: True)
+    for allowed, asks in ((None, False), ("1,0", True)):
+        if allowed is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+        first, second = Machine.here().gpus
+        assert first == Gpu(name="NVIDIA H200", memory_bytes=143771 << 20, bfloat16=True)
+        assert second == Gpu(name="Tesla T4", memory_bytes=0, bfloat16=False)
+        assert ("-i 1,0" in (tmp_path / "asked").read_text()) == asks
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert Machine.here().gpus == ()
+    assert Machine.here().cpus >= 1 and Machine.here().memory_bytes > GIB
 
 
 # -- where on a cluster the processes are -----------------------------------------------------------------------------

@@ -170,7 +170,7 @@ class FakeSynchronizer:
         self.answers = answers
         self.calls: list[tuple[str, int, int | None]] = []
 
-    async def call(self, name: str, method: str, *args: Any, **kwargs: Any) -> list[int] | None:
+    async def call(self, name: str, _: str, method: str, args: Any, *more: Any, **deadline: Any) -> list[int] | None:
         version, _, checksum, *_ = args
         self.calls.append((method, version, checksum))
         return self.answers.pop(0)

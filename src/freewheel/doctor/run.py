@@ -70,7 +70,7 @@ def read_run(overrides: Sequence[str], config_path: str | None, config_name: str
 
 def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
     """Return the plan and everything against it; None if something that it names does not exist."""
-    from freewheel.runtime.config import held_out_file, step_in_memory
+    from freewheel.runtime.config import held_out_file
     from freewheel.runtime.placement import Machine, place
     from freewheel.runtime.preflight import refused
     from freewheel.runtime.start import make_plan
@@ -79,7 +79,7 @@ def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | Dat
         plan = make_plan(config)
     except (ConfigError, DataError) as error:
         here = Machine.here()
-        more = [*place(config, here).problems, *held_out_file(config), *step_in_memory(config, here.memory_bytes)]
+        more = [*place(config, here).problems, *held_out_file(config)]
         return None, [error, *refused(config), *more]
     return plan, [error for error in plan.problems if error.key != RAY]  # it has its own check
 

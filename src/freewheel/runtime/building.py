@@ -203,7 +203,7 @@ class RolloutSide:
     def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
         from freewheel.rollout.reward_functions import load_reward
 
-        use_threads(plan.threads_rollout)
+        use_threads(config.rollout.threads)
         self.config, self.plan, self.name = config, plan, name
         number = name.rpartition("-")[2]
         self.tokenizer = load_tokenizer(config)
@@ -371,7 +371,7 @@ class TrainSide:
         from freewheel.trainer.checkpoint import CheckpointStore, Resumed, RunSaver
         from freewheel.trainer.torch_backend import TorchBackend
 
-        use_threads(plan.threads_trainer)
+        use_threads(config.trainer.threads)
         self.config, self.plan = config, plan
         self.tokenizer = load_tokenizer(config)
         model = load_causal_lm(  # in the type of the files, for the export

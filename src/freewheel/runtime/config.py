@@ -59,9 +59,6 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 _Port = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 _MOST_STEPS = 10**9
 """More is a typing error: 32 years at a step per second."""
-_RESPONSE_BYTES = 512
-"""Least memory of a response with its arrays and its reward, however short it is."""
-_GIB = 2**30
 _TASK_NAME = re.compile(r"[\w.-]+(:\w+)?")
 _KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token", "code", "sig", "signature")
 """Parameters of a URL in which services accept an API key."""
@@ -620,19 +617,6 @@ _CHECKS = (
     *(_objects, _urls, _reward, _alerts),
     *(_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation),
 )
-
-
-def step_in_memory(config: TrainConfig, memory_bytes: int) -> list[ConfigError]:
-    """Return a problem if a step's responses do not fit into the trainer's memory. `memory_bytes` 0: not known."""
-    n, groups = config.rollout.n, config.trainer.groups_per_step
-    least = n * groups * _RESPONSE_BYTES
-    if not memory_bytes or least <= memory_bytes or config.ray.address is not None:
-        return []
-    key, value, other = ("rollout.n", n, "trainer.groups_per_step") if n >= groups else (
-        "trainer.groups_per_step", groups, "rollout.n"
-    )  # fmt: skip
-    remedy = f"a step has {n * groups:,} responses, which take at least {least / _GIB:,.1f} GiB, and this machine has "
-    return [ConfigError(key, value, f"{remedy}{memory_bytes / _GIB:,.1f}: give less, or a smaller {other}")]
 
 
 def held_out_file(config: TrainConfig) -> list[ConfigError]:

@@ -104,7 +104,7 @@ async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -
     from freewheel.runtime.building import Prompts, load_engine
 
     plan = resolve(config, Machine.here())
-    building.use_threads(plan.threads_rollout)
+    building.use_threads(config.rollout.threads)
     tokenizer = building.load_tokenizer(config)
     source = Prompts(config, tokenizer)
     prompts = source.held_out()

@@ -8,21 +8,16 @@ that this machine cannot serve becomes a problem, so that a plan can be shown fo
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.engines import Transport, find_engine
 from freewheel.runtime.config import TrainConfig
-
-if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -31,7 +26,7 @@ BFLOAT16_CAPABILITY = (8, 0)
 """NVIDIA's Ampere: the first generation with native bfloat16."""
 SMI_TIMEOUT_S = 10.0
 """A stuck driver must not block the start."""
-SMI_QUERY = "index,uuid,name,memory.total,compute_cap"
+SMI_QUERY = "name,memory.total,compute_cap"
 SHARED = 0.5
 """The part of a GPU that the trainer requests from Ray if generation shares it."""
 MEMORY_SHARE, MEMORY_SHARE_BESIDE_TRAINER = 0.9, 0.4
@@ -60,7 +55,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus(os.environ))
+        return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus())
 
     @classmethod
     def of_host(cls) -> Machine:
@@ -303,16 +298,19 @@ def _read(path: str) -> str:
         return ""
 
 
-def _gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    found = _visible(_ask_smi(), environment.get("CUDA_VISIBLE_DEVICES"))
+def _gpus() -> tuple[Gpu, ...]:
+    found = _parse_smi(_ask_smi())
     return found if found and _torch_has_cuda() else ()
 
 
 def _ask_smi() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    """Return nvidia-smi's table of the GPUs that CUDA_VISIBLE_DEVICES allows."""
+    program, allowed = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if program is None or allowed in ("", "-1"):
         return ""
     command = [program, f"--query-gpu={SMI_QUERY}", "--format=csv,noheader,nounits"]
+    if allowed is not None:
+        command += ["-i", allowed]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -320,32 +318,16 @@ def _ask_smi() -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _visible(smi: str, allowed: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs of nvidia-smi's table that CUDA_VISIBLE_DEVICES allows, in its order, up to the first unknown
-    one."""
-    table: dict[str, Gpu] = {}
-    for line in smi.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(SMI_QUERY.split(",")):
-            continue
-        index, uuid, name, memory, capability = cells
-        whole = tuple(int(part) for part in capability.split(".") if part.isdigit())
-        gpu = Gpu(
+def _parse_smi(table: str) -> tuple[Gpu, ...]:
+    rows = ([cell.strip() for cell in line.split(",")] for line in table.splitlines())
+    return tuple(
+        Gpu(
             name=name,
             memory_bytes=int(memory) * MIB if memory.isdigit() else 0,
-            bfloat16=whole >= BFLOAT16_CAPABILITY,
+            bfloat16=tuple(int(part) for part in capability.split(".") if part.isdigit()) >= BFLOAT16_CAPABILITY,
         )
-        table[index] = table[uuid] = gpu
-    if allowed is None:
-        return tuple(gpu for key, gpu in table.items() if key.isdigit())
-    chosen: list[Gpu] = []
-    for key in (part.strip() for part in allowed.split(",")):
-        # A full index, or the start of a UUID.
-        names = [name for name in table if name == key or (key and not key.isdigit() and name.startswith(key))]
-        if not names:
-            break
-        chosen.append(table[names[0]])
-    return tuple(chosen)
+        for name, memory, capability in (row for row in rows if len(row) == len(SMI_QUERY.split(",")))
+    )
 
 
 def _torch_has_cuda() -> bool:
@@ -355,122 +337,3 @@ def _torch_has_cuda() -> bool:
     except ModuleNotFoundError:
         return True  # a plan is possible without torch, and a run reports that it is missing
     return torch.cuda.is_available()
-
-
-Role = Literal["trainer", "rollout"]
-Bundle = Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Machines that are reserved together."""
-
-    bundles: tuple[Bundle, ...]
-    """One per machine."""
-    spread: bool
-    """Each on a different machine."""
-
-
-def pools(plan: Plan) -> dict[Role, Pool]:
-    """Return the reservations. Empty if only the CPUs of one machine are used."""
-    t, r = plan.config.trainer, plan.config.rollout
-    if not plan.gpus_trainer and not plan.gpus_per_replica and t.nnodes == r.nnodes == 1:
-        return {}
-    training = _bundles(t.nnodes, plan.world_size, plan.threads_trainer, plan.gpus_trainer)
-    generating = _bundles(r.nnodes, plan.replicas, plan.threads_rollout, plan.gpus_per_replica)
-    if plan.shared_gpu:
-        both = {kind: training[0].get(kind, 0) + generating[0].get(kind, 0) for kind in ("CPU", "GPU")}
-        one = Pool(bundles=(both,), spread=False)
-        return {"trainer": one, "rollout": one}
-    return {
-        "trainer": Pool(bundles=training, spread=t.nnodes > 1),
-        "rollout": Pool(bundles=generating, spread=r.nnodes > 1),
-    }
-
-
-def place_of(number: int, count: int, machines: int) -> int:
-    """Return the machine of a process: neighbours share a machine, which suits collectives."""
-    return number * machines // count
-
-
-def _bundles(machines: int, count: int, threads: int, gpus: float) -> tuple[Bundle, ...]:
-    """Return what each machine of a pool needs for its share of `count` processes."""
-    shares = [0] * machines
-    for number in range(count):
-        shares[place_of(number, count, machines)] += 1
-    return tuple(_without_zero({"CPU": float(threads * share), "GPU": gpus * share}) for share in shares if share)
-
-
-def _without_zero(resources: Bundle) -> Bundle:
-    return {kind: amount for kind, amount in resources.items() if amount}
-
-
-class Pools:
-    """The reservations of one run."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._pools = pools(plan)
-        self._room_s = plan.config.ray.room_s
-        self._counts = {"trainer": plan.world_size, "rollout": plan.replicas}
-        self._groups: dict[Role, Any] = {}
-
-    async def reserve(self) -> None:
-        """Reserve everything. Raises what the cluster lacks."""
-        from ray.util import placement_group
-
-        made: dict[int, Any] = {}
-        for role, pool in self._pools.items():
-            if id(pool) not in made:  # both may share one
-                strategy = "STRICT_SPREAD" if pool.spread else "STRICT_PACK"
-                made[id(pool)] = placement_group([dict(bundle) for bundle in pool.bundles], strategy=strategy)
-            self._groups[role] = made[id(pool)]
-        for role, group in self._groups.items():
-            if not await asyncio.to_thread(group.wait, self._room_s):
-                self.release()
-                raise self._missing(role)
-
-    def options(self, role: Role, number: int) -> dict[str, Any]:
-        """Return Ray's options for the placement of a process."""
-        if role not in self._groups:
-            return {}
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        machines = len(self._pools[role].bundles)
-        index = place_of(number, self._counts[role], machines)
-        return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._groups[role],
-                placement_group_bundle_index=index,
-                placement_group_capture_child_tasks=False,
-            )
-        }
-
-    def release(self) -> None:
-        from ray.util import remove_placement_group
-
-        for group in {id(group): group for group in self._groups.values()}.values():
-            remove_placement_group(group)
-        self._groups.clear()
-
-    def _missing(self, role: Role) -> ConfigError:
-        import ray
-
-        pool = self._pools[role]
-        wanted = " and ".join(_text(bundle) for bundle in pool.bundles)
-        known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        nodes = [node["Resources"] for node in known if node["Alive"]]
-        have = " and ".join(_text({kind: node.get(kind, 0) for kind in ("CPU", "GPU")}) for node in nodes)
-        where = "on as many machines" if pool.spread else "on one machine"
-        remedy = (
-            f"the cluster had no room for {wanted} {where} within ray.room_s = {self._room_s:g} s; its machines have "
-            f"{have}: "
-        )
-        key = f"{role}.{'nnodes' if pool.spread else 'n_gpus_per_node'}"
-        return ConfigError(key, len(pool.bundles) if pool.spread else pool.bundles[0].get("GPU", 0), remedy + HINT)
-
-
-HINT = "give fewer, wait until others are done, or add machines"
-
-
-def _text(resources: Bundle) -> str:
-    return ", ".join(f"{amount:g} {kind}s" for kind, amount in sorted(resources.items(), reverse=True)) or "nothing"

@@ -21,11 +21,11 @@ from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
 from freewheel.rollout.engines import GpuShare, find_engine
 from freewheel.rollout.models import NUMBER_BYTES
-from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file, step_in_memory
+from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Machine, Placement, place
 from freewheel.trainer.options import describe
-from freewheel.utils.findings import Finding, State
+from freewheel.utils.findings import Finding, State, count_of, size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -70,24 +70,14 @@ class Plan(Placement):
         return self.config.bounds
 
     @property
-    def threads_trainer(self) -> int:
-        """Threads of a training process on a CPU."""
-        return self.config.trainer.threads
-
-    @property
-    def threads_rollout(self) -> int:
-        """Threads of a rollouter on a CPU."""
-        return self.config.rollout.threads
-
-    @property
     def actor_count(self) -> int:
         return self.world_size + self.replicas + len(_OTHER_ACTORS)
 
     @property
     def busy_threads(self) -> int:
         """Threads that compute on CPUs."""
-        training = self.world_size * self.threads_trainer * (self.device_trainer == "cpu")
-        return training + self.replicas * self.threads_rollout * (self.device_rollout == "cpu")
+        training = self.world_size * self.config.trainer.threads * (self.device_trainer == "cpu")
+        return training + self.replicas * self.config.rollout.threads * (self.device_rollout == "cpu")
 
     @property
     def cpu_bytes(self) -> int:
@@ -135,7 +125,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
     placed = place(config, machine)
     max_new_tokens = _max_new_tokens(config)
     max_prompt_tokens = config.data.max_prompt_tokens
-    problems = [*placed.problems, *held_out_file(config), *step_in_memory(config, machine.memory_bytes)]
+    problems = [*placed.problems, *held_out_file(config)]
     memory_trainer: dict[str, int] = {}
     memory_replica: dict[str, int] = {}
     if model is not None:
@@ -239,7 +229,7 @@ def _notes(plan: Plan) -> list[str]:
         )
     if plan.busy_threads > machine.cpus:
         found.append(
-            f"{plan.busy_threads} threads compute on {_n(machine.cpus, 'CPU')}: lower rollout.replicas, "
+            f"{plan.busy_threads} threads compute on {count_of(machine.cpus, 'CPU')}: lower rollout.replicas, "
             "rollout.threads or trainer.threads."
         )
     return found
@@ -289,13 +279,13 @@ def _concern(finding: Finding) -> str:
 
 def _run(plan: Plan) -> _Rows:
     c, m = plan.config, plan.machine
-    gpus = ", ".join(f"{gpu.name} ({_size(gpu.memory_bytes)})" for gpu in m.gpus) or "no GPU"
+    gpus = ", ".join(f"{gpu.name} ({size(gpu.memory_bytes)})" for gpu in m.gpus) or "no GPU"
     cluster = f"Ray cluster at {c.ray.address}; here: " if c.ray.address else ""
     return [
-        ("mode", f"{c.mode}, {_n(plan.total_steps, 'step')}, seed {c.seed}"),
+        ("mode", f"{c.mode}, {count_of(plan.total_steps, 'step')}, seed {c.seed}"),
         ("model", f"{c.model.path}, {plan.dtype}{', LoRA' if c.model.lora else ''}"),
         ("data", f"{c.data.task}{f' from {c.data.train}' if c.data.train else ''}"),
-        ("machine", f"{cluster}{_n(m.cpus, 'CPU')}, {_size(m.memory_bytes)} memory, {gpus}"),
+        ("machine", f"{cluster}{count_of(m.cpus, 'CPU')}, {size(m.memory_bytes)} memory, {gpus}"),
         ("run directory", c.run_dir or "a new folder under runs/"),
     ]
 
@@ -307,10 +297,15 @@ def _actors(plan: Plan) -> _Rows:
     return [
         ("FullyAsyncMain", "this process"),
         _actor(
-            "FullyAsyncTrainer", plan.world_size, plan.device_trainer, plan.gpus_trainer, plan.threads_trainer, training
+            "FullyAsyncTrainer",
+            plan.world_size,
+            plan.device_trainer,
+            plan.gpus_trainer,
+            config.trainer.threads,
+            training,
         ),
         _actor(
-            "Rollouter", plan.replicas, plan.device_rollout, plan.gpus_per_replica, plan.threads_rollout, generating
+            "Rollouter", plan.replicas, plan.device_rollout, plan.gpus_per_replica, config.rollout.threads, generating
         ),
         *((name, "cpu") for name in _OTHER_ACTORS),
     ]
@@ -319,7 +314,7 @@ def _actors(plan: Plan) -> _Rows:
 def _actor(name: str, count: int, device: Device, gpus: float, threads: int, detail: str) -> tuple[str, str]:
     where = f"cuda, {gpus:g} GPU{'s' * (gpus > 1)}{' each' * (count > 1)}" if gpus else str(device)
     label = name if count == 1 else f"{name} × {count}"
-    return label, f"{where}, {detail}" + (f", {_n(threads, 'thread')}" if device == "cpu" else "")
+    return label, f"{where}, {detail}" + (f", {count_of(threads, 'thread')}" if device == "cpu" else "")
 
 
 def _batch(plan: Plan) -> _Rows:
@@ -332,7 +327,7 @@ def _batch(plan: Plan) -> _Rows:
             f"at most {plan.samples_per_step:,} × ({plan.max_prompt_tokens:,} prompt + {plan.max_new_tokens:,} new) "
             f"= {most:,} tokens, in micro-batches of {c.trainer.micro_batch_tokens:,}",
         ),
-        ("the run", f"{_n(plan.total_steps, 'step')}, {plan.total_prompts:,} prompts in all"),
+        ("the run", f"{count_of(plan.total_steps, 'step')}, {plan.total_prompts:,} prompts in all"),
     ]
     if plan.rows is not None:
         steps, used = plan.rows / groups, plan.total_prompts / plan.rows
@@ -343,7 +338,7 @@ def _batch(plan: Plan) -> _Rows:
             told = f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}"
             rows.append(("", told))
     updates = c.algorithm.updates_per_batch * c.algorithm.mini_batches
-    rows.append(("updates", f"{_n(updates, 'optimizer step')} a training step"))
+    rows.append(("updates", f"{count_of(updates, 'optimizer step')} a training step"))
     return [(label if label else " ", said) for label, said in rows]
 
 
@@ -354,16 +349,18 @@ def _staleness(plan: Plan) -> _Rows:
     rows = [
         (
             "bound",
-            f"a sample lags at most {_n(b.max_lag, 'version')} when it is trained on "
+            f"a sample lags at most {count_of(b.max_lag, 'version')} when it is trained on "
             f"(threshold {b.threshold} + ⌈(window {b.window} − 1) / {b.groups_per_version} groups a version⌉)",
         ),
         ("generation", f"held back at {b.capacity:,} groups alive; the queue never has more"),
-        ("checked again", f"what lags more than {_n(b.max_lag_allowed, 'version')} is never trained on"),
+        ("checked again", f"what lags more than {count_of(b.max_lag_allowed, 'version')} is never trained on"),
         ("new weights", f"after {every}, {how}"),
     ]
     if plan.sync_bytes is not None:
         how = _WAYS[plan.transport]
-        rows.append(("weight sync", f"{_size(plan.sync_bytes)} to {_n(plan.replicas, 'replica')}, each version, {how}"))
+        rows.append(
+            ("weight sync", f"{size(plan.sync_bytes)} to {count_of(plan.replicas, 'replica')}, each version, {how}")
+        )
     return rows
 
 
@@ -374,17 +371,4 @@ def _memory(plan: Plan) -> _Rows:
 
 
 def _parts(parts: dict[str, int]) -> str:
-    return f"{_size(sum(parts.values()))}: " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def _n(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{size(sum(parts.values()))}: " + ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in parts.items())

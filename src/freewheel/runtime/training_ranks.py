@@ -107,7 +107,7 @@ def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> F
     from freewheel.runtime.building import backend_settings, model_folder, use_threads
     from freewheel.trainer.fsdp import FsdpBackend, join
 
-    use_threads(plan.threads_trainer)
+    use_threads(config.trainer.threads)
     model = load_causal_lm(model_folder(config), "auto", trust_remote_code=config.model.trust_remote_code)
     world = join(meeting, rank=rank, device=plan.device_trainer)
     return Follower(FsdpBackend(model, world=world, **backend_settings(config, plan)))
@@ -180,7 +180,7 @@ class Ranks:
         self._host: Host | None = None
 
     @classmethod
-    async def start(cls, config: TrainConfig, plan: Plan, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
+    async def start(cls, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
         """`options`: Ray's options of each."""
         kind = ray.remote(RankActor)
         names = [f"rank-{number}" for number in range(1, len(options) + 1)]
