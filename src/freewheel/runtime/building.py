@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
     from freewheel.data.tasks import Task
     from freewheel.queue.client import QueueClient
-    from freewheel.rollout.engine import Engine
     from freewheel.rollout.evaluation import EvalResult
-    from freewheel.rollout.reward_functions import RewardFunction
+    from freewheel.rollout.generation import Sampling
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import Rollouter
     from freewheel.runtime.plan import Plan
@@ -198,9 +197,14 @@ def engine_settings(
 
 
 class RolloutSide:
-    """What a rollouter's process holds."""
+    """What a rollouter's process holds: an engine, prompts and their reward function."""
 
-    def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
+    prompts: PromptStream
+
+    def __init__(
+        self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int = 0, trains: bool = True
+    ) -> None:
+        """`version`: of the weights at `model_path`. `trains`: False for an evaluation alone, without training rows."""
         from freewheel.rollout.reward_functions import load_reward
 
         use_threads(config.rollout.threads)
@@ -209,8 +213,10 @@ class RolloutSide:
         self.tokenizer = load_tokenizer(config)
         source = Prompts(config, self.tokenizer)
         self.task = source.task
-        self.prompts = source.train()
+        if trains:
+            self.prompts = source.train()
         self.held_out = source.held_out()
+        self.reward = load_reward(config.reward.function, source.task)
         loaded = load_engine(
             config,
             plan,
@@ -220,31 +226,22 @@ class RolloutSide:
             replica=int(number) if number.isdecimal() else 0,
         )
         self.engine = loaded.engine
-        self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, self.task)
-        self.reward = load_reward(config.reward.function, self.task)
+        self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, source.task)
 
     def rollouter(self, queue: QueueClient) -> Rollouter:
-        from freewheel.rollout.generation import Sampling
-
-        config = self.config
-        kind: type[Rollouter] = find_class("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES)
+        config, rollout = self.config, self.config.rollout
+        kind: type[Rollouter] = find_class("rollout.rollouter_class", rollout.rollouter_class, ROLLOUTER_CLASSES)
         return kind(
             name=self.name,
             engine=self.engine,
             prompt=self.prompts.prompt,
             rewards=self._reward_stage(),
             queue=queue,
-            sampling=Sampling(
-                n=config.rollout.n,
-                max_new_tokens=self.plan.max_new_tokens,
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k,
-                stop_token_ids=self.stop_token_ids,
-                seed=config.seed,
+            sampling=self._sampling(
+                n=rollout.n, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
             ),
             decode=decoder(self.tokenizer),
-            capacity=max(1, self.plan.slots // config.rollout.n),
+            capacity=max(1, self.plan.slots // rollout.n),
             generation_timeout_s=config.async_training.generation_timeout,
             interval_s=config.async_training.batch_generation_interval,
             drop_zero_variance=config.algorithm.zero_variance == "drop",
@@ -266,59 +263,39 @@ class RolloutSide:
             on_failure=reward.on_failure,
         )
 
-    async def evaluate(self, share: int, shares: int) -> EvalResult | None:
-        """Evaluate every `shares`-th held-out prompt with the engine's current weights. None: this share is empty."""
+    async def evaluate(self, share: int = 0, shares: int = 1, *, keep_responses: bool = False) -> EvalResult | None:
+        """Evaluate every `shares`-th held-out prompt with the engine's current weights and the reward function alone,
+        without judge and retries. None: this share is empty."""
+        from freewheel.rollout.evaluation import HeldOutScore, evaluate
+
         places = range(share, len(self.held_out), shares)
         if not places:
             return None
-        return await evaluate_prompts(
-            self.config,
-            self.plan,
-            self.engine,
-            [self.held_out[place] for place in places],
-            self.reward,
-            tokenizer=self.tokenizer,
+        reward, decode = self.config.reward, decoder(self.tokenizer)
+        async with HeldOutScore(
+            self.reward, decode=decode, workers=reward.workers, executor=reward.executor, timeout_s=reward.timeout_s
+        ) as score:
+            return await evaluate(
+                self.engine,
+                [self.held_out[place] for place in places],
+                score,
+                self._sampling(n=self.config.eval.samples, temperature=self.config.eval.temperature),
+                timeout_s=self.config.async_training.generation_timeout,
+                ordinals=places,
+                keep_responses=keep_responses,
+            )
+
+    def _sampling(self, *, n: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        from freewheel.rollout.generation import Sampling
+
+        return Sampling(
+            n=n,
+            max_new_tokens=self.plan.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
             stop_token_ids=self.stop_token_ids,
-            ordinals=places,
-        )
-
-
-async def evaluate_prompts(
-    config: TrainConfig,
-    plan: Plan,
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    function: RewardFunction,
-    *,
-    tokenizer: Any,
-    stop_token_ids: tuple[int, ...],
-    **options: Any,
-) -> EvalResult:
-    """Evaluate with the reward function alone, without judge and retries. `options`: see `evaluate`."""
-    from freewheel.rollout.evaluation import HeldOutScore, evaluate
-    from freewheel.rollout.generation import Sampling
-
-    reward = config.reward
-    async with HeldOutScore(
-        function,
-        decode=decoder(tokenizer),
-        workers=reward.workers,
-        executor=reward.executor,
-        timeout_s=reward.timeout_s,
-    ) as score:
-        return await evaluate(
-            engine,
-            prompts,
-            score,
-            Sampling(
-                n=config.eval.samples,
-                max_new_tokens=plan.max_new_tokens,
-                temperature=config.eval.temperature,
-                stop_token_ids=stop_token_ids,
-                seed=config.seed,
-            ),
-            timeout_s=config.async_training.generation_timeout,
-            **options,
+            seed=self.config.seed,
         )
 
 

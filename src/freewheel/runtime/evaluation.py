@@ -18,6 +18,7 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluation import EvalResult
+from freewheel.runtime.building import RolloutSide, model_folder
 from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
 from freewheel.runtime.config_files import to_config
 from freewheel.runtime.placement import MOST_SLOTS, Machine
@@ -99,40 +100,19 @@ def eval_config(
 
 async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -> EvalResult:
     """Load the model into this process and evaluate it."""
-    from freewheel.rollout.reward_functions import load_reward
-    from freewheel.runtime import building
-    from freewheel.runtime.building import Prompts, load_engine
-
     plan = resolve(config, Machine.here())
-    building.use_threads(config.rollout.threads)
-    tokenizer = building.load_tokenizer(config)
-    source = Prompts(config, tokenizer)
-    prompts = source.held_out()
-    if not prompts:
-        raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
-    if len(prompts) < config.eval.prompts:
-        log.warning("There are only %d prompts; %d were requested", len(prompts), config.eval.prompts)
-    function = load_reward(config.reward.function, source.task)
+    plan = replace(plan, slots=min(MOST_SLOTS, config.eval.prompts * config.eval.samples))
     with _engine_errors_by_flag(config):
-        loaded = load_engine(
-            config,
-            replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
-            model_path=building.model_folder(config),
-            longest_tokens=source.longest_tokens,
-        )
+        side = RolloutSide(config=config, plan=plan, name="eval", model_path=model_folder(config), trains=False)
     try:
-        return await building.evaluate_prompts(
-            config,
-            plan,
-            loaded.engine,
-            prompts,
-            function,
-            tokenizer=tokenizer,
-            stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
-            keep_responses=keep_responses,
-        )
+        result = await side.evaluate(keep_responses=keep_responses)
+        if result is None:
+            raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
+        if len(side.held_out) < config.eval.prompts:
+            log.warning("There are only %d prompts; %d were requested", len(side.held_out), config.eval.prompts)
+        return result
     finally:
-        await loaded.engine.close()
+        await side.engine.close()
 
 
 @contextmanager

@@ -61,7 +61,8 @@ def preflight(config: TrainConfig) -> int | None:
 def refused(config: TrainConfig) -> list[ConfigError | DataError]:
     """Return everything that `preflight` would raise, not only the first error."""
     found: list[ConfigError | DataError] = []
-    for check in (*_checks(config), partial(_rows, config)):
+    checks: list[Callable[[], object]] = [*_checks(config), partial(_rows, config)]
+    for check in checks:
         try:
             check()
         except (ConfigError, DataError) as error:
