@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -96,111 +97,40 @@ class Placement:
 
 def place(config: TrainConfig, machine: Machine) -> Placement:
     """Resolve every `auto` of placement. With `ray.address` the GPUs are the cluster's, and Ray counts them."""
-    problems: list[ConfigError] = []
-    elsewhere = config.ray.address is not None
+    t, r = config.trainer, config.rollout
     gpus_here = len(machine.gpus)
-    trainer = _device(config.trainer.device, config.trainer.n_gpus_per_node, gpus_here)
-    rollout = _device(config.rollout.device, config.rollout.n_gpus_per_node, gpus_here)
-    if config.rollout.urls is not None:
-        rollout = "cpu"  # generation is elsewhere
-    wanted_trainer = _wanted_by_trainer(config, trainer)
-    wanted_rollout = _wanted_by_rollout(config, rollout, gpus_here - wanted_trainer)
-    if not elsewhere:
-        problems += _missing(config, trainer, rollout, gpus_here, wanted_trainer, wanted_rollout)
-    shared = trainer == rollout == "cuda" and wanted_rollout == 0
-    count, share = _replicas(config, rollout, wanted_rollout, shared)
-    problems += _does_not_fit(config, wanted_trainer, wanted_rollout, shared)
-    groups = config.trainer.groups_per_step * config.rollout.n
-    slots, memory = config.rollout.slots, config.rollout.gpu_memory_share
-    transport, against = _transport(config, trainer, rollout, shared)
+    trainer = _device(t.device, t.n_gpus_per_node, gpus_here)
+    rollout: Device = "cpu" if r.urls is not None else _device(r.device, r.n_gpus_per_node, gpus_here)
+    by_trainer = _gpus_of_trainer(config) if trainer == "cuda" else 0
+    by_rollout = _gpus_of_rollout(config, gpus_here - by_trainer) if rollout == "cuda" else 0
+    shared = trainer == rollout == "cuda" and by_rollout == 0
+    replicas, gpus_each = _replicas(config, rollout, by_rollout, shared)
+    samples = t.groups_per_step * r.n
+    share = MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
+    by_nccl = trainer == rollout == "cuda" and not shared and "nccl" in find_engine(r.engine).transports
+    transport = config.async_training.weight_transport
+    if transport == "auto":
+        transport = "ipc" if shared else "nccl" if by_nccl else "object_store"
+    compute = {trainer} if r.urls is not None else {trainer, rollout}
+    bfloat16 = compute == {"cuda"} and all(gpu.bfloat16 for gpu in machine.gpus)
     placed = Placement(
         device_trainer=trainer,
         device_rollout=rollout,
-        replicas=count,
-        slots=slots if slots != "auto" else min(MOST_SLOTS, -(-groups // count)),
-        dtype=_dtype(config, machine, trainer, trainer if config.rollout.urls is not None else rollout),
-        world_size=_world_size(config, trainer, wanted_trainer),
+        replicas=replicas,
+        slots=r.slots if r.slots != "auto" else min(MOST_SLOTS, -(-samples // replicas)),
+        dtype=config.model.dtype if config.model.dtype != "auto" else "bfloat16" if bfloat16 else "float32",
+        world_size=by_trainer if trainer == "cuda" else 1 if t.world_size == "auto" else t.world_size,
         gpus_trainer=0.0 if trainer == "cpu" else SHARED if shared else 1.0,
-        gpus_per_replica=share,
+        gpus_per_replica=gpus_each,
         shared_gpu=shared,
-        gpu_memory_share=_memory_share(count, share, shared) if memory == "auto" else memory,
+        gpu_memory_share=share if r.gpu_memory_share == "auto" else r.gpu_memory_share,
         transport=transport,
-        problems=(*problems, *against),
+        problems=(),
     )
-    return replace(placed, problems=(*placed.problems, *_over_committed(placed)))
-
-
-def _memory_share(replicas: int, gpus_each: float, shared: bool) -> float:
-    """Engines that share a GPU divide the share of a single one."""
-    return MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
-
-
-def _over_committed(placed: Placement) -> list[ConfigError]:
-    """Report engines that together exceed a GPU."""
-    engines, share = placed.engines_on_a_gpu, placed.gpu_memory_share
-    if engines * share <= 1:
-        return []
-    remedy = (
-        f"{engines} engines are on a GPU: give {100 // engines / 100} at most, less what training takes there, or auto"
-    )
-    return [ConfigError("rollout.gpu_memory_share", share, remedy)]
-
-
-def _world_size(config: TrainConfig, trainer: Device, gpus: int) -> int:
-    if trainer == "cuda":
-        return gpus
-    return 1 if config.trainer.world_size == "auto" else config.trainer.world_size
-
-
-def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> tuple[int, float]:
-    """Return the number of rollouters, and the GPUs of each."""
-    r = config.rollout
-    if r.urls is not None:
-        return len(r.urls), 0.0
-    each = r.tensor_parallel_size * r.pipeline_parallel_size
-    count = r.replicas if r.replicas != "auto" else max(1, gpus // each if rollout == "cuda" else 1)
-    if rollout == "cpu":
-        return count, 0.0
-    if shared:
-        return count, (1 - SHARED) / count
-    return count, float(each) if each > 1 else 1 / -(-count // max(1, gpus))
-
-
-def _does_not_fit(config: TrainConfig, by_trainer: int, by_rollout: int, shared: bool) -> list[ConfigError]:
-    """Report numbers of engines and GPUs that do not match."""
-    r, found = config.rollout, []
-    each = r.tensor_parallel_size * r.pipeline_parallel_size
-    per_node = r.n_gpus_per_node if r.n_gpus_per_node != "auto" else by_rollout
-    if each > 1 and (shared or each > per_node or by_rollout % each):
-        key = "tensor_parallel_size" if r.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        remedy = (
-            f"a replica then takes {each} GPUs of one machine, and {per_node} are for generation there: give GPUs of "
-            "its own (rollout.n_gpus_per_node), a multiple of that number"
-        )
-        found.append(ConfigError(f"rollout.{key}", getattr(r, key), remedy))
-    if shared and by_trainer > 1:
-        remedy = "training takes every GPU, and several cannot be shared: give rollout.n_gpus_per_node"
-        found.append(ConfigError("rollout.n_gpus_per_node", r.n_gpus_per_node, remedy))
-    return found
-
-
-def _transport(
-    config: TrainConfig, trainer: Device, rollout: Device, shared: bool
-) -> tuple[Transport, list[ConfigError]]:
-    wanted = config.async_training.weight_transport
-    is_supported = "nccl" in find_engine(config.rollout.engine).transports
-    by_nccl = is_supported and trainer == rollout == "cuda" and not shared
-    if wanted == "auto":
-        return ("ipc" if shared else "nccl" if by_nccl else "object_store"), []
-    key = "async_training.weight_transport"
-    if wanted == "ipc" and not shared:
-        return "object_store", [ConfigError(key, wanted, "training and generation share no GPU here: give auto")]
-    if wanted == "nccl" and not by_nccl:
-        remedy = (
-            "it sends weights from a training GPU to a vLLM engine on another GPU, which this run has not: give auto"
-        )
-        return "object_store", [ConfigError(key, wanted, remedy)]
-    return wanted, []
+    problems = [*_wrong_numbers(config, placed, by_trainer, by_rollout), *_no_transport(placed, by_nccl=by_nccl)]
+    if config.ray.address is None:
+        problems = [*_missing(config, placed, gpus_here, by_trainer, by_rollout), *problems]
+    return replace(placed, problems=tuple(problems))
 
 
 def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
@@ -210,61 +140,93 @@ def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
     return "cuda" if wanted == "cuda" else "cpu"
 
 
-def _wanted_by_trainer(config: TrainConfig, device: Device) -> int:
-    if device == "cpu":
-        return 0
+def _gpus_of_trainer(config: TrainConfig) -> int:
     t = config.trainer
     if t.n_gpus_per_node != "auto":
         return t.nnodes * t.n_gpus_per_node
     return t.nnodes if t.world_size == "auto" else t.world_size
 
 
-def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
-    """Return the GPUs that generation requests; 0 on a GPU means sharing the trainer's."""
-    if device == "cpu":
-        return 0
-    per_node = config.rollout.n_gpus_per_node
-    if per_node != "auto":
-        return config.rollout.nnodes * per_node
-    if isinstance(config.rollout.replicas, int):
-        each = config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
-        return max(0, min(left, config.rollout.replicas * each))
+def _gpus_of_rollout(config: TrainConfig, left: int) -> int:
+    """Return the GPUs that generation requests; 0 means sharing the trainer's."""
+    r = config.rollout
+    if r.n_gpus_per_node != "auto":
+        return r.nnodes * r.n_gpus_per_node
+    if r.replicas != "auto":
+        left = min(left, r.replicas * _gpus_of_replica(config))
     return max(0, left)
 
 
+def _gpus_of_replica(config: TrainConfig) -> int:
+    return config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
+
+
+def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> tuple[int, float]:
+    """Return the number of rollouters, and the GPUs of each."""
+    r, each = config.rollout, _gpus_of_replica(config)
+    if r.urls is not None:
+        return len(r.urls), 0.0
+    count = r.replicas if r.replicas != "auto" else max(1, gpus // each)
+    if rollout == "cpu":
+        return count, 0.0
+    if shared:
+        return count, (1 - SHARED) / count
+    return count, float(each) if each > 1 else 1 / -(-count // max(1, gpus))
+
+
 def _missing(
-    config: TrainConfig, trainer: Device, rollout: Device, here: int, by_trainer: int, by_rollout: int
-) -> list[ConfigError]:
+    config: TrainConfig, placed: Placement, here: int, by_trainer: int, by_rollout: int
+) -> Iterator[ConfigError]:
     """Report requested GPUs and machines that do not exist."""
-    found = []
-    for name, section, device in (("trainer", config.trainer, trainer), ("rollout", config.rollout, rollout)):
+    parts = (("trainer", config.trainer, placed.device_trainer), ("rollout", config.rollout, placed.device_rollout))
+    for name, section, device in parts:
         if section.nnodes > 1:
             remedy = "several machines need a Ray cluster: start one and give ray.address=auto, or give 1"
-            found.append(ConfigError(f"{name}.nnodes", section.nnodes, remedy))
+            yield ConfigError(f"{name}.nnodes", section.nnodes, remedy)
         if device == "cuda" and here == 0:
-            key, value = (
-                ("device", "cuda") if section.device == "cuda" else ("n_gpus_per_node", section.n_gpus_per_node)
+            remedy = (
+                "no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, and torch built with CUDA): give auto or "
             )
-            remedy = "no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, and torch built with CUDA): give "
-            found.append(
-                ConfigError(f"{name}.{key}", value, remedy + ("auto or cpu" if key == "device" else "auto or 0"))
-            )
+            if section.device == "cuda":
+                yield ConfigError(f"{name}.device", "cuda", remedy + "cpu")
+            else:
+                yield ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, remedy + "0")
     if here and by_trainer + by_rollout > here:
         # Sharing is chosen by leaving out the number of rollout GPUs, never by asking for more than there are.
-        name = "trainer" if by_trainer > here else "rollout"
-        section = config.trainer if name == "trainer" else config.rollout
+        name, section, _ = parts[0] if by_trainer > here else parts[1]
+        asked = f"trainer and rollouts ask for {by_trainer} + {by_rollout} GPUs, and {here} are here"
+        yield ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, f"{asked}: give fewer, or auto")
+
+
+def _wrong_numbers(config: TrainConfig, placed: Placement, by_trainer: int, by_rollout: int) -> Iterator[ConfigError]:
+    """Report numbers of engines and GPUs that do not match."""
+    r, each = config.rollout, _gpus_of_replica(config)
+    per_node = r.n_gpus_per_node if r.n_gpus_per_node != "auto" else by_rollout
+    if each > 1 and (placed.shared_gpu or each > per_node or by_rollout % each):
+        key = "tensor_parallel_size" if r.tensor_parallel_size > 1 else "pipeline_parallel_size"
         remedy = (
-            f"trainer and rollouts ask for {by_trainer} + {by_rollout} GPUs, and {here} are here: give fewer, or auto"
+            f"a replica then takes {each} GPUs of one machine, and {per_node} are for generation there: give GPUs of "
+            "its own (rollout.n_gpus_per_node), a multiple of that number"
         )
-        found.append(ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, remedy))
-    return found
+        yield ConfigError(f"rollout.{key}", getattr(r, key), remedy)
+    if placed.shared_gpu and by_trainer > 1:
+        remedy = "training takes every GPU, and several cannot be shared: give rollout.n_gpus_per_node"
+        yield ConfigError("rollout.n_gpus_per_node", r.n_gpus_per_node, remedy)
+    engines, share = placed.engines_on_a_gpu, placed.gpu_memory_share
+    if engines * share > 1:
+        most = f"give {100 // engines / 100} at most, less what training takes there, or auto"
+        yield ConfigError("rollout.gpu_memory_share", share, f"{engines} engines are on a GPU: {most}")
 
 
-def _dtype(config: TrainConfig, machine: Machine, trainer: Device, rollout: Device) -> Dtype:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    everywhere = trainer == rollout == "cuda" and all(gpu.bfloat16 for gpu in machine.gpus)
-    return "bfloat16" if everywhere else "float32"
+def _no_transport(placed: Placement, *, by_nccl: bool) -> Iterator[ConfigError]:
+    key = "async_training.weight_transport"
+    if placed.transport == "ipc" and not placed.shared_gpu:
+        yield ConfigError(key, "ipc", "training and generation share no GPU here: give auto")
+    if placed.transport == "nccl" and not by_nccl:
+        remedy = (
+            "it sends weights from a training GPU to a vLLM engine on another GPU, and this run has none: give auto"
+        )
+        yield ConfigError(key, "nccl", remedy)
 
 
 # -- what is here -----------------------------------------------------------------------------------------------------
