@@ -129,8 +129,7 @@ OUT_OF_RANGE: dict[Any, str] = {
     float("nan"): "async_training.sync_timeout",
     " ": "model.path ray.address",
     "another": "mode data.too_long rollout.replicas rollout.gpu_memory_share algorithm.name trainer.compile"
-    " async_training.weight_transport rollout.rollouter_class",
-    "module:": "reward.function trainer.trainer_class observe.custom_monitor",
+    " async_training.weight_transport",
     "fallback: much": "reward.on_failure",
     (): "rollout.urls",
     ("127.0.0.1:8000",): "rollout.urls",

@@ -251,17 +251,9 @@ class RolloutSide:
     def _reward_stage(self) -> RewardStage:
         from freewheel.rollout.reward_stage import RewardStage
 
-        reward = self.config.reward
-        return RewardStage(
-            score=self.reward,
-            judge=reward.judge,
-            concurrency=reward.concurrency,
-            timeout_s=reward.timeout_s,
-            workers=reward.workers,
-            executor=reward.executor,
-            retries=reward.retries,
-            on_failure=reward.on_failure,
-        )
+        settings = msgspec.structs.asdict(self.config.reward)
+        del settings["function"]  # loaded already
+        return RewardStage(score=self.reward, **settings)
 
     async def evaluate(self, share: int = 0, shares: int = 1, *, keep_responses: bool = False) -> EvalResult | None:
         """Evaluate every `shares`-th held-out prompt with the engine's current weights and the reward function alone,

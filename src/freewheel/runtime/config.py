@@ -422,18 +422,6 @@ _Problems = Iterator[tuple[str, str]]
 """A key and its remedy. Only the first problem is used: later checks may assume that there was none before."""
 
 
-def _objects(config: TrainConfig) -> _Problems:
-    """Names of a user's objects. Imports nothing."""
-    for key, value, registry in (
-        ("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES),
-        ("trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES),
-        ("reward.function", config.reward.function, ()),
-        ("observe.custom_monitor", config.observe.custom_monitor, ()),
-    ):
-        if value is not None and value not in registry and not all(value.partition(":")[::2]):
-            yield key, "give module:name, such as my_package.rewards:score"
-
-
 def _urls(config: TrainConfig) -> _Problems:
     urls = config.rollout.urls
     if urls == []:
@@ -614,7 +602,7 @@ def _evaluation(config: TrainConfig) -> _Problems:
 
 
 _CHECKS = (
-    *(_objects, _urls, _reward, _alerts),
+    *(_urls, _reward, _alerts),
     *(_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation),
 )
 

@@ -19,8 +19,8 @@ from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluation import EvalResult
 from freewheel.runtime.building import RolloutSide, model_folder
-from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
-from freewheel.runtime.config_files import to_config
+from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, RolloutConfig, TrainConfig
+from freewheel.runtime.config_files import compose
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.start import load_run
@@ -76,26 +76,26 @@ def eval_config(
     """Return the run's configuration with the given settings."""
     if target.run is None and task is None:
         raise ConfigError("--task", None, "a model without a run has no task: give word_problems, …")
-    values = (target.run or TrainConfig()).to_dict()
-    if (values["eval"]["prompts"] if prompts is None else prompts) == 0:
+    base = target.run or TrainConfig()
+    if (base.eval.prompts if prompts is None else prompts) == 0:
         raise ConfigError("--prompts", 0, "nothing would be evaluated: give 1 or more")
-    values["model"] |= {"path": target.path, "lora": None}  # saved weights have their adapters merged
-    values["rollout"]["replicas"] = "auto"  # a single engine, alone on its GPU
-    asked: dict[str, dict[str, Any]] = {
-        "data": {"task": task, "eval": data},
-        "eval": {"prompts": prompts, "samples": samples, "temperature": temperature},
-    }
-    if task is not None and target.run is not None and task != target.run.data.task:
-        values["data"] |= {"train": None, "eval": None}
-        values["reward"]["function"] = None  # it belongs to the run's own task
-    for section, given in asked.items():
-        values[section] |= {key: value for key, value in given.items() if value is not None}
+    settings: dict[str, Any] = {"model.path": target.path}
+    settings |= {"model.lora": None, "rollout.replicas": "auto"}  # saved weights have their adapters merged
+    if task is not None and task != base.data.task:
+        settings |= {
+            "data.train": None,
+            "data.eval": None,
+            "reward.function": None,
+        }  # they belong to the run's own task
     if engine is not None:
-        usual = TrainConfig().to_dict()["rollout"]
-        values["rollout"] |= {key: usual[key] for key in VLLM_KEYS} | {"engine": engine}
-    if data is not None and values["data"]["train"] is None:
-        values["data"]["train"] = data  # unused, but required by a task without rows of its own
-    return to_config(values)
+        usual = RolloutConfig()
+        settings |= {f"rollout.{key}": getattr(usual, key) for key in VLLM_KEYS}
+    given = {"data.task": task, "data.eval": data, "rollout.engine": engine}
+    given |= {"eval.prompts": prompts, "eval.samples": samples, "eval.temperature": temperature}
+    settings |= {key: value for key, value in given.items() if value is not None}
+    if data is not None and settings.get("data.train", base.data.train) is None:
+        settings["data.train"] = data  # unused, but required by a task without rows of its own
+    return compose(base=base, settings=settings)
 
 
 async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -> EvalResult:

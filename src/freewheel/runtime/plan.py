@@ -34,7 +34,6 @@ SET_BY_MODE = ("staleness_threshold", "selection_window", "in_flight_updates")
 """Keys of `async_training` that `mode` decides in the two synchronous modes."""
 _OTHER_ACTORS = ("MessageQueue", "ParameterSynchronizer")
 """Actors besides trainer and rollouters, one of each."""
-_GIB = 2**30
 
 _LABEL = 24
 """Columns of the labels; the longest name of an actor fits."""
@@ -149,7 +148,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
         memory_trainer=memory_trainer,
         memory_replica=memory_replica,
     )
-    return replace(plan, notes=(*_memory_notes(plan), describe(config.algorithm), *_notes(plan)))
+    return replace(plan, notes=tuple(_notes(plan)))
 
 
 def _replica_memory(
@@ -180,59 +179,42 @@ def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[
     return [ConfigError("rollout.max_new_tokens", config.rollout.max_new_tokens, remedy)]
 
 
-def _memory_notes(plan: Plan) -> list[str]:
-    """Warn about a lack of memory. Estimates may be wrong, so the run is not refused."""
-    gpu = min((one.memory_bytes for one in plan.machine.gpus), default=0)
-    host = plan.machine.memory_bytes
-    remedy = "lower trainer.micro_batch_tokens, rollout.slots or data.max_prompt_tokens, or turn on "
-    remedy += "model.gradient_checkpointing or model.lora"
-    found = []
-    if gpu and plan.gpu_bytes > gpu:
-        found.append(
-            f"A GPU has {gpu / _GIB:.1f} GiB, and the run is estimated to need {plan.gpu_bytes / _GIB:.1f}: {remedy}."
-        )
-    if host and plan.cpu_bytes > host:
-        found.append(
-            f"This machine has {host / _GIB:.1f} GiB of memory, and the run is estimated to need "
-            f"{plan.cpu_bytes / _GIB:.1f}: {remedy}."
-        )
-    return found
-
-
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan) -> Iterator[str]:
     config, machine = plan.config, plan.machine
-    found = [f"Learning rate {config.lr:g}, {config.optimizer.schedule}."]
     a, r, bounds = config.async_training, config.rollout, config.bounds
+    gpu = min((one.memory_bytes for one in machine.gpus), default=0)
+    less = "lower trainer.micro_batch_tokens, rollout.slots or data.max_prompt_tokens, or turn on "
+    less += "model.gradient_checkpointing or model.lora"
+    for where, there, needed in (
+        ("A GPU", gpu, plan.gpu_bytes),
+        ("This machine", machine.memory_bytes, plan.cpu_bytes),
+    ):
+        if there and needed > there:  # estimates may be wrong, so the run is not refused
+            yield f"{where} has {size(there)} of memory, and the run is estimated to need {size(needed)}: {less}."
+    yield describe(config.algorithm)
+    yield f"Learning rate {config.lr:g}, {config.optimizer.schedule}."
     if note := find_engine(r.engine).start_note(r):
-        found.append(f"{note}.")
+        yield f"{note}."
     if config.reward.judge is not None and (lacks := as_config(config.reward.judge).lacks_key):
-        found.append(f"{lacks}.")
-    if config.mode != "fully_async":
-        usual = AsyncTrainingConfig()
-        unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]
-        if unused:
-            found.append(f"mode={config.mode} decides async_training.{', '.join(unused)}: your values have no effect.")
+        yield f"{lacks}."
+    usual = AsyncTrainingConfig()
+    unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]
+    if unused and config.mode != "fully_async":
+        yield f"mode={config.mode} decides async_training.{', '.join(unused)}: your values have no effect."
     if bounds.capacity < (bounds.threshold + 1) * bounds.groups_per_version:
-        found.append(
-            f"async_training.max_queue_size = {a.max_queue_size} holds generation back before staleness_threshold does."
-        )
+        held_back = "holds generation back before staleness_threshold does"
+        yield f"async_training.max_queue_size = {a.max_queue_size} {held_back}."
     if r.top_p < 1 or r.top_k:
-        found.append(
+        yield (
             "rollout.top_p and top_k cut the distribution that is sampled from, but the loss is computed without them: "
             "ratios are wrong where tokens were cut."
         )
     if config.ray.address is not None and "auto" in (config.trainer.device, r.device) and not machine.gpus:
-        found.append("device=auto looks at this machine, which has no GPU: give cuda where the cluster has them.")
-    if plan.shared_gpu:
-        found.append(
-            "Training and generation share one GPU: neither is faster for it, but each fills the other's gaps."
-        )
+        yield "device=auto looks at this machine, which has no GPU: give cuda where the cluster has them."
     if plan.busy_threads > machine.cpus:
-        found.append(
-            f"{plan.busy_threads} threads compute on {count_of(machine.cpus, 'CPU')}: lower rollout.replicas, "
-            "rollout.threads or trainer.threads."
-        )
-    return found
+        cpus = count_of(machine.cpus, "CPU")
+        less = "lower rollout.replicas, rollout.threads or trainer.threads"
+        yield f"{plan.busy_threads} threads compute on {cpus}: {less}."
 
 
 # -- the plan in words ------------------------------------------------------------------------------------------------
