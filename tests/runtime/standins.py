@@ -13,11 +13,30 @@ from typing import Any, ClassVar
 from ray.exceptions import ActorDiedError
 
 from freewheel.data.group import Ticket
+from freewheel.observe.snapshot import RunSnapshot
 from freewheel.runtime import actors
 from freewheel.runtime.supervisor import Supervisor
 from freewheel.trainer.backend import Row
 
 WAIT_S = 30.0
+
+
+class View:
+    """Keeps what a run shows."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[RunSnapshot] = []
+        self.said: list[str] = []
+        self.end = ""
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        self.end = summary
 
 
 class Handle:

@@ -310,7 +310,9 @@ def test_the_kv_cache_is_that_of_all_slots():
 
 def test_too_little_memory_is_told():
     large = ModelSize(parameters=8_000_000_000, layers=32, hidden=4096, vocabulary=128_256, kv_width=1024)
-    assert any("A GPU has 140.0 GiB of memory" in note for note in resolve(TrainConfig(), machine(H200), model=large).notes)
+    assert any(
+        "A GPU has 140.0 GiB of memory" in note for note in resolve(TrainConfig(), machine(H200), model=large).notes
+    )
     assert any("This machine has 16.0 GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=large).notes)
     assert not any("GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=read_model_size(model_path())).notes)
 
