@@ -58,12 +58,17 @@ async def replaced(supervisor: StandInSupervisor, name: str, *, after_s: float =
 async def test_a_start_opens_every_component_and_connects_all_of_them(tmp_path: Path) -> None:
     supervisor = make_supervisor(tmp_path)
     assert await supervisor.start(None) == ["found as it was"]
-    assert sorted(supervisor.handles) == sorted(supervisor.loops) == sorted(ALL)
-    assert sorted(supervisor.told_of) == sorted(ALL)
+    assert sorted(supervisor.handles) == sorted(supervisor.loops) == sorted(supervisor.told_of) == sorted(ALL)
     assert supervisor["queue"].opened[1:] == (96, CheckpointMark(), None)
     assert supervisor["sync"].opened[2:] == (0, None)
-    for name in ALL:
-        assert supervisor[name].met == supervisor.handles
+    assert all(supervisor[name].met == supervisor.handles for name in ALL)
+    supervisor.on_made = lambda part: part.die()
+    supervisor["trainer"].die()
+    await asyncio.gather(supervisor.loops["trainer"], return_exceptions=True)
+    supervisor.replace("trainer", after_s=0.0)
+    with pytest.raises(ActorDiedError):  # the replacement died while it was opened
+        await supervisor.loops["trainer"]
+    assert "trainer" in supervisor.opening, "so it is not polled"
     await end(supervisor)
 
 
@@ -150,16 +155,6 @@ async def test_a_component_that_dies_while_others_hear_of_it_ends_its_loop(
     second.die()
     with pytest.raises(ActorDiedError):
         await supervisor.loops[name]
-
-
-async def test_a_component_that_dies_while_it_opens_ends_its_loop(supervisor: StandInSupervisor) -> None:
-    supervisor.on_made = lambda part: part.die()
-    supervisor["trainer"].die()
-    await asyncio.gather(supervisor.loops["trainer"], return_exceptions=True)
-    supervisor.replace("trainer", after_s=0.0)
-    with pytest.raises(ActorDiedError):
-        await supervisor.loops["trainer"]
-    assert "trainer" in supervisor.opening  # so it is not polled
 
 
 async def test_a_rollouter_starts_from_the_first_model_after_the_checkpoint_was_pruned(tmp_path: Path) -> None:
