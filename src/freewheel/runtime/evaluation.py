@@ -90,7 +90,7 @@ def eval_config(
     if engine is not None:
         usual = RolloutConfig()
         settings |= {f"rollout.{key}": getattr(usual, key) for key in VLLM_KEYS}
-    given = {"data.task": task, "data.eval": data, "rollout.engine": engine}
+    given: dict[str, Any] = {"data.task": task, "data.eval": data, "rollout.engine": engine}
     given |= {"eval.prompts": prompts, "eval.samples": samples, "eval.temperature": temperature}
     settings |= {key: value for key, value in given.items() if value is not None}
     if data is not None and settings.get("data.train", base.data.train) is None:
