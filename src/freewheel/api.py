@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -121,8 +122,8 @@ def train(
     base, settings = _read_config(config, objects)
     files = _OwnFiles()
     settings |= _named_inputs(model, tokenizer, data, eval_data, reward, files, objects)
-    if data is not None and not _sets(settings, "data.task"):
-        settings["data.task"] = ROWS_TASK
+    if data is not None:
+        settings = {"data.task": ROWS_TASK} | settings
     if run_dir is not None:
         settings["run_dir"] = os.fspath(run_dir)
     composed = new_run(compose(**base, settings=settings))
@@ -344,20 +345,6 @@ _ONE_AT_A_TIME = threading.Lock()
 """A run's Ray, log files and trace belong to the whole process."""
 
 
-class _NoView:
-    """Shows nothing."""
-
-    page = ""
-
-    def update(self, snapshot: object) -> None: ...
-    def say(self, text: str) -> None: ...
-    def finish(self, snapshot: object, summary: str) -> None: ...
-    def __enter__(self) -> _NoView:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
 class _LiveRun:
     """One run from its start to its end, in the calling thread or in one of its own."""
 
@@ -366,12 +353,12 @@ class _LiveRun:
     def __init__(
         self, request: RunRequest, plan: Plan, objects: Mapping[str, Any], files: _OwnFiles, show: Show
     ) -> None:
-        from freewheel.dashboard.terminal import view
+        from freewheel.dashboard.terminal import PlainView, view
 
         self.run_dir = request.config.run_dir
         self.end: Future[RunResult] = Future()
         self._request, self._plan, self._objects, self._files = request, plan, objects, files
-        self._shown: Any = _NoView() if show == "off" else view(plain=show == "plain")
+        self._shown: Any = PlainView(io.StringIO()) if show == "off" else view(plain=show == "plain")
         self._main: FullyAsyncMain | None = None
         self._stops = 0
         self._lock = threading.Lock()
@@ -482,12 +469,6 @@ def _plain_settings(config: Settings, objects: dict[str, Any], path: str = "") -
         else:
             found[key] = os.fspath(value) if isinstance(value, os.PathLike) else _name_object(full, value, objects)
     return found
-
-
-def _sets(settings: Settings, key: str) -> bool:
-    section, _, name = key.partition(".")
-    inner = settings.get(section)
-    return key in settings or (isinstance(inner, Mapping) and name in inner)
 
 
 def _named_inputs(
