@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.checkpoint import CheckpointStore
 
-from .mortal import Record, journal_of, live
+from .mortal import journal_of, live
 from .pipeline import Finished, Pipeline, run_pipeline, small_config
 
 STEPS = 6
@@ -152,16 +151,16 @@ def deaths(seed: int | None, count: int = KILLS) -> list[int]:
     return [] if seed is None else [draw.randint(2, OFTEN) for _ in range(count)]
 
 
-def assert_each_prompt_once(found: Record, run_dir: Path) -> None:
+def assert_each_prompt_once(found: Finished, run_dir: Path) -> None:
     steps = journal_of(run_dir)
     assert sorted(steps) == list(range(1, KILLED_STEPS + 1))
     assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(KILLED_STEPS * GROUPS))
     for step, ordinals in steps.items():
-        assert found.trained[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
+        assert found.attempts[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return asyncio.run(live(config_of("sync"), tmp_path_factory.mktemp("undisturbed")))
 
 
@@ -171,7 +170,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
     ids=["everything", "trainers", "queues"],
 )
 async def test_a_sync_run_has_the_same_weights_after_five_deaths(
-    undisturbed: Record, tmp_path: Path, everything: int | None, trainers: int | None, queues: int | None, replicas: int
+    undisturbed: Finished,
+    tmp_path: Path,
+    everything: int | None,
+    trainers: int | None,
+    queues: int | None,
+    replicas: int,
 ) -> None:
     found = await live(
         config_of("sync"),
@@ -183,11 +187,10 @@ async def test_a_sync_run_has_the_same_weights_after_five_deaths(
     )
     assert found.deaths == KILLS - (queues is not None)
     assert_each_prompt_once(found, tmp_path)
-    for step, times in undisturbed.trained.items():
-        assert found.trained[step][-1] == times[-1]
-        assert queues is None or len(found.trained[step]) == 1, "the trainer lived, and trained each step once"
-    for name, tensor in undisturbed.weights.items():
-        assert torch.equal(found.weights[name], tensor), name
+    for step, times in undisturbed.attempts.items():
+        assert found.attempts[step][-1] == times[-1]
+        assert queues is None or len(found.attempts[step]) == 1, "the trainer lived, and trained each step once"
+    assert found.same_weights_as(undisturbed)
 
 
 async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path
     assert_each_prompt_once(found, tmp_path)
     assert set(found.lags) == {0}
     of_version = [[1, 2, 3], [4, 5, 6], [7, 8]]
-    ordinals = [sorted(one for step in steps for one in found.trained[step][-1]) for steps in of_version]
+    ordinals = [sorted(one for step in steps for one in found.attempts[step][-1]) for steps in of_version]
     assert ordinals == [list(range(12)), list(range(12, 24)), list(range(24, 32))]
 
 
