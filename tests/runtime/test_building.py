@@ -52,6 +52,7 @@ from freewheel.runtime.building import (
     stop_token_ids,
 )
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
+from freewheel.runtime.preflight import preflight, refused
 from freewheel.sync.weights import pack
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
@@ -76,38 +77,38 @@ def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     )
 
 
-def find_trainer(spec: str) -> Any:
-    return find_class(KEY, spec, TRAINER_CLASSES)
-
-
-def find_monitor_named(spec: str) -> Any:
-    return find_monitor(small_config(observe={"custom_monitor": spec}))
-
-
 def test_a_setting_names_a_class_and_the_default_is_one_of_the_registered_ones() -> None:
     assert find_class(KEY, "user_code:TellingTrainer", TRAINER_CLASSES).__name__ == "TellingTrainer"
     assert find_class(KEY, None, TRAINER_CLASSES) is find_class(KEY, "default", TRAINER_CLASSES) is FullyAsyncTrainer
     marking = find_class("rollout.rollouter_class", "user_code:MarkingRollouter", ROLLOUTER_CLASSES)
     assert marking is not Rollouter and issubclass(marking, Rollouter)
-    assert find_monitor(small_config()) is None and callable(find_monitor_named("user_code:monitor"))
+    assert find_monitor(small_config()) is None and callable(
+        find_monitor(small_config(observe={"custom_monitor": "user_code:monitor"}))
+    )
 
 
 @pytest.mark.parametrize(
-    ("find", "spec", "remedy"),
+    ("key", "spec", "remedy"),
     [
-        (find_trainer, "user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
-        (find_trainer, "user_code:monitor", "subclass of FullyAsyncTrainer"),
-        (find_trainer, "user_code:Missing", "has no Missing; it has "),
-        (find_trainer, "no_such_module:Trainer", "there is no module no_such_module"),
-        (find_trainer, "defualt", "choose default, or give module:name"),
-        (find_monitor_named, "user_code:MONITORED", "name a function"),
-        (find_monitor_named, "json:loads", "which it does not accept"),
+        ("trainer.trainer_class", "user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
+        ("trainer.trainer_class", "user_code:monitor", "subclass of FullyAsyncTrainer"),
+        ("trainer.trainer_class", "defualt", "choose default, or give module:name"),
+        ("rollout.rollouter_class", "user_code:Missing", "has no Missing; it has "),
+        ("reward.function", "user_code:Missing", "has no Missing; it has "),
+        ("reward.function", "module:", "give module:name"),
+        ("algorithm.loss", "no_such_module:loss", "there is no module no_such_module"),
+        ("algorithm.advantage", "no_such_module:estimate", "there is no module no_such_module"),
+        ("observe.custom_monitor", "user_code:MONITORED", "name a function"),
+        ("observe.custom_monitor", "json:loads", "which it does not accept"),
     ],
 )
-def test_an_object_that_cannot_be_used_is_refused_by_its_key(find: Any, spec: str, remedy: str) -> None:
+def test_an_object_that_cannot_be_used_is_refused_by_its_key_before_a_start(key: str, spec: str, remedy: str) -> None:
+    section, _, name = key.partition(".")
+    config = small_config(**{section: {name: spec}})
     with pytest.raises(ConfigError, match=remedy) as caught:
-        find(spec)
-    assert caught.value.key in (KEY, "observe.custom_monitor") and spec in str(caught.value)
+        preflight(config)
+    assert caught.value.key == key and spec in str(caught.value)
+    assert [error.key for error in refused(config)] == [key]
 
 
 def test_a_models_folder_and_tokens_come_from_the_configuration() -> None:

@@ -406,8 +406,8 @@ def test_ctrl_c_while_closing_ends_the_wait(scene: Build, monkeypatch: pytest.Mo
     assert all(part.dead.is_set() for part in one.supervisor.made)
 
 
-@pytest.mark.parametrize("dies", ["before", "while it stops"])
-def test_ctrl_c_stops_a_run_whose_trainer_is_dead_or_dies_then(
+@pytest.mark.parametrize("dies", ["before", "while it stops", "never, and Ctrl-C comes again"])
+def test_ctrl_c_stops_a_run_whose_trainer_does_not_save(
     scene: Build, monkeypatch: pytest.MonkeyPatch, dies: str
 ) -> None:
     monkeypatch.setattr(Trainer, "saves", False)
@@ -417,9 +417,13 @@ def test_ctrl_c_stops_a_run_whose_trainer_is_dead_or_dies_then(
         if dies == "before":
             await a_trainer_that_loads_for_ever(one)
         os.kill(os.getpid(), signal.SIGINT)
-        if dies != "before":
-            await until(lambda: ("request_stop",) in one.supervisor["trainer"].calls)
+        if dies == "before":
+            return
+        await until(lambda: ("request_stop",) in one.supervisor["trainer"].calls)
+        if dies == "while it stops":
             one.supervisor["trainer"].die()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
 
     one = scene(happens)
     result = one.run()
