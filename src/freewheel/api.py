@@ -4,7 +4,7 @@
       │ rows, model objects: private files in the run directory                        │
       └ functions, classes: in memory only, named `in_memory:NAME` in config.yaml      └─▶ Run
 
-A run happens in the calling thread where that can handle Ctrl-C, else in a thread of its own: in a notebook, whose main
+A run happens in the calling thread where that can handle Ctrl-C, else in a separate thread: in a notebook, whose main
 thread has an event loop, and in the background. Importing this module imports nothing heavy.
 """
 
@@ -60,7 +60,7 @@ SHOWN_ERROR_CHARS = 500
 
 
 class RunFailed(FreewheelError):
-    """A run ended with an error. `run` is the run: its log says more, and `run.resume()` continues it."""
+    """A run ended with an error. `run` is the run: its log has more, and `run.resume()` continues it."""
 
     def __init__(self, run: Run, error: BaseException | None) -> None:
         why = f"{type(error).__name__}: {error}"[:SHOWN_ERROR_CHARS] if error is not None else "see the log"
@@ -346,7 +346,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class _LiveRun:
-    """One run from its start to its end, in the calling thread or in one of its own."""
+    """One run from its start to its end, in the calling thread or in a separate one."""
 
     current: _LiveRun | None = None
 

@@ -395,7 +395,7 @@ class TrainSide:
     def export(self, folder: str) -> None:
         """Write the current weights to a folder of the run, in the type that the model's files had."""
         step = self._trainer.global_steps if self._trainer is not None else 0
-        self.store.export(Path(folder), step, lambda beside: self.backend.save_hf(beside, self.tokenizer))
+        self.store.export(Path(folder), step, lambda scratch: self.backend.save_hf(scratch, self.tokenizer))
 
 
 # -- objects that settings name ---------------------------------------------------------------------------------------
@@ -606,7 +606,7 @@ def check_journal(run_dir: Path) -> None:
 async def _restore_when_possible(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
     """Retry until the journal can be written."""
     clock = asyncio.get_running_loop().time
-    began, said = clock(), -_WARN_AGAIN_S
+    began, warned = clock(), -_WARN_AGAIN_S
     while True:
         try:
             return await _read(path, work)
@@ -614,9 +614,9 @@ async def _restore_when_possible(path: Path, work: Callable[[Journal], Restored]
             busy = isinstance(error, JournalBusy)
             if not (busy or is_temporary(error)) or (busy and clock() - began > _BUSY_S):
                 raise
-            if clock() - said >= _WARN_AGAIN_S:
+            if clock() - warned >= _WARN_AGAIN_S:
                 log.warning("%s; the run continues once this is resolved", error)
-                said = clock()
+                warned = clock()
         await asyncio.sleep(_RETRY_S)
 
 

@@ -233,9 +233,9 @@ def render(plan: Plan, concerns: Sequence[Finding] = ()) -> Text:
         if title != shown:
             text.append(f"{title}\n", style="bold")
             shown = title
-        for label, said in rows:
+        for label, row in rows:
             indent = " " * (2 + (_LABEL if label else 0))
-            lines = textwrap.wrap(said, _WIDTH - len(indent)) or [""]
+            lines = textwrap.wrap(row, _WIDTH - len(indent)) or [""]
             text.append(f"  {label:<{_LABEL}}" if label else "  ", style="dim")
             text.append(f"\n{indent}".join(lines) + "\n", style=style)
     text.rstrip()
@@ -317,11 +317,12 @@ def _batch(plan: Plan) -> _Rows:
             ("an epoch", f"{plan.rows:,} prompts = {steps:,.1f} steps; the run goes over them {used:.2f} times")
         )
         if plan.total_steps < c.trainer.total_steps:
-            told = f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}"
-            rows.append(("", told))
+            rows.append(
+                ("", f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}")
+            )
     updates = c.algorithm.updates_per_batch * c.algorithm.mini_batches
     rows.append(("updates", f"{count_of(updates, 'optimizer step')} a training step"))
-    return [(label if label else " ", said) for label, said in rows]
+    return [(label if label else " ", text) for label, text in rows]
 
 
 def _staleness(plan: Plan) -> _Rows:
