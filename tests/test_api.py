@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,7 +61,7 @@ def cluster() -> Iterator[None]:
 
 
 class Drive:
-    """Stands in for `drive`: keeps what each run was asked for, and ends it as told."""
+    """Stands in for the coordinator: keeps what each run was asked for, and ends it as told."""
 
     def __init__(self) -> None:
         self.requests: list[RunRequest] = []
@@ -72,7 +72,10 @@ class Drive:
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def __call__(self, request: RunRequest, plan: Any, shown: Any, *, began: Callable[[Any], None]) -> RunResult:
+    def make(self, request: RunRequest, plan: Any, shown: Any) -> Any:
+        return SimpleNamespace(run=lambda: self.run(request), request_stop=self.goes_on.set)
+
+    def run(self, request: RunRequest) -> RunResult:
         self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
@@ -80,7 +83,6 @@ class Drive:
         for key in (request.config.reward.function, request.config.trainer.trainer_class):
             if key is not None:
                 self.found[key] = find_object("key", key)
-        began(SimpleNamespace(request_stop=self.goes_on.set))
         assert self.goes_on.wait(WAIT_S)
         folder = Path(request.config.run_dir or "")
         return RunResult(outcome=self.outcome, run_dir=folder, steps=0, error=self.error)
@@ -93,7 +95,7 @@ class Drive:
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
     stand_in = Drive()
-    monkeypatch.setattr(api, "drive", stand_in)
+    monkeypatch.setattr(api, "_make_main", stand_in.make)
     return stand_in
 
 

@@ -295,11 +295,11 @@ class Run:
             try:
                 files.write(self.run_dir)
                 with kept_in_memory(self._objects):
-                    plan = plan_run(request)
+                    shown = show or ("off" if background else "auto")
+                    live = _LiveRun(request, plan_run(request), self._objects, files, shown)
             except BaseException:
                 files.discard()
                 raise
-            live = _LiveRun(request, plan, self._objects, files, show or ("off" if background else "auto"))
             self._live = _LiveRun.current = live
         if background:
             live.start_thread()
@@ -317,25 +317,29 @@ def plan_run(request: RunRequest) -> Plan:
     return plan
 
 
-def drive(
-    request: RunRequest, plan: Plan, shown: Any, *, began: Callable[[FullyAsyncMain], None] | None = None
-) -> RunResult:
-    """Run to the end, shown in a view and served as a page. `began` receives the coordinator before it starts."""
-    from freewheel.dashboard.terminal import says_warnings
+def drive(request: RunRequest, plan: Plan, shown: Any) -> RunResult:
+    """Run to the end, shown in a view and served as a page."""
+    return _run_shown(_make_main(request, plan, shown), shown)
+
+
+def _make_main(request: RunRequest, plan: Plan, shown: Any) -> FullyAsyncMain:
     from freewheel.dashboard.web.child import page_of
     from freewheel.runtime.main import FullyAsyncMain
 
+    return FullyAsyncMain(
+        config=request.config,
+        plan=plan,
+        resume=request.resume,
+        changed=request.changed,
+        view=shown,
+        alongside=partial(page_of, request.config, shown),
+    )
+
+
+def _run_shown(main: FullyAsyncMain, shown: Any) -> RunResult:
+    from freewheel.dashboard.terminal import says_warnings
+
     with shown, says_warnings(shown):
-        main = FullyAsyncMain(
-            config=request.config,
-            plan=plan,
-            resume=request.resume,
-            changed=request.changed,
-            view=shown,
-            alongside=partial(page_of, request.config, shown),
-        )
-        if began is not None:
-            began(main)
         return main.run()
 
 
@@ -357,11 +361,10 @@ class _LiveRun:
 
         self.run_dir = request.config.run_dir
         self.end: Future[RunResult] = Future()
-        self._request, self._plan, self._objects, self._files = request, plan, objects, files
+        self._objects, self._files = objects, files
         self._shown: Any = PlainView(io.StringIO()) if show == "off" else view(plain=show == "plain")
-        self._main: FullyAsyncMain | None = None
-        self._stops = 0
-        self._lock = threading.Lock()
+        self._main = _make_main(request, plan, self._shown)
+        self.request_stop = self._main.request_stop
 
     @property
     def result(self) -> RunResult | None:
@@ -396,22 +399,10 @@ class _LiveRun:
             main.join(1.0)
         self.request_stop()
 
-    def request_stop(self) -> None:
-        with self._lock:
-            self._stops += 1
-            if self._main is not None:
-                self._main.request_stop()
-
-    def _began(self, main: FullyAsyncMain) -> None:
-        with self._lock:
-            self._main = main
-            if self._stops:
-                main.request_stop()
-
     def _run(self) -> None:
         try:
             with kept_in_memory(self._objects):
-                self.end.set_result(drive(self._request, self._plan, self._shown, began=self._began))
+                self.end.set_result(_run_shown(self._main, self._shown))
         except BaseException as error:  # noqa: BLE001  # raised to the caller who waits for the run
             self._files.discard()
             self.end.set_exception(error)
