@@ -97,7 +97,7 @@ def _override(values: dict[str, Any], text: str) -> None:
             raise ConfigError("override", text, "there is nothing to restore: no such key") from None
         return
     try:
-        value = yaml.load(raw, Loader=_Loader)  # a SafeLoader
+        value = _load_yaml(raw)
     except (yaml.YAMLError, ValueError):
         raise ConfigError("override", _hide_key(text), _GRAMMAR) from None
     if isinstance(value, dict) and not raw.lstrip().startswith("{"):
@@ -184,7 +184,7 @@ def _look_up(name: str, values: Mapping[str, Any]) -> Any:
         return _fill_in(_find_value(values, name.split(".")), values)
     variable, has_default, default = name.removeprefix(_VARIABLE).partition(",")
     text = os.environ.get(variable, default) if has_default else os.environ[variable]
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    return _load_yaml(text)
 
 
 def _find_value(values: Any, path: Sequence[str]) -> Any:
@@ -242,9 +242,13 @@ for _kind in (_Loader, _Dumper):
     )
 
 
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
 def _read(path: Path) -> dict[Any, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+        values = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("config", str(path), f"the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -265,18 +269,16 @@ def _bad_yaml(error: yaml.YAMLError | ValueError, path: Path) -> ConfigError:
     return ConfigError("config", where, f"this is not YAML: {problem}; correct the line")
 
 
-def find_differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the values in both, by dotted key, where they differ."""
-    return dict(_walk_differences(old, new, ""))
-
-
-def _walk_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def find_differences(old: Any, new: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the values in two configurations, by dotted key, where they differ."""
+    found: dict[str, tuple[Any, Any]] = {}
     for name in old.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, msgspec.Struct) and isinstance(after, msgspec.Struct):
-            yield from _walk_differences(before, after, f"{path}{name}.")
+            found |= find_differences(before, after, f"{path}{name}.")
         elif before != after:
-            yield f"{path}{name}", (before, after)
+            found[path + name] = (before, after)
+    return found
 
 
 _MANDATORY = "???"

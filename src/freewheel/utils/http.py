@@ -52,8 +52,15 @@ PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that already accepts connections; they wait until a server answers. Raises `OSError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-    return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except (OSError, OverflowError):
+        listening.close()
+        raise
+    return listening
 
 
 def listen_or_say(host: str, port: int) -> socket.socket:
