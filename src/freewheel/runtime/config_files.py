@@ -31,6 +31,8 @@ _SUFFIX = ".yaml"
 _DEFAULTS, _SELF = "defaults", "_self_"
 """A file's key that lists the files below it, and the file's own place among them: the last one unless it is listed."""
 _GRAMMAR = "write key=value; text that begins with a bracket needs quotes: 'data.system_prompt=\"[a] b\"'"
+_NO_SPACE = re.compile(r"([{,]\s*[\w.-]+):(?=\S)(?!//)")
+"""`{rank:16}` in an override, which YAML would read as one name."""
 _REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 _VARIABLE = "oc.env:"
 """`${oc.env:NAME}` is the environment variable NAME, and `${oc.env:NAME,8}` is 8 where it is not set."""
@@ -97,7 +99,7 @@ def _override(values: dict[str, Any], text: str) -> None:
             raise ConfigError("override", text, "there is nothing to restore: no such key") from None
         return
     try:
-        value = _load_yaml(raw)
+        value = _load_yaml(_NO_SPACE.sub(r"\1: ", raw)) if raw else ""
     except (yaml.YAMLError, ValueError):
         raise ConfigError("override", _hide_key(text), _GRAMMAR) from None
     if isinstance(value, dict) and not raw.lstrip().startswith("{"):
@@ -221,6 +223,13 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
+
+
+# A run directory may be named after a day: 2026-11-19 is text.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class _Dumper(yaml.SafeDumper):
