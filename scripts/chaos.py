@@ -20,10 +20,8 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.chaos.account import Result, as_json, table  # noqa: E402
-from tests.chaos.on_processes import roles, undisturbed  # noqa: E402
-from tests.chaos.on_surroundings import can_mount  # noqa: E402
 from tests.chaos.plan import Part, campaign  # noqa: E402
-from tests.chaos.scenarios import SCENARIOS, SOAK, SOAK_KILLS  # noqa: E402
+from tests.chaos.scenarios import ALONE, SCENARIOS, SOAK, SOAK_KILLS, can_mount  # noqa: E402
 
 SPARE = 5
 """Most additional runs to reach the number of kills."""
@@ -32,8 +30,8 @@ SPARE = 5
 def main() -> int:
     given = _arguments()
     folder = Path(given.keep or tempfile.mkdtemp(prefix="freewheel-chaos-"))
-    chosen = given.only.split(",") if given.only else [*SCENARIOS, SOAK]
-    names = [name for name in SCENARIOS if name in chosen]
+    chosen = given.only.split(",") if given.only else list(SCENARIOS)
+    names = [name for name in SCENARIOS if name in chosen and name not in (SOAK, ALONE)]
     if not can_mount() and "full_disk" in names:
         names.remove("full_disk")
         _say("full_disk is left out: it needs the right to mount a file system")
@@ -41,7 +39,7 @@ def main() -> int:
     kills = given.kills if SOAK in chosen else sum(count for _, count in fixed)
     parts = campaign(kills=kills, seed=given.seed, fixed=fixed, soak=SOAK, soak_kills=SOAK_KILLS)
     began = time.monotonic()
-    alone = undisturbed(folder / "undisturbed", given.seed, 0)
+    alone = SCENARIOS[ALONE].run(folder / ALONE, given.seed)
     _tell(alone)
     results = [alone]
     for number in range(len(parts) + (SPARE if SOAK in chosen else 0)):
@@ -68,8 +66,6 @@ def main() -> int:
 
 
 def _run(folder: Path, part: Part, reward_alone: float | None) -> Result:
-    if part.scenario == SOAK:
-        return roles(folder, part.seed, part.kills).compared(reward_alone)
     scenario = SCENARIOS[part.scenario]
     return scenario.run(folder, part.seed, part.kills).compared(reward_alone if scenario.comparable else None)
 
@@ -93,7 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100, help="processes to strike in all (100)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed strikes the same way (0)")
-    parser.add_argument("--only", default="", metavar="NAME,…", help=f"some of {', '.join([*SCENARIOS, SOAK])}")
+    parser.add_argument("--only", default="", metavar="NAME,…", help=f"some of {', '.join(SCENARIOS)}")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too")
     parser.add_argument("--keep", metavar="DIR", help="keep all run directories there")
     return parser.parse_args()

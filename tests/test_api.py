@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,7 +61,7 @@ def cluster() -> Iterator[None]:
 
 
 class Drive:
-    """Stands in for `drive`: keeps what each run was asked for, and ends it as told."""
+    """Stands in for the coordinator: keeps what each run was asked for, and ends it as told."""
 
     def __init__(self) -> None:
         self.requests: list[RunRequest] = []
@@ -72,7 +72,10 @@ class Drive:
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def __call__(self, request: RunRequest, plan: Any, shown: Any, *, began: Callable[[Any], None]) -> RunResult:
+    def make(self, request: RunRequest, plan: Any, shown: Any) -> Any:
+        return SimpleNamespace(run=lambda: self.run(request), request_stop=self.goes_on.set)
+
+    def run(self, request: RunRequest) -> RunResult:
         self.requests.append(request)
         if self.refusal is not None:
             raise self.refusal
@@ -80,7 +83,6 @@ class Drive:
         for key in (request.config.reward.function, request.config.trainer.trainer_class):
             if key is not None:
                 self.found[key] = find_object("key", key)
-        began(SimpleNamespace(request_stop=self.goes_on.set))
         assert self.goes_on.wait(WAIT_S)
         folder = Path(request.config.run_dir or "")
         return RunResult(outcome=self.outcome, run_dir=folder, steps=0, error=self.error)
@@ -93,7 +95,7 @@ class Drive:
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
     stand_in = Drive()
-    monkeypatch.setattr(api, "drive", stand_in)
+    monkeypatch.setattr(api, "_make_main", stand_in.make)
     return stand_in
 
 
@@ -133,15 +135,15 @@ def test_the_blocks_of_the_reference_page_run_one_after_the_other(cluster: None,
 
 
 @pytest.mark.timeout(400)
-def test_a_script_stopped_by_ctrl_c_saves_and_can_be_resumed_with_its_function_given_again(tmp_path: Path):
+def test_a_script_stopped_by_ctrl_c_saves_and_can_be_resumed_with_its_function_given_again(
+    cluster: None, tmp_path: Path
+):
     (tmp_path / "script.py").write_text(
         "import freewheel as fw\n"
         f"rows = {ROWS!r}\n"
         f"config = {SMALL!r} | {{'trainer.total_steps': 1000}}\n"
         "run = fw.train(data=rows, reward=lambda response, row: len(response) % 3, config=config, run_dir='run')\n"
         "print('END', run.status, run.steps, run.model_path.name)\n"
-        "run = fw.Run('run').resume({'trainer.total_steps': run.steps + 1}, reward=lambda response, row: 1.0)\n"
-        "print('END', run.status)\n"
     )
     command = [sys.executable, "script.py"]
     script = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -151,9 +153,10 @@ def test_a_script_stopped_by_ctrl_c_saves_and_can_be_resumed_with_its_function_g
         out, _ = script.communicate(timeout=WAIT_S)
     finally:
         script.kill()
-    first, second = (line.split() for line in out.splitlines() if line.startswith("END"))
-    assert first[1] == "stopped" and int(first[2]) >= 1 and first[3].startswith("step_")
-    assert second[1] == "finished"
+    (_, status, steps, weights) = next(line.split() for line in out.splitlines() if line.startswith("END"))
+    assert status == "stopped" and int(steps) >= 1 and weights.startswith("step_")
+    again = {"trainer.total_steps": int(steps) + 1}
+    assert fw.Run("run").resume(again, reward=lambda response, row: 1.0, show="off").status == "finished"
     assert not inspect(find_run(str(tmp_path / "run"))).violations
 
 

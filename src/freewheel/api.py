@@ -4,7 +4,7 @@
       │ rows, model objects: private files in the run directory                        │
       └ functions, classes: in memory only, named `in_memory:NAME` in config.yaml      └─▶ Run
 
-A run happens in the calling thread where that can handle Ctrl-C, else in a thread of its own: in a notebook, whose main
+A run happens in the calling thread where that can handle Ctrl-C, else in a separate thread: in a notebook, whose main
 thread has an event loop, and in the background. Importing this module imports nothing heavy.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import os
 import re
@@ -59,7 +60,7 @@ SHOWN_ERROR_CHARS = 500
 
 
 class RunFailed(FreewheelError):
-    """A run ended with an error. `run` is the run: its log says more, and `run.resume()` continues it."""
+    """A run ended with an error. `run` is the run: its log has more, and `run.resume()` continues it."""
 
     def __init__(self, run: Run, error: BaseException | None) -> None:
         why = f"{type(error).__name__}: {error}"[:SHOWN_ERROR_CHARS] if error is not None else "see the log"
@@ -121,8 +122,8 @@ def train(
     base, settings = _read_config(config, objects)
     files = _OwnFiles()
     settings |= _named_inputs(model, tokenizer, data, eval_data, reward, files, objects)
-    if data is not None and not _sets(settings, "data.task"):
-        settings["data.task"] = ROWS_TASK
+    if data is not None:
+        settings = {"data.task": ROWS_TASK} | settings
     if run_dir is not None:
         settings["run_dir"] = os.fspath(run_dir)
     composed = new_run(compose(**base, settings=settings))
@@ -294,11 +295,11 @@ class Run:
             try:
                 files.write(self.run_dir)
                 with kept_in_memory(self._objects):
-                    plan = plan_run(request)
+                    shown = show or ("off" if background else "auto")
+                    live = _LiveRun(request, plan_run(request), self._objects, files, shown)
             except BaseException:
                 files.discard()
                 raise
-            live = _LiveRun(request, plan, self._objects, files, show or ("off" if background else "auto"))
             self._live = _LiveRun.current = live
         if background:
             live.start_thread()
@@ -316,25 +317,29 @@ def plan_run(request: RunRequest) -> Plan:
     return plan
 
 
-def drive(
-    request: RunRequest, plan: Plan, shown: Any, *, began: Callable[[FullyAsyncMain], None] | None = None
-) -> RunResult:
-    """Run to the end, shown in a view and served as a page. `began` receives the coordinator before it starts."""
-    from freewheel.dashboard.terminal import says_warnings
+def drive(request: RunRequest, plan: Plan, shown: Any) -> RunResult:
+    """Run to the end, shown in a view and served as a page."""
+    return _run_shown(_make_main(request, plan, shown), shown)
+
+
+def _make_main(request: RunRequest, plan: Plan, shown: Any) -> FullyAsyncMain:
     from freewheel.dashboard.web.child import page_of
     from freewheel.runtime.main import FullyAsyncMain
 
+    return FullyAsyncMain(
+        config=request.config,
+        plan=plan,
+        resume=request.resume,
+        changed=request.changed,
+        view=shown,
+        alongside=partial(page_of, request.config, shown),
+    )
+
+
+def _run_shown(main: FullyAsyncMain, shown: Any) -> RunResult:
+    from freewheel.dashboard.terminal import says_warnings
+
     with shown, says_warnings(shown):
-        main = FullyAsyncMain(
-            config=request.config,
-            plan=plan,
-            resume=request.resume,
-            changed=request.changed,
-            view=shown,
-            alongside=partial(page_of, request.config, shown),
-        )
-        if began is not None:
-            began(main)
         return main.run()
 
 
@@ -344,37 +349,22 @@ _ONE_AT_A_TIME = threading.Lock()
 """A run's Ray, log files and trace belong to the whole process."""
 
 
-class _NoView:
-    """Shows nothing."""
-
-    page = ""
-
-    def update(self, snapshot: object) -> None: ...
-    def say(self, text: str) -> None: ...
-    def finish(self, snapshot: object, summary: str) -> None: ...
-    def __enter__(self) -> _NoView:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-
 class _LiveRun:
-    """One run from its start to its end, in the calling thread or in one of its own."""
+    """One run from its start to its end, in the calling thread or in a separate one."""
 
     current: _LiveRun | None = None
 
     def __init__(
         self, request: RunRequest, plan: Plan, objects: Mapping[str, Any], files: _OwnFiles, show: Show
     ) -> None:
-        from freewheel.dashboard.terminal import view
+        from freewheel.dashboard.terminal import PlainView, view
 
         self.run_dir = request.config.run_dir
         self.end: Future[RunResult] = Future()
-        self._request, self._plan, self._objects, self._files = request, plan, objects, files
-        self._shown: Any = _NoView() if show == "off" else view(plain=show == "plain")
-        self._main: FullyAsyncMain | None = None
-        self._stops = 0
-        self._lock = threading.Lock()
+        self._objects, self._files = objects, files
+        self._shown: Any = PlainView(io.StringIO()) if show == "off" else view(plain=show == "plain")
+        self._main = _make_main(request, plan, self._shown)
+        self.request_stop = self._main.request_stop
 
     @property
     def result(self) -> RunResult | None:
@@ -409,22 +399,10 @@ class _LiveRun:
             main.join(1.0)
         self.request_stop()
 
-    def request_stop(self) -> None:
-        with self._lock:
-            self._stops += 1
-            if self._main is not None:
-                self._main.request_stop()
-
-    def _began(self, main: FullyAsyncMain) -> None:
-        with self._lock:
-            self._main = main
-            if self._stops:
-                main.request_stop()
-
     def _run(self) -> None:
         try:
             with kept_in_memory(self._objects):
-                self.end.set_result(drive(self._request, self._plan, self._shown, began=self._began))
+                self.end.set_result(_run_shown(self._main, self._shown))
         except BaseException as error:  # noqa: BLE001  # raised to the caller who waits for the run
             self._files.discard()
             self.end.set_exception(error)
@@ -482,12 +460,6 @@ def _plain_settings(config: Settings, objects: dict[str, Any], path: str = "") -
         else:
             found[key] = os.fspath(value) if isinstance(value, os.PathLike) else _name_object(full, value, objects)
     return found
-
-
-def _sets(settings: Settings, key: str) -> bool:
-    section, _, name = key.partition(".")
-    inner = settings.get(section)
-    return key in settings or (isinstance(inner, Mapping) and name in inner)
 
 
 def _named_inputs(

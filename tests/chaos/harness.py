@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from freewheel.observe.recorder import read_metrics
 from freewheel.queue.journal import Journal
 
 from .account import Kill, Result, Trained, audit_witness, last_reward
-from .family import Family, signal_all
 
 HERE = Path(__file__).parent
 JOURNAL = "journal.sqlite"
@@ -84,6 +85,58 @@ class Process:
     since_s: float
 
 
+class Family:
+    """The processes that a harness started and their descendants, found by their session, which outlives a parent. Only
+    its members are signalled."""
+
+    def __init__(self) -> None:
+        self._sessions: list[int] = []
+
+    def adopt(self, leader: int) -> None:
+        """All processes in the session of `leader`, now and later."""
+        self._sessions.append(leader)
+
+    def has(self, pid: int) -> bool:
+        """Whether `pid` is a live member."""
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            return os.getsid(pid) in self._sessions and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        return False
+
+    def members(self) -> list[int]:
+        return [pid for pid in psutil.pids() if self.has(pid)]
+
+    def below(self, pid: int, title: str) -> list[int]:
+        """Return members below `pid` with `title` in their command line."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            children = {child.pid for child in psutil.Process(pid).children(recursive=True)}
+            return [child for child in children if title in _title(child) and self.has(child)]
+        return []
+
+    def titles(self) -> list[str]:
+        return [f"{pid} {_title(pid)[:60]}" for pid in self.members()]
+
+    def end(self) -> None:
+        for _ in range(3):  # one that was starting another meanwhile is found the next time
+            members = self.members()
+            signal_all(members, signal.SIGKILL)
+            if not members:
+                return
+            time.sleep(NAP_S)
+
+
+def signal_all(pids: list[int], *numbers: signal.Signals) -> None:
+    for number in numbers:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _title(pid: int) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return " ".join(psutil.Process(pid).cmdline()).strip()
+    return ""
+
+
 class Disturbed:
     """A run that is started, disturbed, resumed and audited."""
 
@@ -93,29 +146,28 @@ class Disturbed:
         *,
         scenario: str,
         seed: int,
-        run_dir: Path | None = None,
-        env: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any],
         prompts: int | None = None,
-        **settings: Any,
     ) -> None:
-        """`settings`: changes to `SMALL`, with two underscores for the dot of a key. `prompts`: their number, if they
-        run out before the last step."""
-        self.run_dir = run_dir or folder / "run"
+        """`settings`: changes to `SMALL`. `prompts`: their number, if they run out before the last step. `run_dir`,
+        `settings` and `env` may be changed until the start."""
+        self.run_dir = folder / "run"
         self.output = folder / "output"
         self.scenario, self.seed = scenario, seed
         self.kills: list[Kill] = []
         self.problems: list[str] = []
-        self.settings = SMALL | {key.replace("__", "."): value for key, value in settings.items()}
+        self.settings = SMALL | dict(settings)
+        self.wanted_kills = 0
+        self.judge: Any = None
         self.total = prompts or int(self.settings["trainer.total_steps"]) * GROUPS_PER_STEP
         self._witness = folder / "witness.jsonl"
         self._ray = tempfile.mkdtemp(prefix="fwc-", dir="/tmp")  # short: sockets in it may have 107 characters
-        self._env = {name: value for name, value in os.environ.items() if name not in FOREIGN} | {
+        self.env = {name: value for name, value in os.environ.items() if name not in FOREIGN} | {
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
             "RAY_TMPDIR": self._ray,
             "FREEWHEEL_CACHE_DIR": str(folder / "cache"),
             "FREEWHEEL_CHAOS_WITNESS": str(self._witness),
-            **(env or {}),
         }
         self.family = Family()
         self._struck: set[int] = set()
@@ -140,7 +192,7 @@ class Disturbed:
             self._program = subprocess.Popen(
                 [sys.executable, "-m", "freewheel", "train", "--plain", *where],
                 cwd=HERE,  # where `witness` is found
-                env=self._env,
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

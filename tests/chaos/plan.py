@@ -18,6 +18,10 @@ ROLES = ("queue", "trainer", "rollouter", "sync")
 """The processes of a run without the driver. `rollouter` is any of them."""
 PAIRS = (("queue", "trainer"), ("trainer", "rollouter"), ("queue", "rollouter"), ("sync", "trainer"))
 """Pairs whose recoveries need each other."""
+SOAK_STEPS, FIRST_STEP, GAP_STEPS = 60, 2, 4
+"""Steps of a run with room for about a dozen strikes, and where they come."""
+LONGEST_DELAY_S = 0.6
+"""Longest delay between a step and a strike: a few steps' time, so that strikes hit any moment of a step."""
 AT_ONCE_SHARE = 0.2
 """Share of strikes that do not wait for the last recovery."""
 
@@ -31,30 +35,21 @@ class Strike:
     roles: tuple[str, ...]
 
 
-def deal(
-    *,
-    seed: int,
-    targets: Sequence[tuple[str, ...]],
-    kills: int,
-    first_step: int,
-    gap_steps: int,
-    last_step: int,
-    longest_delay_s: float,
-) -> list[Strike]:
-    """Plan strikes for `kills` processes: each of `targets` equally often, in a shuffled order, `gap_steps` apart on
+def deal(*, seed: int, targets: Sequence[tuple[str, ...]], kills: int, last_step: int = SOAK_STEPS - 2) -> list[Strike]:
+    """Plan strikes for `kills` processes: each of `targets` equally often, in a shuffled order, `GAP_STEPS` apart on
     average and none after `last_step`."""
     draw = random.Random(f"{seed}-deal")
     strikes: list[Strike] = []
     deck: list[tuple[str, ...]] = []
-    step = first_step
+    step = FIRST_STEP
     while sum(len(strike.roles) for strike in strikes) < kills:
         if not deck:
             deck = list(targets)
             draw.shuffle(deck)
         again = bool(strikes) and draw.random() < AT_ONCE_SHARE
         at = 0 if again else min(step, last_step)
-        strikes.append(Strike(after_step=at, delay_s=draw.uniform(0.0, longest_delay_s), roles=deck.pop()))
-        step += 0 if again else draw.randint(1, 2 * gap_steps - 1)
+        strikes.append(Strike(after_step=at, delay_s=draw.uniform(0.0, LONGEST_DELAY_S), roles=deck.pop()))
+        step += 0 if again else draw.randint(1, 2 * GAP_STEPS - 1)
     return strikes
 
 

@@ -4,61 +4,47 @@ from __future__ import annotations
 
 from collections import Counter
 
-from .plan import PAIRS, ROLES, Part, Strike, campaign, deal
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .plan import FIRST_STEP, PAIRS, ROLES, SOAK_STEPS, campaign, deal
+
+SINGLE = [(role,) for role in ROLES]
 
 
-def dealt(seed: int, kills: int = 24) -> list[Strike]:
-    targets = [(role,) for role in ROLES]
-    return deal(seed=seed, targets=targets, kills=kills, first_step=2, gap_steps=4, last_step=58, longest_delay_s=0.5)
+@given(seed=st.integers(0, 10**6), rounds=st.integers(1, 15))
+def test_every_role_is_struck_equally_often_forward_and_never_after_the_last_step(seed: int, rounds: int) -> None:
+    strikes = deal(seed=seed, targets=SINGLE, kills=4 * rounds)
+    assert strikes == deal(seed=seed, targets=SINGLE, kills=4 * rounds)
+    assert Counter(role for strike in strikes for role in strike.roles) == dict.fromkeys(ROLES, rounds)
+    steps = [strike.after_step for strike in strikes if strike.after_step]
+    assert steps == sorted(steps) and steps[0] == strikes[0].after_step == FIRST_STEP and steps[-1] <= SOAK_STEPS - 2
 
 
-def test_the_seed_determines_the_strikes() -> None:
-    assert dealt(1) == dealt(1)
-    assert dealt(1) != dealt(2)
+def test_seeds_differ_and_some_strikes_hit_a_run_that_is_recovering() -> None:
+    dealt = [deal(seed=seed, targets=SINGLE, kills=24) for seed in range(20)]
+    assert dealt[1] != dealt[2]
+    assert any(strike.after_step == 0 for strikes in dealt for strike in strikes)
+    pairs = deal(seed=0, targets=PAIRS, kills=8)
+    assert sorted(strike.roles for strike in pairs) == sorted(PAIRS), "a pair counts as two"
 
 
-def test_every_role_is_struck_equally_often() -> None:
-    assert Counter(role for strike in dealt(3) for role in strike.roles) == dict.fromkeys(ROLES, 6)
-
-
-def test_strikes_go_forward_and_none_comes_after_the_last_step() -> None:
-    steps = [strike.after_step for strike in dealt(4, kills=60) if strike.after_step]
-    assert steps == sorted(steps)
-    assert min(steps) == 2 and max(steps) == 58
-
-
-def test_some_strikes_hit_a_run_that_is_recovering_but_never_the_first() -> None:
-    firsts = [dealt(seed)[0].after_step for seed in range(20)]
-    assert all(firsts)
-    assert any(strike.after_step == 0 for seed in range(20) for strike in dealt(seed))
-
-
-def test_pairs_count_as_two() -> None:
-    strikes = deal(seed=0, targets=PAIRS, kills=8, first_step=3, gap_steps=4, last_step=58, longest_delay_s=0.5)
-    assert sorted(strike.roles for strike in strikes) == sorted(PAIRS)
-
-
-FIXED = [("tree", 5), ("pairs", 8), ("driver", 2)]
-
-
-def drawn_up(kills: int, seed: int = 0) -> list[Part]:
-    return campaign(kills=kills, seed=seed, fixed=FIXED, soak="roles", soak_kills=12)
-
-
-def test_a_campaign_has_every_scenario_once_and_exactly_the_kills_that_were_asked_for() -> None:
-    parts = drawn_up(100)
-    assert sum(part.kills for part in parts) == 100
-    assert Counter(part.scenario for part in parts) == {"tree": 1, "pairs": 1, "driver": 1, "roles": 8}
-    assert max(part.kills for part in parts if part.scenario == "roles") <= 12
-    assert len({part.seed for part in parts}) == len(parts)
-    assert {part.seed for part in parts}.isdisjoint(part.seed for part in drawn_up(100, seed=1))
-
-
-def test_a_small_campaign_has_the_scenarios_that_fit() -> None:
-    assert [part.scenario for part in drawn_up(6)] == ["tree", "pairs"]
-    assert [(part.scenario, part.kills) for part in drawn_up(17)] == [
-        ("roles", 2),
-        ("tree", 5),
-        ("pairs", 8),
-        ("driver", 2),
-    ]
+@pytest.mark.parametrize(
+    ("kills", "scenarios"),
+    [
+        (6, ["tree", "pairs"]),
+        (17, ["roles", "tree", "pairs", "driver"]),
+        (100, ["roles", "tree", "roles", "pairs", "roles", "driver", *["roles"] * 5]),
+    ],
+)
+def test_a_campaign_has_every_scenario_that_fits_once_and_kills_of_single_roles_between_them(
+    kills: int, scenarios: list[str]
+) -> None:
+    fixed = [("tree", 5), ("pairs", 8), ("driver", 2)]
+    one, other = (campaign(kills=kills, seed=seed, fixed=fixed, soak="roles", soak_kills=12) for seed in (0, 1))
+    assert [part.scenario for part in one] == scenarios
+    assert sum(part.kills for part in one) == (13 if kills == 6 else kills)
+    assert max((part.kills for part in one if part.scenario == "roles"), default=0) <= 12
+    seeds = [part.seed for part in (*one, *other)]
+    assert len(set(seeds)) == len(seeds)

@@ -105,7 +105,7 @@ def test_requirements_are_read_as_the_metadata_has_them() -> None:
     assert software.parsed("aiohttp>=3.12") == Requirement("aiohttp", ((">=", "3.12"),))
     line = "uvloop>=0.21; sys_platform != 'win32' and implementation_name == 'cpython'"
     assert software.parsed(line) == Requirement("uvloop", ((">=", "0.21"),))
-    assert {"torch", "ray", "hydra-core"} <= {one.name for one in software.requirements() if one.extra == "train"}
+    assert {"torch", "ray", "transformers"} <= {one.name for one in software.requirements() if one.extra == "train"}
 
 
 NEEDS = [

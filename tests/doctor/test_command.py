@@ -250,7 +250,7 @@ def test_a_judge_that_cannot_be_named_is_a_usage_error() -> None:
 
 BARE = """
 import importlib.metadata as metadata, sys
-HIDDEN = ("torch", "ray", "hydra", "omegaconf", "transformers", "safetensors", "tensordict", "peft", "pyarrow")
+HIDDEN = ("torch", "ray", "transformers", "safetensors", "tensordict", "peft", "pyarrow")
 found = metadata.version
 def version(name):
     if name.partition("-")[0].lower() in HIDDEN:
@@ -271,7 +271,7 @@ def test_without_torch_and_ray_it_says_what_to_install(tmp_path: Path) -> None:
     training = by_name["training"]
     assert training["state"] == "problem" and training["remedy"] == "pip install 'freewheel[train]'"
     assert "torch is missing" in training["detail"] and "ray is missing" in training["detail"]
-    assert "torch" not in by_name and by_name["configuration"]["state"] == "warning"
+    assert "torch" not in by_name and by_name["configuration"]["state"] == "ok"
 
 
 def test_without_torch_and_ray_a_judge_can_be_asked(tmp_path: Path) -> None:
@@ -409,20 +409,6 @@ def test_a_checkpoint_that_is_damaged_is_not_called_none_and_one_that_stepped_as
     assert "runs/one has no checkpoint that can be loaded: the run begins anew" in dry_run("resume=runs/one")
     write_state(aside, STATE, {"step": 20, "version": 20})
     assert "Against this run here" not in dry_run("resume=runs/one")
-
-
-@pytest.mark.parametrize(
-    ("setting", "key"),
-    [
-        ("rollout.n=100000000", "rollout.n"),
-        ("trainer.groups_per_step=1000000000 async_training.max_queue_size=1000000000", "trainer.groups_per_step"),
-    ],
-)
-def test_a_step_that_no_memory_holds_is_refused_and_listed_by_a_dry_run(setting: str, key: str) -> None:
-    against = dry_run(*setting.split()).partition("Against this run here")[2]
-    assert f"{key} = " in against and "GiB, and this machine has" in against
-    done = freewheel("train", *setting.split())
-    assert done.exit_code == 2 and f"{key} = " in done.stderr and "give less, or a smaller" in done.stderr
 
 
 def test_findings_keep_their_order_by_weight() -> None:

@@ -11,24 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-from freewheel.data.group import PromptGroup
 from freewheel.observe.run_folder import JOURNAL
 from freewheel.queue.journal import Journal
 from freewheel.runtime.building import OpenedQueue, RolloutSide, TrainSide, open_queue, synchronizer
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.checkpoint import CheckpointFailed, CheckpointStore
-from freewheel.trainer.trainer import FullyAsyncTrainer
 
-from .pipeline import RUN_S, DirectPublisher, mark_of, plan_of, rollout_sides
+from .pipeline import RUN_S, DirectPublisher, Finished, Watched, mark_of, plan_of, rollout_sides
 
 
 class Killed(BaseException):
@@ -104,36 +99,6 @@ class Door:
         return call
 
 
-@dataclass
-class Record:
-    """What the backends trained, in all lives."""
-
-    trained: dict[int, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
-    """By step: the ordinals of each time that it was trained."""
-    lags: list[int] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The weights at the end."""
-    deaths: int = 0
-    awaits: int = 0
-    """Awaits that the last life passed."""
-
-
-class Recorded:
-    """A backend that records its steps."""
-
-    def __init__(self, trainer: FullyAsyncTrainer, record: Record) -> None:
-        self._backend, self._trainer, self._record = trainer.backend, trainer, record
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def step(self, groups: Sequence[PromptGroup], *, step: int, **told: Any) -> dict[str, float]:
-        found: dict[str, float] = self._backend.step(groups, step=step, **told)
-        self._record.trained[step + 1].append(sorted(group.ordinal for group in groups))
-        self._record.lags += [self._trainer.current_param_version - group.min_version for group in groups]
-        return found
-
-
 class MortalSaver:
     """Writes nothing after its death."""
 
@@ -161,7 +126,7 @@ class Life:
     """One process tree, from the current run directory to the end of the run or to its death."""
 
     def __init__(
-        self, config: TrainConfig, run_dir: Path, record: Record, fate: Fate, *, replicas: int, trainers: list[int]
+        self, config: TrainConfig, run_dir: Path, record: Finished, fate: Fate, *, replicas: int, trainers: list[int]
     ) -> None:
         self.config = msgspec.structs.replace(config, run_dir=str(run_dir))
         self.run_dir = run_dir
@@ -203,7 +168,6 @@ class Life:
                 training.result()
                 self.finished = True
         finally:
-            self.record.awaits = self.fate.passed
             silence(self.door.opened)
             for task in tasks:
                 task.cancel()
@@ -240,7 +204,7 @@ class Life:
             queue: Any = Through(self.door, self.fate, own)
             side.saver = MortalSaver(side.saver, self.fate, own)  # type: ignore[assignment]
             trainer = side.trainer(queue, Through(publisher, self.fate, own), no_evaluation)
-            trainer.backend = Recorded(trainer, self.record)  # type: ignore[assignment]
+            trainer.backend = Watched(trainer, self.record)  # type: ignore[assignment]
             try:
                 await trainer.run()
                 self.record.weights = {name: one.clone() for name, one in side.backend.weights().items()}
@@ -266,10 +230,10 @@ async def live(
     trainers: Sequence[int] = (),
     queues: Sequence[int] = (),
     replicas: Sequence[int] = (1,),
-) -> Record:
+) -> Finished:
     """Run from start to end through deaths of everything (`kills`), of trainers and of queues.
     `replicas`: the number of rollouters in each life."""
-    record = Record()
+    record = Finished(ending="finished")
     run_dir.mkdir(exist_ok=True)
     for count in itertools.cycle(replicas):
         last = next(kills, None) if kills is not None else None

@@ -75,8 +75,11 @@ class Finished:
     ending: Ending
     trained: list[list[PromptGroup]] = field(default_factory=list)
     """The groups of each step, in the order in which the loss sees them."""
+    steps: list[int] = field(default_factory=list)
+    """The number of each step; one that was undone by a death comes again."""
     versions: list[int] = field(default_factory=list)
     """The trainer's version before each step."""
+    deaths: int = 0
     rows: list[Row] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     queue: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +90,14 @@ class Finished:
     @property
     def ordinals(self) -> list[list[int]]:
         return [[group.ordinal for group in groups] for groups in self.trained]
+
+    @property
+    def attempts(self) -> dict[int, list[list[int]]]:
+        """The ordinals of each time that a step was trained, by step."""
+        found: dict[int, list[list[int]]] = {}
+        for step, ordinals in zip(self.steps, self.ordinals, strict=True):
+            found.setdefault(step, []).append(ordinals)
+        return found
 
     @property
     def lags(self) -> list[int]:
@@ -152,8 +163,9 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
-    def step(self, groups: Sequence[PromptGroup], **told: Any) -> dict[str, float]:
-        found: dict[str, float] = self._backend.step(groups, **told)
+    def step(self, groups: Sequence[PromptGroup], *, step: int, **told: Any) -> dict[str, float]:
+        found: dict[str, float] = self._backend.step(groups, step=step, **told)
+        self._finished.steps.append(step + 1)
         self._finished.trained.append(sorted(groups, key=lambda group: group.ordinal))
         self._finished.versions.append(self._trainer.current_param_version)
         return found

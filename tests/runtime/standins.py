@@ -13,11 +13,30 @@ from typing import Any, ClassVar
 from ray.exceptions import ActorDiedError
 
 from freewheel.data.group import Ticket
+from freewheel.observe.snapshot import RunSnapshot
 from freewheel.runtime import actors
 from freewheel.runtime.supervisor import Supervisor
 from freewheel.trainer.backend import Row
 
 WAIT_S = 30.0
+
+
+class View:
+    """Keeps what a run shows."""
+
+    def __init__(self) -> None:
+        self.snapshots: list[RunSnapshot] = []
+        self.said: list[str] = []
+        self.end = ""
+
+    def update(self, snapshot: RunSnapshot) -> None:
+        self.snapshots.append(snapshot)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
+        self.end = summary
 
 
 class Handle:
@@ -56,7 +75,7 @@ class Mortal:
 class Part(Mortal):
     """A component whose end and statistics a test sets."""
 
-    def __init__(self, name: str = "part", *given: Any) -> None:
+    def __init__(self, name: str = "part", **given: Any) -> None:
         super().__init__()
         self.name = name
         self.given = given
@@ -85,6 +104,9 @@ class Part(Mortal):
     async def connect(self, handles: dict[str, Any]) -> None:
         self.met |= handles
 
+    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
+        return await getattr(self, method)(*args, **kwargs)
+
     async def run(self) -> Any:
         self.running = True
         return await asyncio.shield(self.end)
@@ -102,8 +124,8 @@ class Trainer(Part):
     saves = True
     answer = "as usual"
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, name: str, **given: Any) -> None:
+        super().__init__(name, **given)
         self.told = {"global_steps": 3, "saved_step": 2}
 
     async def request_stop(self) -> None:
@@ -125,18 +147,18 @@ class Trainer(Part):
 class Queue(Part):
     answer = ("found as it was",)
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, name: str, **given: Any) -> None:
+        super().__init__(name, **given)
         self.told = {"step": 3, "abandoned": {}, "published_version": 0}
 
-    async def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
         self.calls.append((method, *args))
         return 0
 
 
 class Sync(Part):
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, name: str, **given: Any) -> None:
+        super().__init__(name, **given)
         self.announces = asyncio.Event()
         self.announces.set()
 
@@ -176,8 +198,8 @@ class StandInSupervisor(Supervisor):
         self.killed: list[str] = []
         self.on_made: Callable[[Any], None] = lambda _: None
 
-    def _actor(self, kind: type, name: str, *args: Any, **needs: Any) -> Any:
-        part = KINDS[kind](name, *args)
+    def _actor(self, kind: type, name: str, resources: Any = None, **settings: Any) -> Any:
+        part = KINDS[kind](name, **settings)
         self.made.append(part)
         self.on_made(part)
         return Handle(part)

@@ -11,7 +11,6 @@ import pytest
 
 from freewheel.judge.stats import EndpointStats, JudgeStats
 from freewheel.observe.recorder import Recorder, read_metrics
-from freewheel.observe.snapshot import RunSnapshot
 from freewheel.rollout.reward_functions import failed
 from freewheel.rollout.reward_stage import JUDGE_TOTALS, RewardCounts
 from freewheel.runtime.account import RunAccount, sum_replicas
@@ -19,24 +18,9 @@ from freewheel.runtime.recovery import HOPELESS_BATCHES
 from freewheel.trainer.backend import Row
 
 from .pipeline import small_config
+from .standins import View
 
 P = 4
-
-
-class View:
-    def __init__(self) -> None:
-        self.snapshots: list[RunSnapshot] = []
-        self.said: list[str] = []
-        self.end = ""
-
-    def update(self, snapshot: RunSnapshot) -> None:
-        self.snapshots.append(snapshot)
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
-        self.end = summary
 
 
 class Scene:
@@ -71,43 +55,6 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path)
     yield made
     made.recorder.close()
-
-
-def test_rows_are_recorded_and_shown(scene: Scene) -> None:
-    scene.look(step_row(1), step_row(2), Row("eval", 2, {"eval/reward": 0.4}), trainer={"global_steps": 2})
-    assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2]
-    shown = scene.view.snapshots[-1]
-    assert shown.reward_curve == [(1, 0.1), (2, 0.2)]
-    assert shown.eval_curve == [(2, 0.4)]
-    assert shown.freshness == {"max_sample_age": 1.0}
-    assert (shown.step, shown.reward) == (2, 0.2)
-    scene.look(Row("eval", 1, {"eval/reward": 0.3}))  # an evaluation takes longer than steps
-    assert [row["step"] for row in read_metrics(scene.folder, "eval")] == [2, 1] and scene.account.step == 2
-
-
-def test_the_summary_counts_abandoned_prompts_and_unscored_responses(scene: Scene) -> None:
-    rewards = {"failed": {"raised": 1400}}
-    scene.look(queue={"abandoned": {"reward": 6, "prompt": 1}}, rollouter_0=replica(rewards=rewards), last=True)
-    said = scene.account.finish("finished", None)
-    expected = "7 prompts were abandoned (reward 6, prompt 1) and 1,400 responses got no score (raised 1,400): see "
-    assert f"{expected}{scene.folder / 'fully_async_training.log'}" in said
-
-
-def test_the_summary_offers_a_resume_only_if_there_is_something_to_resume(scene: Scene) -> None:
-    scene.account._started = None
-    assert not any("resume=" in line for line in scene.account.finish("failed", OSError("no such model")))
-    assert any("resume=" in line for line in scene.account.finish("stopped", None)), "somebody meant it to"
-    (scene.folder / "journal.sqlite").touch()
-    assert any("resume=" in line for line in scene.account.finish("failed", OSError("it died while it was started")))
-
-
-def test_replayed_steps_are_recorded_once(scene: Scene) -> None:
-    scene.look(step_row(1), step_row(2), step_row(3), trainer={"global_steps": 3})
-    scene.look(step_row(2), step_row(3), step_row(4), trainer={"global_steps": 4})
-    scene.look(step_row(5), trainer={"global_steps": 5})
-    assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2, 3, 4, 5]
-    assert [step for step, _ in scene.view.snapshots[-1].reward_curve] == [1, 2, 3, 4, 5]
-    assert scene.account.step == 5
 
 
 def test_a_note_is_recorded_and_not_shown(scene: Scene) -> None:
@@ -202,35 +149,54 @@ def test_statistics_of_replicas_are_summed_and_the_work_of_a_replaced_one_stays_
         assert (judge["cost"], judge["limit"], len(judge["endpoints"])) == (3.5, 16, 1)
 
 
-def test_a_look_without_any_answer_is_no_error(scene: Scene) -> None:
-    scene.look()
-    assert scene.view.snapshots[-1].step == 0
-    assert scene.account.hopeless == ""
-    scene.look(trainer={"dropped_stale_samples": 6}, rollouter_0=replica())
-    assert scene.account.statistics["rollouter"]["dropped_stale_samples"] == 6, "the trainer finds them"
+def test_rows_are_recorded_and_shown_once_also_where_steps_are_replayed(scene: Scene) -> None:
+    scene.look(step_row(1), step_row(2), Row("eval", 2, {"eval/reward": 0.4}), trainer={"global_steps": 2})
+    shown = scene.view.snapshots[-1]
+    assert (shown.step, shown.reward, shown.freshness) == (2, 0.2, {"max_sample_age": 1.0})
+    assert (shown.reward_curve, shown.eval_curve) == ([(1, 0.1), (2, 0.2)], [(2, 0.4)])
+    scene.look(step_row(2), step_row(3), Row("eval", 1, {"eval/reward": 0.3}))  # an evaluation takes longer than steps
+    assert [row["step"] for row in read_metrics(scene.folder, "step")] == [1, 2, 3]
+    assert [step for step, _ in scene.view.snapshots[-1].reward_curve] == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(scene.folder, "eval")] == [2, 1] and scene.account.step == 3
 
 
-def test_shares_are_known_for_the_last_interval_and_the_whole_run(scene: Scene) -> None:
-    scene.look(rollouter_0=replica(elapsed=10, generate=1.0))
-    scene.look(rollouter_0=replica(elapsed=20, generate=0.5))
-    assert scene.view.snapshots[-1].waits["rollouter-0"]["generate"] == pytest.approx(0.0)
+def test_rates_and_shares_are_of_the_time_between_two_looks(scene: Scene) -> None:
+    first = replica(elapsed=10, generate=1.0, generated_tokens=100)
+    scene.look(step_row(1), rollouter_0=first, rollouter_1=replica(generated_tokens=50))
+    assert scene.view.snapshots[-1].eta_s is None
+    scene.now += 6
+    second = replica(elapsed=20, generate=0.5, generated_tokens=500)
+    scene.look(step_row(2), step_row(3), step_row(4), rollouter_0=second, rollouter_1=replica(generated_tokens=250))
+    shown = scene.view.snapshots[-1]
+    assert (shown.tokens_per_s, shown.samples_per_s) == (100.0, pytest.approx(0.5 * P * 4))
+    assert shown.eta_s == pytest.approx(12.0), "six steps at half a step a second"
+    assert shown.waits["rollouter-0"]["generate"] == pytest.approx(0.0)
     assert scene.account.waits["rollouter-0"]["generate"] == pytest.approx(0.5)
 
 
-def test_tokens_per_second_are_summed_over_replicas_since_the_last_look(scene: Scene) -> None:
-    scene.look(rollouter_0=replica(generated_tokens=100), rollouter_1=replica(generated_tokens=50))
-    scene.now += 2
-    scene.look(rollouter_0=replica(generated_tokens=300), rollouter_1=replica(generated_tokens=150))
-    assert scene.view.snapshots[-1].tokens_per_s == 150.0
+def test_a_component_that_does_not_answer_keeps_its_last_known_values(scene: Scene) -> None:
+    scene.look()
+    assert scene.view.snapshots[-1].step == 0 and scene.account.hopeless == ""
+    scene.look(step_row(3), queue={"version": 3, "queue_size": 5}, sync={"published_version": 2})
+    scene.look(trainer={"dropped_stale_samples": 6}, rollouter_0=replica())
+    shown = scene.account.snapshot(scene.now)
+    assert (shown.version, shown.published_version, shown.queue["queue_size"]) == (3, 2, 5)
+    assert scene.account.statistics["rollouter"]["dropped_stale_samples"] == 6, "the trainer finds them"
 
 
-def test_the_remaining_time_follows_from_the_latest_steps(scene: Scene) -> None:
-    scene.look(step_row(1))
-    assert scene.view.snapshots[-1].eta_s is None
-    scene.now += 6
-    scene.look(step_row(2), step_row(3), step_row(4))
-    assert scene.view.snapshots[-1].eta_s == pytest.approx(12.0)  # six steps at half a step a second
-    assert scene.view.snapshots[-1].samples_per_s == pytest.approx(0.5 * P * 4)
+def test_the_queues_abandoned_prompts_decide_whether_a_run_is_hopeless(scene: Scene) -> None:
+    scene.look(queue={"step": 0, "abandoned": {}})
+    assert scene.account.hopeless == ""
+    scene.look(queue={"step": 0, "abandoned": {"reward": HOPELESS_BATCHES * P}})
+    assert f"{HOPELESS_BATCHES * P} prompts were abandoned since step 0" in scene.account.hopeless
+
+
+def test_a_change_of_a_judges_clock_is_no_progress(scene: Scene) -> None:
+    for lag in range(3):
+        judge = {"loop_lag_s": float(lag), "scored": 0}
+        scene.look(queue={"step": 1}, rollouter_0=replica(rewards={"scored": 0, "judge": judge}))
+        scene.now += 10.0
+    assert scene.account.progress.stalled(scene.now, patience_s=15.0) is not None
 
 
 @pytest.mark.parametrize(
@@ -257,13 +223,6 @@ def test_every_kind_of_work_counts_as_progress(
     assert scene.account.progress.stalled_s(scene.now) == 0, mark
 
 
-def test_the_queues_abandoned_prompts_decide_whether_a_run_is_hopeless(scene: Scene) -> None:
-    scene.look(queue={"step": 0, "abandoned": {}})
-    assert scene.account.hopeless == ""
-    scene.look(queue={"step": 0, "abandoned": {"reward": HOPELESS_BATCHES * P}})
-    assert f"{HOPELESS_BATCHES * P} prompts were abandoned since step 0" in scene.account.hopeless
-
-
 End = Callable[..., str]
 
 
@@ -287,22 +246,18 @@ def test_the_summary_says_how_a_run_went(scene: Scene, end: End) -> None:
         rollouter_0=replica(elapsed=30.0, generate=0.95, engine_busy_s=27.0),
     )
     said = end("finished")
-    assert "Finished at step 10 of 10 after 30.0 s of training" in said
+    assert "Finished at step 10 of 10 after 30.0 s of training (0.0 s to start)" in said
     assert "Held-out reward 0.125 at step 0, 0.900 at step 10" in said
     assert "Training waited 10.0% of the time, generation 5.0% (engines idle 10.0%)" in said
     assert str(scene.folder) in said
     assert "resume=" not in said
 
 
-def test_the_summary_measures_waiting_as_the_verdict_does(scene: Scene, end: End) -> None:
-    """Engines that do not compute while responses are scored wait for nobody who could be faster; they are idle."""
-    scene.look(
-        trainer={"spans": {"elapsed": 30.0, "wait_batch": 1.0, "train": 29.0}},
-        rollouter_0=replica(elapsed=30.0, generate=0.94, engine_busy_s=24.0),
-        rollouter_1=replica(elapsed=30.0, generate=0.98, engine_busy_s=25.0),
-    )
-    said = end("finished")
-    assert "Training waited 3.3% of the time, generation 4.0% (engines idle 18.3%); balanced: generation and" in said
+def test_the_summary_counts_what_was_not_trained_on(scene: Scene, end: End) -> None:
+    rewards = {"failed": {"raised": 1400}}
+    scene.look(queue={"abandoned": {"reward": 6, "prompt": 1}}, rollouter_0=replica(rewards=rewards), last=True)
+    expected = "7 prompts were abandoned (reward 6, prompt 1) and 1,400 responses got no score (raised 1,400): see "
+    assert f"{expected}{scene.folder / 'fully_async_training.log'}" in end("finished")
 
 
 def resumed(elapsed: float, step: int, **shares: float) -> dict[str, Any]:
@@ -312,6 +267,7 @@ def resumed(elapsed: float, step: int, **shares: float) -> dict[str, Any]:
 
 def test_replayed_steps_are_not_part_of_the_final_verdict(scene: Scene, end: End) -> None:
     scene.look(trainer=resumed(90.0, 27, train=1.0), rollouter_0=replica(elapsed=90.0, generate=0.05))
+    assert "Training waited" not in end("stopped"), "only replayed steps so far"
     scene.look(trainer=resumed(94.0, 29, train=1.0), rollouter_0=replica(elapsed=94.0, generate=0.05))
     trainer, rollouter = (
         resumed(104.0, 33, train=99 / 104, wait_batch=5 / 104),
@@ -322,11 +278,6 @@ def test_replayed_steps_are_not_part_of_the_final_verdict(scene: Scene, end: End
     assert "; generation-bound: 50%" in said
     told = read_metrics(scene.folder, "statistics")[-1]["run"]["replayed"]
     assert (told["trainer"]["elapsed"], told["rollouter"]["elapsed"]) == (94.0, 94.0), "for the page of a run that dies"
-
-
-def test_a_run_that_only_replayed_steps_has_no_verdict(scene: Scene, end: End) -> None:
-    scene.look(trainer=resumed(90.0, 27, train=1.0), rollouter_0=replica(elapsed=90.0, generate=0.05), last=True)
-    assert "Training waited" not in end("stopped")
 
 
 def test_a_summary_without_any_scores_says_why_and_gives_no_advice(scene: Scene, end: End) -> None:
@@ -371,13 +322,11 @@ def test_the_summary_of_a_stopped_run_names_the_checkpoint_and_the_resume_comman
     said = end("failed", RuntimeError("the GPU fell off"))
     assert "RuntimeError: the GPU fell off" in said
     assert f"No checkpoint yet; continue with: freewheel train resume={scene.folder}" in said
-
-
-def test_the_last_known_values_are_shown_when_nobody_answers(scene: Scene) -> None:
-    scene.look(step_row(3), queue={"version": 3, "queue_size": 5}, sync={"published_version": 2})
-    scene.look()
-    shown = scene.account.snapshot(scene.now)
-    assert (shown.version, shown.published_version, shown.queue["queue_size"]) == (3, 2, 5)
+    scene.account._started = None
+    assert "resume=" not in end("failed", OSError("no such model")), "there is nothing to resume"
+    assert "resume=" in end("stopped")
+    (scene.folder / "journal.sqlite").touch()
+    assert "resume=" in end("failed", OSError("it died while it was started"))
 
 
 def test_a_pulse_is_recorded_at_most_once_a_second(scene: Scene) -> None:
@@ -390,12 +339,3 @@ def test_a_pulse_is_recorded_at_most_once_a_second(scene: Scene) -> None:
     assert all(row["published_version"] == 4 for row in pulses)
     scene.account.record_syncs([{"version": 3, "took_s": 0.5}])
     assert [(row["version"], row["took_s"]) for row in read_metrics(scene.folder, "sync")] == [(3, 0.5)]
-
-
-def test_a_change_of_a_judges_clock_is_no_progress(scene: Scene) -> None:
-    """Its numbers change at every look, also where nothing moves."""
-    for lag in range(3):
-        judge = {"loop_lag_s": float(lag), "scored": 0}
-        scene.look(queue={"step": 1}, rollouter_0=replica(rewards={"scored": 0, "judge": judge}))
-        scene.now += 10.0
-    assert scene.account.progress.stalled(scene.now, patience_s=15.0) is not None

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,6 +52,7 @@ from freewheel.runtime.building import (
     stop_token_ids,
 )
 from freewheel.runtime.config import ROLLOUTER_CLASSES, TRAINER_CLASSES, TrainConfig
+from freewheel.runtime.preflight import preflight, refused
 from freewheel.sync.weights import pack
 from freewheel.trainer.trainer import FullyAsyncTrainer
 
@@ -75,41 +77,41 @@ def test_parameters_are_counted_without_weights(tmp_path: Path) -> None:
     )
 
 
-def find_trainer(spec: str) -> Any:
-    return find_class(KEY, spec, TRAINER_CLASSES)
-
-
-def find_monitor_named(spec: str) -> Any:
-    return find_monitor(small_config(observe={"custom_monitor": spec}))
-
-
 def test_a_setting_names_a_class_and_the_default_is_one_of_the_registered_ones() -> None:
     assert find_class(KEY, "user_code:TellingTrainer", TRAINER_CLASSES).__name__ == "TellingTrainer"
     assert find_class(KEY, None, TRAINER_CLASSES) is find_class(KEY, "default", TRAINER_CLASSES) is FullyAsyncTrainer
     marking = find_class("rollout.rollouter_class", "user_code:MarkingRollouter", ROLLOUTER_CLASSES)
     assert marking is not Rollouter and issubclass(marking, Rollouter)
-    assert find_monitor(small_config()) is None and callable(find_monitor_named("user_code:monitor"))
+    assert find_monitor(small_config()) is None and callable(
+        find_monitor(small_config(observe={"custom_monitor": "user_code:monitor"}))
+    )
 
 
 @pytest.mark.parametrize(
-    ("find", "spec", "remedy"),
+    ("key", "spec", "remedy"),
     [
-        (find_trainer, "user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
-        (find_trainer, "user_code:monitor", "subclass of FullyAsyncTrainer"),
-        (find_trainer, "user_code:Missing", "has no Missing; it has "),
-        (find_trainer, "no_such_module:Trainer", "there is no module no_such_module"),
-        (find_trainer, "defualt", "choose default, or give module:name"),
-        (find_monitor_named, "user_code:MONITORED", "name a function"),
-        (find_monitor_named, "json:loads", "which it does not accept"),
+        ("trainer.trainer_class", "user_code:MarkingRollouter", "subclass of FullyAsyncTrainer"),
+        ("trainer.trainer_class", "user_code:monitor", "subclass of FullyAsyncTrainer"),
+        ("trainer.trainer_class", "defualt", "choose default, or give module:name"),
+        ("rollout.rollouter_class", "user_code:Missing", "has no Missing; it has "),
+        ("reward.function", "user_code:Missing", "has no Missing; it has "),
+        ("reward.function", "module:", "give module:name"),
+        ("algorithm.loss", "no_such_module:loss", "there is no module no_such_module"),
+        ("algorithm.advantage", "no_such_module:estimate", "there is no module no_such_module"),
+        ("observe.custom_monitor", "user_code:MONITORED", "name a function"),
+        ("observe.custom_monitor", "json:loads", "which it does not accept"),
     ],
 )
-def test_an_object_that_cannot_be_used_is_refused_by_its_key(find: Any, spec: str, remedy: str) -> None:
+def test_an_object_that_cannot_be_used_is_refused_by_its_key_before_a_start(key: str, spec: str, remedy: str) -> None:
+    section, _, name = key.partition(".")
+    config = small_config(**{section: {name: spec}})
     with pytest.raises(ConfigError, match=remedy) as caught:
-        find(spec)
-    assert caught.value.key in (KEY, "observe.custom_monitor") and spec in str(caught.value)
+        preflight(config)
+    assert caught.value.key == key and spec in str(caught.value)
+    assert [error.key for error in refused(config)] == [key]
 
 
-def test_stop_tokens_come_from_tokenizer_model_and_task() -> None:
+def test_a_models_folder_and_tokens_come_from_the_configuration() -> None:
     tokenizer = load_tokenizer(small_config())
     task: Any = SimpleNamespace(name="mine", stop=(";",))
     semicolon = tokenizer(";", add_special_tokens=False)["input_ids"]
@@ -118,18 +120,14 @@ def test_stop_tokens_come_from_tokenizer_model_and_task() -> None:
     assert stop_token_ids(tokenizer, None, TASK) == (tokenizer.eos_token_id,)
     for pad, eos, expected in ((None, 3, 3), (0, 3, 0), (None, None, 0)):
         assert pad_token_id(SimpleNamespace(pad_token_id=pad, eos_token_id=eos)) == expected
+    assert model_folder(small_config()) == str(model_path())
+    assert model_folder(small_config(model={"path": "org/name"})) == "org/name"
+    assert model_folder(small_config(model={"path": "~/model"})) == str(Path.home() / "model")
     with pytest.raises(ConfigError, match="2 tokens here, not one"):
         stop_token_ids(tokenizer, None, SimpleNamespace(name="mine", stop=("1+",)))  # type: ignore[arg-type]
 
 
-def test_embedded_is_the_packaged_model() -> None:
-    assert model_folder(small_config()) == str(model_path())
-    assert model_folder(small_config(model={"path": "org/name"})) == "org/name"
-    assert model_folder(small_config(model={"path": "~/model"})) == str(Path.home() / "model")
-
-
 def test_a_model_that_cannot_be_loaded_is_reported_by_its_key(tmp_path: Path) -> None:
-    """In one sentence, whatever transformers makes of it."""
     config = small_config(model={"path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"model\.path = .*: it cannot be loaded \(.*\): give a HF folder"):
         load_tokenizer(config)
@@ -233,10 +231,9 @@ def write_one_step(folder: Path) -> Path:
     """Prompts 0 to 3 are trained on, 4 and 5 are queued."""
     tickets = tuple(Ticket(ordinal, ordinal, 0) for ordinal in range(P + 2))
     path = folder / JOURNAL
-    journal = Journal(path)
     stored: list[Event] = [Stored(ticket, 0, b"a group", 0.0) for ticket in tickets]
-    journal.append([*stored, Took(1, tickets[:P], 0), Committed(1, 1, 0.0)])
-    journal.close()
+    with closing(Journal(path)) as journal:
+        journal.append([*stored, Took(1, tickets[:P], 0), Committed(1, 1, 0.0)])
     return path
 
 
@@ -251,23 +248,25 @@ def damage_inside(path: Path) -> None:
     db.close()
 
 
-DAMAGE = pytest.mark.parametrize("damage", [overwrite, damage_inside])
-
-
-async def test_a_new_run_starts_a_private_journal(tmp_path: Path) -> None:
-    found = await opened(tmp_path, BEGINNING)
-    assert (found.queue.step, found.notes) == (0, [])
-    assert (await found.queue.admit("rollouter-0", want=2, load=0, wait_s=1.0)).tickets[0].ordinal == 0
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "journal", "expected"),
+    [(0, BEGINNING, True, (0, 0, 0)), (1, BEGINNING, True, (1, 2, P + 2)), (1, STEP_1, False, (1, 0, P))],
+    ids=["a new run", "a resumed run", "without a journal"],
+)
+async def test_a_queue_starts_from_what_its_journal_and_the_checkpoint_have(
+    tmp_path: Path, steps: int, checkpoint: CheckpointMark, journal: bool, expected: tuple[int, int, int]
+) -> None:
+    if steps and journal:
+        write_one_step(tmp_path)
+    found = await opened(tmp_path, checkpoint, journal={"enabled": journal})
+    await found.queue.confirm_published(steps)
+    assert any("trained again with the same groups" in note for note in found.notes) == bool(expected[1])
+    ordinal = (await found.queue.admit("rollouter-0", want=2, load=0, wait_s=1.0)).tickets[0].ordinal
+    assert (found.queue.step, (await found.queue.stats())["queue_size"], ordinal) == expected
     await found.close()
-    assert (tmp_path / JOURNAL).stat().st_mode & 0o077 == 0  # prompts and responses are nobody else's
-
-
-async def test_a_resumed_run_continues_with_the_journals_groups(tmp_path: Path) -> None:
-    write_one_step(tmp_path)
-    found = await opened(tmp_path, BEGINNING)
-    assert (found.queue.step, (await found.queue.stats())["queue_size"]) == (1, 2)
-    assert any("trained again with the same groups" in note for note in found.notes)
-    await found.close()
+    files = list(tmp_path.iterdir())
+    assert bool(files) == journal
+    assert all(file.stat().st_mode & 0o077 == 0 for file in files), "prompts and responses are nobody else's"
 
 
 async def test_a_restarted_queue_knows_the_tickets_of_live_rollouters(tmp_path: Path) -> None:
@@ -283,32 +282,22 @@ async def test_a_restarted_queue_knows_the_tickets_of_live_rollouters(tmp_path: 
     await found.close()
 
 
-@DAMAGE
+@pytest.mark.parametrize("damage", [overwrite, damage_inside])
 async def test_a_damaged_journal_is_set_aside_and_the_run_continues_from_the_checkpoint(
     tmp_path: Path, damage: Any
 ) -> None:
     path = write_one_step(tmp_path)
     damage(path)
-    bytes_ = path.read_bytes()
+    content = path.read_bytes()
+    with pytest.raises(JournalDamaged):  # a live trainer builds on what was in it
+        await opened(tmp_path, None)
+    assert path.exists() and not list(tmp_path.glob("*.damaged-*"))
     found = await opened(tmp_path, STEP_1)
-    assert (tmp_path / f"{JOURNAL}.damaged-1").read_bytes() == bytes_
-    assert f"kept as {JOURNAL}.damaged-1" in found.notes[0]
-    assert "from the checkpoint of step 1" in found.notes[0]
+    assert (tmp_path / f"{JOURNAL}.damaged-1").read_bytes() == content
+    assert f"kept as {JOURNAL}.damaged-1" in found.notes[0] and "from the checkpoint of step 1" in found.notes[0]
     assert (found.queue.step, (await found.queue.stats())["queue_size"]) == (1, 0)
     (next_one, *_) = (await found.queue.admit("rollouter-0", want=1, load=0, wait_s=1.0)).tickets
     assert next_one.ordinal == P
-    await found.close()
-
-
-@DAMAGE
-async def test_a_queue_does_not_restart_with_a_damaged_journal(tmp_path: Path, damage: Any) -> None:
-    """A live trainer builds on what was in it. It stays where it is: a resume sets it aside."""
-    path = write_one_step(tmp_path)
-    damage(path)
-    with pytest.raises(JournalDamaged):
-        await opened(tmp_path, None)
-    assert path.exists() and not list(tmp_path.glob("*.damaged-*"))
-    found = await opened(tmp_path, STEP_1)  # and nobody has it locked
     await found.close()
 
 
@@ -317,18 +306,8 @@ async def test_a_journal_of_a_later_version_is_refused_and_left_alone(
     tmp_path: Path, checkpoint: CheckpointMark | None
 ) -> None:
     path = write_one_step(tmp_path)
-    journal = Journal(path)
-    journal._set("format", 1_000)
-    journal.close()
+    with closing(Journal(path)) as journal:
+        journal._set("format", 1_000)
     with pytest.raises(JournalFormat, match="resume with the freewheel that wrote it"):
         await opened(tmp_path, checkpoint)
     assert path.exists() and not list(tmp_path.glob("*.damaged-*"))
-
-
-async def test_without_a_journal_a_queue_starts_from_the_checkpoint(tmp_path: Path) -> None:
-    found = await opened(tmp_path, STEP_1, journal={"enabled": False})
-    assert (found.queue.step, found.journal) == (1, None)
-    (next_one, *_) = (await found.queue.admit("rollouter-0", want=1, load=0, wait_s=1.0)).tickets
-    assert next_one.ordinal == P
-    await found.close()
-    assert not list(tmp_path.iterdir())

@@ -285,13 +285,13 @@ def test_modules_of_the_working_directory_are_found(runs: type[Runs], elsewhere:
     assert runs.given["plan"].max_new_tokens == 33
 
 
-@pytest.mark.parametrize("missing", ["torch", "ray", "hydra"])
+@pytest.mark.parametrize("missing", ["torch", "ray"])
 def test_missing_packages_are_named_with_the_command_to_install_them(missing: str, monkeypatch: pytest.MonkeyPatch):
     found = commands.find_spec
     monkeypatch.setattr(commands, "find_spec", lambda name: None if name == missing else found(name))
     text = refused("train")
     assert missing in text and "pip install 'freewheel[train]'" in text
-    assert (freewheel("train", "--dry-run").exit_code == 0) == (missing != "hydra"), "a plan needs no torch"
+    assert freewheel("train", "--dry-run").exit_code == 0, "a plan needs no torch"
 
 
 def test_the_three_programs_are_one(elsewhere: Path):
@@ -309,7 +309,7 @@ def test_the_three_programs_are_one(elsewhere: Path):
 
 
 def test_help_and_version_import_nothing_heavy():
-    heavy = ("torch", "ray", "hydra", "transformers", "omegaconf")
+    heavy = ("torch", "ray", "transformers")
     code = f"import sys, freewheel.cli, freewheel.fully_async_main; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S)
     assert done.stdout.strip() == "[]", done.stderr

@@ -80,10 +80,6 @@ def check_here(plan: Plan, model: str = str(model_path())) -> list[ConfigError]:
     return [] if problem is None else [problem]
 
 
-def test_a_server_that_fits_the_run_is_accepted(server: Any) -> None:
-    assert preflight.engine_problems(plan_of(server.url), model_path()) == []
-
-
 @pytest.mark.parametrize(
     ("answers", "says"),
     [
@@ -114,28 +110,22 @@ def test_a_run_whose_server_does_not_answer_is_refused_before_anything_starts(
     assert "asks the vLLM server http://127.0.0.1:9 for responses" in text and "vllm engine" not in text
 
 
-def test_nothing_is_checked_for_other_machines_or_for_a_model_that_is_not_here(server: Any) -> None:
-    server.answers.clear()
-    elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [server.url]}, "ray": {"address": "auto"}})
-    assert preflight.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
-    assert preflight.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
-
-
-def test_a_child_that_dies_is_reported_with_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_engine_is_checked_in_a_child_process_if_the_run_is_here(
+    server: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert preflight.engine_problems(plan_of(server.url), model_path()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "CHECK_S", 0.01)
+        assert preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == [], "it takes too long"
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.stderr.write('no kernel image\\n'); sys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     (problem,) = preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path())
     assert problem.key == "rollout.engine" and "it cannot be used here: " in str(problem)
-
-
-def test_a_check_that_takes_too_long_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "CHECK_S", 0.01)
-    assert preflight.engine_problems(plan_of("http://127.0.0.1:9"), model_path()) == []
-
-
-def test_the_native_engine_is_not_checked_in_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", None)
-    assert preflight.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == []
+    elsewhere = to_config({"rollout": {"engine": "vllm", "urls": [server.url]}, "ray": {"address": "auto"}})
+    assert preflight.engine_problems(resolve(elsewhere, LAPTOP), model_path()) == []
+    assert preflight.engine_problems(plan_of(server.url), None) == [], "a check does not download a model"
+    assert preflight.engine_problems(resolve(to_config({}), LAPTOP), model_path()) == [], "the native engine has none"
 
 
 # -- a user's own engine ----------------------------------------------------------------------------------------------
@@ -190,12 +180,8 @@ async def test_a_run_trains_with_an_engine_of_the_users_own(tmp_path: Path) -> N
 )
 def test_an_engine_that_does_not_exist_is_refused_by_its_name(engine: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says) as refused:
-        preflight.preflight(to_config({"rollout": {"engine": engine}}))
+        preflight.preflight(to_config({"rollout": {"engine": engine}}))  # reading it imports no code of the user
     assert refused.value.key == "rollout.engine" and engine in str(refused.value)
-
-
-def test_reading_a_configuration_does_not_import_the_users_engine() -> None:
-    assert to_config({"rollout": {"engine": "no_such_module:Engine"}}).rollout.engine == "no_such_module:Engine"
 
 
 @pytest.mark.parametrize(

@@ -85,28 +85,10 @@ def said(result: RunResult) -> str:
 # -- one way to end ---------------------------------------------------------------------------------------------------
 
 
-def sync_fails(one: Scene) -> None:
-    one.supervisor["sync"].end.set_exception(SyncFailed("no engine took version 3"))
-
-
-def nothing_to_train_on(one: Scene) -> None:
-    one.supervisor["queue"].told["abandoned"] = {"reward": 10_000}
-    one._account.look({"queue": {"step": 3, "abandoned": {}}}, [], 0.0)
-
-
-def every_group_scores_the_same(one: Scene) -> None:
-    nothing_to_train_on(one)
-    one.supervisor["queue"].told["abandoned"] = {"zero_variance": 10_000}
-
-
 def nothing_moves(one: Scene, *, apart_s: int = 3600) -> None:
     """Let this much time pass at each look."""
     times = itertools.count(apart_s, apart_s)
     one._clock = lambda: next(times)
-
-
-def a_reward_may_not_fail(one: Scene) -> None:
-    one.supervisor["rollouter-1"].end.set_exception(ZeroDivisionError("a bug in the reward function"))
 
 
 def dies_whenever_it_is_started(name: str) -> Callable[[Scene], None]:
@@ -117,14 +99,41 @@ def dies_whenever_it_is_started(name: str) -> Callable[[Scene], None]:
     return happens
 
 
+def fails(name: str, error: BaseException) -> Callable[[Scene], None]:
+    return lambda one: one.supervisor[name].end.set_exception(error)
+
+
+SYNC_FAILS = fails("sync", SyncFailed("no engine took version 3"))
+
+
+def abandons(reason: str) -> Callable[[Scene], None]:
+    def happens(one: Scene) -> None:
+        one.supervisor["queue"].told["abandoned"] = {reason: 10_000}
+        one._account.look({"queue": {"step": 3, "abandoned": {}}}, [], 0.0)
+
+    return happens
+
+
+async def a_trainer_that_loads_for_ever(one: Scene) -> None:
+    one.supervisor.on_made = lambda part: part.opens.clear()
+    first = one.supervisor["trainer"]
+    first.die()
+    await until(lambda: one.supervisor["trainer"] is not first)
+
+
+async def sync_fails_while_the_trainer_loads(one: Scene) -> None:
+    await a_trainer_that_loads_for_ever(one)
+    SYNC_FAILS(one)
+
+
 @pytest.mark.parametrize(
     ("happens", "error"),
     [
-        (sync_fails, SyncFailed),
-        (nothing_to_train_on, NothingToTrainOn),
-        (every_group_scores_the_same, NothingToTrainOn),
+        (SYNC_FAILS, SyncFailed),
+        (abandons("reward"), NothingToTrainOn),
+        (abandons("zero_variance"), NothingToTrainOn),
         (nothing_moves, Stalled),
-        (a_reward_may_not_fail, ZeroDivisionError),
+        (fails("rollouter-1", ZeroDivisionError("a bug in the reward function")), ZeroDivisionError),
         (dies_whenever_it_is_started("rollouter-0"), KeepsDying),
         (dies_whenever_it_is_started("sync"), KeepsDying),
     ],
@@ -143,19 +152,30 @@ def test_the_trainer_saves_first_whatever_else_fails(
     assert one.supervisor["queue"].closed and one.supervisor["trainer"].closed
 
 
+@pytest.mark.parametrize(
+    ("happens", "error"),
+    [
+        (fails("trainer", ValueError("no finite loss")), ValueError),
+        (dies_whenever_it_is_started("trainer"), KeepsDying),
+        (dies_whenever_it_is_started("queue"), KeepsDying),
+        (sync_fails_while_the_trainer_loads, SyncFailed),
+    ],
+)
+def test_a_trainer_that_cannot_save_is_not_asked_to(
+    scene: Build, happens: Callable[[Scene], Any], error: type[Exception]
+) -> None:
+    one = scene(happens, recovery={"max_restarts": 1})
+    result = one.run()
+    assert isinstance(result.error, error) and f"{error.__name__}: {result.error}" in said(result)
+    assert ("request_stop",) not in one.supervisor["trainer"].calls
+    assert not any("saving before" in text for text in one.events())
+
+
 def test_waiting_for_the_trainer_to_save_has_a_limit(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main, "SAVE_S", 0.05)
     monkeypatch.setattr(Trainer, "saves", False)
-    result = scene(sync_fails).run()
-    assert isinstance(result.error, SyncFailed)
-    assert "The checkpoint of step 2 is there" in said(result)
-
-
-def test_an_error_of_the_trainer_itself_is_reported(scene: Build) -> None:
-    one = scene(lambda one: one.supervisor["trainer"].end.set_exception(ValueError("no finite loss")))
-    result = one.run()
-    assert "ValueError: no finite loss" in said(result)
-    assert not any("saving before" in text for text in one.events())
+    result = scene(SYNC_FAILS).run()
+    assert isinstance(result.error, SyncFailed) and "The checkpoint of step 2 is there" in said(result)
 
 
 def test_a_resume_without_a_usable_checkpoint_needs_the_whole_journal(scene: Build, tmp_path: Path) -> None:
@@ -175,12 +195,8 @@ def test_a_resume_without_a_usable_checkpoint_needs_the_whole_journal(scene: Bui
 @pytest.mark.parametrize(
     ("name", "journal"),
     [
-        ("queue", True),
-        ("sync", True),
-        ("trainer", True),
-        ("rollouter-1", True),
-        ("sync", False),
-        ("rollouter-0", False),
+        *((name, True) for name in ("queue", "sync", "trainer", "rollouter-1")),
+        *((name, False) for name in ("sync", "rollouter-0")),
     ],
 )
 def test_a_dead_component_is_replaced_and_the_run_finishes(scene: Build, name: str, journal: bool) -> None:
@@ -238,15 +254,6 @@ def test_nothing_is_restarted_when_ray_itself_died(scene: Build, monkeypatch: py
     assert sum(part.name == "sync" for part in one.supervisor.made) == 1
 
 
-@pytest.mark.parametrize("name", ["trainer", "queue"])
-def test_a_dead_trainer_or_one_without_a_queue_is_not_asked_to_save(scene: Build, name: str) -> None:
-    one = scene(dies_whenever_it_is_started(name), recovery={"max_restarts": 1})
-    result = one.run()
-    assert isinstance(result.error, KeepsDying)
-    assert ("request_stop",) not in one.supervisor["trainer"].calls
-    assert not any("saving before" in text for text in one.events())
-
-
 @pytest.mark.parametrize("name", ["queue", "trainer"])
 def test_without_a_journal_a_dead_queue_or_trainer_ends_the_run(scene: Build, name: str) -> None:
     one = scene(lambda one: one.supervisor[name].die(), journal={"enabled": False})
@@ -255,16 +262,6 @@ def test_without_a_journal_a_dead_queue_or_trainer_ends_the_run(scene: Build, na
     assert f"{name} died" in said(result) and "journal.enabled" in said(result)
     assert f"freewheel train resume={one.run_dir}" in said(result)
     assert sum(part.name == name for part in one.supervisor.made) == 1
-
-
-def test_a_failure_during_a_replacement_of_the_trainer_ends_the_run_at_once(scene: Build) -> None:
-    async def happens(one: Scene) -> None:
-        await a_trainer_that_loads_for_ever(one)
-        sync_fails(one)
-
-    one = scene(happens)
-    assert isinstance(one.run().error, SyncFailed)
-    assert not any("saving before" in text for text in one.events())
 
 
 @pytest.mark.parametrize(
@@ -409,37 +406,28 @@ def test_ctrl_c_while_closing_ends_the_wait(scene: Build, monkeypatch: pytest.Mo
     assert all(part.dead.is_set() for part in one.supervisor.made)
 
 
-async def a_trainer_that_loads_for_ever(one: Scene) -> None:
-    def on_made(part: Part) -> None:
-        part.opens.clear()
+@pytest.mark.parametrize("dies", ["before", "while it stops", "never, and Ctrl-C comes again"])
+def test_ctrl_c_stops_a_run_whose_trainer_does_not_save(
+    scene: Build, monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    monkeypatch.setattr(Trainer, "saves", False)
 
-    one.supervisor.on_made = on_made
-    first = one.supervisor["trainer"]
-    first.die()
-    await until(lambda: one.supervisor["trainer"] is not first)
-
-
-def test_ctrl_c_while_the_trainer_is_being_replaced_stops_the_run(scene: Build) -> None:
     async def happens(one: Scene) -> None:
         await until(lambda: one._account.statistics.get("trainer"))
-        await a_trainer_that_loads_for_ever(one)
+        if dies == "before":
+            await a_trainer_that_loads_for_ever(one)
         os.kill(os.getpid(), signal.SIGINT)
+        if dies == "before":
+            return
+        await until(lambda: ("request_stop",) in one.supervisor["trainer"].calls)
+        if dies == "while it stops":
+            one.supervisor["trainer"].die()
+        else:
+            os.kill(os.getpid(), signal.SIGINT)
 
     one = scene(happens)
     result = one.run()
     assert (result.outcome, result.exit_code, result.error) == ("stopped", 130, None)
     assert f"The checkpoint of step 2 is there; continue with: freewheel train resume={one.run_dir}" in said(result)
     assert all(part.dead.is_set() for part in one.supervisor.made)
-
-
-def test_a_trainer_that_dies_while_stopping_is_not_replaced(scene: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "saves", False)
-
-    async def happens(one: Scene) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        await until(lambda: ("request_stop",) in one.supervisor["trainer"].calls)
-        one.supervisor["trainer"].die()
-
-    one = scene(happens)
-    assert one.run().outcome == "stopped"
-    assert sum(part.name == "trainer" for part in one.supervisor.made) == 1
+    assert sum(part.name == "trainer" for part in one.supervisor.made) == (2 if dies == "before" else 1)

@@ -107,15 +107,16 @@ async def test_filtered_groups_are_replaced_the_same_way_whatever_the_timing(mod
     assert_same(found, wanted)
 
 
-async def test_another_seed_gives_another_run(reference: Finished, mode: str, tmp_path: Path) -> None:
-    other = await run_pipeline(small_config(mode=mode, seed=1), run_dir=tmp_path)
-    assert not other.same_groups_as(reference)
-    assert not other.same_weights_as(reference)
-
-
-async def test_modes_differ_in_the_versions_that_they_train_on(reference: Finished, tmp_path: Path) -> None:
-    threshold_2 = small_config(async_training={"staleness_threshold": 2, "selection_window": 1})
-    assert not (await run_pipeline(threshold_2, run_dir=tmp_path)).same_weights_as(reference)
+@pytest.mark.parametrize(
+    "settings", [{"seed": 1}, {"async_training": {"staleness_threshold": 2, "selection_window": 1}}]
+)
+async def test_another_seed_or_threshold_gives_another_run(
+    reference: Finished, mode: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    if "seed" in settings:
+        settings = settings | {"mode": mode}
+    other = await run_pipeline(small_config(**settings), run_dir=tmp_path)
+    assert not other.same_groups_as(reference) and not other.same_weights_as(reference)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -16,10 +17,11 @@ from freewheel.data.tasks.word_problems import model_path
 from freewheel.errors import ConfigError
 from freewheel.queue.staleness import StalenessPolicy
 from freewheel.runtime import placement
+from freewheel.runtime.cluster import place_of, pools
 from freewheel.runtime.config import TrainConfig
 from freewheel.runtime.config_files import compose, to_config
 from freewheel.runtime.model_size import ModelSize, find_folder, read_model_size
-from freewheel.runtime.placement import Gpu, Machine, place_of, pools
+from freewheel.runtime.placement import Gpu, Machine
 from freewheel.runtime.plan import Plan, render, resolve
 
 GIB = 1 << 30
@@ -35,14 +37,6 @@ def machine(*gpus: Gpu) -> Machine:
 
 def plan(where: Machine, **sections: dict[str, Any]) -> Plan:
     return resolve(to_config(sections), where)
-
-
-def test_a_laptop_gets_one_replica_on_its_cpu():
-    found = plan(LAPTOP)
-    assert (found.device_trainer, found.device_rollout, found.dtype) == ("cpu", "cpu", "float32")
-    assert (found.replicas, found.gpus_trainer, found.gpus_per_replica) == (1, 0.0, 0.0)
-    assert found.slots == 256 and found.max_new_tokens == 20
-    found.check()
 
 
 @pytest.mark.parametrize(
@@ -61,13 +55,30 @@ def test_gpus_are_split_between_training_and_generation(
     found.check()
 
 
-def test_bfloat16_needs_a_gpu_that_has_it():
-    assert plan(machine(H200)).dtype == "bfloat16"
-    assert plan(machine(T4)).dtype == "float32"
-    assert plan(machine(H200), rollout={"device": "cpu"}).dtype == "float32", "engine and trainer compute alike"
-    assert plan(LAPTOP, model={"dtype": "bfloat16"}).dtype == "bfloat16"
-    chosen = plan(machine(H200), trainer={"device": "cpu"}, rollout={"n_gpus_per_node": 0})
-    assert (chosen.device_trainer, chosen.device_rollout, chosen.problems) == ("cpu", "cpu", ())
+@pytest.mark.parametrize(
+    ("where", "sections", "expected"),
+    [
+        (LAPTOP, {}, ("cpu", "cpu", "float32", 1, 1, 0.0, 0.0)),
+        (LAPTOP, {"trainer": {"world_size": 2}}, ("cpu", "cpu", "float32", 1, 2, 0.0, 0.0)),
+        (LAPTOP, {"model": {"dtype": "bfloat16"}}, ("cpu", "cpu", "bfloat16", 1, 1, 0.0, 0.0)),
+        (machine(H200), {}, ("cuda", "cuda", "bfloat16", 1, 1, 0.5, 0.5)),
+        (machine(T4), {}, ("cuda", "cuda", "float32", 1, 1, 0.5, 0.5)),
+        (machine(H200), {"rollout": {"device": "cpu"}}, ("cuda", "cpu", "float32", 1, 1, 1.0, 0.0)),
+        (
+            machine(H200),
+            {"trainer": {"device": "cpu"}, "rollout": {"n_gpus_per_node": 0}},
+            ("cpu", "cpu", "float32", 1, 1, 0.0, 0.0),
+        ),
+        (machine(*[H200] * 4), {"trainer": {"n_gpus_per_node": 2}}, ("cuda", "cuda", "bfloat16", 2, 2, 1.0, 1.0)),
+    ],
+)
+def test_devices_and_the_type_of_numbers_follow_from_the_machine(
+    where: Machine, sections: dict[str, Any], expected: tuple[Any, ...]
+):
+    found = plan(where, **sections)
+    placed = (found.device_trainer, found.device_rollout, found.dtype, found.replicas, found.world_size)
+    assert (*placed, found.gpus_trainer, found.gpus_per_replica) == expected
+    assert (found.slots, found.max_new_tokens, found.problems) == (256 // found.replicas, 20, ())
 
 
 @pytest.mark.parametrize(
@@ -96,22 +107,12 @@ def test_what_this_machine_has_not_is_a_problem_and_not_a_crash(where: Machine, 
     assert caught.value.key == key
 
 
-def test_training_has_a_process_per_gpu_and_on_a_cpu_as_many_as_are_chosen():
-    found = plan(machine(*[H200] * 4), trainer={"n_gpus_per_node": 2})
-    assert (found.world_size, found.gpus_trainer, found.replicas, found.problems) == (2, 1.0, 2, ())
-    assert plan(LAPTOP).world_size == 1
-    assert plan(LAPTOP, trainer={"world_size": 2}).world_size == 2
-
-
-def test_the_shipped_cluster_has_a_plan_wherever_it_is_looked_at():
-    found = resolve(compose(config_name="cluster"), LAPTOP)
+def test_the_shipped_cluster_has_a_plan_wherever_it_is_looked_at_that_travels_to_actors():
+    found = pickle.loads(pickle.dumps(resolve(compose(config_name="cluster"), LAPTOP, model=SMALL)))
     assert not found.problems, "its GPUs are counted by Ray"
     assert (found.replicas, found.gpus_per_replica, found.world_size, found.gpus_trainer) == (2, 1.0, 8, 1.0)
-    assert (
-        "FullyAsyncTrainer × 8" in render(found).plain
-        and "FSDP2" in render(found).plain
-        and "Rollouter × 2" in render(found).plain
-    )
+    text = render(found).plain
+    assert "FullyAsyncTrainer × 8" in text and "FSDP2" in text and "Rollouter × 2" in text
 
 
 @pytest.mark.parametrize(
@@ -187,30 +188,25 @@ def test_several_engines_on_a_gpu_take_what_their_slots_need_within_their_share(
     assert plan(machine(H200, H200)).engines_on_a_gpu == 1 and plan(LAPTOP).engines_on_a_gpu == 0
 
 
-def test_the_plan_says_the_batch_and_the_bound_in_numbers():
-    config = to_config({"trainer": {"total_steps": 10, "groups_per_step": 6}, "rollout": {"n": 4}})
-    text = render(resolve(config, LAPTOP, rows=30)).plain
-    assert "6 groups × 4 responses = 24 samples" in text
-    assert "24 × (512 prompt + 20 new) = 12,768 tokens" in text
-    assert "30 prompts = 5.0 steps; the run goes over them 2.00 times" in text
-    assert "a sample lags at most 5 versions" in text and "held back at 24 groups" in text
-    for actor in ("FullyAsyncMain", "FullyAsyncTrainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"):
-        assert actor in text
-    assert max(map(len, text.splitlines())) <= 110
-
-
-def test_epochs_that_end_a_run_early_are_counted():
-    config = to_config({"data": {"epochs": 2}, "trainer": {"groups_per_step": 8}})
-    found = resolve(config, LAPTOP, rows=30)
-    assert (found.total_prompts, found.total_steps) == (60, 8)
-    assert "data.epochs = 2 ends it before trainer.total_steps = 40" in render(found).plain
-
-
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "fully_async"])
-def test_the_capacity_that_a_plan_names_is_the_one_that_holds(mode: str):
-    found = plan(LAPTOP, mode=mode)
-    policy = StalenessPolicy(found.bounds)
-    assert f"held back at {policy.room:,} groups" in render(found).plain
+def test_the_plan_says_the_batch_and_the_bound_in_numbers(mode: str):
+    sections = {"mode": mode, "trainer": {"total_steps": 10, "groups_per_step": 6}, "rollout": {"n": 4}}
+    found = resolve(to_config(sections), LAPTOP, rows=30)
+    text = render(found).plain
+    for part in (
+        "6 groups × 4 responses = 24 samples",
+        "24 × (512 prompt + 20 new) = 12,768 tokens",
+        "30 prompts = 5.0 steps; the run goes over them 2.00 times",
+        f"a sample lags at most {found.bounds.max_lag} version",
+        f"held back at {StalenessPolicy(found.bounds).room:,} groups",
+        *("FullyAsyncMain", "FullyAsyncTrainer", "Rollouter", "MessageQueue", "ParameterSynchronizer"),
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 110
+    config = to_config({"mode": mode, "data": {"epochs": 2}, "trainer": {"groups_per_step": 8}})
+    ended = resolve(config, LAPTOP, rows=30)
+    assert (ended.total_prompts, ended.total_steps) == (60, 8)
+    assert "data.epochs = 2 ends it before trainer.total_steps = 40" in render(ended).plain
 
 
 @pytest.mark.parametrize(
@@ -233,12 +229,6 @@ def test_what_is_worth_knowing_is_noted(sections: dict[str, Any], says: str, mon
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     assert any(says in note for note in plan(LAPTOP, **sections).notes)
     assert not any(says in note for note in plan(LAPTOP).notes)
-
-
-def test_a_plan_travels_to_actors():
-    found = resolve(compose(config_name="cluster"), machine(H200), model=SMALL)
-    again = pickle.loads(pickle.dumps(found))
-    assert render(again).plain == render(found).plain and again.bounds == found.bounds
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -293,13 +283,9 @@ def test_what_saves_or_costs_memory_is_seen():
     assert memory(model={"gradient_checkpointing": True})["activations"] < usual["activations"]
     assert sum(memory(model={"lora": {}}).values()) < sum(usual.values())
     assert memory(algorithm={"kl_coef": 0.1})["reference"] == 2 * SMALL.parameters
-    assert "reference" not in memory(algorithm={"kl_coef": 0.1}, model={"lora": {}}), (
-        "adapters are switched off instead"
-    )
+    with_adapters = memory(algorithm={"kl_coef": 0.1}, model={"lora": {}})
+    assert "reference" not in with_adapters, "adapters are switched off instead"
     assert memory(algorithm={"name": "ppo"})["critic"] == 18 * SMALL.parameters
-
-
-def test_the_kv_cache_is_that_of_all_slots():
     config = to_config({"rollout": {"slots": 10, "max_new_tokens": 88}, "data": {"max_prompt_tokens": 12}})
     found = resolve(config, LAPTOP, model=SMALL)
     assert found.memory_replica["KV cache"] == 10 * 100 * SMALL.layers * 2 * SMALL.kv_width * 4
@@ -308,7 +294,9 @@ def test_the_kv_cache_is_that_of_all_slots():
 
 def test_too_little_memory_is_told():
     large = ModelSize(parameters=8_000_000_000, layers=32, hidden=4096, vocabulary=128_256, kv_width=1024)
-    assert any("A GPU has 140.0 GiB" in note for note in resolve(TrainConfig(), machine(H200), model=large).notes)
+    assert any(
+        "A GPU has 140.0 GiB of memory" in note for note in resolve(TrainConfig(), machine(H200), model=large).notes
+    )
     assert any("This machine has 16.0 GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=large).notes)
     assert not any("GiB" in note for note in resolve(TrainConfig(), LAPTOP, model=read_model_size(model_path())).notes)
 
@@ -339,35 +327,27 @@ def test_responses_must_have_room_in_the_model():
 
 # -- what is here -----------------------------------------------------------------------------------------------------
 
-SMI = """\
-0, GPU-aaaa-1, NVIDIA H200, 143771, 9.0
-1, GPU-bbbb-2, Tesla T4, 15360, 7.5
-2, GPU-cccc-3, NVIDIA H100, [N/A], 9.0
-"""
 
-
-@pytest.mark.parametrize(
-    ("allowed", "names"),
-    [
-        (None, ["NVIDIA H200", "Tesla T4", "NVIDIA H100"]),
-        ("1,0", ["Tesla T4", "NVIDIA H200"]),
-        ("GPU-bb", ["Tesla T4"]),
-        ("0,7,1", ["NVIDIA H200"]),
-        ("", []),
-        ("-1", []),
-        ("1", ["Tesla T4"]),
-    ],
-)
-def test_gpus_are_those_that_cuda_would_see(allowed: str | None, names: list[str]):
-    found = placement._visible(SMI, allowed)
-    assert [gpu.name for gpu in found] == names
-    assert all(gpu.bfloat16 == (gpu.name != "Tesla T4") for gpu in found)
-
-
-def test_the_machine_at_hand_is_known():
-    assert placement._visible("NVIDIA-SMI has failed because it couldn't communicate with the driver\n", None) == ()
-    here = Machine.here()
-    assert here.cpus >= 1 and here.memory_bytes > GIB
+def test_gpus_are_those_that_the_environment_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\necho "$@" > asked\necho "NVIDIA H200, 143771, 9.0\nTesla T4, [N/A], 7.5\nfailed to communicate"\n'
+    )
+    smi.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(placement, "_torch_has_cuda", lambda: True)
+    for allowed, asks in ((None, False), ("1,0", True)):
+        if allowed is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", allowed)
+        first, second = Machine.here().gpus
+        assert first == Gpu(name="NVIDIA H200", memory_bytes=143771 << 20, bfloat16=True)
+        assert second == Gpu(name="Tesla T4", memory_bytes=0, bfloat16=False)
+        assert ("-i 1,0" in (tmp_path / "asked").read_text()) == asks
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert Machine.here().gpus == ()
+    assert Machine.here().cpus >= 1 and Machine.here().memory_bytes > GIB
 
 
 # -- where on a cluster the processes are -----------------------------------------------------------------------------

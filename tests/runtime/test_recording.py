@@ -86,27 +86,20 @@ async def test_samples_record_text_rewards_and_versions(tmp_path: Path) -> None:
             assert told["parts"] == verdict.parts
 
 
-async def test_a_row_of_a_step_counts_its_groups_by_lag(tmp_path: Path) -> None:
-    finished = await recorded(tmp_path, {"trace_mb": 0.0, "samples_per_s": 0.0})
-    for row, version, groups in zip(finished.rows, finished.versions, finished.trained, strict=True):
-        counts = row.values["sample_age_counts"]
-        assert [counts[lag] for lag in range(len(counts))] == [
-            sum(version - group.min_version == lag for group in groups) for lag in range(len(counts))
-        ]
-        assert sum(counts) == len(groups) and counts[-1]
-    assert not (tmp_path / "trace").exists() and not (tmp_path / "samples").exists()
-
-
-async def test_a_failed_trace_or_sample_file_does_not_disturb_the_run(tmp_path: Path) -> None:
-    for name in ("trace", "samples"):
-        (tmp_path / name).write_text("in their place")
-    finished = await recorded(tmp_path)
-    assert (finished.ending, len(finished.trained)) == ("finished", 4)
-    assert (tmp_path / "trace").read_text() == "in their place"
-
-
-async def test_recording_does_not_change_the_result(tmp_path: Path) -> None:
-    with_it = await recorded(tmp_path / "with", mode="sync")
+async def test_recording_does_not_change_the_result_also_where_it_fails(tmp_path: Path) -> None:
     without = await recorded(tmp_path / "without", {"trace_mb": 0.0, "samples_mb": 0.0}, mode="sync")
-    assert with_it.same_groups_as(without) and with_it.same_weights_as(without)
-    assert with_it.metrics == without.metrics
+    for name in ("with", "failing"):
+        folder = tmp_path / name
+        folder.mkdir()
+        if name == "failing":
+            for taken in ("trace", "samples"):
+                (folder / taken).write_text("in their place")
+        found = await recorded(folder, mode="sync")
+        assert found.same_groups_as(without) and found.same_weights_as(without)
+        assert found.metrics == without.metrics
+    assert (tmp_path / "failing" / "trace").read_text() == "in their place"
+    for row, version, groups in zip(without.rows, without.versions, without.trained, strict=True):
+        counts = row.values["sample_age_counts"]
+        lags = [version - group.min_version for group in groups]
+        assert counts == [lags.count(lag) for lag in range(len(counts))] and sum(counts) == len(groups)
+    assert not (tmp_path / "without/trace").exists() and not (tmp_path / "without/samples").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,16 +55,21 @@ def test_the_first_restart_is_immediate_and_waits_double_up_to_a_limit() -> None
     assert [many.died("sync", step=0) for _ in range(5_001)][-2:] == [LONGEST_BACKOFF_S, None], "no overflow"
 
 
-def test_movement_or_activity_restarts_the_clock() -> None:
+def test_movement_activity_and_a_pause_restart_the_clock_and_only_movement_forgives_a_stall() -> None:
     progress = Progress(0.0)
-    progress.note("a", trainer={}, now=1.0)
-    progress.note("a", trainer={}, now=5.0)
-    assert progress.stalled_s(7.0) == 6.0
-    assert progress.stalled(7.0, patience_s=6.0) is None
-    progress.note("a", trainer={"training": True}, now=8.0)
-    assert progress.stalled_s(9.0) == 1.0
-    progress.note("b", trainer={}, now=10.0)
-    assert progress.stalled_s(10.0) == 0.0
+    progress.note("a", trainer={}, now=0.0)
+    assert progress.stalled(6.0, patience_s=6.0) is None and progress.stalled(6.5, patience_s=6.0) is not None
+    for now, noted, since, stalls in (
+        (10.0, {"trainer": {}}, 6.5, 1),
+        (11.0, {"trainer": TRAINS}, 11.0, 1),
+        (12.0, {"trainer": {}, "paused": True}, 12.0, 1),
+        (1000.0, {"trainer": {}, "paused": True}, 1000.0, 1),
+    ):
+        progress.note("a", **noted, now=now)
+        assert (progress.stalled_s(now), progress.stalls) == (now - since, stalls)
+    assert progress.stalled(1007.0, patience_s=6.0) is not None
+    progress.note("b", trainer={}, now=1008.0)
+    assert (progress.stalled_s(1008.0), progress.stalls) == (0.0, 0)
 
 
 def test_stalls_are_reported_once_per_patience_and_counted_until_something_moves() -> None:
@@ -78,24 +82,6 @@ def test_stalls_are_reported_once_per_patience_and_counted_until_something_moves
         assert stall is None or (stall.why, stall.is_training) == ("no step, no token and no score for 6 s", False)
         counts.append(progress.stalls)
     assert counts == [1, 1, 2, 0, 1, 2]
-
-
-def test_activity_without_movement_does_not_forgive_a_stall() -> None:
-    progress = Progress(0.0)
-    progress.note("a", trainer={}, now=0.0)
-    assert progress.stalled(10.0, patience_s=6.0) is not None
-    progress.note("a", trainer=TRAINS, now=11.0)
-    progress.note("a", trainer={}, paused=True, now=12.0)
-    assert progress.stalls == 1
-
-
-def test_paused_time_does_not_count() -> None:
-    progress = Progress(0.0)
-    for now in range(0, 1000, 5):
-        progress.note("a", trainer={}, paused=True, now=float(now))
-        assert progress.stalled(float(now), patience_s=6.0) is None
-    progress.note("a", trainer={}, now=1000.0)
-    assert progress.stalled(1002.0, patience_s=6.0) is not None
 
 
 def test_a_step_that_never_ends_is_a_stall_and_the_next_attempt_gets_the_full_time() -> None:
@@ -126,12 +112,9 @@ def test_steps_may_become_slower_and_each_has_its_own_clock() -> None:
 @pytest.mark.parametrize("work", ["saving", "evaluating"])
 def test_saving_and_evaluating_count_as_activity_for_a_limited_time(work: str) -> None:
     progress = Progress(0.0)
-    trainer: dict[str, Any] = {work: True}
-    for now in (0.0, 1000.0, STEP_S):
-        progress.note("a", trainer=trainer, now=now)
-        assert progress.stalled(now, patience_s=10.0) is None
-    progress.note("a", trainer=trainer, now=STEP_S + 60)
-    assert progress.stalled(STEP_S + 60, patience_s=10.0) is not None
+    for now, stalls in ((0.0, False), (1000.0, False), (STEP_S, False), (STEP_S + 60, True)):
+        progress.note("a", trainer={work: True}, now=now)
+        assert (progress.stalled(now, patience_s=10.0) is not None) == stalls
 
 
 FEW = HOPELESS_BATCHES * 4

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from freewheel.queue.ledger import Frontier
 from freewheel.runtime.config import TrainConfig
 from freewheel.trainer.checkpoint import CheckpointStore
 
-from .mortal import Record, journal_of, live
+from .mortal import journal_of, live
 from .pipeline import Finished, Pipeline, run_pipeline, small_config
 
 STEPS = 6
@@ -76,14 +74,14 @@ async def test_a_stopped_and_resumed_streaming_run_ends_every_prompt_once(tmp_pa
     assert max(second.lags) <= config.bounds.max_lag
 
 
-async def test_a_killed_run_continues_from_its_last_checkpoint_on_one_path(tmp_path: Path) -> None:
+async def test_a_killed_run_continues_from_its_last_checkpoint_and_version(tmp_path: Path) -> None:
     """Steps after the checkpoint are not in its weights: their prompts come again, and no others."""
     config = small_config(mode="sync", trainer={"total_steps": STEPS, "save_every_steps": EVERY})
     first = await run_pipeline(config, run_dir=tmp_path)
-    (earlier,) = (path for path in (tmp_path / "checkpoints").iterdir() if path.name == "step_000004")
-    second = await run_pipeline(config, run_dir=tmp_path, resume=earlier)
+    second = await run_pipeline(config, run_dir=tmp_path, resume=tmp_path / "checkpoints" / "step_000004")
     kept = [ordinal for step in first.ordinals[:4] for ordinal in step]
     assert sorted(kept + trained(second)) == list(range(STEPS * 4))
+    assert (second.versions, set(second.lags), second.sync["published_version"]) == ([4, 5], {0}, 6)
     assert second.same_weights_as(first)
 
 
@@ -121,15 +119,6 @@ async def test_a_run_stopped_within_a_version_continues_from_before_it(
     assert trained(again) == sorted(set(range(36)) - {one for step in first.ordinals[:begun] for one in step})
 
 
-async def test_engines_of_a_resumed_run_start_at_the_checkpoints_version(tmp_path: Path) -> None:
-    config = small_config(mode="sync", trainer={"total_steps": 3, "save_every_steps": 2})
-    await run_pipeline(config, run_dir=tmp_path)
-    second = await run_pipeline(config, run_dir=tmp_path, resume=tmp_path / "checkpoints" / "step_000002")
-    assert second.versions == [2]
-    assert set(second.lags) == {0}
-    assert second.sync["published_version"] == 3
-
-
 async def test_finite_prompts_are_used_once_across_a_resume(tmp_path: Path) -> None:
     config = small_config(
         data={"limit": 11, "epochs": 2}, trainer={"total_steps": 50, "save_every_steps": None}, rollout={"slots": 8}
@@ -156,85 +145,91 @@ def config_of(mode: str, **settings: Any) -> TrainConfig:
     )
 
 
-def deaths(seed: int, count: int = KILLS) -> Iterator[int]:
+def deaths(seed: int | None, count: int = KILLS) -> list[int]:
+    """When each of the first `count` parts or runs dies; none does without a seed."""
     draw = random.Random(seed)
-    return (draw.randint(2, OFTEN) for _ in range(count))
+    return [] if seed is None else [draw.randint(2, OFTEN) for _ in range(count)]
 
 
-def assert_each_prompt_once(found: Record, run_dir: Path) -> None:
+def assert_each_prompt_once(found: Finished, run_dir: Path) -> None:
     steps = journal_of(run_dir)
     assert sorted(steps) == list(range(1, KILLED_STEPS + 1))
     assert sorted(ordinal for ordinals in steps.values() for ordinal in ordinals) == list(range(KILLED_STEPS * GROUPS))
     for step, ordinals in steps.items():
-        assert found.trained[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
-
-
-def assert_same(found: Record, wanted: Record) -> None:
-    assert {step: times[-1] for step, times in found.trained.items()} == {
-        step: times[-1] for step, times in wanted.trained.items()
-    }
-    for name, tensor in wanted.weights.items():
-        assert torch.equal(found.weights[name], tensor), name
+        assert found.attempts[step][-1] == ordinals, f"the weights have other prompts in step {step} than the journal"
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Record:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     return asyncio.run(live(config_of("sync"), tmp_path_factory.mktemp("undisturbed")))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-async def test_a_sync_run_killed_five_times_has_the_weights_of_an_undisturbed_one(
-    undisturbed: Record, tmp_path: Path, seed: int
+@pytest.mark.parametrize(
+    ("everything", "trainers", "queues", "replicas"),
+    [(0, None, None, 1), (None, 2, None, 1), (None, None, 3, 2)],
+    ids=["everything", "trainers", "queues"],
+)
+async def test_a_sync_run_has_the_same_weights_after_five_deaths(
+    undisturbed: Finished,
+    tmp_path: Path,
+    everything: int | None,
+    trainers: int | None,
+    queues: int | None,
+    replicas: int,
 ) -> None:
-    found = await live(config_of("sync"), tmp_path, kills=deaths(seed))
-    assert found.deaths == KILLS
+    found = await live(
+        config_of("sync"),
+        tmp_path,
+        kills=iter(deaths(everything)),
+        trainers=deaths(trainers),
+        queues=deaths(queues, KILLS - 1),
+        replicas=[replicas],
+    )
+    assert found.deaths == KILLS - (queues is not None)
     assert_each_prompt_once(found, tmp_path)
-    assert_same(found, undisturbed)
-
-
-async def test_a_restarted_trainer_takes_the_same_steps(undisturbed: Record, tmp_path: Path) -> None:
-    found = await live(config_of("sync"), tmp_path, trainers=list(deaths(2)))
-    assert found.deaths == KILLS
-    assert_each_prompt_once(found, tmp_path)
-    assert_same(found, undisturbed)
-
-
-async def test_a_dead_queue_loses_no_queued_and_no_unfinished_group(undisturbed: Record, tmp_path: Path) -> None:
-    found = await live(config_of("sync"), tmp_path, queues=list(deaths(3, 4)), replicas=[2])
-    assert found.deaths == 4
-    assert_each_prompt_once(found, tmp_path)
-    assert_same(found, undisturbed)
-    assert all(len(times) == 1 for times in found.trained.values()), "the trainer lived, and trained each step once"
+    for step, times in undisturbed.attempts.items():
+        assert found.attempts[step][-1] == times[-1]
+        assert queues is None or len(found.attempts[step]) == 1, "the trainer lived, and trained each step once"
+    assert found.same_weights_as(undisturbed)
 
 
 async def test_versions_of_several_steps_are_the_same_after_every_death(tmp_path: Path) -> None:
     """A prompt may move to another step of its version: unfinished groups are issued again after stored ones."""
     config = config_of("sync", sync_every_steps=3)
-    found = await live(config, tmp_path, kills=deaths(8, 3), trainers=list(deaths(9, 2)), queues=list(deaths(10, 2)))
+    kills = iter(deaths(8, 3))
+    found = await live(config, tmp_path, kills=kills, trainers=deaths(9, 2), queues=deaths(10, 2))
     assert found.deaths >= 3
     assert_each_prompt_once(found, tmp_path)
     assert set(found.lags) == {0}
-    by_version = [
-        sorted(ordinal for step in steps for ordinal in found.trained[step][-1])
-        for steps in ([1, 2, 3], [4, 5, 6], [7, 8])
-    ]
-    assert by_version == [list(range(12)), list(range(12, 24)), list(range(24, 32))]
+    of_version = [[1, 2, 3], [4, 5, 6], [7, 8]]
+    ordinals = [sorted(one for step in steps for one in found.attempts[step][-1]) for steps in of_version]
+    assert ordinals == [list(range(12)), list(range(12, 24)), list(range(24, 32))]
 
 
-@pytest.mark.parametrize("seed", [4, 5])
-async def test_a_killed_streaming_run_continues_with_another_number_of_rollouters(tmp_path: Path, seed: int) -> None:
-    config = config_of("fully_async", staleness_threshold=1, max_staleness_allowed=2, sync_every_steps=2)
-    found = await live(config, tmp_path, kills=deaths(seed), replicas=[1, 3, 2])
-    assert found.deaths == KILLS
-    assert_each_prompt_once(found, tmp_path)
-    assert max(found.lags) <= config.async_training.max_staleness_allowed
-
-
+@pytest.mark.parametrize(
+    ("settings", "everything", "trainers", "queues", "replicas"),
+    [
+        ({"staleness_threshold": 1, "max_staleness_allowed": 2, "sync_every_steps": 2}, 4, None, None, [1, 3, 2]),
+        ({"staleness_threshold": 2, "max_staleness_allowed": 3}, None, 6, 7, [2]),
+    ],
+    ids=["another number of rollouters in each life", "trainers and queues"],
+)
 async def test_a_streaming_run_with_many_deaths_trains_every_prompt_once(
     tmp_path: Path,
+    settings: dict[str, int],
+    everything: int | None,
+    trainers: int | None,
+    queues: int | None,
+    replicas: list[int],
 ) -> None:
-    config = config_of("fully_async", staleness_threshold=2, max_staleness_allowed=3)
-    found = await live(config, tmp_path, trainers=list(deaths(6, 3)), queues=list(deaths(7, 4)), replicas=[2])
+    found = await live(
+        config_of("fully_async", **settings),
+        tmp_path,
+        kills=iter(deaths(everything)),
+        trainers=deaths(trainers, 3),
+        queues=deaths(queues, 4),
+        replicas=replicas,
+    )
     assert found.deaths >= KILLS
     assert_each_prompt_once(found, tmp_path)
-    assert max(found.lags) <= config.async_training.max_staleness_allowed
+    assert max(found.lags) <= settings["max_staleness_allowed"]

@@ -58,12 +58,17 @@ async def replaced(supervisor: StandInSupervisor, name: str, *, after_s: float =
 async def test_a_start_opens_every_component_and_connects_all_of_them(tmp_path: Path) -> None:
     supervisor = make_supervisor(tmp_path)
     assert await supervisor.start(None) == ["found as it was"]
-    assert sorted(supervisor.handles) == sorted(supervisor.loops) == sorted(ALL)
-    assert sorted(supervisor.told_of) == sorted(ALL)
+    assert sorted(supervisor.handles) == sorted(supervisor.loops) == sorted(supervisor.told_of) == sorted(ALL)
     assert supervisor["queue"].opened[1:] == (96, CheckpointMark(), None)
     assert supervisor["sync"].opened[2:] == (0, None)
-    for name in ALL:
-        assert supervisor[name].met == supervisor.handles
+    assert all(supervisor[name].met == supervisor.handles for name in ALL)
+    supervisor.on_made = lambda part: part.die()
+    supervisor["trainer"].die()
+    await asyncio.gather(supervisor.loops["trainer"], return_exceptions=True)
+    supervisor.replace("trainer", after_s=0.0)
+    with pytest.raises(ActorDiedError):  # the replacement died while it was opened
+        await supervisor.loops["trainer"]
+    assert "trainer" in supervisor.opening, "so it is not polled"
     await end(supervisor)
 
 
@@ -76,7 +81,9 @@ async def test_every_component_is_connected_to_a_replacement(supervisor: StandIn
         assert supervisor[one].met[name] is supervisor.handles[name]
     assert supervisor.told_of.count(name) == 2
     if name == "trainer":
-        assert (second.given[-1], second.opened) == (None, (["rollouter-0", "rollouter-1"],)), "there is no checkpoint"
+        assert (second.given["resume"], second.opened) == (None, (["rollouter-0", "rollouter-1"],)), (
+            "there is no checkpoint"
+        )
 
 
 async def test_a_dead_rollouters_groups_are_released_and_its_replacement_joins_before_it_works(
@@ -85,7 +92,7 @@ async def test_a_dead_rollouters_groups_are_released_and_its_replacement_joins_b
     joined_while_running = []
 
     async def join(name: str, handle: Any) -> None:
-        joined_while_running.append((name, handle.part.running))
+        joined_while_running.append((name, handle._handle.part.running))
 
     supervisor["sync"].join = join
     await replaced(supervisor, "rollouter-1")
@@ -110,7 +117,9 @@ async def test_a_restarted_synchronizer_receives_engine_versions_and_the_last_we
     supervisor["rollouter-1"].told["version"] = 5
     _, second = await replaced(supervisor, "sync")
     _, rollouters, published, versions = second.opened
-    assert rollouters == {name: supervisor.handles[name] for name in supervisor.replicas}
+    assert {name: one._handle for name, one in rollouters.items()} == {
+        name: supervisor.handles[name] for name in supervisor.replicas
+    }
     assert (published, versions) == (4, {"rollouter-0": 4, "rollouter-1": 5})
     await until(lambda: ("announce",) in second.calls and ("publish_again",) in supervisor["trainer"].calls)
 
@@ -148,26 +157,16 @@ async def test_a_component_that_dies_while_others_hear_of_it_ends_its_loop(
         await supervisor.loops[name]
 
 
-async def test_a_component_that_dies_while_it_opens_ends_its_loop(supervisor: StandInSupervisor) -> None:
-    supervisor.on_made = lambda part: part.die()
-    supervisor["trainer"].die()
-    await asyncio.gather(supervisor.loops["trainer"], return_exceptions=True)
-    supervisor.replace("trainer", after_s=0.0)
-    with pytest.raises(ActorDiedError):
-        await supervisor.loops["trainer"]
-    assert "trainer" in supervisor.opening  # so it is not polled
-
-
 async def test_a_rollouter_starts_from_the_first_model_after_the_checkpoint_was_pruned(tmp_path: Path) -> None:
     supervisor = make_supervisor(tmp_path)
     saved = tmp_path / "step_000002"
     saved.mkdir()
     await supervisor.start(Resumed(path=str(saved), step=2, version=2, frontier=Frontier(low=8, trained=8)))
-    assert supervisor["rollouter-0"].given[3:] == (str(saved), 2)
+    assert supervisor["rollouter-0"].given == {"model_path": str(saved), "version": 2}
     assert supervisor["queue"].opened[2] == CheckpointMark(2, 2, Frontier(low=8, trained=8))
     saved.rmdir()
     _, second = await replaced(supervisor, "rollouter-0")
-    assert second.given[3] == model_folder(supervisor._config)
+    assert second.given["model_path"] == model_folder(supervisor._config)
     await end(supervisor)
 
 

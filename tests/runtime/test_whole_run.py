@@ -19,7 +19,6 @@ from freewheel.observe.lines import files_of
 from freewheel.observe.recorder import read_metrics
 from freewheel.observe.run_folder import JOURNAL, TRACE, saved_steps
 from freewheel.observe.samples import read_samples
-from freewheel.observe.snapshot import RunSnapshot
 from freewheel.queue.audit import audit
 from freewheel.queue.journal import Journal
 from freewheel.runtime import main as main_module
@@ -30,6 +29,7 @@ from freewheel.trainer.checkpoint import CheckpointStore, RunLock
 from ..ray_runs import WAIT_S, Stroke, count_steps, local_ray, processes, strike, wait_until
 from .mortal import journal_of
 from .pipeline import plan_of, small_config
+from .standins import View
 from .traces import Trace, check_lives
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine is ten times slower
@@ -57,24 +57,6 @@ def cluster() -> Iterator[None]:
         yield
 
 
-class Watching:
-    """A view that keeps what it shows."""
-
-    def __init__(self) -> None:
-        self.snapshots: list[RunSnapshot] = []
-        self.said: list[str] = []
-        self.summary = ""
-
-    def update(self, snapshot: RunSnapshot) -> None:
-        self.snapshots.append(snapshot)
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
-
-    def finish(self, snapshot: RunSnapshot, summary: str) -> None:
-        self.summary = summary
-
-
 def main_of(run_dir: Path, *, view: Any = None, resume: bool = False, **sections: Any) -> FullyAsyncMain:
     config = small_config(run_dir=str(run_dir), **sections)
     return FullyAsyncMain(config=config, plan=plan_of(config), view=view, resume=resume)
@@ -92,7 +74,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.view = Watching()
+        self.view = View()
         self.monitored = folder / "monitored"
         os.environ["FREEWHEEL_TEST_MONITORED"] = str(self.monitored)
         before = actor_processes()
@@ -184,7 +166,7 @@ def check_that_the_view_is_kept_up_to_date_and_told_the_end(run: Run) -> None:
     last = run.view.snapshots[-1]
     assert (last.step, last.total_steps, last.published_version) == (6, 6, 6)
     assert last.waits.keys() >= {"trainer", "rollouter-0", "rollouter-1"}
-    assert "Finished at step 6 of 6" in run.view.summary
+    assert "Finished at step 6 of 6" in run.view.end
     assert any(str(run.folder) in text for text in run.view.said)
 
 

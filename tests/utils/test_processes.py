@@ -1,13 +1,14 @@
-"""A process that watches another ends with it, whether or not that is its parent."""
+"""A process that watches another ends with it, whether or not that is its parent; a call has a time limit."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from freewheel.utils.processes import ORPHANED
+from freewheel.utils.processes import ORPHANED, within
 
 WATCH = """
 import os, sys, threading
@@ -34,3 +35,11 @@ def test_a_process_ends_with_the_one_it_watches_and_not_before(by: str) -> None:
                 assert watcher.wait(timeout=30) == ORPHANED
             finally:
                 watcher.kill()
+
+
+def test_a_call_that_hangs_is_given_up_and_an_error_is_raised() -> None:
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        within(0.05, threading.Event().wait)
+    with pytest.raises(ZeroDivisionError):
+        within(5, lambda: 1 / 0)
+    assert within(5, lambda: 3) == 3

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from freewheel.rollout.evaluation import Estimate, EvalResult
     from freewheel.runtime.config import TrainConfig
 
-MERGES = ("hydra",)
-"""Packages needed to read a configuration."""
-TRAINS = ("hydra", "torch", "transformers", "safetensors", "ray")
-EVALUATES = ("hydra", "torch", "transformers", "safetensors")
+TRAINS = ("torch", "transformers", "safetensors", "ray")
+EVALUATES = ("torch", "transformers", "safetensors")
 
 EPILOG = """
 Exit codes: 0 the run finished; 1 it failed; 2 a flag, a file or a setting cannot work; 130 stopped by Ctrl-C or SIGTERM
@@ -35,7 +33,7 @@ _SHOW = "Output"
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Hydra's grammar: "
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings, such as trainer.total_steps=100. Values are YAML: "
                        "lists [1,2], mappings {a: 1}, null; ~KEY restores the default. resume=RUN continues the run "
                        "in that folder, with its settings and those given here.",
                        show_default=False),
@@ -58,7 +56,8 @@ def train(
     Without settings the built-in model learns word problems on this machine, with or without a GPU.
     """
     with _plain_errors():
-        _require(MERGES if dry_run else TRAINS)
+        if not dry_run:
+            _require(TRAINS)
         _refuse_resume_flag(resume_flag)
         from freewheel.runtime.start import find_local_modules
 

@@ -6,8 +6,7 @@
     Plan ─▶ find_concerns: what `freewheel train --dry-run` lists
 
 Every setting that `freewheel train` would refuse is found, not only the first: a refused setting is reported, left out,
-and the rest is read again. A second message about the same key is suppressed. Needs no torch and no Ray; hydra merges
-the configuration.
+and the rest is read again. A second message about the same key is suppressed. Needs no torch and no Ray.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from freewheel.runtime.plan import Plan
 
 WHAT = "configuration"
-MERGES = "hydra"
 GPU_S = 3 * machine.SMI_S
 """nvidia-smi is asked three times."""
 FOLDERS_BESIDE = 2
@@ -53,9 +50,6 @@ class Run:
 
 def read_run(overrides: Sequence[str], config_path: str | None, config_name: str | None) -> Run:
     """Read a command line as `freewheel train` would, but find everything that it would refuse."""
-    if find_spec(MERGES) is None:
-        said = "it cannot be read without hydra-core, which merges settings"
-        return Run(findings=[warning(WHAT, said, "pip install 'freewheel[train]'")])
     from freewheel.doctor.run import read_every_error
 
     config, refused = read_every_error(overrides, config_path, config_name)
@@ -76,7 +70,7 @@ def read_run(overrides: Sequence[str], config_path: str | None, config_name: str
 
 def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | DataError]]:
     """Return the plan and everything against it; None if something that it names does not exist."""
-    from freewheel.runtime.config import held_out_file, step_in_memory
+    from freewheel.runtime.config import held_out_file
     from freewheel.runtime.placement import Machine, place
     from freewheel.runtime.preflight import refused
     from freewheel.runtime.start import make_plan
@@ -85,7 +79,7 @@ def _make_plan(config: TrainConfig) -> tuple[Plan | None, list[ConfigError | Dat
         plan = make_plan(config)
     except (ConfigError, DataError) as error:
         here = Machine.here()
-        more = [*place(config, here).problems, *held_out_file(config), *step_in_memory(config, here.memory_bytes)]
+        more = [*place(config, here).problems, *held_out_file(config)]
         return None, [error, *refused(config), *more]
     return plan, [error for error in plan.problems if error.key != RAY]  # it has its own check
 

@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,25 @@ from ray.exceptions import OwnerDiedError
 from freewheel.data.group import Ticket
 from freewheel.queue.journal import CheckpointMark
 from freewheel.rollout.engine import EngineDied
-from freewheel.runtime.building import OpenedQueue, end_recording, open_queue, start_recording
+from freewheel.runtime.building import (
+    OpenedQueue,
+    RolloutSide,
+    TrainSide,
+    end_recording,
+    evaluation_metrics,
+    open_queue,
+    start_recording,
+    synchronizer,
+)
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.remote import ActorDirectory, RemotePublisher, RemoteReplica, remote_queue
+from freewheel.runtime.remote import ActorDirectory, RemotePublisher, remote_queue
 from freewheel.runtime.training_ranks import Ranks
 from freewheel.sync.weights import WeightsGone
 from freewheel.utils.registry import receive_in_memory
 
 if TYPE_CHECKING:
     from freewheel.rollout.evaluation import EvalResult
+    from freewheel.sync.synchronizer import Replica
 
 log = logging.getLogger("freewheel.runtime")
 
@@ -55,11 +66,13 @@ class _ComponentActor:
     `run` ends with the component, so that its death is noticed.
     """
 
-    def __init__(self, name: str, run_dir: str) -> None:
+    def __init__(self, name: str, run_dir: str, objects: Mapping[str, Any] | None = None, **settings: Any) -> None:
+        """`objects`: what settings name as `in_memory:name`. `settings`: of the component."""
         from freewheel.observe.logs import attach_log
 
         attach_log(run_dir, name)
-        self._name, self._run_dir = name, run_dir
+        receive_in_memory(objects or {})
+        self._name, self._run_dir, self._settings = name, run_dir, settings
         self._actors = ActorDirectory()
         self._part: Any = None
         """The component, once it is open."""
@@ -71,6 +84,10 @@ class _ComponentActor:
     async def process(self) -> tuple[int, str]:
         """Return the process id and the Ray node."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
+
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the component; only `RemoteComponent` does."""
+        return await getattr(self._part, method)(*args, **kwargs)
 
     async def stats(self) -> dict[str, Any]:
         return {} if self._part is None else dict(self._part.stats())
@@ -105,18 +122,14 @@ class QueueActor(_ComponentActor):
         self._opened = await open_queue(
             config, Path(self._run_dir), total_prompts=total_prompts, checkpoint=checkpoint, in_flight=in_flight
         )
+        self._part = self._opened.queue
         return self._opened.notes
 
     async def run(self) -> None:
         await self._closing.wait()
 
-    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of `QueueClient`; only `remote_queue` does."""
-        assert self._opened is not None
-        return await getattr(self._opened.queue, method)(*args, **kwargs)
-
     async def stats(self) -> dict[str, Any]:
-        return {} if self._opened is None else dict(await self._opened.queue.stats())
+        return {} if self._part is None else dict(await self._part.stats())
 
     async def close(self) -> None:
         if self._opened is not None:
@@ -129,61 +142,24 @@ class SynchronizerActor(_ComponentActor):
     """Holds a `ParameterSynchronizer`."""
 
     async def open(
-        self, config: TrainConfig, rollouters: dict[str, Any], version: int, versions: Mapping[str, int] | None
+        self, config: TrainConfig, replicas: Mapping[str, Replica], version: int, versions: Mapping[str, int] | None
     ) -> None:
         """`versions`: what each rollouter holds, for a restarted synchronizer."""
-        from freewheel.runtime.building import synchronizer
-
         start_recording(config.observe, self._run_dir, self._name)
-        replicas = {name: RemoteReplica(handle) for name, handle in rollouters.items()}
         self._part = synchronizer(config, replicas, remote_queue(self._actors), version=version, versions=versions)
 
     async def run(self) -> None:
         await self._part.run()
 
-    async def announce(self) -> None:
-        if self._part is not None:
-            await self._part.announce()
-
-    async def submit(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> Any:
-        return await self._part.submit(version, weights, checksum, n_bytes)
-
-    async def prime(self, version: int, weights: list[Any], checksum: int | None, n_bytes: int) -> Any:
-        return await self._part.prime(version, weights, checksum, n_bytes)
-
-    async def wait_published(self, version: int, wait_s: float) -> bool:
-        return bool(await self._part.wait_published(version, wait_s=wait_s))
-
-    async def join(self, name: str, handle: Any) -> None:
-        await self._part.join(name, RemoteReplica(handle))
-
 
 class RollouterActor(_ComponentActor):
-    """Holds a `Rollouter` with its engine and reward stage."""
-
-    def __init__(
-        self,
-        name: str,
-        run_dir: str,
-        config: TrainConfig,
-        plan: Any,
-        objects: Mapping[str, Any],
-        model_path: str,
-        version: int,
-    ) -> None:
-        """`objects`: what settings name as `in_memory:name`."""
-        super().__init__(name, run_dir)
-        receive_in_memory(objects)
-        self._settings = {"config": config, "plan": plan, "name": name, "model_path": model_path, "version": version}
-        self._observe = config.observe
-        self._closing = asyncio.Event()
+    """Holds a `Rollouter` with its engine and reward stage. `settings`: of `RolloutSide`."""
 
     async def open(self) -> dict[str, Any]:
         """Load the model. Returns the number of prompts, which the queue needs."""
-        from freewheel.runtime.building import RolloutSide
-
-        start_recording(self._observe, self._run_dir, self._name, samples=True)
-        self._side = RolloutSide(**self._settings)
+        self._closing = asyncio.Event()
+        start_recording(self._settings["config"].observe, self._run_dir, self._name, samples=True)
+        self._side = RolloutSide(name=self._name, **self._settings)
         self._part = self._side.rollouter(remote_queue(self._actors))
         gc.freeze()  # imported modules and the model are no garbage: collections need not visit them
         return {"total_prompts": self._side.prompts.total, "prompts": len(self._side.prompts)}
@@ -226,8 +202,8 @@ class RollouterActor(_ComponentActor):
         return result
 
     async def close(self) -> None:
-        self._closing.set()
         if self._part is not None:
+            self._closing.set()
             await self._part.stop()
             await self._part.close()
         await super().close()
@@ -236,37 +212,23 @@ class RollouterActor(_ComponentActor):
 class TrainerActor(_ComponentActor):
     """Holds a `FullyAsyncTrainer` with its backend and checkpoints."""
 
-    def __init__(
-        self,
-        name: str,
-        run_dir: str,
-        config: TrainConfig,
-        plan: Any,
-        objects: Mapping[str, Any],
-        rank_options: Sequence[Mapping[str, Any]],
-        resume: str | None,
-    ) -> None:
-        """`objects`: what settings name as `in_memory:name`. `rank_options`: Ray's options of each other training
-        process."""
-        super().__init__(name, run_dir)
-        receive_in_memory(objects)
-        self._settings = {"config": config, "plan": plan, "run_dir": run_dir, "resume": resume}
-        self._config, self._plan = config, plan
+    def __init__(self, *args: Any, rank_options: Sequence[Mapping[str, Any]], **settings: Any) -> None:
+        """`rank_options`: Ray's options of each other training process. `settings`: of `TrainSide`."""
+        super().__init__(*args, **settings)
+        self._config, self._plan = settings["config"], settings["plan"]
         self._rank_options = rank_options
         self._ranks: Ranks | None = None
         self._stop_requested = False
 
     async def open(self, replicas: Sequence[str]) -> str:
         """Load the model. Returns the learning settings in words."""
-        from freewheel.runtime.building import TrainSide
-
         start_recording(self._config.observe, self._run_dir, self._name)
+        build = partial(TrainSide, run_dir=self._run_dir, **self._settings)
         if self._rank_options:
-            self._ranks = ranks = await Ranks.start(self._config, self._plan, self._run_dir, self._rank_options)
-            build = lambda: TrainSide(**self._settings, ranks=ranks)  # noqa: E731
-            self._side = await ranks.opened(self._config, self._plan, build)
+            self._ranks = ranks = await Ranks.start(self._run_dir, self._rank_options)
+            self._side = await ranks.opened(self._config, self._plan, partial(build, ranks=ranks))
         else:
-            self._side = TrainSide(**self._settings)
+            self._side = build()
         self._replicas = list(replicas)
         self._publisher = RemotePublisher(self._actors)
         self._part = self._side.trainer(remote_queue(self._actors), self._publisher, self._evaluate)
@@ -276,8 +238,6 @@ class TrainerActor(_ComponentActor):
         return self._side.backend.describe()
 
     async def _evaluate(self, step: int) -> dict[str, float] | None:
-        from freewheel.runtime.building import evaluation_metrics
-
         if not self._config.eval.prompts:
             return None
         shares = [

@@ -2,7 +2,7 @@
 
     capacities (groups per second, each part alone) ─┬─ streaming: the least of them
                                                      └─ in turns: one over the sum of their times
-    busy shares of a run ─▶ capacity = rate / share ─▶ without the bottleneck: up to the next part
+    busy shares of a run ─▶ without the bottleneck: up to the next part
 
     who waited for whom (spans) ┐
     what was scored per second  ├─ verdict ─▶ judge-bound: 62% of trainer time waits for verdicts; raising its rate
@@ -53,11 +53,6 @@ def in_turns(capacities: Mapping[str, float]) -> float:
     return 1.0 / sum(1.0 / capacity for capacity in capacities.values())
 
 
-def capacities(rate: float, busy: Mapping[str, float]) -> dict[str, float]:
-    """Return what each part could do alone, from the measured rate and its busy share. Leaves out hardly busy parts."""
-    return {part: rate / share for part, share in busy.items() if share >= LEAST_SHARE}
-
-
 @dataclass(frozen=True)
 class Lift:
     """The gain of a change."""
@@ -68,18 +63,14 @@ class Lift:
     """The next bottleneck; empty if no measured part is one."""
 
 
-def without(busy: Mapping[str, float], part: str) -> Lift:
-    """The largest gain of a faster `part` if all parts work at once: until the next part is busy all the time."""
+def without(busy: Mapping[str, float], part: str = "") -> Lift:
+    """The largest gain of a faster `part` if all parts work at once: until the next part is busy all the time. Without
+    a part: the largest gain of letting parts that work in turns overlap."""
     others = {name: share for name, share in busy.items() if name != part and share >= LEAST_SHARE}
     if not others:
         return Lift(math.inf, "")
     then, share = max(others.items(), key=lambda item: item[1])
     return Lift(max(1.0, 1.0 / share), then)
-
-
-def overlapped(busy: Mapping[str, float]) -> Lift:
-    """The largest gain of overlapping parts that work in turns: until the busiest is busy all the time."""
-    return without(busy, "")
 
 
 def lessened(share: float, by: float, bound: Lift) -> Lift:
@@ -175,8 +166,8 @@ def stopped(*, paused: str, endpoints: Collection[Mapping[str, Any]]) -> Verdict
         return Verdict(bound="paused", share=1.0, sentence=f"paused until there is room: {paused}")
     if endpoints and not any(is_up(**one) for one in endpoints):
         urls = ", ".join(str(one.get("url")) for one in endpoints)
-        said = f"judge-bound: the judge does not answer ({urls}); nothing is scored until it does"
-        return Verdict(bound="judge", share=1.0, sentence=said)
+        sentence = f"judge-bound: the judge does not answer ({urls}); nothing is scored until it does"
+        return Verdict(bound="judge", share=1.0, sentence=sentence)
     return None
 
 
@@ -186,8 +177,8 @@ def failing(failed: Mapping[str, int], settled: float) -> Verdict | None:
     if not count or count < _FAILING * settled:
         return None
     kinds = ", ".join(f"{kind} {some:,}" for kind, some in failed.items())
-    said = f"rewards failed: {count:,} of {settled:,.0f} responses got no score ({kinds}); fix that first"
-    return Verdict(bound="failing", share=count / settled, sentence=said)
+    sentence = f"rewards failed: {count:,} of {settled:,.0f} responses got no score ({kinds}); fix that first"
+    return Verdict(bound="failing", share=count / settled, sentence=sentence)
 
 
 def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, tried: Tried | None = None) -> Verdict:
@@ -203,10 +194,10 @@ def verdict(waits: Waits, setting: Setting, scoring: Scoring | None = None, *, t
     if max(share, *waited(waits)) < _WAITING:
         if not trainer.get("train"):  # the run has just started
             return NOTHING_KNOWN
-        said = (
+        sentence = (
             f"balanced: generation and training each wait less than {_WAITING:.0%} of the time; only more of both helps"
         )
-        return Verdict(bound="balanced", share=share, sentence=said)
+        return Verdict(bound="balanced", share=share, sentence=sentence)
     busy = _busy(trainer, rollouter)
     if bound not in ("judge", "reward") and scoring.in_use is not None:
         busy["the judge"] = scoring.in_use
@@ -285,8 +276,8 @@ def _work(
         busy = {**busy, "generation": min(busy["generation"], scoring.slots_in_use)}
         lacks_room |= not scores and busy["generation"] < _FULL
     if setting.in_turns:
-        return why, *_overlapping(overlapped(busy), setting)
-    at_once = lessened(share, _ALL, overlapped(busy))
+        return why, *_overlapping(without(busy), setting)
+    at_once = lessened(share, _ALL, without(busy))
     if lacks_room:
         return why, *_overlapping(at_once, setting)
     lift = lessened(share, _ALL, without(busy, bound))
@@ -408,7 +399,7 @@ class Watching:
 
     def note(self, now: float, components: Mapping[str, Mapping[str, Any]], rewards: Mapping[str, Any]) -> None:
         """Take in statistics by component, with `spans`. `rewards`: the statistics of scoring, of all replicas."""
-        self._spans = {**self._spans, **{name: said["spans"] for name, said in components.items() if said.get("spans")}}
+        self._spans = {**self._spans, **{name: one["spans"] for name, one in components.items() if one.get("spans")}}
         self._rewards = rewards or self._rewards
         self._note_replay(components.get("trainer") or {})
         look = _Look(

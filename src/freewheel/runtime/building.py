@@ -62,9 +62,8 @@ if TYPE_CHECKING:
     from freewheel.data.group import Array, Prompt
     from freewheel.data.tasks import Task
     from freewheel.queue.client import QueueClient
-    from freewheel.rollout.engine import Engine
     from freewheel.rollout.evaluation import EvalResult
-    from freewheel.rollout.reward_functions import RewardFunction
+    from freewheel.rollout.generation import Sampling
     from freewheel.rollout.reward_stage import RewardStage
     from freewheel.rollout.rollouter import Rollouter
     from freewheel.runtime.plan import Plan
@@ -198,19 +197,26 @@ def engine_settings(
 
 
 class RolloutSide:
-    """What a rollouter's process holds."""
+    """What a rollouter's process holds: an engine, prompts and their reward function."""
 
-    def __init__(self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int) -> None:
+    prompts: PromptStream
+
+    def __init__(
+        self, *, config: TrainConfig, plan: Plan, name: str, model_path: str, version: int = 0, trains: bool = True
+    ) -> None:
+        """`version`: of the weights at `model_path`. `trains`: False for an evaluation alone, without training rows."""
         from freewheel.rollout.reward_functions import load_reward
 
-        use_threads(plan.threads_rollout)
+        use_threads(config.rollout.threads)
         self.config, self.plan, self.name = config, plan, name
         number = name.rpartition("-")[2]
         self.tokenizer = load_tokenizer(config)
         source = Prompts(config, self.tokenizer)
         self.task = source.task
-        self.prompts = source.train()
+        if trains:
+            self.prompts = source.train()
         self.held_out = source.held_out()
+        self.reward = load_reward(config.reward.function, source.task)
         loaded = load_engine(
             config,
             plan,
@@ -220,31 +226,22 @@ class RolloutSide:
             replica=int(number) if number.isdecimal() else 0,
         )
         self.engine = loaded.engine
-        self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, self.task)
-        self.reward = load_reward(config.reward.function, self.task)
+        self.stop_token_ids = stop_token_ids(self.tokenizer, loaded.generation_config, source.task)
 
     def rollouter(self, queue: QueueClient) -> Rollouter:
-        from freewheel.rollout.generation import Sampling
-
-        config = self.config
-        kind: type[Rollouter] = find_class("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES)
+        config, rollout = self.config, self.config.rollout
+        kind: type[Rollouter] = find_class("rollout.rollouter_class", rollout.rollouter_class, ROLLOUTER_CLASSES)
         return kind(
             name=self.name,
             engine=self.engine,
             prompt=self.prompts.prompt,
             rewards=self._reward_stage(),
             queue=queue,
-            sampling=Sampling(
-                n=config.rollout.n,
-                max_new_tokens=self.plan.max_new_tokens,
-                temperature=config.rollout.temperature,
-                top_p=config.rollout.top_p,
-                top_k=config.rollout.top_k,
-                stop_token_ids=self.stop_token_ids,
-                seed=config.seed,
+            sampling=self._sampling(
+                n=rollout.n, temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k
             ),
             decode=decoder(self.tokenizer),
-            capacity=max(1, self.plan.slots // config.rollout.n),
+            capacity=max(1, self.plan.slots // rollout.n),
             generation_timeout_s=config.async_training.generation_timeout,
             interval_s=config.async_training.batch_generation_interval,
             drop_zero_variance=config.algorithm.zero_variance == "drop",
@@ -254,71 +251,43 @@ class RolloutSide:
     def _reward_stage(self) -> RewardStage:
         from freewheel.rollout.reward_stage import RewardStage
 
-        reward = self.config.reward
-        return RewardStage(
-            score=self.reward,
-            judge=reward.judge,
-            concurrency=reward.concurrency,
-            timeout_s=reward.timeout_s,
-            workers=reward.workers,
-            executor=reward.executor,
-            retries=reward.retries,
-            on_failure=reward.on_failure,
-        )
+        settings = msgspec.structs.asdict(self.config.reward)
+        del settings["function"]  # loaded already
+        return RewardStage(score=self.reward, **settings)
 
-    async def evaluate(self, share: int, shares: int) -> EvalResult | None:
-        """Evaluate every `shares`-th held-out prompt with the engine's current weights. None: this share is empty."""
+    async def evaluate(self, share: int = 0, shares: int = 1, *, keep_responses: bool = False) -> EvalResult | None:
+        """Evaluate every `shares`-th held-out prompt with the engine's current weights and the reward function alone,
+        without judge and retries. None: this share is empty."""
+        from freewheel.rollout.evaluation import HeldOutScore, evaluate
+
         places = range(share, len(self.held_out), shares)
         if not places:
             return None
-        return await evaluate_prompts(
-            self.config,
-            self.plan,
-            self.engine,
-            [self.held_out[place] for place in places],
-            self.reward,
-            tokenizer=self.tokenizer,
+        reward, decode = self.config.reward, decoder(self.tokenizer)
+        async with HeldOutScore(
+            self.reward, decode=decode, workers=reward.workers, executor=reward.executor, timeout_s=reward.timeout_s
+        ) as score:
+            return await evaluate(
+                self.engine,
+                [self.held_out[place] for place in places],
+                score,
+                self._sampling(n=self.config.eval.samples, temperature=self.config.eval.temperature),
+                timeout_s=self.config.async_training.generation_timeout,
+                ordinals=places,
+                keep_responses=keep_responses,
+            )
+
+    def _sampling(self, *, n: int, temperature: float, top_p: float = 1.0, top_k: int = 0) -> Sampling:
+        from freewheel.rollout.generation import Sampling
+
+        return Sampling(
+            n=n,
+            max_new_tokens=self.plan.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
             stop_token_ids=self.stop_token_ids,
-            ordinals=places,
-        )
-
-
-async def evaluate_prompts(
-    config: TrainConfig,
-    plan: Plan,
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    function: RewardFunction,
-    *,
-    tokenizer: Any,
-    stop_token_ids: tuple[int, ...],
-    **options: Any,
-) -> EvalResult:
-    """Evaluate with the reward function alone, without judge and retries. `options`: see `evaluate`."""
-    from freewheel.rollout.evaluation import HeldOutScore, evaluate
-    from freewheel.rollout.generation import Sampling
-
-    reward = config.reward
-    async with HeldOutScore(
-        function,
-        decode=decoder(tokenizer),
-        workers=reward.workers,
-        executor=reward.executor,
-        timeout_s=reward.timeout_s,
-    ) as score:
-        return await evaluate(
-            engine,
-            prompts,
-            score,
-            Sampling(
-                n=config.eval.samples,
-                max_new_tokens=plan.max_new_tokens,
-                temperature=config.eval.temperature,
-                stop_token_ids=stop_token_ids,
-                seed=config.seed,
-            ),
-            timeout_s=config.async_training.generation_timeout,
-            **options,
+            seed=self.config.seed,
         )
 
 
@@ -371,7 +340,7 @@ class TrainSide:
         from freewheel.trainer.checkpoint import CheckpointStore, Resumed, RunSaver
         from freewheel.trainer.torch_backend import TorchBackend
 
-        use_threads(plan.threads_trainer)
+        use_threads(config.trainer.threads)
         self.config, self.plan = config, plan
         self.tokenizer = load_tokenizer(config)
         model = load_causal_lm(  # in the type of the files, for the export
@@ -429,7 +398,7 @@ class TrainSide:
 
         step = self._trainer.global_steps if self._trainer is not None else 0
         weights = pack(self.backend.weights(stored=True))
-        self.store.export(Path(folder), step, lambda beside: self.saver.write_hf(beside, weights))
+        self.store.export(Path(folder), step, lambda scratch: self.saver.write_hf(scratch, weights))
 
 
 # -- objects that settings name ---------------------------------------------------------------------------------------
@@ -640,7 +609,7 @@ def check_journal(run_dir: Path) -> None:
 async def _restore_when_possible(path: Path, work: Callable[[Journal], Restored]) -> tuple[JournalWriter, Restored]:
     """Retry until the journal can be written."""
     clock = asyncio.get_running_loop().time
-    began, said = clock(), -_WARN_AGAIN_S
+    began, warned = clock(), -_WARN_AGAIN_S
     while True:
         try:
             return await _read(path, work)
@@ -648,9 +617,9 @@ async def _restore_when_possible(path: Path, work: Callable[[Journal], Restored]
             busy = isinstance(error, JournalBusy)
             if not (busy or is_temporary(error)) or (busy and clock() - began > _BUSY_S):
                 raise
-            if clock() - said >= _WARN_AGAIN_S:
+            if clock() - warned >= _WARN_AGAIN_S:
                 log.warning("%s; the run continues once this is resolved", error)
-                said = clock()
+                warned = clock()
         await asyncio.sleep(_RETRY_S)
 
 

@@ -1,14 +1,15 @@
 """The Ray cluster of a run: checked, then joined or started before the run, and released after it.
 
-    ray.address ─▶ find_head: host:port ─▶ a TCP connection ─▶ HTTP/2's first frames ─▶ nothing, or a `ConfigError`
-                                                                                └─▶ ray.init ─▶ the run ─▶ ray.shutdown
+    ray.address ─▶ find_head: host:port ─▶ a TCP connection ─▶ ray.init ─▶ Pools: GPUs and machines are reserved
+                                                  └─▶ a `ConfigError`           └─▶ the run ─▶ ray.shutdown
 
 Ray itself tries a dead address for minutes; `check_cluster` takes seconds and needs no Ray. `make_plan` and `freewheel
-doctor` call it, and so does `cluster`, which `FullyAsyncMain` enters.
+doctor` call it, and so does `cluster`, which `FullyAsyncMain` enters. `Supervisor` reserves the pools.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -16,14 +17,19 @@ import signal
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from freewheel.errors import ConfigError
 from freewheel.utils.processes import within
+
+if TYPE_CHECKING:
+    from freewheel.runtime.plan import Plan
 
 ADDRESS_KEY = "ray.address"
 START_COMMAND = "ray start --head --port=6379"
@@ -36,16 +42,10 @@ _CONNECT_S = 5.0
 """Longest time for a host to accept a connection. A slower host is down, or a firewall drops the packets."""
 _RESOLVE_S = 5.0
 """Added for name resolution, which has no time limit if the resolver is unreachable."""
-_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""The first bytes of an HTTP/2 client (RFC 9113, 3.4), with empty settings: Ray speaks gRPC. With a server of another
-kind, Ray would retry for as long as with a dead port."""
-_FRAME_BYTES, _KIND_AT, _SETTINGS = 9, 3, 4
-"""Length of a frame's header, the place of its kind in it, and the kind that a server sends first."""
 _NEW = "local"
 """As an address: start a new cluster."""
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
-"""The address that `auto` means, if it is set. Otherwise `auto` means the last `ray start` on this machine."""
-_CURRENT = "ray/ray_current_cluster"
+"""The address that `auto` means, if it is set. Otherwise Ray finds a cluster among this machine's processes."""
 
 
 @contextmanager
@@ -153,58 +153,30 @@ def check_cluster(address: str | None, environ: Mapping[str, str] = os.environ) 
     head = find_head(address, environ)
     if head is None:
         if not _has_head():
-            remedy = f"no Ray cluster is known on this machine: start one with {START_COMMAND}"
+            remedy = f"no Ray cluster runs on this machine: start one with {START_COMMAND}"
             raise ConfigError(ADDRESS_KEY, address, remedy)
         return
     shown = f"{address} ({head})" if head != address else address
     host, _, port = head.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(ADDRESS_KEY, shown, "give 'auto' or host:port, such as 10.0.0.5:6379")
-    uses_tls = environ.get("RAY_USE_TLS") == "1"
     try:
-        within(_RESOLVE_S + 2 * _CONNECT_S, lambda: _greet(host.strip("[]"), int(port), uses_tls=uses_tls))
-    except _NotRay as error:
-        raise ConfigError(ADDRESS_KEY, shown, f"{error}: give the address that `ray start --head` printed") from None
+        within(_RESOLVE_S + _CONNECT_S, lambda: _connect_once(host.strip("[]"), int(port)))
     except OSError as error:
-        if address == "auto" and not environ.get(_ADDRESS_VARIABLE) and _has_head():
-            return  # the recorded address is old; Ray finds the running cluster among the processes
         why = error.strerror or str(error) or type(error).__name__
         remedy = f"nobody takes a connection there ({why}): start a cluster with {START_COMMAND}, correct the address, "
         raise ConfigError(ADDRESS_KEY, shown, remedy + "or leave it out") from None
 
 
 def find_head(address: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the `host:port` that `address` means; None if `auto` has nothing to go by."""
+    """Return the `host:port` that `address` means; None if `auto` leaves it to Ray."""
     if address == "auto":
-        address = environ.get(_ADDRESS_VARIABLE, "") or _last_started(environ)
+        address = environ.get(_ADDRESS_VARIABLE, "")
     return address.removeprefix("ray://").partition("/")[0] or None
 
 
-def _last_started(environ: Mapping[str, str]) -> str:
-    """Return the address that the last `ray start` on this machine recorded."""
-    folder = Path(environ.get("RAY_TMPDIR") or environ.get("TMPDIR") or "/tmp")
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return (folder / _CURRENT).read_text(encoding="utf-8").strip()
-    return ""
-
-
-class _NotRay(Exception):
-    """Something else listens there."""
-
-
-def _greet(host: str, port: int, *, uses_tls: bool) -> None:
-    with socket.create_connection((host, port), timeout=_CONNECT_S) as connection:
-        if uses_tls:  # only Ray's own client has the certificates
-            return
-        answer = b""
-        try:
-            connection.sendall(_GREETING)
-            while len(answer) < _FRAME_BYTES and (more := connection.recv(_FRAME_BYTES - len(answer))):
-                answer += more
-        except OSError as error:
-            raise _NotRay(f"a server accepts connections there but does not speak Ray's protocol ({error})") from None
-    if len(answer) < _FRAME_BYTES or answer[_KIND_AT] != _SETTINGS:
-        raise _NotRay("the server there is not a Ray cluster")
+def _connect_once(host: str, port: int) -> None:
+    socket.create_connection((host, port), timeout=_CONNECT_S).close()
 
 
 def _has_head() -> bool:
@@ -214,3 +186,114 @@ def _has_head() -> bool:
             if file.read_text(encoding="utf-8", errors="replace").strip() == _HEAD:
                 return True
     return False
+
+
+# -- reservations -----------------------------------------------------------------------------------------------------
+
+
+Role = Literal["trainer", "rollout"]
+Bundle = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """Machines that are reserved together."""
+
+    bundles: tuple[Bundle, ...]
+    """One per machine."""
+    spread: bool
+    """Each on a different machine."""
+
+
+def pools(plan: Plan) -> dict[Role, Pool]:
+    """Return the reservations. Empty if only the CPUs of one machine are used."""
+    t, r = plan.config.trainer, plan.config.rollout
+    if not plan.gpus_trainer and not plan.gpus_per_replica and t.nnodes == r.nnodes == 1:
+        return {}
+    training = _bundles(t.nnodes, plan.world_size, t.threads, plan.gpus_trainer)
+    generating = _bundles(r.nnodes, plan.replicas, r.threads, plan.gpus_per_replica)
+    if plan.shared_gpu:
+        both = {kind: training[0].get(kind, 0) + generating[0].get(kind, 0) for kind in ("CPU", "GPU")}
+        one = Pool(bundles=(both,), spread=False)
+        return {"trainer": one, "rollout": one}
+    return {
+        "trainer": Pool(bundles=training, spread=t.nnodes > 1),
+        "rollout": Pool(bundles=generating, spread=r.nnodes > 1),
+    }
+
+
+def place_of(number: int, count: int, machines: int) -> int:
+    """Return the machine of a process: neighbours share a machine, which suits collectives."""
+    return number * machines // count
+
+
+def _bundles(machines: int, count: int, threads: int, gpus: float) -> tuple[Bundle, ...]:
+    """Return what each machine of a pool needs for its share of `count` processes."""
+    shares = Counter(place_of(number, count, machines) for number in range(count))
+    bundles = ({"CPU": float(threads * share), "GPU": gpus * share} for share in shares.values())
+    return tuple({kind: amount for kind, amount in bundle.items() if amount} for bundle in bundles)
+
+
+class Pools:
+    """The reservations of one run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._pools = pools(plan)
+        self._room_s = plan.config.ray.room_s
+        self._counts = {"trainer": plan.world_size, "rollout": plan.replicas}
+        self._groups: dict[Pool, Any] = {}
+
+    async def reserve(self) -> None:
+        """Reserve everything. Raises what the cluster lacks."""
+        from ray.util import placement_group
+
+        for pool in dict.fromkeys(self._pools.values()):  # both roles may share one
+            strategy = "STRICT_SPREAD" if pool.spread else "STRICT_PACK"
+            self._groups[pool] = placement_group([dict(bundle) for bundle in pool.bundles], strategy=strategy)
+        for role, pool in self._pools.items():
+            if not await asyncio.to_thread(self._groups[pool].wait, self._room_s):
+                self.release()
+                raise self._missing(role)
+
+    def options(self, role: Role, number: int) -> dict[str, Any]:
+        """Return Ray's options for the placement of a process."""
+        if role not in self._pools:
+            return {}
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        pool = self._pools[role]
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=self._groups[pool],
+            placement_group_bundle_index=place_of(number, self._counts[role], len(pool.bundles)),
+            placement_group_capture_child_tasks=False,
+        )
+        return {"scheduling_strategy": strategy}
+
+    def release(self) -> None:
+        from ray.util import remove_placement_group
+
+        for group in self._groups.values():
+            remove_placement_group(group)
+        self._groups.clear()
+
+    def _missing(self, role: Role) -> ConfigError:
+        import ray
+
+        pool = self._pools[role]
+        wanted = " and ".join(_text(bundle) for bundle in pool.bundles)
+        known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        nodes = [node["Resources"] for node in known if node["Alive"]]
+        have = " and ".join(_text({kind: node.get(kind, 0) for kind in ("CPU", "GPU")}) for node in nodes)
+        key, value = (
+            ("nnodes", len(pool.bundles)) if pool.spread else ("n_gpus_per_node", pool.bundles[0].get("GPU", 0))
+        )
+        remedy = (
+            f"the cluster had no room for {wanted} on {'as many machines' if pool.spread else 'one machine'} within "
+            f"ray.room_s = {self._room_s:g} s; its machines have {have}: give fewer, wait until others are done, or "
+            "add machines"
+        )
+        return ConfigError(f"{role}.{key}", value, remedy)
+
+
+def _text(resources: Bundle) -> str:
+    return ", ".join(f"{amount:g} {kind}s" for kind, amount in sorted(resources.items(), reverse=True)) or "nothing"

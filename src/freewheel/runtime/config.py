@@ -59,9 +59,6 @@ PositiveShare = Annotated[float, Meta(gt=0, le=1)]
 _Port = Annotated[int, Meta(ge=0, le=2**16 - 1)]
 _MOST_STEPS = 10**9
 """More is a typing error: 32 years at a step per second."""
-_RESPONSE_BYTES = 512
-"""Least memory of a response with its arrays and its reward, however short it is."""
-_GIB = 2**30
 _TASK_NAME = re.compile(r"[\w.-]+(:\w+)?")
 _KEY_PARAMETERS = ("key", "api_key", "api-key", "apikey", "access_token", "token", "code", "sig", "signature")
 """Parameters of a URL in which services accept an API key."""
@@ -425,18 +422,6 @@ _Problems = Iterator[tuple[str, str]]
 """A key and its remedy. Only the first problem is used: later checks may assume that there was none before."""
 
 
-def _objects(config: TrainConfig) -> _Problems:
-    """Names of a user's objects. Imports nothing."""
-    for key, value, registry in (
-        ("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES),
-        ("trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES),
-        ("reward.function", config.reward.function, ()),
-        ("observe.custom_monitor", config.observe.custom_monitor, ()),
-    ):
-        if value is not None and value not in registry and not all(value.partition(":")[::2]):
-            yield key, "give module:name, such as my_package.rewards:score"
-
-
 def _urls(config: TrainConfig) -> _Problems:
     urls = config.rollout.urls
     if urls == []:
@@ -617,22 +602,9 @@ def _evaluation(config: TrainConfig) -> _Problems:
 
 
 _CHECKS = (
-    *(_objects, _urls, _reward, _alerts),
+    *(_urls, _reward, _alerts),
     *(_staleness, _queue, _devices, _engine, _ranks, _algorithm, _optimizer, _data, _evaluation),
 )
-
-
-def step_in_memory(config: TrainConfig, memory_bytes: int) -> list[ConfigError]:
-    """Return a problem if a step's responses do not fit into the trainer's memory. `memory_bytes` 0: not known."""
-    n, groups = config.rollout.n, config.trainer.groups_per_step
-    least = n * groups * _RESPONSE_BYTES
-    if not memory_bytes or least <= memory_bytes or config.ray.address is not None:
-        return []
-    key, value, other = ("rollout.n", n, "trainer.groups_per_step") if n >= groups else (
-        "trainer.groups_per_step", groups, "rollout.n"
-    )  # fmt: skip
-    remedy = f"a step has {n * groups:,} responses, which take at least {least / _GIB:,.1f} GiB, and this machine has "
-    return [ConfigError(key, value, f"{remedy}{memory_bytes / _GIB:,.1f}: give less, or a smaller {other}")]
 
 
 def held_out_file(config: TrainConfig) -> list[ConfigError]:

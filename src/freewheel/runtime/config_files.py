@@ -1,12 +1,11 @@
 """Reads a `TrainConfig` from a YAML file, a command line or plain values, and writes it.
 
-    schema defaults ◀─ NAME.yaml (--config-path, or the package's own) ◀─ key=value overrides
-           └─ Hydra's compose API ─▶ plain values ─▶ `to_config`: checks each key and each pair of keys
+    schema defaults ◀─ NAME.yaml (--config-path, or the package's own) ◀─ key=value overrides ◀─ Python values
+           └─ `${…}` filled in ─▶ plain values ─▶ `to_config`: checks each key and each pair of keys
 
     {"trainer": {"total_step": 5}} ─▶ trainer.total_step = 5: unknown key; did you mean trainer.total_steps?
 
-Files have no defaults: those are in the schema. Hydra only merges: the working directory, logging and an application's
-own Hydra state stay as they are. `to_yaml` writes a run's configuration, `load` reads it. `compose` needs hydra-core.
+Files have no defaults: those are in the schema. `to_yaml` writes a run's configuration, `load` reads it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -31,13 +28,17 @@ from freewheel.utils.checks import alternatives, describe, shown_value
 PACKAGED = Path(__file__).parent / "configs"
 _DEFAULT_NAME = "default"
 _SUFFIX = ".yaml"
-_HYDRA_ONLY_MERGES = "Hydra merges settings here and does nothing else: leave it out"
+_DEFAULTS, _SELF = "defaults", "_self_"
+"""A file's key that lists the files below it, and the file's own place among them: the last one unless it is listed."""
+_GRAMMAR = "write key=value; text that begins with a bracket needs quotes: 'data.system_prompt=\"[a] b\"'"
+_NO_SPACE = re.compile(r"([{,]\s*[\w.-]+):(?=\S)(?!//)")
+"""`{rank:16}` in an override, which YAML would read as one name."""
+_REFERENCE = re.compile(r"\$\{([^${}]+)\}")
+_VARIABLE = "oc.env:"
+"""`${oc.env:NAME}` is the environment variable NAME, and `${oc.env:NAME,8}` is 8 where it is not set."""
 
-_ROOT, _SCHEMA = "_freewheel_root", "_freewheel_schema"
-"""Names in Hydra's config store during a composition."""
-_LOCK = threading.Lock()
-"""The config store belongs to the whole process."""
-_GRAMMAR = "write key=value, with quotes around text that has commas, brackets or quotes: 'data.system_prompt=\"a, b\"'"
+
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def compose(
@@ -54,18 +55,22 @@ def compose(
     with or without `.yaml`. `base` replaces the schema's defaults, and then no file is read. `settings`: Python values
     by key, flat (`{"trainer.total_steps": 3}`) or nested; they override everything else.
     """
-    values: dict[Any, Any] = (base or TrainConfig()).to_dict()
-    if not base or overrides:  # else there is nothing for Hydra to merge
-        folder, name = (PACKAGED, None) if base else _find(config_path, config_name)
-        if name is not None:
-            _check_file(folder / f"{name}{_SUFFIX}")
-        values = _merge(values, folder, name, _parse(overrides, folder))
-    for key, value in (settings or {}).items():
-        _set(values, str(key), value, "")
+    values: dict[str, Any] = (base or TrainConfig()).to_dict()
+    if base is None:
+        _set_all(values, _mark(_read_with_defaults(*_find(config_path, config_name))))
+    for text in overrides:
+        _override(values, text)
+    values = _fill_in(values, values)
+    _set_all(values, settings or {})
     return to_config(values)
 
 
-def _set(values: dict[Any, Any], key: str, value: Any, path: str) -> None:
+def _set_all(values: dict[str, Any], given: Mapping[Any, Any]) -> None:
+    for key, value in given.items():
+        _set(values, str(key), value, "")
+
+
+def _set(values: dict[str, Any], key: str, value: Any, path: str) -> None:
     """Set one key, dotted or a section with keys inside, in nested values."""
     section, dot, rest = key.partition(".")
     full = f"{path}.{section}".removeprefix(".")
@@ -80,133 +85,26 @@ def _set(values: dict[Any, Any], key: str, value: Any, path: str) -> None:
         values[key] = value
 
 
-def to_yaml(config: TrainConfig) -> str:
-    """Write every key with its value, in the schema's order."""
-    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
-
-
-def load(path: str | os.PathLike[str]) -> TrainConfig:
-    """Read what `to_yaml` wrote, with all checks. Nothing in it is interpolated."""
-    values = _read(Path(path))
-    try:
-        return to_config(values)
-    except ConfigError as error:
-        raise error.renamed(f"{path}: {error.key}") from None
-
-
-def configs(folder: Path = PACKAGED) -> list[str]:
-    """Return the names that `config_name` may have."""
-    return sorted(file.stem for file in folder.glob(f"*{_SUFFIX}"))
-
-
-def _find(config_path: str | os.PathLike[str] | None, config_name: str | None) -> tuple[Path, str]:
-    folder = PACKAGED if config_path is None else Path(config_path).expanduser().absolute()
-    name = (config_name or _DEFAULT_NAME).removesuffix(_SUFFIX)
-    if not folder.is_dir():
-        remedy = "that is a file: give its folder, and its name with --config-name" if folder.is_file() else (
-            f"there is no such folder; relative paths start at {Path.cwd()}"
-        )  # fmt: skip
-        raise ConfigError("--config-path", os.fspath(config_path or folder), remedy)
-    if not (folder / f"{name}{_SUFFIX}").is_file():
-        where = "freewheel comes" if config_path is None else f"{folder} comes"
-        there = ", ".join(configs(folder)) or f"no {_SUFFIX} file"
-        remedy = f"{where} with {there}"
-        if config_path is None:
-            remedy += "; a file of your own needs --config-path DIR"
-        raise ConfigError("--config-name", config_name or _DEFAULT_NAME, remedy)
-    return folder, name
-
-
-def _check_file(path: Path) -> None:
-    """Refuse what Hydra would accept silently, or report without file and line."""
-    values = _read(path)
-    if "hydra" in values:
-        raise ConfigError(f"{path.name}: hydra", "…", _HYDRA_ONLY_MERGES)
-
-
-def _parse(overrides: Sequence[str], folder: Path) -> list[str]:
-    """Translate overrides for Hydra. Any key may be set here; `to_config` refuses unknown ones with a suggestion. A
-    free mapping (`rollout.vllm`, `reward.judge`, …) that is given whole replaces the earlier one."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import OverrideType
-    from hydra.errors import HydraException
-
-    parser, whole = OverridesParser.create(), mapping_keys()
-    found: list[str] = []
-    for text in overrides:
+def _override(values: dict[str, Any], text: str) -> None:
+    """Apply one argument of a command line: `key=value` (`+` before it is Hydra's and changes nothing) or `~key`."""
+    key, gives, raw = text.partition("=")
+    key, resets = key.lstrip("+~"), key.startswith("~")
+    if not key or not (gives or resets):
+        raise ConfigError("override", _hide_key(text), _GRAMMAR)
+    if resets:
+        *sections, name = key.split(".")
         try:
-            (override,) = parser.parse_overrides([text])
-        except HydraException as error:
-            reason = "" if _hide_key(text) != text else f"{_reason(error)}; "
-            raise ConfigError("override", _hide_key(text), reason + _GRAMMAR) from None
-        key = override.key_or_group
-        if not key:
-            raise ConfigError("override", text, _GRAMMAR)
-        if key.partition(".")[0] == "hydra":
-            raise ConfigError(key, text.partition("=")[2], _HYDRA_ONLY_MERGES)
-        if override.is_sweep_override():
-            raise ConfigError(key, text.partition("=")[2], "a run takes one value; a list is written [1,2]")
-        is_group = override.package is not None or (folder / key).is_dir()
-        sets = override.type in (OverrideType.CHANGE, OverrideType.ADD) and not is_group
-        if sets and key in whole and isinstance(override.value(), dict):
-            found.append(f"++{key}=null")  # Hydra would merge it into the earlier mapping, so nothing could be removed
-        found.append(f"++{text.lstrip('+')}" if sets else text)
-    return found
-
-
-def _merge(values: Mapping[str, Any], folder: Path, name: str | None, overrides: list[str]) -> dict[Any, Any]:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    defaults = [_SCHEMA, *([f"{name}@_global_"] if name is not None else []), "_self_"]
-    # A user's file may extend one of the package's.
-    root = {"defaults": defaults, "hydra": {"searchpath": [f"file://{PACKAGED}"]}}
+            del _find_value(values, sections)[name]  # `to_config` fills in the default
+        except (KeyError, TypeError):
+            raise ConfigError("override", text, "there is nothing to restore: no such key") from None
+        return
     try:
-        with (
-            _LOCK,
-            _borrow_hydra({_ROOT: root, _SCHEMA: _escape(values)}),
-            initialize_config_dir(config_dir=str(folder), job_name="freewheel", version_base="1.3"),
-        ):
-            merged = OmegaConf.to_container(hydra_compose(_ROOT, overrides=overrides), resolve=True)
-    except yaml.YAMLError as error:
-        raise _bad_yaml(error, folder) from None
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", None) or "configuration")
-        raise ConfigError(key, _reason(error), "correct ${…}: give a full key, or oc.env:NAME") from None
-    except HydraException as error:
-        raise _composition_error(error, overrides) from None
-    assert isinstance(merged, dict)
-    return merged
-
-
-@contextmanager
-def _borrow_hydra(nodes: Mapping[str, Any]) -> Iterator[None]:
-    """Use Hydra's process-wide state with `nodes` in its config store, and restore it at the end."""
-    from hydra.core.config_store import ConfigStore
-    from hydra.core.global_hydra import GlobalHydra
-
-    store = ConfigStore.instance()
-    applications = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        for name, node in nodes.items():
-            store.store(name=name, node=node)
-        yield
-    finally:
-        GlobalHydra.instance().hydra = applications  # a new instance by now, because Hydra restores copies
-        for name in nodes:
-            store.repo.pop(f"{name}{_SUFFIX}", None)
-
-
-def _composition_error(error: Exception, overrides: list[str]) -> ConfigError:
-    message = _reason(error)
-    for text in overrides:
-        if text.lstrip("+~").partition("=")[0] in message:
-            return ConfigError("override", _hide_key(text), message if _hide_key(text) == text else _GRAMMAR)
-    return ConfigError("configuration", type(error).__name__, message)
+        value = _load_yaml(_NO_SPACE.sub(r"\1: ", raw)) if raw else ""
+    except (yaml.YAMLError, ValueError):
+        raise ConfigError("override", _hide_key(text), _GRAMMAR) from None
+    if isinstance(value, dict) and not raw.lstrip().startswith("{"):
+        value = raw  # text with a colon
+    _set(values, key, _mark(value), "")
 
 
 def _hide_key(override: str) -> object:
@@ -215,26 +113,106 @@ def _hide_key(override: str) -> object:
     return next((hidden for name in names if (hidden := shown_value(name, override)) != override), override)
 
 
-def _escape(value: Any) -> Any:
-    """Escape `${` in values that are already resolved."""
+def configs(folder: Path = PACKAGED) -> list[str]:
+    """Return the names that `config_name` may have."""
+    return sorted(file.stem for file in folder.glob(f"*{_SUFFIX}"))
+
+
+def _find(config_path: str | os.PathLike[str] | None, config_name: str | None) -> tuple[Path, str]:
+    """Return the folder and the name of a configuration file."""
+    folder = PACKAGED if config_path is None else Path(config_path).expanduser().absolute()
+    name = (config_name or _DEFAULT_NAME).removesuffix(_SUFFIX)
+    if not folder.is_dir():
+        why = f"there is no such folder; relative paths start at {Path.cwd()}"
+        if folder.is_file():
+            why = "that is a file: give its folder, and its name with --config-name"
+        raise ConfigError("--config-path", str(config_path), why)
+    if not (folder / f"{name}{_SUFFIX}").is_file():
+        there = ", ".join(configs(folder)) or f"no {_SUFFIX} file"
+        remedy = f"freewheel comes with {there}; a file of your own needs --config-path DIR"
+        if config_path is not None:
+            remedy = f"{folder} comes with {there}"
+        raise ConfigError("--config-name", config_name or _DEFAULT_NAME, remedy)
+    return folder, name
+
+
+def _read_with_defaults(folder: Path, name: str, inside: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Read a file and those that it lists: from its folder, or from the package. `inside`: the files that list it."""
+    path = next((path for at in (folder, PACKAGED) if (path := at / f"{name}{_SUFFIX}").is_file()), None)
+    if path is None or name in inside:
+        why = "it lists itself" if path else f"there is no {name}{_SUFFIX} in {folder}"
+        raise ConfigError(f"{inside[-1]}{_SUFFIX}: {_DEFAULTS}", name, f"{why}: list names of other files")
+    own, merged = _read(path), dict[str, Any]()
+    listed = own.pop(_DEFAULTS, None) or []
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{path.name}: {_DEFAULTS}", listed, f"list names of files, such as [sync, {_SELF}]")
+    for one in listed if _SELF in listed else [*listed, _SELF]:
+        _set_all(merged, own if one == _SELF else _read_with_defaults(folder, one, (*inside, name)))
+    return merged
+
+
+# -- references -------------------------------------------------------------------------------------------------------
+
+
+class _Reference(str):
+    """Text of a file or of a command line with `${…}` in it. The same text of an earlier run is plain text."""
+
+
+def _mark(value: Any) -> Any:
     if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
+        return _Reference(value) if _REFERENCE.search(value) else value
     if isinstance(value, dict):
-        return {key: _escape(one) for key, one in value.items()}
-    return [_escape(one) for one in value] if isinstance(value, list | tuple) else value
+        return {key: _mark(one) for key, one in value.items()}
+    return [_mark(one) for one in value] if isinstance(value, list) else value
 
 
-def _reason(error: Exception) -> str:
-    """Return the message of Hydra or OmegaConf without its references to documentation."""
-    lines = [line.strip() for line in str(error).splitlines()]
-    told = [
-        line for line in lines if line and not line.startswith(("Error parsing", "See http", "full_key", "object_"))
-    ]
-    return " ".join(told)
+def _fill_in(value: Any, values: Mapping[str, Any]) -> Any:
+    """Replace each `${key}` and `${oc.env:NAME}` in a value. One that is the whole text keeps its type."""
+    if isinstance(value, dict):
+        return {key: _fill_in(one, values) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_fill_in(one, values) for one in value]
+    if not isinstance(value, _Reference):
+        return value
+    try:
+        whole = _REFERENCE.fullmatch(value)
+        return _look_up(whole[1], values) if whole else _REFERENCE.sub(lambda one: str(_look_up(one[1], values)), value)
+    except (KeyError, TypeError, RecursionError):
+        raise ConfigError("configuration", str(value), "correct ${…}: give a full key, or oc.env:NAME") from None
+
+
+def _look_up(name: str, values: Mapping[str, Any]) -> Any:
+    if not name.startswith(_VARIABLE):
+        return _fill_in(_find_value(values, name.split(".")), values)
+    variable, has_default, default = name.removeprefix(_VARIABLE).partition(",")
+    text = os.environ.get(variable, default) if has_default else os.environ[variable]
+    return _load_yaml(text)
+
+
+def _find_value(values: Any, path: Sequence[str]) -> Any:
+    """Return the value at a path. Raises a `KeyError` or a `TypeError` if there is none."""
+    return reduce(lambda inner, name: inner[name], path, values)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def to_yaml(config: TrainConfig) -> str:
+    """Write every key with its value, in the schema's order."""
+    return yaml.dump(config.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def load(path: str | os.PathLike[str]) -> TrainConfig:
+    """Read what `to_yaml` wrote, with all checks. No reference in it is filled in."""
+    values = _read(Path(path))
+    try:
+        return to_config(values)
+    except ConfigError as error:
+        raise error.renamed(f"{path}: {error.key}") from None
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML as OmegaConf does: `1e-6` is a number, and duplicate keys are errors."""
+    """Reads `1e-6` as a number, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -245,6 +223,13 @@ class _Loader(yaml.SafeLoader):
                 )
             seen.add(key.value)
         return dict(super().construct_mapping(node, deep))
+
+
+# A run directory may be named after a day: 2026-11-19 is text.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -266,14 +251,18 @@ for _kind in (_Loader, _Dumper):
     )
 
 
+def _load_yaml(text: str) -> Any:
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
 def _read(path: Path) -> dict[Any, Any]:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)  # a SafeLoader
+        values = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("config", str(path), f"the file cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError("config", str(path), "the file is not UTF-8 text") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise _bad_yaml(error, path) from None
     if values is None:
         return {}
@@ -282,32 +271,27 @@ def _read(path: Path) -> dict[Any, Any]:
     return values
 
 
-def _bad_yaml(error: yaml.YAMLError, path: Path) -> ConfigError:
+def _bad_yaml(error: yaml.YAMLError | ValueError, path: Path) -> ConfigError:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or _reason(error)
-    name = getattr(mark, "name", "<")
-    where = str(path) if name.startswith("<") else name  # YAML read from a string has no file name
-    return ConfigError(
-        "config", f"{where}:{mark.line + 1}" if mark else where, f"this is not YAML: {problem}; correct the line"
-    )
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    where = f"{path}:{mark.line + 1}" if mark else str(path)
+    return ConfigError("config", where, f"this is not YAML: {problem}; correct the line")
 
 
-def find_differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Return the values in both, by dotted key, where they differ."""
-    return dict(_walk_differences(old, new, ""))
-
-
-def _walk_differences(old: Any, new: Any, path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def find_differences(old: Any, new: Any, path: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return the values in two configurations, by dotted key, where they differ."""
+    found: dict[str, tuple[Any, Any]] = {}
     for name in old.__struct_fields__:
         before, after = getattr(old, name), getattr(new, name)
         if isinstance(before, msgspec.Struct) and isinstance(after, msgspec.Struct):
-            yield from _walk_differences(before, after, f"{path}{name}.")
+            found |= find_differences(before, after, f"{path}{name}.")
         elif before != after:
-            yield f"{path}{name}", (before, after)
+            found[path + name] = (before, after)
+    return found
 
 
 _MANDATORY = "???"
-"""Marks a value in a Hydra file that the user must give."""
+"""Marks a value in a file that the user must give."""
 _SWITCHES = {True: "on", False: "off"}
 """YAML reads a bare `on` or `off` as a boolean; some keys want the words."""
 

@@ -18,8 +18,9 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.observe.run_folder import BEST, CONFIG
 from freewheel.rollout.evaluation import EvalResult
-from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, TrainConfig
-from freewheel.runtime.config_files import to_config
+from freewheel.runtime.building import RolloutSide, model_folder
+from freewheel.runtime.config import EMBEDDED, VLLM_KEYS, RolloutConfig, TrainConfig
+from freewheel.runtime.config_files import compose
 from freewheel.runtime.placement import MOST_SLOTS, Machine
 from freewheel.runtime.plan import resolve
 from freewheel.runtime.start import load_run
@@ -75,64 +76,43 @@ def eval_config(
     """Return the run's configuration with the given settings."""
     if target.run is None and task is None:
         raise ConfigError("--task", None, "a model without a run has no task: give word_problems, …")
-    values = (target.run or TrainConfig()).to_dict()
-    if (values["eval"]["prompts"] if prompts is None else prompts) == 0:
+    base = target.run or TrainConfig()
+    if (base.eval.prompts if prompts is None else prompts) == 0:
         raise ConfigError("--prompts", 0, "nothing would be evaluated: give 1 or more")
-    values["model"] |= {"path": target.path, "lora": None}  # saved weights have their adapters merged
-    values["rollout"]["replicas"] = "auto"  # a single engine, alone on its GPU
-    asked: dict[str, dict[str, Any]] = {
-        "data": {"task": task, "eval": data},
-        "eval": {"prompts": prompts, "samples": samples, "temperature": temperature},
-    }
-    if task is not None and target.run is not None and task != target.run.data.task:
-        values["data"] |= {"train": None, "eval": None}
-        values["reward"]["function"] = None  # it belongs to the run's own task
-    for section, given in asked.items():
-        values[section] |= {key: value for key, value in given.items() if value is not None}
+    settings: dict[str, Any] = {"model.path": target.path}
+    settings |= {"model.lora": None, "rollout.replicas": "auto"}  # saved weights have their adapters merged
+    if task is not None and task != base.data.task:
+        settings |= {
+            "data.train": None,
+            "data.eval": None,
+            "reward.function": None,
+        }  # they belong to the run's own task
     if engine is not None:
-        usual = TrainConfig().to_dict()["rollout"]
-        values["rollout"] |= {key: usual[key] for key in VLLM_KEYS} | {"engine": engine}
-    if data is not None and values["data"]["train"] is None:
-        values["data"]["train"] = data  # unused, but required by a task without rows of its own
-    return to_config(values)
+        usual = RolloutConfig()
+        settings |= {f"rollout.{key}": getattr(usual, key) for key in VLLM_KEYS}
+    given: dict[str, Any] = {"data.task": task, "data.eval": data, "rollout.engine": engine}
+    given |= {"eval.prompts": prompts, "eval.samples": samples, "eval.temperature": temperature}
+    settings |= {key: value for key, value in given.items() if value is not None}
+    if data is not None and settings.get("data.train", base.data.train) is None:
+        settings["data.train"] = data  # unused, but required by a task without rows of its own
+    return compose(base=base, settings=settings)
 
 
 async def run_evaluation(config: TrainConfig, *, keep_responses: bool = False) -> EvalResult:
     """Load the model into this process and evaluate it."""
-    from freewheel.rollout.reward_functions import load_reward
-    from freewheel.runtime import building
-    from freewheel.runtime.building import Prompts, load_engine
-
     plan = resolve(config, Machine.here())
-    building.use_threads(plan.threads_rollout)
-    tokenizer = building.load_tokenizer(config)
-    source = Prompts(config, tokenizer)
-    prompts = source.held_out()
-    if not prompts:
-        raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
-    if len(prompts) < config.eval.prompts:
-        log.warning("There are only %d prompts; %d were requested", len(prompts), config.eval.prompts)
-    function = load_reward(config.reward.function, source.task)
+    plan = replace(plan, slots=min(MOST_SLOTS, config.eval.prompts * config.eval.samples))
     with _engine_errors_by_flag(config):
-        loaded = load_engine(
-            config,
-            replace(plan, slots=min(MOST_SLOTS, len(prompts) * config.eval.samples)),
-            model_path=building.model_folder(config),
-            longest_tokens=source.longest_tokens,
-        )
+        side = RolloutSide(config=config, plan=plan, name="eval", model_path=model_folder(config), trains=False)
     try:
-        return await building.evaluate_prompts(
-            config,
-            plan,
-            loaded.engine,
-            prompts,
-            function,
-            tokenizer=tokenizer,
-            stop_token_ids=building.stop_token_ids(tokenizer, loaded.generation_config, source.task),
-            keep_responses=keep_responses,
-        )
+        result = await side.evaluate(keep_responses=keep_responses)
+        if result is None:
+            raise ConfigError("--data", config.data.eval, "the run names no held-out prompts: give a file")
+        if len(side.held_out) < config.eval.prompts:
+            log.warning("There are only %d prompts; %d were requested", len(side.held_out), config.eval.prompts)
+        return result
     finally:
-        await loaded.engine.close()
+        await side.engine.close()
 
 
 @contextmanager

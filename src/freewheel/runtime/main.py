@@ -111,7 +111,8 @@ class FullyAsyncMain:
             with closing(recorder), self._alongside():
                 account = RunAccount(config=self.config, run_dir=self.run_dir, recorder=recorder, view=self._view)
                 self._account = account
-                cpus = self.plan.replicas * self.plan.threads_rollout + self.plan.world_size * self.plan.threads_trainer
+                rollout, trainer = self.config.rollout, self.config.trainer
+                cpus = self.plan.replicas * rollout.threads + self.plan.world_size * trainer.threads
                 try:
                     with cluster(address=self.config.ray.address, cpus=cpus):
                         asyncio.run(self._live())

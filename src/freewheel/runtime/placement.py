@@ -8,21 +8,17 @@ that this machine cannot serve becomes a problem, so that a plan can be shown fo
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.engines import Transport, find_engine
 from freewheel.runtime.config import TrainConfig
-
-if TYPE_CHECKING:
-    from freewheel.runtime.plan import Plan
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -31,7 +27,7 @@ BFLOAT16_CAPABILITY = (8, 0)
 """NVIDIA's Ampere: the first generation with native bfloat16."""
 SMI_TIMEOUT_S = 10.0
 """A stuck driver must not block the start."""
-SMI_QUERY = "index,uuid,name,memory.total,compute_cap"
+SMI_QUERY = "name,memory.total,compute_cap"
 SHARED = 0.5
 """The part of a GPU that the trainer requests from Ray if generation shares it."""
 MEMORY_SHARE, MEMORY_SHARE_BESIDE_TRAINER = 0.9, 0.4
@@ -60,7 +56,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus(os.environ))
+        return cls(cpus=_cpus(), memory_bytes=_memory_bytes(), gpus=_gpus())
 
     @classmethod
     def of_host(cls) -> Machine:
@@ -101,111 +97,40 @@ class Placement:
 
 def place(config: TrainConfig, machine: Machine) -> Placement:
     """Resolve every `auto` of placement. With `ray.address` the GPUs are the cluster's, and Ray counts them."""
-    problems: list[ConfigError] = []
-    elsewhere = config.ray.address is not None
+    t, r = config.trainer, config.rollout
     gpus_here = len(machine.gpus)
-    trainer = _device(config.trainer.device, config.trainer.n_gpus_per_node, gpus_here)
-    rollout = _device(config.rollout.device, config.rollout.n_gpus_per_node, gpus_here)
-    if config.rollout.urls is not None:
-        rollout = "cpu"  # generation is elsewhere
-    wanted_trainer = _wanted_by_trainer(config, trainer)
-    wanted_rollout = _wanted_by_rollout(config, rollout, gpus_here - wanted_trainer)
-    if not elsewhere:
-        problems += _missing(config, trainer, rollout, gpus_here, wanted_trainer, wanted_rollout)
-    shared = trainer == rollout == "cuda" and wanted_rollout == 0
-    count, share = _replicas(config, rollout, wanted_rollout, shared)
-    problems += _does_not_fit(config, wanted_trainer, wanted_rollout, shared)
-    groups = config.trainer.groups_per_step * config.rollout.n
-    slots, memory = config.rollout.slots, config.rollout.gpu_memory_share
-    transport, against = _transport(config, trainer, rollout, shared)
+    trainer = _device(t.device, t.n_gpus_per_node, gpus_here)
+    rollout: Device = "cpu" if r.urls is not None else _device(r.device, r.n_gpus_per_node, gpus_here)
+    by_trainer = _gpus_of_trainer(config) if trainer == "cuda" else 0
+    by_rollout = _gpus_of_rollout(config, gpus_here - by_trainer) if rollout == "cuda" else 0
+    shared = trainer == rollout == "cuda" and by_rollout == 0
+    replicas, gpus_each = _replicas(config, rollout, by_rollout, shared)
+    samples = t.groups_per_step * r.n
+    share = MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
+    by_nccl = trainer == rollout == "cuda" and not shared and "nccl" in find_engine(r.engine).transports
+    transport = config.async_training.weight_transport
+    if transport == "auto":
+        transport = "ipc" if shared else "nccl" if by_nccl else "object_store"
+    compute = {trainer} if r.urls is not None else {trainer, rollout}
+    bfloat16 = compute == {"cuda"} and all(gpu.bfloat16 for gpu in machine.gpus)
     placed = Placement(
         device_trainer=trainer,
         device_rollout=rollout,
-        replicas=count,
-        slots=slots if slots != "auto" else min(MOST_SLOTS, -(-groups // count)),
-        dtype=_dtype(config, machine, trainer, trainer if config.rollout.urls is not None else rollout),
-        world_size=_world_size(config, trainer, wanted_trainer),
+        replicas=replicas,
+        slots=r.slots if r.slots != "auto" else min(MOST_SLOTS, -(-samples // replicas)),
+        dtype=config.model.dtype if config.model.dtype != "auto" else "bfloat16" if bfloat16 else "float32",
+        world_size=by_trainer if trainer == "cuda" else 1 if t.world_size == "auto" else t.world_size,
         gpus_trainer=0.0 if trainer == "cpu" else SHARED if shared else 1.0,
-        gpus_per_replica=share,
+        gpus_per_replica=gpus_each,
         shared_gpu=shared,
-        gpu_memory_share=_memory_share(count, share, shared) if memory == "auto" else memory,
+        gpu_memory_share=share if r.gpu_memory_share == "auto" else r.gpu_memory_share,
         transport=transport,
-        problems=(*problems, *against),
+        problems=(),
     )
-    return replace(placed, problems=(*placed.problems, *_over_committed(placed)))
-
-
-def _memory_share(replicas: int, gpus_each: float, shared: bool) -> float:
-    """Engines that share a GPU divide the share of a single one."""
-    return MEMORY_SHARE_BESIDE_TRAINER / replicas if shared else MEMORY_SHARE * min(1.0, gpus_each or 1.0)
-
-
-def _over_committed(placed: Placement) -> list[ConfigError]:
-    """Report engines that together exceed a GPU."""
-    engines, share = placed.engines_on_a_gpu, placed.gpu_memory_share
-    if engines * share <= 1:
-        return []
-    remedy = (
-        f"{engines} engines are on a GPU: give {100 // engines / 100} at most, less what training takes there, or auto"
-    )
-    return [ConfigError("rollout.gpu_memory_share", share, remedy)]
-
-
-def _world_size(config: TrainConfig, trainer: Device, gpus: int) -> int:
-    if trainer == "cuda":
-        return gpus
-    return 1 if config.trainer.world_size == "auto" else config.trainer.world_size
-
-
-def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> tuple[int, float]:
-    """Return the number of rollouters, and the GPUs of each."""
-    r = config.rollout
-    if r.urls is not None:
-        return len(r.urls), 0.0
-    each = r.tensor_parallel_size * r.pipeline_parallel_size
-    count = r.replicas if r.replicas != "auto" else max(1, gpus // each if rollout == "cuda" else 1)
-    if rollout == "cpu":
-        return count, 0.0
-    if shared:
-        return count, (1 - SHARED) / count
-    return count, float(each) if each > 1 else 1 / -(-count // max(1, gpus))
-
-
-def _does_not_fit(config: TrainConfig, by_trainer: int, by_rollout: int, shared: bool) -> list[ConfigError]:
-    """Report numbers of engines and GPUs that do not match."""
-    r, found = config.rollout, []
-    each = r.tensor_parallel_size * r.pipeline_parallel_size
-    per_node = r.n_gpus_per_node if r.n_gpus_per_node != "auto" else by_rollout
-    if each > 1 and (shared or each > per_node or by_rollout % each):
-        key = "tensor_parallel_size" if r.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        remedy = (
-            f"a replica then takes {each} GPUs of one machine, and {per_node} are for generation there: give GPUs of "
-            "its own (rollout.n_gpus_per_node), a multiple of that number"
-        )
-        found.append(ConfigError(f"rollout.{key}", getattr(r, key), remedy))
-    if shared and by_trainer > 1:
-        remedy = "training takes every GPU, and several cannot be shared: give rollout.n_gpus_per_node"
-        found.append(ConfigError("rollout.n_gpus_per_node", r.n_gpus_per_node, remedy))
-    return found
-
-
-def _transport(
-    config: TrainConfig, trainer: Device, rollout: Device, shared: bool
-) -> tuple[Transport, list[ConfigError]]:
-    wanted = config.async_training.weight_transport
-    is_supported = "nccl" in find_engine(config.rollout.engine).transports
-    by_nccl = is_supported and trainer == rollout == "cuda" and not shared
-    if wanted == "auto":
-        return ("ipc" if shared else "nccl" if by_nccl else "object_store"), []
-    key = "async_training.weight_transport"
-    if wanted == "ipc" and not shared:
-        return "object_store", [ConfigError(key, wanted, "training and generation share no GPU here: give auto")]
-    if wanted == "nccl" and not by_nccl:
-        remedy = (
-            "it sends weights from a training GPU to a vLLM engine on another GPU, which this run has not: give auto"
-        )
-        return "object_store", [ConfigError(key, wanted, remedy)]
-    return wanted, []
+    problems = [*_wrong_numbers(config, placed, by_trainer, by_rollout), *_no_transport(placed, by_nccl=by_nccl)]
+    if config.ray.address is None:
+        problems = [*_missing(config, placed, gpus_here, by_trainer, by_rollout), *problems]
+    return replace(placed, problems=tuple(problems))
 
 
 def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
@@ -215,61 +140,93 @@ def _device(wanted: str, gpus: int | str, gpus_here: int) -> Device:
     return "cuda" if wanted == "cuda" else "cpu"
 
 
-def _wanted_by_trainer(config: TrainConfig, device: Device) -> int:
-    if device == "cpu":
-        return 0
+def _gpus_of_trainer(config: TrainConfig) -> int:
     t = config.trainer
     if t.n_gpus_per_node != "auto":
         return t.nnodes * t.n_gpus_per_node
     return t.nnodes if t.world_size == "auto" else t.world_size
 
 
-def _wanted_by_rollout(config: TrainConfig, device: Device, left: int) -> int:
-    """Return the GPUs that generation requests; 0 on a GPU means sharing the trainer's."""
-    if device == "cpu":
-        return 0
-    per_node = config.rollout.n_gpus_per_node
-    if per_node != "auto":
-        return config.rollout.nnodes * per_node
-    if isinstance(config.rollout.replicas, int):
-        each = config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
-        return max(0, min(left, config.rollout.replicas * each))
+def _gpus_of_rollout(config: TrainConfig, left: int) -> int:
+    """Return the GPUs that generation requests; 0 means sharing the trainer's."""
+    r = config.rollout
+    if r.n_gpus_per_node != "auto":
+        return r.nnodes * r.n_gpus_per_node
+    if r.replicas != "auto":
+        left = min(left, r.replicas * _gpus_of_replica(config))
     return max(0, left)
 
 
+def _gpus_of_replica(config: TrainConfig) -> int:
+    return config.rollout.tensor_parallel_size * config.rollout.pipeline_parallel_size
+
+
+def _replicas(config: TrainConfig, rollout: Device, gpus: int, shared: bool) -> tuple[int, float]:
+    """Return the number of rollouters, and the GPUs of each."""
+    r, each = config.rollout, _gpus_of_replica(config)
+    if r.urls is not None:
+        return len(r.urls), 0.0
+    count = r.replicas if r.replicas != "auto" else max(1, gpus // each)
+    if rollout == "cpu":
+        return count, 0.0
+    if shared:
+        return count, (1 - SHARED) / count
+    return count, float(each) if each > 1 else 1 / -(-count // max(1, gpus))
+
+
 def _missing(
-    config: TrainConfig, trainer: Device, rollout: Device, here: int, by_trainer: int, by_rollout: int
-) -> list[ConfigError]:
+    config: TrainConfig, placed: Placement, here: int, by_trainer: int, by_rollout: int
+) -> Iterator[ConfigError]:
     """Report requested GPUs and machines that do not exist."""
-    found = []
-    for name, section, device in (("trainer", config.trainer, trainer), ("rollout", config.rollout, rollout)):
+    parts = (("trainer", config.trainer, placed.device_trainer), ("rollout", config.rollout, placed.device_rollout))
+    for name, section, device in parts:
         if section.nnodes > 1:
             remedy = "several machines need a Ray cluster: start one and give ray.address=auto, or give 1"
-            found.append(ConfigError(f"{name}.nnodes", section.nnodes, remedy))
+            yield ConfigError(f"{name}.nnodes", section.nnodes, remedy)
         if device == "cuda" and here == 0:
-            key, value = (
-                ("device", "cuda") if section.device == "cuda" else ("n_gpus_per_node", section.n_gpus_per_node)
+            remedy = (
+                "no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, and torch built with CUDA): give auto or "
             )
-            remedy = "no GPU is visible here (nvidia-smi, CUDA_VISIBLE_DEVICES, and torch built with CUDA): give "
-            found.append(
-                ConfigError(f"{name}.{key}", value, remedy + ("auto or cpu" if key == "device" else "auto or 0"))
-            )
+            if section.device == "cuda":
+                yield ConfigError(f"{name}.device", "cuda", remedy + "cpu")
+            else:
+                yield ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, remedy + "0")
     if here and by_trainer + by_rollout > here:
         # Sharing is chosen by leaving out the number of rollout GPUs, never by asking for more than there are.
-        name = "trainer" if by_trainer > here else "rollout"
-        section = config.trainer if name == "trainer" else config.rollout
+        name, section, _ = parts[0] if by_trainer > here else parts[1]
+        asked = f"trainer and rollouts ask for {by_trainer} + {by_rollout} GPUs, and {here} are here"
+        yield ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, f"{asked}: give fewer, or auto")
+
+
+def _wrong_numbers(config: TrainConfig, placed: Placement, by_trainer: int, by_rollout: int) -> Iterator[ConfigError]:
+    """Report numbers of engines and GPUs that do not match."""
+    r, each = config.rollout, _gpus_of_replica(config)
+    per_node = r.n_gpus_per_node if r.n_gpus_per_node != "auto" else by_rollout
+    if each > 1 and (placed.shared_gpu or each > per_node or by_rollout % each):
+        key = "tensor_parallel_size" if r.tensor_parallel_size > 1 else "pipeline_parallel_size"
         remedy = (
-            f"trainer and rollouts ask for {by_trainer} + {by_rollout} GPUs, and {here} are here: give fewer, or auto"
+            f"a replica then takes {each} GPUs of one machine, and {per_node} are for generation there: give GPUs of "
+            "its own (rollout.n_gpus_per_node), a multiple of that number"
         )
-        found.append(ConfigError(f"{name}.n_gpus_per_node", section.n_gpus_per_node, remedy))
-    return found
+        yield ConfigError(f"rollout.{key}", getattr(r, key), remedy)
+    if placed.shared_gpu and by_trainer > 1:
+        remedy = "training takes every GPU, and several cannot be shared: give rollout.n_gpus_per_node"
+        yield ConfigError("rollout.n_gpus_per_node", r.n_gpus_per_node, remedy)
+    engines, share = placed.engines_on_a_gpu, placed.gpu_memory_share
+    if engines * share > 1:
+        most = f"give {100 // engines / 100} at most, less what training takes there, or auto"
+        yield ConfigError("rollout.gpu_memory_share", share, f"{engines} engines are on a GPU: {most}")
 
 
-def _dtype(config: TrainConfig, machine: Machine, trainer: Device, rollout: Device) -> Dtype:
-    if config.model.dtype != "auto":
-        return config.model.dtype
-    everywhere = trainer == rollout == "cuda" and all(gpu.bfloat16 for gpu in machine.gpus)
-    return "bfloat16" if everywhere else "float32"
+def _no_transport(placed: Placement, *, by_nccl: bool) -> Iterator[ConfigError]:
+    key = "async_training.weight_transport"
+    if placed.transport == "ipc" and not placed.shared_gpu:
+        yield ConfigError(key, "ipc", "training and generation share no GPU here: give auto")
+    if placed.transport == "nccl" and not by_nccl:
+        remedy = (
+            "it sends weights from a training GPU to a vLLM engine on another GPU, and this run has none: give auto"
+        )
+        yield ConfigError(key, "nccl", remedy)
 
 
 # -- what is here -----------------------------------------------------------------------------------------------------
@@ -303,16 +260,19 @@ def _read(path: str) -> str:
         return ""
 
 
-def _gpus(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    found = _visible(_ask_smi(), environment.get("CUDA_VISIBLE_DEVICES"))
+def _gpus() -> tuple[Gpu, ...]:
+    found = _parse_smi(_ask_smi())
     return found if found and _torch_has_cuda() else ()
 
 
 def _ask_smi() -> str:
-    program = shutil.which("nvidia-smi")
-    if program is None:
+    """Return nvidia-smi's table of the GPUs that CUDA_VISIBLE_DEVICES allows."""
+    program, allowed = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if program is None or allowed in ("", "-1"):
         return ""
     command = [program, f"--query-gpu={SMI_QUERY}", "--format=csv,noheader,nounits"]
+    if allowed is not None:
+        command += ["-i", allowed]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -320,32 +280,16 @@ def _ask_smi() -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _visible(smi: str, allowed: str | None) -> tuple[Gpu, ...]:
-    """Return the GPUs of nvidia-smi's table that CUDA_VISIBLE_DEVICES allows, in its order, up to the first unknown
-    one."""
-    table: dict[str, Gpu] = {}
-    for line in smi.splitlines():
-        cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(SMI_QUERY.split(",")):
-            continue
-        index, uuid, name, memory, capability = cells
-        whole = tuple(int(part) for part in capability.split(".") if part.isdigit())
-        gpu = Gpu(
+def _parse_smi(table: str) -> tuple[Gpu, ...]:
+    rows = ([cell.strip() for cell in line.split(",")] for line in table.splitlines())
+    return tuple(
+        Gpu(
             name=name,
             memory_bytes=int(memory) * MIB if memory.isdigit() else 0,
-            bfloat16=whole >= BFLOAT16_CAPABILITY,
+            bfloat16=tuple(int(part) for part in capability.split(".") if part.isdigit()) >= BFLOAT16_CAPABILITY,
         )
-        table[index] = table[uuid] = gpu
-    if allowed is None:
-        return tuple(gpu for key, gpu in table.items() if key.isdigit())
-    chosen: list[Gpu] = []
-    for key in (part.strip() for part in allowed.split(",")):
-        # A full index, or the start of a UUID.
-        names = [name for name in table if name == key or (key and not key.isdigit() and name.startswith(key))]
-        if not names:
-            break
-        chosen.append(table[names[0]])
-    return tuple(chosen)
+        for name, memory, capability in (row for row in rows if len(row) == len(SMI_QUERY.split(",")))
+    )
 
 
 def _torch_has_cuda() -> bool:
@@ -355,122 +299,3 @@ def _torch_has_cuda() -> bool:
     except ModuleNotFoundError:
         return True  # a plan is possible without torch, and a run reports that it is missing
     return torch.cuda.is_available()
-
-
-Role = Literal["trainer", "rollout"]
-Bundle = Mapping[str, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """Machines that are reserved together."""
-
-    bundles: tuple[Bundle, ...]
-    """One per machine."""
-    spread: bool
-    """Each on a different machine."""
-
-
-def pools(plan: Plan) -> dict[Role, Pool]:
-    """Return the reservations. Empty if only the CPUs of one machine are used."""
-    t, r = plan.config.trainer, plan.config.rollout
-    if not plan.gpus_trainer and not plan.gpus_per_replica and t.nnodes == r.nnodes == 1:
-        return {}
-    training = _bundles(t.nnodes, plan.world_size, plan.threads_trainer, plan.gpus_trainer)
-    generating = _bundles(r.nnodes, plan.replicas, plan.threads_rollout, plan.gpus_per_replica)
-    if plan.shared_gpu:
-        both = {kind: training[0].get(kind, 0) + generating[0].get(kind, 0) for kind in ("CPU", "GPU")}
-        one = Pool(bundles=(both,), spread=False)
-        return {"trainer": one, "rollout": one}
-    return {
-        "trainer": Pool(bundles=training, spread=t.nnodes > 1),
-        "rollout": Pool(bundles=generating, spread=r.nnodes > 1),
-    }
-
-
-def place_of(number: int, count: int, machines: int) -> int:
-    """Return the machine of a process: neighbours share a machine, which suits collectives."""
-    return number * machines // count
-
-
-def _bundles(machines: int, count: int, threads: int, gpus: float) -> tuple[Bundle, ...]:
-    """Return what each machine of a pool needs for its share of `count` processes."""
-    shares = [0] * machines
-    for number in range(count):
-        shares[place_of(number, count, machines)] += 1
-    return tuple(_without_zero({"CPU": float(threads * share), "GPU": gpus * share}) for share in shares if share)
-
-
-def _without_zero(resources: Bundle) -> Bundle:
-    return {kind: amount for kind, amount in resources.items() if amount}
-
-
-class Pools:
-    """The reservations of one run."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._pools = pools(plan)
-        self._room_s = plan.config.ray.room_s
-        self._counts = {"trainer": plan.world_size, "rollout": plan.replicas}
-        self._groups: dict[Role, Any] = {}
-
-    async def reserve(self) -> None:
-        """Reserve everything. Raises what the cluster lacks."""
-        from ray.util import placement_group
-
-        made: dict[int, Any] = {}
-        for role, pool in self._pools.items():
-            if id(pool) not in made:  # both may share one
-                strategy = "STRICT_SPREAD" if pool.spread else "STRICT_PACK"
-                made[id(pool)] = placement_group([dict(bundle) for bundle in pool.bundles], strategy=strategy)
-            self._groups[role] = made[id(pool)]
-        for role, group in self._groups.items():
-            if not await asyncio.to_thread(group.wait, self._room_s):
-                self.release()
-                raise self._missing(role)
-
-    def options(self, role: Role, number: int) -> dict[str, Any]:
-        """Return Ray's options for the placement of a process."""
-        if role not in self._groups:
-            return {}
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        machines = len(self._pools[role].bundles)
-        index = place_of(number, self._counts[role], machines)
-        return {
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._groups[role],
-                placement_group_bundle_index=index,
-                placement_group_capture_child_tasks=False,
-            )
-        }
-
-    def release(self) -> None:
-        from ray.util import remove_placement_group
-
-        for group in {id(group): group for group in self._groups.values()}.values():
-            remove_placement_group(group)
-        self._groups.clear()
-
-    def _missing(self, role: Role) -> ConfigError:
-        import ray
-
-        pool = self._pools[role]
-        wanted = " and ".join(_text(bundle) for bundle in pool.bundles)
-        known: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        nodes = [node["Resources"] for node in known if node["Alive"]]
-        have = " and ".join(_text({kind: node.get(kind, 0) for kind in ("CPU", "GPU")}) for node in nodes)
-        where = "on as many machines" if pool.spread else "on one machine"
-        remedy = (
-            f"the cluster had no room for {wanted} {where} within ray.room_s = {self._room_s:g} s; its machines have "
-            f"{have}: "
-        )
-        key = f"{role}.{'nnodes' if pool.spread else 'n_gpus_per_node'}"
-        return ConfigError(key, len(pool.bundles) if pool.spread else pool.bundles[0].get("GPU", 0), remedy + HINT)
-
-
-HINT = "give fewer, wait until others are done, or add machines"
-
-
-def _text(resources: Bundle) -> str:
-    return ", ".join(f"{amount:g} {kind}s" for kind, amount in sorted(resources.items(), reverse=True)) or "nothing"

@@ -21,11 +21,11 @@ from freewheel.queue.staleness import Bounds
 from freewheel.rewards.config import as_config
 from freewheel.rollout.engines import GpuShare, find_engine
 from freewheel.rollout.models import NUMBER_BYTES
-from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file, step_in_memory
+from freewheel.runtime.config import AsyncTrainingConfig, TrainConfig, held_out_file
 from freewheel.runtime.model_size import ModelSize, replica_memory, trainer_memory
 from freewheel.runtime.placement import Device, Machine, Placement, place
 from freewheel.trainer.options import describe
-from freewheel.utils.findings import Finding, State
+from freewheel.utils.findings import Finding, State, count_of, size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,7 +34,6 @@ SET_BY_MODE = ("staleness_threshold", "selection_window", "in_flight_updates")
 """Keys of `async_training` that `mode` decides in the two synchronous modes."""
 _OTHER_ACTORS = ("MessageQueue", "ParameterSynchronizer")
 """Actors besides trainer and rollouters, one of each."""
-_GIB = 2**30
 
 _LABEL = 24
 """Columns of the labels; the longest name of an actor fits."""
@@ -70,24 +69,14 @@ class Plan(Placement):
         return self.config.bounds
 
     @property
-    def threads_trainer(self) -> int:
-        """Threads of a training process on a CPU."""
-        return self.config.trainer.threads
-
-    @property
-    def threads_rollout(self) -> int:
-        """Threads of a rollouter on a CPU."""
-        return self.config.rollout.threads
-
-    @property
     def actor_count(self) -> int:
         return self.world_size + self.replicas + len(_OTHER_ACTORS)
 
     @property
     def busy_threads(self) -> int:
         """Threads that compute on CPUs."""
-        training = self.world_size * self.threads_trainer * (self.device_trainer == "cpu")
-        return training + self.replicas * self.threads_rollout * (self.device_rollout == "cpu")
+        training = self.world_size * self.config.trainer.threads * (self.device_trainer == "cpu")
+        return training + self.replicas * self.config.rollout.threads * (self.device_rollout == "cpu")
 
     @property
     def cpu_bytes(self) -> int:
@@ -135,7 +124,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
     placed = place(config, machine)
     max_new_tokens = _max_new_tokens(config)
     max_prompt_tokens = config.data.max_prompt_tokens
-    problems = [*placed.problems, *held_out_file(config), *step_in_memory(config, machine.memory_bytes)]
+    problems = [*placed.problems, *held_out_file(config)]
     memory_trainer: dict[str, int] = {}
     memory_replica: dict[str, int] = {}
     if model is not None:
@@ -159,7 +148,7 @@ def resolve(config: TrainConfig, machine: Machine, *, model: ModelSize | None = 
         memory_trainer=memory_trainer,
         memory_replica=memory_replica,
     )
-    return replace(plan, notes=(*_memory_notes(plan), describe(config.algorithm), *_notes(plan)))
+    return replace(plan, notes=tuple(_notes(plan)))
 
 
 def _replica_memory(
@@ -190,59 +179,42 @@ def _too_long(config: TrainConfig, positions: int, max_new_tokens: int) -> list[
     return [ConfigError("rollout.max_new_tokens", config.rollout.max_new_tokens, remedy)]
 
 
-def _memory_notes(plan: Plan) -> list[str]:
-    """Warn about a lack of memory. Estimates may be wrong, so the run is not refused."""
-    gpu = min((one.memory_bytes for one in plan.machine.gpus), default=0)
-    host = plan.machine.memory_bytes
-    remedy = "lower trainer.micro_batch_tokens, rollout.slots or data.max_prompt_tokens, or turn on "
-    remedy += "model.gradient_checkpointing or model.lora"
-    found = []
-    if gpu and plan.gpu_bytes > gpu:
-        found.append(
-            f"A GPU has {gpu / _GIB:.1f} GiB, and the run is estimated to need {plan.gpu_bytes / _GIB:.1f}: {remedy}."
-        )
-    if host and plan.cpu_bytes > host:
-        found.append(
-            f"This machine has {host / _GIB:.1f} GiB of memory, and the run is estimated to need "
-            f"{plan.cpu_bytes / _GIB:.1f}: {remedy}."
-        )
-    return found
-
-
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: Plan) -> Iterator[str]:
     config, machine = plan.config, plan.machine
-    found = [f"Learning rate {config.lr:g}, {config.optimizer.schedule}."]
     a, r, bounds = config.async_training, config.rollout, config.bounds
+    gpu = min((one.memory_bytes for one in machine.gpus), default=0)
+    less = "lower trainer.micro_batch_tokens, rollout.slots or data.max_prompt_tokens, or turn on "
+    less += "model.gradient_checkpointing or model.lora"
+    for where, there, needed in (
+        ("A GPU", gpu, plan.gpu_bytes),
+        ("This machine", machine.memory_bytes, plan.cpu_bytes),
+    ):
+        if there and needed > there:  # estimates may be wrong, so the run is not refused
+            yield f"{where} has {size(there)} of memory, and the run is estimated to need {size(needed)}: {less}."
+    yield describe(config.algorithm)
+    yield f"Learning rate {config.lr:g}, {config.optimizer.schedule}."
     if note := find_engine(r.engine).start_note(r):
-        found.append(f"{note}.")
+        yield f"{note}."
     if config.reward.judge is not None and (lacks := as_config(config.reward.judge).lacks_key):
-        found.append(f"{lacks}.")
-    if config.mode != "fully_async":
-        usual = AsyncTrainingConfig()
-        unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]
-        if unused:
-            found.append(f"mode={config.mode} decides async_training.{', '.join(unused)}: your values have no effect.")
+        yield f"{lacks}."
+    usual = AsyncTrainingConfig()
+    unused = [key for key in SET_BY_MODE if getattr(a, key) != getattr(usual, key)]
+    if unused and config.mode != "fully_async":
+        yield f"mode={config.mode} decides async_training.{', '.join(unused)}: your values have no effect."
     if bounds.capacity < (bounds.threshold + 1) * bounds.groups_per_version:
-        found.append(
-            f"async_training.max_queue_size = {a.max_queue_size} holds generation back before staleness_threshold does."
-        )
+        held_back = "holds generation back before staleness_threshold does"
+        yield f"async_training.max_queue_size = {a.max_queue_size} {held_back}."
     if r.top_p < 1 or r.top_k:
-        found.append(
+        yield (
             "rollout.top_p and top_k cut the distribution that is sampled from, but the loss is computed without them: "
             "ratios are wrong where tokens were cut."
         )
     if config.ray.address is not None and "auto" in (config.trainer.device, r.device) and not machine.gpus:
-        found.append("device=auto looks at this machine, which has no GPU: give cuda where the cluster has them.")
-    if plan.shared_gpu:
-        found.append(
-            "Training and generation share one GPU: neither is faster for it, but each fills the other's gaps."
-        )
+        yield "device=auto looks at this machine, which has no GPU: give cuda where the cluster has them."
     if plan.busy_threads > machine.cpus:
-        found.append(
-            f"{plan.busy_threads} threads compute on {_n(machine.cpus, 'CPU')}: lower rollout.replicas, "
-            "rollout.threads or trainer.threads."
-        )
-    return found
+        cpus = count_of(machine.cpus, "CPU")
+        less = "lower rollout.replicas, rollout.threads or trainer.threads"
+        yield f"{plan.busy_threads} threads compute on {cpus}: {less}."
 
 
 # -- the plan in words ------------------------------------------------------------------------------------------------
@@ -261,9 +233,9 @@ def render(plan: Plan, concerns: Sequence[Finding] = ()) -> Text:
         if title != shown:
             text.append(f"{title}\n", style="bold")
             shown = title
-        for label, said in rows:
+        for label, row in rows:
             indent = " " * (2 + (_LABEL if label else 0))
-            lines = textwrap.wrap(said, _WIDTH - len(indent)) or [""]
+            lines = textwrap.wrap(row, _WIDTH - len(indent)) or [""]
             text.append(f"  {label:<{_LABEL}}" if label else "  ", style="dim")
             text.append(f"\n{indent}".join(lines) + "\n", style=style)
     text.rstrip()
@@ -289,13 +261,13 @@ def _concern(finding: Finding) -> str:
 
 def _run(plan: Plan) -> _Rows:
     c, m = plan.config, plan.machine
-    gpus = ", ".join(f"{gpu.name} ({_size(gpu.memory_bytes)})" for gpu in m.gpus) or "no GPU"
+    gpus = ", ".join(f"{gpu.name} ({size(gpu.memory_bytes)})" for gpu in m.gpus) or "no GPU"
     cluster = f"Ray cluster at {c.ray.address}; here: " if c.ray.address else ""
     return [
-        ("mode", f"{c.mode}, {_n(plan.total_steps, 'step')}, seed {c.seed}"),
+        ("mode", f"{c.mode}, {count_of(plan.total_steps, 'step')}, seed {c.seed}"),
         ("model", f"{c.model.path}, {plan.dtype}{', LoRA' if c.model.lora else ''}"),
         ("data", f"{c.data.task}{f' from {c.data.train}' if c.data.train else ''}"),
-        ("machine", f"{cluster}{_n(m.cpus, 'CPU')}, {_size(m.memory_bytes)} memory, {gpus}"),
+        ("machine", f"{cluster}{count_of(m.cpus, 'CPU')}, {size(m.memory_bytes)} memory, {gpus}"),
         ("run directory", c.run_dir or "a new folder under runs/"),
     ]
 
@@ -307,10 +279,15 @@ def _actors(plan: Plan) -> _Rows:
     return [
         ("FullyAsyncMain", "this process"),
         _actor(
-            "FullyAsyncTrainer", plan.world_size, plan.device_trainer, plan.gpus_trainer, plan.threads_trainer, training
+            "FullyAsyncTrainer",
+            plan.world_size,
+            plan.device_trainer,
+            plan.gpus_trainer,
+            config.trainer.threads,
+            training,
         ),
         _actor(
-            "Rollouter", plan.replicas, plan.device_rollout, plan.gpus_per_replica, plan.threads_rollout, generating
+            "Rollouter", plan.replicas, plan.device_rollout, plan.gpus_per_replica, config.rollout.threads, generating
         ),
         *((name, "cpu") for name in _OTHER_ACTORS),
     ]
@@ -319,7 +296,7 @@ def _actors(plan: Plan) -> _Rows:
 def _actor(name: str, count: int, device: Device, gpus: float, threads: int, detail: str) -> tuple[str, str]:
     where = f"cuda, {gpus:g} GPU{'s' * (gpus > 1)}{' each' * (count > 1)}" if gpus else str(device)
     label = name if count == 1 else f"{name} × {count}"
-    return label, f"{where}, {detail}" + (f", {_n(threads, 'thread')}" if device == "cpu" else "")
+    return label, f"{where}, {detail}" + (f", {count_of(threads, 'thread')}" if device == "cpu" else "")
 
 
 def _batch(plan: Plan) -> _Rows:
@@ -332,7 +309,7 @@ def _batch(plan: Plan) -> _Rows:
             f"at most {plan.samples_per_step:,} × ({plan.max_prompt_tokens:,} prompt + {plan.max_new_tokens:,} new) "
             f"= {most:,} tokens, in micro-batches of {c.trainer.micro_batch_tokens:,}",
         ),
-        ("the run", f"{_n(plan.total_steps, 'step')}, {plan.total_prompts:,} prompts in all"),
+        ("the run", f"{count_of(plan.total_steps, 'step')}, {plan.total_prompts:,} prompts in all"),
     ]
     if plan.rows is not None:
         steps, used = plan.rows / groups, plan.total_prompts / plan.rows
@@ -340,11 +317,12 @@ def _batch(plan: Plan) -> _Rows:
             ("an epoch", f"{plan.rows:,} prompts = {steps:,.1f} steps; the run goes over them {used:.2f} times")
         )
         if plan.total_steps < c.trainer.total_steps:
-            told = f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}"
-            rows.append(("", told))
+            rows.append(
+                ("", f"data.epochs = {c.data.epochs} ends it before trainer.total_steps = {c.trainer.total_steps}")
+            )
     updates = c.algorithm.updates_per_batch * c.algorithm.mini_batches
-    rows.append(("updates", f"{_n(updates, 'optimizer step')} a training step"))
-    return [(label if label else " ", said) for label, said in rows]
+    rows.append(("updates", f"{count_of(updates, 'optimizer step')} a training step"))
+    return [(label if label else " ", text) for label, text in rows]
 
 
 def _staleness(plan: Plan) -> _Rows:
@@ -354,16 +332,18 @@ def _staleness(plan: Plan) -> _Rows:
     rows = [
         (
             "bound",
-            f"a sample lags at most {_n(b.max_lag, 'version')} when it is trained on "
+            f"a sample lags at most {count_of(b.max_lag, 'version')} when it is trained on "
             f"(threshold {b.threshold} + ⌈(window {b.window} − 1) / {b.groups_per_version} groups a version⌉)",
         ),
         ("generation", f"held back at {b.capacity:,} groups alive; the queue never has more"),
-        ("checked again", f"what lags more than {_n(b.max_lag_allowed, 'version')} is never trained on"),
+        ("checked again", f"what lags more than {count_of(b.max_lag_allowed, 'version')} is never trained on"),
         ("new weights", f"after {every}, {how}"),
     ]
     if plan.sync_bytes is not None:
         how = _WAYS[plan.transport]
-        rows.append(("weight sync", f"{_size(plan.sync_bytes)} to {_n(plan.replicas, 'replica')}, each version, {how}"))
+        rows.append(
+            ("weight sync", f"{size(plan.sync_bytes)} to {count_of(plan.replicas, 'replica')}, each version, {how}")
+        )
     return rows
 
 
@@ -374,17 +354,4 @@ def _memory(plan: Plan) -> _Rows:
 
 
 def _parts(parts: dict[str, int]) -> str:
-    return f"{_size(sum(parts.values()))}: " + ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
-
-
-def _size(size_bytes: int) -> str:
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def _n(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
+    return f"{size(sum(parts.values()))}: " + ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in parts.items())

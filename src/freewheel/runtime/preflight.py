@@ -18,6 +18,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -51,56 +53,48 @@ MODEL_CONFIG = "config.json"
 
 def preflight(config: TrainConfig) -> int | None:
     """Check everything. Return the number of training rows; None if they are not on this machine."""
-    for check in CHECKS:
-        check(config)
+    for check in _checks(config):
+        check()
     return _rows(config)
 
 
 def refused(config: TrainConfig) -> list[ConfigError | DataError]:
     """Return everything that `preflight` would raise, not only the first error."""
     found: list[ConfigError | DataError] = []
-    for check in (*CHECKS, _rows):
+    checks: list[Callable[[], object]] = [*_checks(config), partial(_rows, config)]
+    for check in checks:
         try:
-            check(config)
+            check()
         except (ConfigError, DataError) as error:
             found.append(error)
     return found
 
 
-def _engine(config: TrainConfig) -> None:
-    find_engine(config.rollout.engine).check_options(config.rollout)
-
-
-def _reward(config: TrainConfig) -> None:
-    if config.reward.function is not None:
+def _checks(config: TrainConfig) -> Iterator[Callable[[], object]]:
+    """Independent checks. Default classes and built-in functions exist, and their modules import torch."""
+    rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
+    yield lambda: find_engine(rollout.engine).check_options(rollout)
+    if (function := config.reward.function) is not None:
         from freewheel.rollout.reward_functions import check_reward
 
-        check_reward(config.reward.function)
+        yield partial(check_reward, function)
+    if rollout.rollouter_class is not None:
+        yield partial(find_class, "rollout.rollouter_class", rollout.rollouter_class, ROLLOUTER_CLASSES)
+    if trainer.trainer_class is not None:
+        yield partial(find_class, "trainer.trainer_class", trainer.trainer_class, TRAINER_CLASSES)
+    if ":" in algorithm.loss:
+        yield algorithm.find_loss
+    if ":" in algorithm.advantage:
+        yield algorithm.find_estimator
+    yield partial(find_monitor, config)
+    yield partial(_check_model, config)
+    if config.model.tokenizer is not None:
+        yield partial(_folder, "model.tokenizer", config.model.tokenizer)
+    if is_measured(config) and is_here(config.data.task, config.data.eval):
+        yield lambda: read_rows(config, get_task(config.data.task), "eval")
 
 
-def _rollouter(config: TrainConfig) -> None:
-    if config.rollout.rollouter_class is not None:
-        find_class("rollout.rollouter_class", config.rollout.rollouter_class, ROLLOUTER_CLASSES)
-
-
-def _trainer(config: TrainConfig) -> None:
-    if config.trainer.trainer_class is not None:
-        find_class("trainer.trainer_class", config.trainer.trainer_class, TRAINER_CLASSES)
-
-
-def _algorithm(config: TrainConfig) -> None:
-    """Find functions of the user. The built-in ones exist, and their modules import torch."""
-    if ":" in config.algorithm.loss:
-        config.algorithm.find_loss()
-    if ":" in config.algorithm.advantage:
-        config.algorithm.find_estimator()
-
-
-def _monitor(config: TrainConfig) -> None:
-    find_monitor(config)
-
-
-def _model(config: TrainConfig) -> None:
+def _check_model(config: TrainConfig) -> None:
     if config.uses_embedded_model:
         return
     folder = _folder("model.path", config.model.path)
@@ -109,11 +103,6 @@ def _model(config: TrainConfig) -> None:
         raise ConfigError("model.path", config.model.path, remedy)
     if folder is not None and find_spec("safetensors") is not None:  # without it there is only a plan
         check_weights(folder)
-
-
-def _tokenizer(config: TrainConfig) -> None:
-    if config.model.tokenizer is not None:
-        _folder("model.tokenizer", config.model.tokenizer)
 
 
 def _folder(key: str, path: str) -> Path | None:
@@ -127,18 +116,9 @@ def _folder(key: str, path: str) -> Path | None:
     return None
 
 
-def _held_out(config: TrainConfig) -> None:
-    if is_measured(config) and is_here(config.data.task, config.data.eval):
-        read_rows(config, get_task(config.data.task), "eval")
-
-
 def _rows(config: TrainConfig) -> int | None:
     data, task = config.data, get_task(config.data.task)
     return len(read_rows(config, task, "train")) if is_here(data.task, data.train) else None
-
-
-CHECKS = (_engine, _reward, _rollouter, _trainer, _algorithm, _monitor, _model, _tokenizer, _held_out)
-"""Independent checks; the training rows come last."""
 
 
 # -- the engine on this machine ---------------------------------------------------------------------------------------

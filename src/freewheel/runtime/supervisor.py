@@ -29,9 +29,18 @@ from freewheel.queue.journal import CheckpointMark
 from freewheel.runtime import actors
 from freewheel.runtime.actors import MAX_CALLS
 from freewheel.runtime.building import model_folder
+from freewheel.runtime.cluster import Pools
 from freewheel.runtime.config import TrainConfig
-from freewheel.runtime.placement import Pools
-from freewheel.runtime.remote import START_S, ActorDirectory, NoAnswer, call, kill_process, remote_queue
+from freewheel.runtime.remote import (
+    START_S,
+    ActorDirectory,
+    NoAnswer,
+    RemoteComponent,
+    RemoteReplica,
+    call,
+    kill_process,
+    remote_queue,
+)
 from freewheel.trainer.checkpoint import CheckpointStore, Resumed
 from freewheel.utils.registry import objects_in_memory
 from freewheel.utils.waiting import unless_failed
@@ -95,42 +104,38 @@ class Supervisor:
         self._total_prompts = opened["total_prompts"]
         opening = (self._config, self._total_prompts, mark, None)
         notes = await call(self.handles["queue"], "open", *opening, deadline_s=START_S)
-        rollouters = {name: self.handles[name] for name in self.replicas}
-        await call(self.handles["sync"], "open", self._config, rollouters, self._start_from[1], None)
+        await call(self.handles["sync"], "open", self._config, self._remote_replicas, self._start_from[1], None)
         await self._connect()
         log.info("Training: %s", described)
         for name, handle in self.handles.items():
             self.loops[name] = asyncio.ensure_future(_run(handle))
         return list(notes)
 
-    def _actor(self, kind: type, name: str, *args: Any, **resources: Any) -> Any:
-        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS} | resources
-        return ray.remote(kind).options(**options).remote(name, str(self._run_dir), *args)
+    @property
+    def _remote_replicas(self) -> dict[str, RemoteReplica]:
+        return {name: RemoteReplica(self.handles[name]) for name in self.replicas}
+
+    def _actor(self, kind: type, name: str, resources: Mapping[str, Any] | None = None, **settings: Any) -> Any:
+        options = {"num_cpus": 0, "max_concurrency": MAX_CALLS} | dict(resources or {})
+        if settings:
+            settings |= {"config": self._config, "plan": self._plan, "objects": self._objects}
+        return ray.remote(kind).options(**options).remote(name, str(self._run_dir), **settings)
 
     def _new_rollouter(self, name: str) -> Any:
         path, version = self._start_from
         if not Path(path).exists():  # a checkpoint that was pruned since; `join` brings newer weights
             path = model_folder(self._config)
-        return self._actor(
-            actors.RollouterActor,
-            name,
-            *(self._config, self._plan, self._objects, path, version),
-            num_cpus=self._plan.threads_rollout,
-            num_gpus=self._plan.gpus_per_replica,
-            **self._pools.options("rollout", self.replicas.index(name)),
-        )
+        needs = {"num_cpus": self._config.rollout.threads, "num_gpus": self._plan.gpus_per_replica}
+        needs |= self._pools.options("rollout", self.replicas.index(name))
+        return self._actor(actors.RollouterActor, name, needs, model_path=path, version=version)
 
     def _new_trainer(self, resumed: Resumed | None) -> Any:
         others = [self._rank_resources(rank) for rank in range(1, self._plan.world_size)]
-        return self._actor(
-            actors.TrainerActor,
-            "trainer",
-            *(self._config, self._plan, self._objects, others, resumed.path if resumed else None),
-            **self._rank_resources(0),
-        )
+        path = resumed.path if resumed else None
+        return self._actor(actors.TrainerActor, "trainer", self._rank_resources(0), rank_options=others, resume=path)
 
     def _rank_resources(self, rank: int) -> dict[str, Any]:
-        needs = {"num_cpus": self._plan.threads_trainer, "num_gpus": self._plan.gpus_trainer}
+        needs = {"num_cpus": self._config.trainer.threads, "num_gpus": self._plan.gpus_trainer}
         return needs | self._pools.options("trainer", rank)
 
     async def _report_ranks(self) -> None:
@@ -182,8 +187,8 @@ class Supervisor:
         lost = await remote_queue(self.directory).release_replica(name)
         log.error("%s died; %d groups are issued again", name, lost)
         handle = self._new_rollouter(name)
-        join = partial(self.directory.call, "sync", "join", name, handle, deadline_s=START_S)
-        await self._open(name, handle, then=join)
+        sync = RemoteComponent(self.directory, "sync", deadline_s=START_S)
+        await self._open(name, handle, then=partial(sync.join, name, RemoteReplica(handle)))
         return await _run(handle)
 
     async def _restart_queue(self) -> Any:
@@ -192,20 +197,19 @@ class Supervisor:
         for note in await self._open("queue", handle, self._config, self._total_prompts, None, in_flight):
             log.info("%s", note)
         # A synchronizer that does not hear this has died, and its replacement announces by itself.
-        return await _run(handle, inform=_if_alive(self.directory.call("sync", "announce")))
+        return await _run(handle, inform=_if_alive(RemoteComponent(self.directory, "sync").announce()))
 
     async def _restart_sync(self) -> Any:
         handle = self._actor(actors.SynchronizerActor, "sync")
         queue = await self.directory.call("queue", "stats")
         versions = {name: stats["version"] for name, stats in (await self._ask_rollouters("stats")).items() if stats}
-        rollouters = {name: self.handles[name] for name in self.replicas}
         # A version that every engine holds is published, also if a restarted queue does not know it.
         published = max(queue["published_version"], min(versions.values(), default=0))
-        await self._open("sync", handle, self._config, rollouters, published, versions)
+        await self._open("sync", handle, self._config, self._remote_replicas, published, versions)
         return await _run(handle, inform=self._bring_sync_up_to_date(handle))
 
     async def _bring_sync_up_to_date(self, sync: Any) -> None:
-        await call(sync, "announce", deadline_s=START_S)
+        await call(sync, "call", "announce", (), {}, deadline_s=START_S)
         await _if_alive(call(self.handles["trainer"], "publish_again", deadline_s=START_S))
 
     async def _restart_trainer(self) -> Any:

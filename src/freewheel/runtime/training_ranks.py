@@ -16,7 +16,6 @@ import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import ray
@@ -107,19 +106,10 @@ def _follower(config: TrainConfig, plan: Plan, rank: int, meeting: Meeting) -> F
     from freewheel.runtime.building import backend_settings, model_folder, use_threads
     from freewheel.trainer.fsdp import FsdpBackend, join
 
-    use_threads(plan.threads_trainer)
+    use_threads(config.trainer.threads)
     model = load_causal_lm(model_folder(config), "auto", trust_remote_code=config.model.trust_remote_code)
     world = join(meeting, rank=rank, device=plan.device_trainer)
     return Follower(FsdpBackend(model, world=world, **backend_settings(config, plan)))
-
-
-@dataclass(frozen=True)
-class _End:
-    """How a rank ended while it was asked something."""
-
-    said: str
-    died: bool
-    """False: it failed, and reported why."""
 
 
 class _Answers:
@@ -137,34 +127,35 @@ class _Answers:
             if not done:
                 silent = ", ".join(self._names[one] for one in pending)
                 raise RankLost(f"{silent} gave no answer to {self._command} within {limit_s:g} s")
-            if end := self._end_of(done[0]):
-                raise RankLost(f"{end.said} in {self._command}")
+            if error := self._error_of(done[0]):
+                raise RankLost(f"{self._describe(done[0], error)} in {self._command}")
         return list(ray.get(list(self._names)))
 
     def lost(self, wait_s: float) -> str:
         """Describe the ranks that died, or else failed: a death makes the others fail."""
         pending, until = list(self._names), time.monotonic() + wait_s
-        ends: list[_End] = []
+        died, failed = list[str](), list[str]()
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, until - time.monotonic()))
             if not done:
                 break
-            if end := self._end_of(done[0]):
-                ends.append(end)
+            if error := self._error_of(done[0]):
+                (failed if isinstance(error, RayTaskError) else died).append(self._describe(done[0], error))
                 until = min(until, time.monotonic() + _TOGETHER_S)
-        died = [end.said for end in ends if end.died]
-        return "; ".join(died or [end.said for end in ends])
+        return "; ".join(died or failed)
 
-    def _end_of(self, reference: Any) -> _End | None:
-        """Return how the rank ended, or None if it answered."""
-        name = self._names[reference]
+    def _error_of(self, reference: Any) -> RayActorError | RayTaskError | None:
+        """Return how the rank ended, or None if it answered. A rank that called a dead one has failed itself."""
         try:
             ray.get(reference)
-        except RayTaskError as error:  # also if it was calling a rank that died
-            return _End(f"{name} failed ({unwrap(error)})", died=False)
-        except RayActorError as error:
-            return _End(f"{name} died ({_first_line(error)})", died=True)
+        except (RayTaskError, RayActorError) as error:
+            return error
         return None
+
+    def _describe(self, reference: Any, error: RayActorError | RayTaskError) -> str:
+        if isinstance(error, RayTaskError):
+            return f"{self._names[reference]} failed ({unwrap(error)})"
+        return f"{self._names[reference]} died ({_first_line(error)})"
 
 
 class Ranks:
@@ -180,7 +171,7 @@ class Ranks:
         self._host: Host | None = None
 
     @classmethod
-    async def start(cls, config: TrainConfig, plan: Plan, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
+    async def start(cls, run_dir: str, options: Sequence[Mapping[str, Any]]) -> Ranks:
         """`options`: Ray's options of each."""
         kind = ray.remote(RankActor)
         names = [f"rank-{number}" for number in range(1, len(options) + 1)]

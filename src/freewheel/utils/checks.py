@@ -97,13 +97,7 @@ _TYPES: dict[Any, str] = {
 
 
 def check_number(
-    key: str,
-    value: Any,
-    *,
-    low: float = -math.inf,
-    above: float = -math.inf,
-    high: float = math.inf,
-    optional: bool = False,
+    key: str, value: Any, *, low: float = -math.inf, above: float = -math.inf, optional: bool = False
 ) -> None:
     if value is None and optional:
         return
@@ -112,19 +106,13 @@ def check_number(
         raise ConfigError(key, value, f"give a finite number {wanted}".rstrip() + (", or None" if optional else ""))
     if value < low or value <= above:
         raise ConfigError(key, value, f"it must be {wanted}")
-    if value > high:
-        raise ConfigError(key, value, f"give at most {high:g}")
 
 
-def check_integer(
-    key: str, value: Any, *, low: int, high: int | None = None, auto: bool = False, optional: bool = False
-) -> None:
-    """`auto`: the word `auto` is also allowed. `optional`: None is."""
-    if (value is None and optional) or (auto and value == "auto"):
+def check_integer(key: str, value: Any, *, low: int, high: int | None = None, optional: bool = False) -> None:
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        also = ", or None" if optional else ", or 'auto'" if auto else ""
-        raise ConfigError(key, value, f"give a whole number of at least {low}{also}")
+        raise ConfigError(key, value, f"give a whole number of at least {low}" + (", or None" if optional else ""))
     if high is not None and value > high:
         raise ConfigError(key, value, f"give at most {high}")
 
@@ -134,17 +122,6 @@ def check_text(key: str, value: Any, remedy: str, *, optional: bool = False) -> 
         return
     if not isinstance(value, str) or not value.strip() or _LONE_SURROGATE.search(value):
         raise ConfigError(key, value, remedy)
-
-
-def check_choice(key: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(key, value, f"choose {', '.join(choices[:-1])} or {choices[-1]}")
-
-
-def check_share(key: str, value: Any) -> None:
-    check_number(key, value, low=0)
-    if value > 1:
-        raise ConfigError(key, value, "it is a share: give a number from 0 to 1")
 
 
 def shown_value(key: str, value: object) -> object:

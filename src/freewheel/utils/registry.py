@@ -2,10 +2,7 @@
 
     LOSSES = Registry({"policy": "freewheel.trainer.losses:policy_loss"}, example="my_losses:cispo")
 
-    @LOSSES.register("dual_clip")
-    def dual_clip_loss(inputs): ...
-
-    LOSSES.find("algorithm.loss", "dual_clip")        # built in
+    LOSSES.find("algorithm.loss", "policy")           # built in
     LOSSES.find("algorithm.loss", "my_losses:cispo")  # imported
 
     with kept_in_memory({"score": score}):             # an object that no file has: a lambda, a notebook's function
@@ -16,7 +13,7 @@ A module that cannot be found and a module that raises while it is imported are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
 from importlib import import_module
@@ -25,7 +22,6 @@ from typing import Any, Generic, TypeVar, cast
 from freewheel.errors import ConfigError
 
 T = TypeVar("T")
-U = TypeVar("U")
 
 DETAIL_CHARS = 300
 """How much of a foreign exception's message is shown: some carry a whole file."""
@@ -36,36 +32,23 @@ _in_memory: dict[str, Any] = {}
 
 
 class Registry(Generic[T]):
-    """Built-in objects by name. An entry is the object itself, or its `module:name`, imported when it is needed."""
+    """Built-in objects by name, each as its `module:name`, which is imported when it is needed."""
 
-    def __init__(self, entries: Mapping[str, str | T] | None = None, *, example: str = "my_module:name") -> None:
+    def __init__(self, entries: Mapping[str, str], *, example: str = "my_module:name") -> None:
         """`example`: a `module:name` for the message about an unknown name."""
-        self._entries: dict[str, str | T] = dict(entries or {})
+        self._entries = dict(entries)
         self._example = example
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the built-in names in the order of registration."""
+        """Iterate over the built-in names."""
         return iter(self._entries)
-
-    def register(self, name: str) -> Callable[[U], U]:
-        """Return a decorator that adds an object under `name`."""
-        if name in self._entries:
-            raise ValueError(f"{name!r} is registered already")
-
-        def add(entry: U) -> U:
-            self._entries[name] = cast("T", entry)
-            return entry
-
-        return add
 
     def find(self, key: str, spec: str) -> T:
         """Return the built-in object named `spec`, or the object at `module:name`. `key` is the setting's name."""
         entry = self._entries.get(spec, spec)
-        if not isinstance(entry, str):
-            return entry
         if not all(entry.partition(":")[::2]):
             known = ", ".join(self._entries)
             raise ConfigError(key, spec, f"choose {known}, or give module:name of your own, such as {self._example}")

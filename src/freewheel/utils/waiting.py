@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -36,11 +37,9 @@ def wait_in_slices(wait: Callable[[float], bool], timeout_s: float | None = None
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
     """Wait for `event` for at most `timeout_s`. Returns whether it is set."""
-    waiting = asyncio.ensure_future(event.wait())
-    try:
-        await asyncio.wait([waiting], timeout=timeout_s)
-    finally:
-        waiting.cancel()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
     return event.is_set()
 
 
@@ -59,12 +58,10 @@ async def unless_failed(work: Coroutine[Any, Any, T], other: asyncio.Task[Any]) 
     """Return the result of `work`. An exception of `other` cancels `work` and is raised at once."""
     working = asyncio.create_task(work)
     try:
-        while not working.done():
-            pending = {working} if other.done() else {working, other}
-            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            if other.done():
-                other.result()
-        return working.result()
+        await asyncio.wait([working, other], return_when=asyncio.FIRST_COMPLETED)
+        if other.done():
+            other.result()
+        return await working
     finally:
         working.cancel()
 
