@@ -46,8 +46,6 @@ MIN_SCORED = 2
 """Rewards that a group needs for a baseline. A group of one response needs one."""
 RETRY_DELAY_S = 0.5
 """Before a group is scored again, doubled each time. Whatever failed all of a group needs a moment to recover."""
-BROKEN_GROUPS = 3
-"""If this many groups at the start of a run fail entirely and in the same way, the function is called broken."""
 JUDGE_TOTALS = ("sent", "throttled", "faults", "in_flight", "limit", "cache_hits", "cost")
 """Statistics of all the judge's endpoints together, reported next to those of each endpoint."""
 
@@ -77,7 +75,7 @@ class _Item:
     call: Call
     sample: Sample | None
     """For the judge and the length penalty."""
-    added_s: float
+    added_s: float = 0.0
     rule: Verdict | None = None
     """The function's verdict."""
     verdict: Verdict = JUDGE_OFF
@@ -94,13 +92,14 @@ class GroupScoring:
     def __init__(self, stage: RewardStage, ticket: Ticket, prompt: Prompt, n: int) -> None:
         self._stage = stage
         self._prompt = prompt
-        self._items: list[_Item | None] = [None] * n
+        self._items: dict[int, _Item] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._n = n
         self.ordinal = ticket.ordinal
 
     def add(self, index: int, text: str, response: Response) -> None:
         """Start the scoring of response `index`. Never waits."""
-        assert self._items[index] is None, f"response {index} of prompt {self.ordinal} was added twice"
+        assert index not in self._items, f"response {index} of prompt {self.ordinal} was added twice"
         item = self._items[index] = self._stage.make_item(self.ordinal, index, self._prompt, text, response)
         self._tasks.append(self._stage.start_scoring(self, item))
 
@@ -109,8 +108,8 @@ class GroupScoring:
 
         Raises `ScoringFailed` or `FatalRewardFailure`. Cancelling the caller gives up the group.
         """
-        items = [item for item in self._items if item is not None]
-        assert len(items) == len(self._items), f"prompt {self.ordinal}: {self.missing} responses were not added"
+        assert not self.missing, f"prompt {self.ordinal}: {self.missing} responses were not added"
+        items = [self._items[index] for index in range(self._n)]
         tries = 0
         try:
             while True:
@@ -134,7 +133,7 @@ class GroupScoring:
     @property
     def missing(self) -> int:
         """Responses that were not added."""
-        return self._items.count(None)
+        return self._n - len(self._items)
 
 
 class RewardStage:
@@ -177,8 +176,7 @@ class RewardStage:
     # -- one response -------------------------------------------------------------------------------------------------
 
     def make_item(self, ordinal: int, index: int, prompt: Prompt, text: str, response: Response) -> _Item:
-        tokens = response.tokens.tolist() if self.function.wants_tokens else ()
-        call = Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)
+        call = self.function.call_for(prompt, text, response)
         sample = None
         if self._judging is not None:
             sample = Sample(
@@ -190,7 +188,7 @@ class RewardStage:
                 question=call.question,
                 extra_info=call.extra_info,
             )
-        return _Item(index, response, call, sample, self._clock())
+        return _Item(index, response, call, sample)
 
     def start_scoring(self, group: GroupScoring, item: _Item) -> asyncio.Task[None]:
         """Start the scoring of a response. One that failed is scored again, from what failed on."""
@@ -243,24 +241,17 @@ class RewardStage:
 
     def decide(self, items: Sequence[_Item], tries: int) -> list[Response] | None:
         """All responses of a group are scored: do as `GroupPolicy.decide`, and count it."""
-        if tries == 0:
-            self._counts.check_function([item.failure for item in items])
+        if self._judging is not None:
+            rewarded = self._judging.compose(items)
+        else:
+            rewarded = [_with_rule(item.response, item.rule) for item in items if item.rule is not None]
         try:
-            responses = self._policy.decide(self._rewarded(items), tries)
+            responses = self._policy.decide(rewarded, tries)
         except ScoringFailed:
             self._counts.dropped_groups += 1
             raise
         self._counts.retried_groups += responses is None
         return responses
-
-    def _rewarded(self, items: Sequence[_Item]) -> list[Response]:
-        if self._judging is not None:
-            return self._judging.compose(items)
-        rules = [(item.response, item.rule) for item in items if item.rule is not None]
-        return [
-            replace(response, verdict=rule, reward=rule_value(rule), raw_reward=rule_value(rule))
-            for response, rule in rules
-        ]
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -284,6 +275,10 @@ class RewardStage:
         if self._judging is not None:
             await self._judging.close()
         await in_thread(_close_shared)
+
+
+def _with_rule(response: Response, rule: Verdict) -> Response:
+    return replace(response, verdict=rule, reward=rule_value(rule), raw_reward=rule_value(rule))
 
 
 def _close_shared() -> None:
@@ -397,8 +392,8 @@ class _Judging:
         except (EngineDied, JudgeClosed) as error:
             # The judge's process kept dying. Another judge may work better for later responses.
             log.error("The judge broke down, and another one is started: %s", error)
-            broken, self._judge = self._judge, Judge(self._judge.config)
-            broken.close(timeout_s=0.0)  # its process is gone already
+            self._judge.close(timeout_s=0.0)  # its process is gone already
+            self._judge = Judge(self._judge.config)
             return self._judge.submit(requests, deadline_s=self._deadline_s)
 
     def compose(self, items: Sequence[_Item]) -> list[Response]:
@@ -473,25 +468,20 @@ class GroupPolicy:
         """
         needed = min(MIN_SCORED, len(responses))
         failures = [one.verdict for one in responses if isinstance(one.verdict, Failed)]
-        # Of failed responses, those without another number that takes the reward's place.
-        lost = [isinstance(one.verdict, Failed) and math.isnan(one.reward) for one in responses]
-        if self.raises and any(lost):
-            first = next(_summary(one) for one, is_lost in zip(responses, lost, strict=True) if is_lost)
+        lost = [one.verdict for one in responses if _is_lost(one)]
+        if self.raises and lost:
             raise FatalRewardFailure(
-                f"{sum(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
-                f"{first}"
+                f"{len(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
+                f"{lost[0].summary if lost[0] is not None else ''}"
             )
-        usable = sum(not math.isnan(one.reward) for one in responses)
-        if usable < needed and failures and tries < self.retries:
+        if _count_rewards(responses) < needed and failures and tries < self.retries:
             return None
         if self.fallback is not None:
-            usable += sum(lost)
-            responses = [
-                replace(one, reward=self.fallback) if is_lost else one
-                for one, is_lost in zip(responses, lost, strict=True)
-            ]
+            responses = [replace(one, reward=self.fallback) if _is_lost(one) else one for one in responses]
+        usable = _count_rewards(responses)
         if usable < needed:
-            reasons = Counter(_summary(one) for one in responses if math.isnan(one.reward))
+            verdicts = [one.verdict for one in responses if math.isnan(one.reward)]
+            reasons = Counter(verdict.summary for verdict in verdicts if verdict is not None)
             raise ScoringFailed(
                 f"{usable} of {len(responses)} responses have a reward after {tries + 1} tries: "
                 + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()),
@@ -501,8 +491,13 @@ class GroupPolicy:
         return list(responses)
 
 
-def _summary(response: Response) -> str:
-    return response.verdict.summary if response.verdict is not None else ""
+def _is_lost(response: Response) -> bool:
+    """Whether scoring failed and no other number takes the reward's place."""
+    return isinstance(response.verdict, Failed) and math.isnan(response.reward)
+
+
+def _count_rewards(responses: Sequence[Response]) -> int:
+    return sum(not math.isnan(one.reward) for one in responses)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -517,7 +512,6 @@ class RewardCounts:
         self._failed: Counter[str] = Counter()
         self.retried_groups = self.dropped_groups = 0
         self._latency_s = 0.0
-        self._broken_groups = 0
         self._first_failure = ""
 
     def settle(self, verdict: Verdict, latency_s: float) -> None:
@@ -535,20 +529,6 @@ class RewardCounts:
             log.warning("Scoring failed (%s): %s%s", self._name, verdict.summary, where)
         elif is_power_of_ten(count):
             log.warning("Scoring failed (%s) %d times by now: %s", self._name, count, verdict.summary)
-
-    def check_function(self, failures: Sequence[Failed | None]) -> None:
-        """Report a function that has never scored anything as broken. `failures`: one entry per response of a group."""
-        first = failures[0]
-        same = first is not None and all(one is not None and one.reason == first.reason for one in failures)
-        if first is None or not same or self._counts["scored"]:
-            return
-        self._broken_groups += 1
-        if self._broken_groups == BROKEN_GROUPS:
-            log.error(
-                "The reward function %s looks broken: nothing was scored so far, and every response of the first %d "
-                "groups failed the same way: %s. Check reward.function against your data",
-                *(self._name, BROKEN_GROUPS, first.summary),
-            )
 
     def snapshot(self) -> dict[str, Any]:
         return {

@@ -73,9 +73,9 @@ def _engine(config: TrainConfig) -> None:
 
 def _reward(config: TrainConfig) -> None:
     if config.reward.function is not None:
-        from freewheel.rollout.reward_functions import check_reward
+        from freewheel.rollout.reward_functions import load_reward
 
-        check_reward(config.reward.function)
+        load_reward(config.reward.function, construct=False)
 
 
 def _rollouter(config: TrainConfig) -> None:
