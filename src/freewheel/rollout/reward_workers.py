@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import pickle
@@ -27,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Literal, Self
+from typing import Any, Literal, Self
 
 from freewheel.errors import ConfigError
 from freewheel.judge.verdict import Verdict
@@ -336,7 +337,7 @@ class _Child:
         self.process.wait()
 
 
-def _serve(stream: BinaryIO) -> None:
+def _serve(stream: io.BufferedRWPair) -> None:
     """Run in the child: receive the function, then calls, until the parent hangs up."""
 
     def answer(found: str | Verdicts) -> None:

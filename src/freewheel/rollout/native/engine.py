@@ -1,54 +1,60 @@
 """`NativeEngine`: the engine protocol over a thread that decodes.
 
     event loop                                   thread
-    generate ── InFlightRequest ──▶ commands ──▶ Scheduler.add
-                                        admit ─▶ prefill ─▶ place ─▶ step ─▶ take     (one token a slot and turn)
+    generate ── InFlightRequest ──▶ commands ──▶ DecodeLoop.add ─▶ Scheduler: waiting ─▶ slot ─▶ free again
+                                    turn():      admit ─▶ prefill what is missing ─▶ place ─▶ step (one token a slot)
     InFlightRequest.get ◀── one call a step ◀─── responses of the samples that ended
     pause / update_weights / abort ──▶ between two steps; the answer comes back as a future
 
-The thread waits for: a command, while it is paused or idle. Unblocked by: any command, including `close`.
-A caller waits for: its request. Unblocked by: a response, an error, the end of the thread, or the watch.
+The thread waits for a command while it is paused or idle. A caller waits for its request: for a response, an error, the
+end of the thread, or the watch of `RequestTracker`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from freewheel.data.group import Response
+from freewheel.data.group import Finish, Response
 from freewheel.rollout.engine import (
     EngineError,
     EngineStats,
+    Event,
     GenerationAborted,
     GenerationRequest,
-    GenerationTimeout,
+    InFlightRequest,
+    RequestTracker,
+    generated_response,
+    send,
 )
-from freewheel.rollout.native.loop import DecodeLoop
-from freewheel.rollout.native.runner import Runner, use_slot_attention
+from freewheel.rollout.engines import NativeFactory
+from freewheel.rollout.native.runner import Placing, Prefilled, Runner
 from freewheel.rollout.native.support import (
     UnsupportedModel,
     check_agreement,
-    check_length,
     check_supported,
+    compute_logprobs,
     load_weights,
-    own_logprobs,
 )
-from freewheel.rollout.requests import InFlightRequest, RequestTracker, send
 from freewheel.sync.weights import AnyWeights, content_sum
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.5
-"""How often requests are checked for a thread that hangs or died. Well below any useful timeout."""
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+
 CLOSE_PATIENCE_S = 30.0
 """Longer than a step. A step that hangs must not keep the program from ending."""
 
@@ -71,33 +77,27 @@ class NativeEngine:
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (
-            ("slots", slots),
-            ("max_prompt_tokens", max_prompt_tokens),
-            ("max_new_tokens", max_new_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} = {value}: give at least 1")
         check_supported(model)
-        check_length(model, max_prompt_tokens, max_new_tokens)
-        probe = own_logprobs(model.train(False), max_prompt_tokens)
-        use_slot_attention(model)
-        self._model = model
+        prompt, expected = compute_logprobs(model.train(False), max_prompt_tokens)
         try:
             runner = Runner(
                 model, slots=slots, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, version=version
             )
-            check_agreement(runner, *probe)
+            check_agreement(runner, prompt, expected)
         except NotImplementedError as error:  # a feature that only the model's own attention has
             raise UnsupportedModel(model, str(error)) from error
+        self._model = model
         self._loop = DecodeLoop(runner, slots=slots, clock=clock)
         self._requests = RequestTracker(
-            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, vocabulary=runner.vocabulary
+            slots=slots,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            vocabulary=runner.vocabulary,
+            idle_s=self._loop.idle_s,
         )
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open = True
         self._gate = threading.Lock()  # no command may be queued after the thread has answered the last one
-        self._watch: asyncio.TimerHandle | None = None
         self._updating = asyncio.Lock()
         # A private pool: the event loop's may be full, and a new version must not wait for it.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-native-aside")
@@ -115,12 +115,8 @@ class NativeEngine:
 
     def _start(self, entry: InFlightRequest) -> None:
         self._send(lambda: self._loop.add(entry))
-        self._watch_over(entry.loop)
 
     def _stop(self, entry: InFlightRequest) -> None:
-        if self._watch is not None and not len(self._requests):
-            self._watch.cancel()
-            self._watch = None
         if entry.missing and self._open:
             self._send(lambda: self._loop.forget(entry))
 
@@ -175,25 +171,6 @@ class NativeEngine:
     async def _ask(self, what: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._send(what))
 
-    # -- the watch ----------------------------------------------------------------------------------------------------
-
-    def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._watch is None and len(self._requests):
-            self._watch = loop.call_later(WATCH_S, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End requests without a new token in time. Runs in the event loop: a step that hangs cannot report itself."""
-        self._watch = None
-        dead = not self._thread.is_alive()
-        idle_s = self._loop.idle_s()
-        for entry in self._requests:
-            if dead:
-                entry.put(EngineError("the engine's thread has ended"))
-            elif entry.holds_slot and idle_s > (limit_s := entry.request.timeout_s):
-                said = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
-                entry.put(GenerationTimeout(said))
-        self._watch_over(loop)
-
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -225,3 +202,259 @@ class NativeEngine:
                 answer.set_result(what())
             except Exception as error:  # noqa: BLE001  # raised where the command was sent
                 answer.set_exception(error)
+
+
+# -- the thread's side -------------------------------------------------------------------------------------------------
+
+
+class DecodeLoop:
+    """All methods run in the engine's thread, except `stats`, `version` and `idle_s`, which only read."""
+
+    def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=NativeFactory().refill_slots(slots))
+        self._clock = clock
+        self._prefilled: dict[InFlightRequest, Prefilled] = {}
+        self._paused = False
+        self._progress_at = clock()
+        self._standing = True  # paused, updating or idle: no token is expected
+        self.stopped = False
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._busy_s = 0.0
+
+    # -- what others read ---------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._runner.version
+
+    @property
+    def has_work(self) -> bool:
+        return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
+
+    def idle_s(self) -> float:
+        """How long no token was made although one was expected."""
+        return 0.0 if self._standing else self._clock() - self._progress_at
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            slots=self._scheduler.slots,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            busy_s=self._busy_s,
+            paused=self._paused,
+        )
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def add(self, entry: InFlightRequest) -> None:
+        if not entry.over:
+            self._scheduler.add(entry, len(entry.request.samples))
+
+    def pause(self) -> None:
+        self._paused = True
+        self._standing = True
+
+    def resume(self) -> None:
+        self._paused = False
+        self._progress_at = self._clock()
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def update(self, version: int, load: Callable[[], T]) -> T:
+        """Load weights between two tokens. Prompts that were prefilled and have not entered are prefilled again."""
+        began, stood = self._clock(), self._standing
+        self._standing = True
+        try:
+            held = load()
+            self._runner.set_version(version)
+            self._prefilled.clear()
+        finally:
+            self._progress_at += self._clock() - began
+            self._standing = stood
+        return held
+
+    def forget(self, entry: InFlightRequest) -> None:
+        """Drop a request whose caller is gone."""
+        self._prefilled.pop(entry, None)
+        self._runner.free(self._scheduler.drop(entry))
+
+    # -- a turn -------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Make one token for every sample that holds a slot. A failure ends only the requests in flight."""
+        began_s = time.perf_counter()
+        if not self._scheduler.running:
+            self._progress_at = self._clock()
+        self._standing = False
+        try:
+            placements = self._scheduler.admit()
+            if placements:
+                self._enter(placements)
+            self._runner.advance()
+            ended = self._runner.step()
+            self._generated_tokens += self._scheduler.running
+            self._progress_at = self._clock()
+            events = self._responses(ended)
+        except Exception as error:  # out of memory, a broken kernel, a bug: the callers must get it
+            log.exception("generation failed")
+            events = self._collapse(error)
+        self._standing = not self._scheduler.running
+        self._busy_s += time.perf_counter() - began_s
+        send(events)
+
+    def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
+        needed = dict.fromkeys(p.request for p in placements)
+        missing = [entry for entry in needed if entry not in self._prefilled]
+        while missing:
+            missing = self._prefill(missing)
+        self._runner.place(
+            [
+                Placing(
+                    p.slot, p.request.request.prompt, self._prefilled[p.request], p.request.request.samples[p.index]
+                )
+                for p in placements
+            ]
+        )
+        for placement in placements:
+            if placement.index == len(placement.request.request.samples) - 1:
+                self._prefilled.pop(placement.request, None)  # all its samples have entered
+
+    def _prefill(self, missing: list[InFlightRequest]) -> list[InFlightRequest]:
+        """Run one prefill of the first request's bucket, filled up with waiting requests of that bucket.
+
+        Returns the missing requests that it did not cover.
+        """
+        bucket = self._bucket(missing[0])
+        room = self._runner.prefill_rows(bucket)
+        chosen = [entry for entry in missing if self._bucket(entry) == bucket][:room]
+        taken = set(chosen)
+        if len(chosen) < room:
+            for entry in self._scheduler.upcoming():
+                if self._bucket(entry) == bucket and entry not in taken and entry not in self._prefilled:
+                    chosen.append(entry)
+                    taken.add(entry)
+                    if len(chosen) == room:
+                        break
+        prompts = [entry.request.prompt for entry in chosen]
+        for entry, prefilled in zip(chosen, self._runner.prefill(prompts), strict=True):
+            self._prefilled[entry] = prefilled
+        self._prompt_tokens += sum(map(len, prompts))
+        return [entry for entry in missing if entry not in taken]
+
+    def _bucket(self, entry: InFlightRequest) -> int:
+        return self._runner.bucket(entry.request.prompt)
+
+    # -- results of a step --------------------------------------------------------------------------------------------
+
+    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
+        slots = [slot for slot, _ in ended]
+        outputs = self._runner.take(slots)
+        events: list[tuple[InFlightRequest, Event]] = []
+        bad: set[InFlightRequest] = set()
+        for (slot, finish), out in zip(ended, outputs, strict=True):
+            entry, index = self._scheduler.release(slot)
+            response = generated_response(out.tokens, out.logprobs, out.versions, finish)
+            events.append((entry, (index, response)))
+            if not out.sound:
+                bad.add(entry)
+        self._runner.free(slots)
+        return self._without(bad, events) if bad else events
+
+    def _without(
+        self, bad: set[InFlightRequest], events: list[tuple[InFlightRequest, Event]]
+    ) -> list[tuple[InFlightRequest, Event]]:
+        """NaN and infinity must not be trained on: fail such requests, and empty their slots before reuse."""
+        self._runner.remove_non_finite()
+        for entry in bad:
+            self.forget(entry)
+        message = f"the model's log-probabilities are not finite (weight version {self.version})"
+        kept = [(entry, event) for entry, event in events if entry not in bad]
+        return kept + [(entry, EngineError(f"request {entry.request.id!r}: {message}")) for entry in bad]
+
+    def _collapse(self, error: Exception) -> list[tuple[InFlightRequest, Event]]:
+        entries = self._scheduler.started()
+        for entry in entries:
+            self.forget(entry)
+        self._prefilled.clear()
+        self._runner.free(range(self._runner.rows))
+        self._runner.remove_non_finite()
+        return [(entry, EngineError(f"generation failed: {error!r}")) for entry in entries]
+
+
+@dataclass(frozen=True)
+class Placement(Generic[Key]):
+    """A sample that gets a slot."""
+
+    request: Key
+    index: int
+    """Which of the request's samples."""
+    slot: int
+
+
+class Scheduler(Generic[Key]):
+    """Requests are served in the order of arrival. No sample enters before all samples of earlier requests.
+
+    A slot holds at most one sample, and a sample gets a slot once, unless its request is dropped first. Pure.
+    """
+
+    def __init__(self, *, slots: int, refill: int = 1) -> None:
+        """`refill`: how many slots must be free before samples enter next to running ones."""
+        assert slots > 0
+        self.slots = slots
+        self._refill = refill
+        self._free = list(range(slots))  # a heap: low slots first keeps the ones in use together
+        self._waiting: deque[tuple[Key, int]] = deque()
+        """(request, index of the sample)"""
+        self._held: dict[int, tuple[Key, int]] = {}
+        """By slot."""
+
+    @property
+    def running(self) -> int:
+        """Samples that hold a slot."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a slot."""
+        return len(self._waiting)
+
+    def add(self, request: Key, samples: int) -> None:
+        self._waiting.extend((request, index) for index in range(samples))
+
+    def admit(self) -> list[Placement[Key]]:
+        """Fill free slots, unless only a few are free: a prefill has a fixed cost."""
+        placed: list[Placement[Key]] = []
+        if self._held and len(self._free) < min(self._refill, self.waiting):
+            return placed
+        while self._free and self._waiting:
+            slot = heapq.heappop(self._free)
+            request, index = self._held[slot] = self._waiting.popleft()
+            placed.append(Placement(request, index, slot))
+        return placed
+
+    def upcoming(self) -> Iterable[Key]:
+        """Requests with waiting samples, in order."""
+        return dict.fromkeys(request for request, _ in self._waiting)
+
+    def release(self, slot: int) -> tuple[Key, int]:
+        """The slot's sample has ended. Returns (request, index of the sample)."""
+        heapq.heappush(self._free, slot)
+        return self._held.pop(slot)
+
+    def drop(self, request: Key) -> list[int]:
+        """Forget a request; returns the slots it held. Unknown requests hold none."""
+        freed = sorted(slot for slot, (holder, _) in self._held.items() if holder == request)
+        for slot in freed:
+            self.release(slot)
+        self._waiting = deque(sample for sample in self._waiting if sample[0] != request)
+        return freed
+
+    def started(self) -> list[Key]:
+        """Requests that hold a slot."""
+        return list(dict.fromkeys(request for request, _ in self._held.values()))
