@@ -32,12 +32,11 @@ from freewheel.rollout.engine import (
     EngineStats,
     GenerationAborted,
     GenerationRequest,
-    GenerationTimeout,
+    InFlightRequest,
+    RequestTracker,
     generated_response,
 )
-from freewheel.rollout.requests import InFlightRequest, RequestTracker
 from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.tracking import Watch
 from freewheel.rollout.vllm.transfer import whole_sum
 from freewheel.sync.weights import AnyWeights
 from freewheel.utils.waiting import Stopwatch
@@ -89,19 +88,21 @@ class VllmEngine:
         self._loads = 0
         """Number of successful updates."""
         self._requests = RequestTracker(
-            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, vocabulary=vocabulary
+            slots=slots,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            vocabulary=vocabulary,
+            idle_s=self._idle_s,
         )
         self._samples: dict[InFlightRequest, list[asyncio.Task[None]]] = {}
-        self._live: dict[str, InFlightRequest] = {}
-        """By sample."""
+        self._live: set[str] = set()
+        """Samples that are not done."""
         self._tasks: set[asyncio.Future[Any]] = set()
         """Background tasks that nobody awaits."""
-        self._watch = Watch(slots)
-        self._looking: asyncio.TimerHandle | None = None
-        self._counting = Stopwatch(clock)
-        """Time during which tokens may be expected."""
-        self._counting.run(True)
         self._busy = Stopwatch(clock)
+        """Time during which tokens may be expected."""
+        self._progress = 0, 0.0
+        """Tokens made when a new one was last seen, and the busy time then."""
         self._held: set[str] = set()
         self._free = asyncio.Event()
         """Set while no update runs: a request that starts now starts with the current version."""
@@ -163,7 +164,7 @@ class VllmEngine:
             waiting=max(0, live - self._slots),
             slots=self._slots,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._ended_tokens + sum(self._llm.tokens().values()),
+            generated_tokens=self._count_tokens(),
             busy_s=self._busy.elapsed_s,
             paused=bool(self._held),
         )
@@ -180,7 +181,8 @@ class VllmEngine:
     async def _sample(self, entry: InFlightRequest, index: int, prompt: list[int]) -> None:
         """Put the response, or the error that ended it, into the request's inbox."""
         name = f"{entry.request.id}/{index}"
-        self._begin(name, entry)
+        self._live.add(name)
+        self._busy.run(not self._held)
         try:
             await self._free.wait()
             self._check_open()
@@ -206,21 +208,12 @@ class VllmEngine:
         # Not the version: a server's cache outlives this engine, and a version number may return with other weights.
         return f"{self._name}-{self._loads}"
 
-    def _begin(self, name: str, entry: InFlightRequest) -> None:
-        self._live[name] = entry
-        self._watch.begin(name, entry.request.timeout_s, self._counting.elapsed_s)
-        self._busy.run(not self._held)
-        self._look_later(entry.loop)
-
     def _forget(self, name: str, tokens: int) -> None:
-        del self._live[name]
+        self._live.discard(name)
         self._ended_tokens += tokens
         self._llm.versions.end(name)
-        self._watch.end(name, self._counting.elapsed_s)
+        self._progress = self._count_tokens(), self._busy.elapsed_s  # an end is progress too
         self._busy.run(bool(self._live) and not self._held)
-        if not self._live and self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
 
     def _response(self, name: str, output: Output) -> Response:
         tokens = np.asarray(output.tokens, np.int32)
@@ -237,18 +230,14 @@ class VllmEngine:
             return EngineDied("vLLM's engine core has died")
         return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
 
-    # -- the watch ----------------------------------------------------------------------------------------------------
+    def _count_tokens(self) -> int:
+        return self._ended_tokens + sum(self._llm.tokens().values())
 
-    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._looking is None and (every_s := self._watch.look_every_s) is not None:
-            self._looking = loop.call_later(every_s, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._looking = None
-        for name, idle_s in self._watch.look(self._counting.elapsed_s, self._llm.tokens()).items():
-            entry = self._live[name]
-            entry.put(GenerationTimeout(f"request {entry.request.id!r}: no token for {idle_s:.3g} s"))
-        self._look_later(loop)
+    def _idle_s(self) -> float:
+        tokens, now_s = self._count_tokens(), self._busy.elapsed_s
+        if tokens != self._progress[0]:
+            self._progress = tokens, now_s
+        return now_s - self._progress[1]
 
     # -- pauses and weights -------------------------------------------------------------------------------------------
 
@@ -257,14 +246,12 @@ class VllmEngine:
         if not self._held:
             await self._llm.pause()
         self._held.add(who)
-        self._counting.run(False)
         self._busy.run(False)
 
     async def _let_go(self, who: str) -> None:
         self._held.discard(who)
         if not self._held:
             await self._llm.resume()
-            self._counting.run(True)
             self._busy.run(bool(self._live))
 
     async def _take_over(self, version: int, weights: AnyWeights, verify: bool) -> int | None:
@@ -299,7 +286,7 @@ class VllmEngine:
                     self._check_open()
                     await self._replace(self._version, weights)
         except Exception as error:  # noqa: BLE001  # whatever it was, nothing can be generated
-            self._end(EngineDied(f"vLLM could not be given the weights to begin with: {error}"))
+            self._end(EngineDied(f"vLLM could not load its first weights: {error}"))
 
     async def _load(self, version: int, buckets: list[dict[str, Any]]) -> None:
         overwritten = self._failed_updates > 0
@@ -314,7 +301,7 @@ class VllmEngine:
         except Exception as error:
             what = f"vLLM did not take version {version}: {error}"
             if not overwritten:
-                raise EngineError(f"{what}; version {self._version} goes on serving") from error
+                raise EngineError(f"{what}; version {self._version} continues to serve") from error
             self._failed_updates += 1
             if self._failed_updates >= MOST_FAILED_UPDATES:
                 raise self._end(EngineDied(f"{what}; its weights are of several versions")) from error

@@ -23,8 +23,7 @@ import aiohttp
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
-from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.tracking import TokenVersions
+from freewheel.rollout.vllm.api import Output, TokenVersions
 
 KEY = "rollout.urls"
 LOOK_S = 10.0
