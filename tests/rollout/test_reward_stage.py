@@ -223,7 +223,7 @@ async def test_a_group_without_a_baseline_is_scored_again(make_stage: MakeStage,
     if rewards is ScoringFailed:
         with pytest.raises(ScoringFailed, match=r"1 of 3 responses .* 3 tries: 2 x ConnectionError") as caught:
             await scored(stage, *"abc")
-        assert sum(caught.value.reasons.values()) == 2 and caught.value.is_infra
+        assert caught.value.is_infra
         assert stage.stats()["dropped_groups"] == 1
     else:
         assert numbers(await scored(stage, *"abc")) == rewards

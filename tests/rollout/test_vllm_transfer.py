@@ -20,7 +20,7 @@ from freewheel.rollout.vllm import transfer
 from freewheel.rollout.vllm.transfer import shipped, whole_sum
 from freewheel.sync import device
 from freewheel.sync.device import DevicePacker, Owner
-from freewheel.sync.weights import Entry, Weights, WeightsGone, pack
+from freewheel.sync.weights import Entry, WeightsGone, pack
 
 TENSORS = {
     "embed": torch.arange(12.0).reshape(4, 3),

@@ -7,7 +7,7 @@
                                     └────────── score again what failed, after a pause ◀────┘
 
 A slow function or judge holds permits here, and never a generation slot. A batch function gets a whole group at once,
-or what finishes within `LINGER_S`. The judge gets everything that becomes ready in one tick of the loop together.
+or what finishes within `LINGER_S`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -51,11 +51,10 @@ JUDGE_TOTALS = ("sent", "throttled", "faults", "in_flight", "limit", "cache_hits
 
 
 class ScoringFailed(Exception):
-    """Too few responses of a group have a reward, after all retries. `reasons` counts why."""
+    """Too few responses of a group have a reward, after all retries."""
 
-    def __init__(self, message: str, reasons: Mapping[str, int] | None = None, *, is_infra: bool = False) -> None:
+    def __init__(self, message: str, *, is_infra: bool = False) -> None:
         super().__init__(message)
-        self.reasons = dict(reasons or {})
         self.is_infra = is_infra
         """Every failure was a service's or a process's (a judge that is down, say). The prompt is not to blame."""
 
@@ -160,7 +159,7 @@ class RewardStage:
         self._policy = GroupPolicy.of(on_failure, retries)
         self._clock = clock
         self._runner = FunctionRunner(score, workers=workers, executor=executor, timeout_s=timeout_s)
-        self._function_batches = _Batcher(self._score_batch)
+        self._batches = _Batches(self._runner)
         self._permits = asyncio.Semaphore(concurrency)
         self._counts = RewardCounts(score.name)
         self._busy = Stopwatch(clock)
@@ -222,20 +221,9 @@ class RewardStage:
 
     async def _call_function(self, group: GroupScoring, call: Call) -> Verdict:
         if self.function.is_batch:
-            return await self._function_batches.ask(call, wait_s=LINGER_S if group.missing else 0.0)
+            return await self._batches.score(call, wait_s=LINGER_S if group.missing else 0.0)
         (verdict,) = await self._runner.score([call])
         return verdict
-
-    async def _score_batch(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Verdict]]:
-        verdicts = await self._runner.score(calls)
-        first = verdicts[0]
-        shared = isinstance(first, Failed) and first.reason != "timeout" and all(one is first for one in verdicts)
-        if len(calls) > 1 and shared:
-            # The batch failed as a whole, perhaps because of a single response. Score each response alone.
-            alone = await asyncio.gather(*(self._runner.score([call]) for call in calls))
-            verdicts = [verdict for (verdict,) in alone]
-        for index, verdict in enumerate(verdicts):
-            yield index, verdict
 
     # -- a whole group ------------------------------------------------------------------------------------------------
 
@@ -270,7 +258,7 @@ class RewardStage:
     async def close(self) -> None:
         """End threads, processes and the judge. The scoring of unfinished groups is cancelled. Idempotent."""
         await _cancel(self._tasks)
-        await self._function_batches.close()
+        await self._batches.close()
         await self._runner.close()
         if self._judging is not None:
             await self._judging.close()
@@ -293,49 +281,49 @@ async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
+class _Batches:
+    """Passes the responses of one tick of the loop, or of a short wait, to a batch function together."""
 
-T = TypeVar("T")
-
-
-class _Batcher(Generic[T]):
-    """Sends the requests of one tick of the loop, or of a short wait, together. Each gets its own verdict."""
-
-    def __init__(self, score: Callable[[list[T]], AsyncIterator[tuple[int, Verdict]]]) -> None:
-        """`score` yields the index of each of its arguments with its verdict, in any order."""
-        self._score = score
-        self._requests: list[tuple[T, asyncio.Future[Verdict]]] = []
-        self._send_at: asyncio.Handle | None = None
+    def __init__(self, runner: FunctionRunner) -> None:
+        self._runner = runner
+        self._waiting: list[tuple[Call, asyncio.Future[Verdict]]] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, one: T, *, wait_s: float = 0.0) -> Verdict:
-        """`wait_s`: how long `one` may wait for others. A call that does not want to wait sends all."""
+    async def score(self, call: Call, *, wait_s: float) -> Verdict:
+        """`wait_s`: how long the call may wait for others. A call that does not want to wait sends all."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Verdict] = loop.create_future()
-        self._requests.append((one, answer))
-        if self._send_at is not None and not wait_s and isinstance(self._send_at, asyncio.TimerHandle):
-            self._send_at.cancel()
-            self._send_at = None
-        if self._send_at is None:
-            self._send_at = loop.call_later(wait_s, self._send) if wait_s else loop.call_soon(self._send)
+        self._waiting.append((call, answer))
+        if self._timer is None or not wait_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_later(wait_s, self._send)
         return await answer
 
     def _send(self) -> None:
-        self._send_at = None
-        requests, self._requests = self._requests, []
-        task = asyncio.create_task(self._answer(requests))
+        self._timer = None
+        batch, self._waiting = self._waiting, []
+        task = asyncio.create_task(self._score(batch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, requests: list[tuple[T, asyncio.Future[Verdict]]]) -> None:
-        async for index, verdict in self._score([one for one, _ in requests]):
-            answer = requests[index][1]
+    async def _score(self, batch: Sequence[tuple[Call, asyncio.Future[Verdict]]]) -> None:
+        calls = [call for call, _ in batch]
+        verdicts = await self._runner.score(calls)
+        first = verdicts[0]
+        shared = isinstance(first, Failed) and first.reason != "timeout" and all(one is first for one in verdicts)
+        if len(calls) > 1 and shared:
+            # The batch failed as a whole, perhaps because of a single response. Score each response alone.
+            alone = await asyncio.gather(*(self._runner.score([call]) for call in calls))
+            verdicts = [verdict for (verdict,) in alone]
+        for (_, answer), verdict in zip(batch, verdicts, strict=True):
             if not answer.done():  # its group was given up
                 answer.set_result(verdict)
 
     async def close(self) -> None:
-        if self._send_at is not None:
-            self._send_at.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         await _cancel(self._tasks)
 
 
@@ -358,7 +346,6 @@ class _Judging:
             raise ConfigError("reward.judge.on_failure", kind, remedy)
         self._rule_only = kind == "rule_only"
         self._deadline_s = min(timeout_s, config.batch_timeout_s)
-        self._batches = _Batcher(self._ask_judge)
         self._judge = Judge(config.judge_config()) if config.judges else None
         if config.lacks_key:
             log.warning(config.lacks_key)
@@ -369,32 +356,26 @@ class _Judging:
         (request,) = judge_requests([sample], [rule], self._config)
         if request.skip:
             return Skipped(request.skip)
-        verdict = await self._batches.ask(request)
-        return from_judge(verdict) if isinstance(verdict, Failed) else verdict
-
-    async def _ask_judge(self, requests: Sequence[JudgeRequest]) -> AsyncIterator[tuple[int, Verdict]]:
         try:
-            handle = self._submit(requests)
+            handle = self._submit(request)
         except (EngineDied, JudgeClosed) as error:
-            for index in range(len(requests)):
-                yield index, Failed(Reason.ENGINE.value, 0, str(error))
-            return
+            return from_judge(Failed(Reason.ENGINE.value, 0, str(error)))
         try:
-            async for index, verdict in handle.as_completed():
-                yield index, verdict
+            (verdict,) = await handle
         finally:
             handle.cancel()
+        return from_judge(verdict) if isinstance(verdict, Failed) else verdict
 
-    def _submit(self, requests: Sequence[JudgeRequest]) -> Handle:
+    def _submit(self, request: JudgeRequest) -> Handle:
         assert self._judge is not None
         try:
-            return self._judge.submit(requests, deadline_s=self._deadline_s)
+            return self._judge.submit([request], deadline_s=self._deadline_s)
         except (EngineDied, JudgeClosed) as error:
             # The judge's process kept dying. Another judge may work better for later responses.
             log.error("The judge broke down, and another one is started: %s", error)
             self._judge.close(timeout_s=0.0)  # its process is gone already
             self._judge = Judge(self._judge.config)
-            return self._judge.submit(requests, deadline_s=self._deadline_s)
+            return self._judge.submit([request], deadline_s=self._deadline_s)
 
     def compose(self, items: Sequence[_Item]) -> list[Response]:
         """Return the responses of a whole group with their rewards. The penalty needs the group's median length."""
@@ -430,7 +411,6 @@ class _Judging:
         return {**found.to_dict(), **{name: getattr(found, name) for name in JUDGE_TOTALS}}
 
     async def close(self) -> None:
-        await self._batches.close()
         if self._judge is not None:
             await in_thread(self._judge.close)
 
@@ -485,7 +465,6 @@ class GroupPolicy:
             raise ScoringFailed(
                 f"{usable} of {len(responses)} responses have a reward after {tries + 1} tries: "
                 + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()),
-                reasons,
                 is_infra=bool(failures) and all(failure.infra for failure in failures),
             )
         return list(responses)

@@ -178,7 +178,9 @@ class Runner:
         slots = np.array([one.slot for one in entering])
         where = torch.from_numpy(slots).to(self.device)
         self._cache.enter(slots, np.array([len(one.prompt) - 1 for one in entering]))
-        for batch in {one.prefilled.batch for one in entering} - {None}:
+        for batch in dict.fromkeys(one.prefilled.batch for one in entering):
+            if batch is None:
+                continue
             placed = [(one.prefilled.row, one.slot) for one in entering if one.prefilled.batch is batch]
             self._cache.place(batch.kept, *np.array(placed).T)
 

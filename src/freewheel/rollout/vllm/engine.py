@@ -231,7 +231,7 @@ class VllmEngine:
         return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
 
     def _count_tokens(self) -> int:
-        return self._ended_tokens + sum(self._llm.tokens().values())
+        return self._ended_tokens + sum(int(count) for count in self._llm.tokens().values())
 
     def _idle_s(self) -> float:
         tokens, now_s = self._count_tokens(), self._busy.elapsed_s

@@ -175,7 +175,7 @@ def engine_arguments(
     """`model_config`: the model's, as transformers reads it. `parameters`: the model's number of them. `gpu_bytes`: the
     memory of the GPU that the engine will be on."""
     options = settings.options
-    given = options.vllm
+    given: dict[str, Any] = options.vllm
     check_arguments(given, known)
     if given.get("max_model_len", max_model_len) < max_model_len:
         raise ConfigError(
@@ -245,7 +245,7 @@ def kv_bytes(model_config: Any, dtype: str, slots: int, *, max_model_len: int) -
 
 
 def _workers(options: RolloutOptions) -> int:
-    return options.tensor_parallel_size * options.pipeline_parallel_size
+    return int(options.tensor_parallel_size * options.pipeline_parallel_size)
 
 
 # -- checks and loading -----------------------------------------------------------------------------------------------
