@@ -18,7 +18,6 @@ from freewheel.rollout import engine as protocol
 from freewheel.rollout.engine import (
     EngineDied,
     EngineError,
-    GenerationAborted,
     GenerationRequest,
     GenerationTimeout,
     PromptRefused,
@@ -107,25 +106,11 @@ async def test_a_request_gets_whole_samples_with_its_own_parameters(engine: Vllm
         await ask(engine, request_of(VOCABULARY))
 
 
-async def test_no_token_in_time_is_a_timeout_for_requests_with_slots_and_a_pause_is_not(
+async def test_no_token_in_time_is_a_timeout_for_requests_with_slots(
     engine: VllmEngine, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protocol, "WATCH_S", 0.01)
-    await engine.pause()
-    waiting = asyncio.create_task(ask(engine, request_of(1, timeout_s=0.05)))
-    looks = 0
-
-    def idle_s(real: Any = engine._idle_s) -> float:
-        nonlocal looks
-        looks += 1
-        return float(real())
-
-    monkeypatch.setattr(engine._requests, "_idle_s", idle_s)
-    await until(lambda: looks > 10)
-    assert not waiting.done()
-    await engine.resume()
-    assert len((await waiting)[0].tokens) == 3
-    server.going.clear()  # without telling the engine
+    server.going.clear()
     hangs = [asyncio.create_task(ask(engine, request_of(token, n=4, timeout_s=0.05))) for token in (2, 3)]
     with pytest.raises(GenerationTimeout, match="request '2'"):
         await hangs[0]
@@ -134,14 +119,29 @@ async def test_no_token_in_time_is_a_timeout_for_requests_with_slots_and_a_pause
     assert len(await hangs[1]) == 4
 
 
-async def test_an_abort_ends_the_stream(engine: VllmEngine, server: FakeServer) -> None:
-    await engine.pause()
+async def test_the_time_of_an_update_is_no_timeout(server: FakeServer) -> None:
+    now = 0.0
+    engine = engine_over(server, clock=lambda: now)
+    server.going.clear()
+    waiting = asyncio.create_task(ask(engine, request_of(1)))
+    await until(lambda: server.bodies)
+    now = 5.0
+    assert engine._idle_s() == 5.0
+    await engine._pause()
+    now = 1000.0
+    assert engine._idle_s() == 5.0
+    await engine._resume()
+    assert len((await waiting)[0].tokens) == 3
+    await engine.close()
+
+
+async def test_a_caller_that_leaves_ends_its_streams(engine: VllmEngine, server: FakeServer) -> None:
+    server.going.clear()
     doomed = asyncio.create_task(ask(engine, request_of(1, n=2)))
     await until(lambda: len(server.bodies) == 2)
-    await engine.abort("1")
-    with pytest.raises(GenerationAborted):
-        await doomed
-    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
+    doomed.cancel()
+    await asyncio.gather(doomed, return_exceptions=True)
+    await until(lambda: (engine.stats().running, engine.stats().waiting) == (0, 0))
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
@@ -188,12 +188,10 @@ async def test_a_servers_cached_prompts_serve_one_engine_and_one_load_only(serve
 async def test_a_sample_in_flight_keeps_its_first_version_and_a_new_one_waits_for_an_update(
     engine: VllmEngine, server: FakeServer
 ) -> None:
-    await engine.pause()
+    server.going.clear()
     begun = asyncio.create_task(versions(engine, 1))
     await until(lambda: server.bodies)
     await update(engine, 1)
-    assert engine.stats().paused, "the caller's pause outlives an update"
-    await engine.resume()
     assert await begun == [0] * 3
     server.calls.clear()
     updating = asyncio.create_task(update(engine, 2))
@@ -308,7 +306,7 @@ async def test_first_weights_that_are_read_while_others_arrive_are_not_loaded(se
 
 
 async def test_a_server_that_goes_away_is_a_dead_engine(engine: VllmEngine, server: FakeServer) -> None:
-    await engine.pause()
+    server.going.clear()
     doomed = asyncio.create_task(ask(engine, request_of(1)))
     await until(lambda: server.bodies)
     server.going.set()
@@ -328,9 +326,8 @@ async def test_a_server_that_closes_an_idle_connection_has_not_died(
     assert remote.KEPT_S < VLLM_KEEPS_S
     monkeypatch.setattr(remote, "KEPT_S", remote.KEPT_S / 50)
     server.idle_s = VLLM_KEEPS_S / 50
-    await engine.pause()
+    await update(engine, 1)
     await asyncio.sleep(1.5 * server.idle_s)
-    await engine.resume()
     assert len((await ask(engine, request_of(1)))[0].tokens) == 3
 
 

@@ -50,7 +50,7 @@ class GenerationRequest:
     """int32, at least one token."""
     samples: tuple[SamplingParams, ...]
     timeout_s: float
-    """Longest time in which the engine makes no token while this request has a slot. Pauses don't count."""
+    """Longest time in which the engine makes no token while this request has a slot. Weight updates don't count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,6 @@ class EngineStats:
     """Includes the tokens of samples in flight."""
     busy_s: float
     """Time spent computing."""
-    paused: bool
 
 
 class EngineError(Exception):
@@ -84,7 +83,7 @@ class GenerationTimeout(EngineError):
 
 
 class GenerationAborted(EngineError):
-    """`abort` was called for the request, or the engine was closed."""
+    """The engine was closed."""
 
 
 class PromptRefused(EngineError, ValueError):
@@ -106,11 +105,6 @@ class Engine(Protocol):
         Closing the iterator early aborts the request.
         """
 
-    async def pause(self) -> None:
-        """Returns when no token is being made. Requests in flight stay, and their timeouts stand still."""
-
-    async def resume(self) -> None: ...
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         """Replaces the parameters between two tokens and keeps what is in flight. Returns the content sum of the
         parameters that the engine then holds if `verify`, else None.
@@ -118,10 +112,6 @@ class Engine(Protocol):
         `weights` are complete: a missing, unknown or misshapen parameter is an error. After a failure either nothing
         has changed, or the engine generates nothing until an update succeeds.
         """
-
-    async def abort(self, request_id: str) -> None:
-        """Makes the request's `generate` raise GenerationAborted. Ignores unknown ids: the request may just have
-        ended."""
 
     def stats(self) -> EngineStats: ...
 
@@ -227,12 +217,6 @@ class RequestTracker:
                 self._timer.cancel()
                 self._timer = None
             stop(entry)
-
-    def abort(self, request_id: str) -> None:
-        """Make the caller of a request raise GenerationAborted. Ignores unknown ids."""
-        entry = self._requests.get(request_id)
-        if entry is not None:
-            entry.put(GenerationAborted(f"request {request_id!r} was aborted"))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """End requests that have waited too long for a token. Runs in the event loop: an engine cannot say it hangs."""

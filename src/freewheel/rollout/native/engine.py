@@ -4,9 +4,9 @@
     generate ── InFlightRequest ──▶ commands ──▶ DecodeLoop.add ─▶ Scheduler: waiting ─▶ slot ─▶ free again
                                     turn():      admit ─▶ prefill what is missing ─▶ place ─▶ step (one token a slot)
     InFlightRequest.get ◀── one call a step ◀─── responses of the samples that ended
-    pause / update_weights / abort ──▶ between two steps; the answer comes back as a future
+    update_weights, a caller that left ──▶ between two steps; the answer comes back as a future
 
-The thread waits for a command while it is paused or idle. A caller waits for its request: for a response, an error, the
+The thread waits for a command while it is idle. A caller waits for its request: for a response, an error, the
 end of the thread, or the watch of `RequestTracker`.
 """
 
@@ -120,16 +120,10 @@ class NativeEngine:
         if entry.missing and self._open:
             self._send(lambda: self._loop.forget(entry))
 
-    async def pause(self) -> None:
-        await self._ask(self._loop.pause)
-
-    async def resume(self) -> None:
-        await self._ask(self._loop.resume)
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         async with self._updating:
             given = weights.tensors()
-            held = await self._ask(lambda: self._take_over(version, given))
+            held = await asyncio.wrap_future(self._send(lambda: self._take_over(version, given)))
             if not verify:
                 return None
             # Runs while decoding continues: both only read the weights.
@@ -140,9 +134,6 @@ class NativeEngine:
         if version < self.version:  # a newer update overtook it
             raise ValueError(f"version {version} comes late: the engine holds {self.version}")
         return self._loop.update(version, lambda: load_weights(self._model, given))
-
-    async def abort(self, request_id: str) -> None:
-        self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -167,9 +158,6 @@ class NativeEngine:
                 raise EngineError("the engine is closed")
             self._commands.put((what, answer))
         return answer
-
-    async def _ask(self, what: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._send(what))
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -215,9 +203,8 @@ class DecodeLoop:
         self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=NativeFactory().refill_slots(slots))
         self._clock = clock
         self._prefilled: dict[InFlightRequest, Prefilled] = {}
-        self._paused = False
         self._progress_at = clock()
-        self._standing = True  # paused, updating or idle: no token is expected
+        self._standing = True  # updating or idle: no token is expected
         self.stopped = False
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -231,7 +218,7 @@ class DecodeLoop:
 
     @property
     def has_work(self) -> bool:
-        return not self._paused and bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting)
 
     def idle_s(self) -> float:
         """How long no token was made although one was expected."""
@@ -246,7 +233,6 @@ class DecodeLoop:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             busy_s=self._busy_s,
-            paused=self._paused,
         )
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -254,14 +240,6 @@ class DecodeLoop:
     def add(self, entry: InFlightRequest) -> None:
         if not entry.over:
             self._scheduler.add(entry, len(entry.request.samples))
-
-    def pause(self) -> None:
-        self._paused = True
-        self._standing = True
-
-    def resume(self) -> None:
-        self._paused = False
-        self._progress_at = self._clock()
 
     def stop(self) -> None:
         self.stopped = True

@@ -5,7 +5,7 @@
     InFlightRequest.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
     update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
 
-A sample waits for its output; its end, an abort, the watch (no token in time) or the core's death unblock it. An update
+A sample waits for its output; its end, a caller that leaves, the watch or the core's death unblock it. An update
 waits for the previous update and the core's answers; an answer or the core's death unblocks it.
 
 An update that fails before the first bucket leaves the old version serving. One that fails later has overwritten some
@@ -54,8 +54,6 @@ third."""
 CONTENT_SUM = "freewheel_content_sum"
 """The worker's method that returns the checksum of its weights."""
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
-BY_CALLER, BY_UPDATE = "caller", "update"
-"""Who pauses generation."""
 
 
 class VllmEngine:
@@ -103,7 +101,7 @@ class VllmEngine:
         """Time during which tokens may be expected."""
         self._progress = 0, 0.0
         """Tokens made when a new one was last seen, and the busy time then."""
-        self._held: set[str] = set()
+        self._is_paused = False
         self._free = asyncio.Event()
         """Set while no update runs: a request that starts now starts with the current version."""
         if initial is None:
@@ -141,20 +139,9 @@ class VllmEngine:
         for sample in self._samples.pop(entry, ()):
             sample.cancel()
 
-    async def pause(self) -> None:
-        self._check_open()
-        await self._hold(BY_CALLER)
-
-    async def resume(self) -> None:
-        self._check_open()
-        await self._let_go(BY_CALLER)
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         # A separate task: a cancelled caller must not leave half an update behind.
         return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
-
-    async def abort(self, request_id: str) -> None:
-        self._requests.abort(request_id)
 
     def stats(self) -> EngineStats:
         live = len(self._live)
@@ -166,7 +153,6 @@ class VllmEngine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._count_tokens(),
             busy_s=self._busy.elapsed_s,
-            paused=bool(self._held),
         )
 
     async def close(self) -> None:
@@ -182,7 +168,7 @@ class VllmEngine:
         """Put the response, or the error that ended it, into the request's inbox."""
         name = f"{entry.request.id}/{index}"
         self._live.add(name)
-        self._busy.run(not self._held)
+        self._busy.run(not self._is_paused)
         try:
             await self._free.wait()
             self._check_open()
@@ -213,7 +199,7 @@ class VllmEngine:
         self._ended_tokens += tokens
         self._llm.versions.end(name)
         self._progress = self._count_tokens(), self._busy.elapsed_s  # an end is progress too
-        self._busy.run(bool(self._live) and not self._held)
+        self._busy.run(bool(self._live) and not self._is_paused)
 
     def _response(self, name: str, output: Output) -> Response:
         tokens = np.asarray(output.tokens, np.int32)
@@ -239,20 +225,19 @@ class VllmEngine:
             self._progress = tokens, now_s
         return now_s - self._progress[1]
 
-    # -- pauses and weights -------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------------------------
 
-    async def _hold(self, who: str) -> None:
+    async def _pause(self) -> None:
         """Return when no token is being made."""
-        if not self._held:
+        if not self._is_paused:
             await self._llm.pause()
-        self._held.add(who)
+        self._is_paused = True
         self._busy.run(False)
 
-    async def _let_go(self, who: str) -> None:
-        self._held.discard(who)
-        if not self._held:
-            await self._llm.resume()
-            self._busy.run(bool(self._live))
+    async def _resume(self) -> None:
+        self._is_paused = False
+        await self._llm.resume()
+        self._busy.run(bool(self._live))
 
     async def _take_over(self, version: int, weights: AnyWeights, verify: bool) -> int | None:
         async with self._updating:
@@ -266,11 +251,11 @@ class VllmEngine:
         async with self._prepared(weights) as buckets:
             self._free.clear()
             try:
-                await self._hold(BY_UPDATE)
+                await self._pause()
                 await self._load(version, buckets)
             finally:
                 if not self._failed_updates and self._over is None:
-                    await self._let_go(BY_UPDATE)
+                    await self._resume()
                     if self._initial is None:
                         self._free.set()
 
