@@ -115,7 +115,7 @@ def test_a_large_version_comes_in_numbered_parts(monkeypatch: pytest.MonkeyPatch
 def test_a_disk_is_used_if_shared_memory_is_small(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "INTACT", 1 << 62)
+    monkeypatch.setattr(transfer, "SPARE_BYTES", 1 << 62)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with shipped(pack(TENSORS)) as infos:
         assert Path(infos[0]["path"]).parent == tmp_path

@@ -60,9 +60,7 @@ class ScoringFailed(Exception):
 
 
 class FatalRewardFailure(RewardFailed):
-    """A response could not be scored, and `reward.on_failure` is `raise`."""
-
-    ends_the_run = True
+    """A response could not be scored, and `reward.on_failure` is `raise`: the run ends."""
 
 
 @dataclass(eq=False)

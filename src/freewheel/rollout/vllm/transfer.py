@@ -35,8 +35,8 @@ BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "fr
 SHARED_MEMORY = Path("/dev/shm")
 FILE = "freewheel-weights-"
 """Followed by the number of the process that wrote it."""
-INTACT = 1 << 26
-"""Bytes of shared memory left to others."""
+SPARE_BYTES = 1 << 26
+"""Shared memory left to other programs."""
 
 Info = dict[str, Any]
 """`update_info` of one bucket."""
@@ -97,8 +97,8 @@ def _parts(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 @contextlib.contextmanager
 def _in_file(weights: Weights) -> Iterator[str]:
     """Yield a copy of the buffer that other processes of this user can map."""
-    _clear_away()
-    path = _room(weights.n_bytes) / f"{FILE}{os.getpid()}-{secrets.token_hex(8)}"
+    _remove_old_files()
+    path = _choose_folder(weights.n_bytes) / f"{FILE}{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
         stack.callback(path.unlink, missing_ok=True)
         descriptor = open_private(path, os.O_WRONLY)
@@ -111,7 +111,7 @@ def _in_file(weights: Weights) -> Iterator[str]:
         yield str(path)
 
 
-def _clear_away() -> None:
+def _remove_old_files() -> None:
     """Remove files of killed rollouters, each as large as a model."""
     for folder in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for path in folder.glob(f"{FILE}*"):
@@ -135,10 +135,10 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-def _room(n_bytes: int) -> Path:
+def _choose_folder(n_bytes: int) -> Path:
     """Return shared memory, or a disk if it is too small (64 MB in many containers)."""
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(SHARED_MEMORY).free >= n_bytes + INTACT:
+        if shutil.disk_usage(SHARED_MEMORY).free >= n_bytes + SPARE_BYTES:
             return SHARED_MEMORY
     return Path(tempfile.gettempdir())
 
