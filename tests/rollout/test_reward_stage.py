@@ -132,21 +132,6 @@ async def test_a_function_that_blocks_does_not_block_the_loop_or_an_earlier_scor
     assert numbers(await slow.result()) == [1.0]
 
 
-async def test_no_more_than_concurrency_responses_are_scored_at_a_time(make_stage: MakeStage):
-    running = most = 0
-
-    async def score(response: str, row: Any) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0)
-        running -= 1
-        return 1.0
-
-    await scored(make_stage(score, concurrency=3), *"abcdefghij")
-    assert most == 3
-
-
 async def test_a_batch_function_gets_whole_groups_at_once_and_does_not_wait_for_a_slow_response(
     make_stage: MakeStage, monkeypatch: pytest.MonkeyPatch
 ):
@@ -231,7 +216,7 @@ async def test_a_group_without_a_baseline_is_scored_again(make_stage: MakeStage,
     assert stage.stats()["retried_groups"] == max(map(calls.count, calls)) - 1
 
 
-SCORED, FAILED, SKIPPED = Scored(1.0), Failed("KeyError"), Skipped("none")
+SCORED, FAILED, SKIPPED, DOWN = Scored(1.0), Failed("KeyError"), Skipped("none"), Failed("down", infra=True)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +224,8 @@ SCORED, FAILED, SKIPPED = Scored(1.0), Failed("KeyError"), Skipped("none")
     [
         ("mask", [SCORED], [1.0]),  # a group of one response needs one reward
         ("mask", [FAILED], "0 of 1 responses"),
+        ("mask", [DOWN, FAILED], "0 of 2 responses"),
+        ("mask", [DOWN, DOWN], "0 of 2 responses"),
         ("mask", [SCORED, SCORED, FAILED], [1.0, 1.0, None]),
         ("mask", [SCORED, FAILED, SKIPPED], "1 of 3 responses"),
         ("fallback: -1.0", [SCORED, FAILED, SKIPPED], [1.0, -1.0, None]),  # a skipped response did not fail
@@ -252,20 +239,14 @@ def test_the_policy_decides_what_a_failed_response_counts(on_failure: Any, verdi
     settled = [replace(response("x"), verdict=one, reward=r) for one, r in zip(verdicts, rewards, strict=True)]
     policy = GroupPolicy.of(on_failure, retries=0)
     if isinstance(expected, str):
-        with pytest.raises(FatalRewardFailure if policy.raises else ScoringFailed, match=expected):
+        with pytest.raises(FatalRewardFailure if policy.raises else ScoringFailed, match=expected) as caught:
             policy.decide(settled, 0)
+        only_infra = verdicts == [DOWN, DOWN]
+        assert policy.raises or caught.value.is_infra == only_infra, "the prompt is not to blame"
     else:
         decided = policy.decide(settled, 0)
         assert decided is not None and numbers(decided) == expected
         assert [one.verdict for one in decided] == verdicts
-
-
-@pytest.mark.parametrize("infra", [(True, True), (True, False), (False, False)])
-def test_a_group_is_lost_to_infrastructure_only_if_every_failure_is(infra: tuple[bool, bool]):
-    failures = [replace(response("x"), verdict=Failed("down", infra=one), reward=math.nan) for one in infra]
-    with pytest.raises(ScoringFailed) as caught:
-        GroupPolicy.of("mask", 0).decide(failures, 0)
-    assert caught.value.is_infra == all(infra)
 
 
 @pytest.mark.parametrize(
@@ -423,17 +404,6 @@ async def test_the_judge_is_added_to_the_rule_and_raw_and_shaped_are_kept_apart(
     assert rewards[2].verdict.parts == parts
 
 
-async def test_a_response_is_judged_before_its_group_is_whole(make_stage: MakeStage):
-    async with MockJudge(JudgeProfile()) as mock:
-        stage = make_stage(judge=judged(mock))
-        group = begin(stage, ["first"], n=2)
-        await until(lambda: stage.stats()["scored"] == 1)
-        assert mock.counts().most_received == 1
-        group.add(1, "second", response("second"))
-        assert len(await group.result()) == 2
-        await stage.close()
-
-
 BAD = JudgeProfile(scores={"bad": "no score at all", "good": "5", "fine": "8"})
 
 
@@ -580,7 +550,7 @@ async def test_statistics_of_the_stage(make_stage: MakeStage):
     stage = make_stage(score, concurrency=1, clock=lambda: now)
     group = begin(stage, ["a", "b"])
     await asyncio.sleep(0)
-    assert stage.stats()["in_flight"] == 1 and stage.stats()["waiting"] == 1
+    assert stage.stats()["in_flight"] == 1 and stage.stats()["waiting"] == 1, "`concurrency` at a time"
     now = 3.0
     go_on.set()
     await group.result()
