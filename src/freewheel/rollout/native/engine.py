@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -98,7 +99,6 @@ class NativeEngine:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open = True
         self._gate = threading.Lock()  # no command may be queued after the thread has answered the last one
-        self._updating = asyncio.Lock()
         # A private pool: the event loop's may be full, and a new version must not wait for it.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-native-aside")
         self._thread = threading.Thread(target=self._run, name="freewheel-native-engine", daemon=True)
@@ -121,19 +121,13 @@ class NativeEngine:
             self._send(lambda: self._loop.forget(entry))
 
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        async with self._updating:
-            given = weights.tensors()
-            held = await asyncio.wrap_future(self._send(lambda: self._take_over(version, given)))
-            if not verify:
-                return None
-            # Runs while decoding continues: both only read the weights.
-            return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
-
-    def _take_over(self, version: int, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """In the engine's thread, which runs one command after the other."""
-        if version < self.version:  # a newer update overtook it
-            raise ValueError(f"version {version} comes late: the engine holds {self.version}")
-        return self._loop.update(version, lambda: load_weights(self._model, given))
+        given = weights.tensors()
+        loading = self._send(lambda: self._loop.update(version, lambda: load_weights(self._model, given)))
+        held = await asyncio.wrap_future(loading)
+        if not verify:
+            return None
+        # Runs while decoding continues: both only read the weights.
+        return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -203,8 +197,8 @@ class DecodeLoop:
         self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=NativeFactory().refill_slots(slots))
         self._clock = clock
         self._prefilled: dict[InFlightRequest, Prefilled] = {}
-        self._progress_at = clock()
-        self._standing = True  # updating or idle: no token is expected
+        self._progress_at: float | None = None
+        """When the last token was made. None while no token is expected: when idle, and during an update."""
         self.stopped = False
         self._prompt_tokens = 0
         self._generated_tokens = 0
@@ -222,7 +216,8 @@ class DecodeLoop:
 
     def idle_s(self) -> float:
         """How long no token was made although one was expected."""
-        return 0.0 if self._standing else self._clock() - self._progress_at
+        progress_at = self._progress_at
+        return 0.0 if progress_at is None else self._clock() - progress_at
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -246,15 +241,13 @@ class DecodeLoop:
 
     def update(self, version: int, load: Callable[[], T]) -> T:
         """Load weights between two tokens. Prompts that were prefilled and have not entered are prefilled again."""
-        began, stood = self._clock(), self._standing
-        self._standing = True
+        is_decoding, self._progress_at = self._progress_at is not None, None
         try:
             held = load()
             self._runner.set_version(version)
             self._prefilled.clear()
         finally:
-            self._progress_at += self._clock() - began
-            self._standing = stood
+            self._progress_at = self._clock() if is_decoding else None
         return held
 
     def forget(self, entry: InFlightRequest) -> None:
@@ -267,9 +260,8 @@ class DecodeLoop:
     def turn(self) -> None:
         """Make one token for every sample that holds a slot. A failure ends only the requests in flight."""
         began_s = time.perf_counter()
-        if not self._scheduler.running:
+        if self._progress_at is None:
             self._progress_at = self._clock()
-        self._standing = False
         try:
             placements = self._scheduler.admit()
             if placements:
@@ -277,12 +269,11 @@ class DecodeLoop:
             self._runner.advance()
             ended = self._runner.step()
             self._generated_tokens += self._scheduler.running
-            self._progress_at = self._clock()
             events = self._responses(ended)
         except Exception as error:  # out of memory, a broken kernel, a bug: the callers must get it
             log.exception("generation failed")
             events = self._collapse(error)
-        self._standing = not self._scheduler.running
+        self._progress_at = self._clock() if self._scheduler.running else None
         self._busy_s += time.perf_counter() - began_s
         send(events)
 
@@ -291,17 +282,14 @@ class DecodeLoop:
         missing = [entry for entry in needed if entry not in self._prefilled]
         while missing:
             missing = self._prefill(missing)
-        self._runner.place(
-            [
-                Placing(
-                    p.slot, p.request.request.prompt, self._prefilled[p.request], p.request.request.samples[p.index]
-                )
-                for p in placements
-            ]
-        )
+        entering = []
         for placement in placements:
-            if placement.index == len(placement.request.request.samples) - 1:
-                self._prefilled.pop(placement.request, None)  # all its samples have entered
+            entry, request = placement.request, placement.request.request
+            params = request.samples[placement.index]
+            entering.append(Placing(placement.slot, request.prompt, self._prefilled[entry], params))
+            if placement.index == len(request.samples) - 1:
+                del self._prefilled[entry]  # all its samples have entered
+        self._runner.place(entering)
 
     def _prefill(self, missing: list[InFlightRequest]) -> list[InFlightRequest]:
         """Run one prefill of the first request's bucket, filled up with waiting requests of that bucket.
@@ -309,21 +297,13 @@ class DecodeLoop:
         Returns the missing requests that it did not cover.
         """
         bucket = self._bucket(missing[0])
-        room = self._runner.prefill_rows(bucket)
-        chosen = [entry for entry in missing if self._bucket(entry) == bucket][:room]
-        taken = set(chosen)
-        if len(chosen) < room:
-            for entry in self._scheduler.upcoming():
-                if self._bucket(entry) == bucket and entry not in taken and entry not in self._prefilled:
-                    chosen.append(entry)
-                    taken.add(entry)
-                    if len(chosen) == room:
-                        break
+        unread = (entry for entry in (*missing, *self._scheduler.upcoming()) if entry not in self._prefilled)
+        suitable = (entry for entry in dict.fromkeys(unread) if self._bucket(entry) == bucket)
+        chosen = list(itertools.islice(suitable, self._runner.prefill_rows(bucket)))
         prompts = [entry.request.prompt for entry in chosen]
-        for entry, prefilled in zip(chosen, self._runner.prefill(prompts), strict=True):
-            self._prefilled[entry] = prefilled
+        self._prefilled |= zip(chosen, self._runner.prefill(prompts), strict=True)
         self._prompt_tokens += sum(map(len, prompts))
-        return [entry for entry in missing if entry not in taken]
+        return [entry for entry in missing if entry not in self._prefilled]
 
     def _bucket(self, entry: InFlightRequest) -> int:
         return self._runner.bucket(entry.request.prompt)
@@ -332,28 +312,22 @@ class DecodeLoop:
 
     def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
         slots = [slot for slot, _ in ended]
-        outputs = self._runner.take(slots)
         events: list[tuple[InFlightRequest, Event]] = []
         bad: set[InFlightRequest] = set()
-        for (slot, finish), out in zip(ended, outputs, strict=True):
+        for (slot, finish), out in zip(ended, self._runner.take(slots), strict=True):
             entry, index = self._scheduler.release(slot)
-            response = generated_response(out.tokens, out.logprobs, out.versions, finish)
-            events.append((entry, (index, response)))
+            events.append((entry, (index, generated_response(out.tokens, out.logprobs, out.versions, finish))))
             if not out.sound:
                 bad.add(entry)
         self._runner.free(slots)
-        return self._without(bad, events) if bad else events
-
-    def _without(
-        self, bad: set[InFlightRequest], events: list[tuple[InFlightRequest, Event]]
-    ) -> list[tuple[InFlightRequest, Event]]:
-        """NaN and infinity must not be trained on: fail such requests, and empty their slots before reuse."""
-        self._runner.remove_non_finite()
+        if bad:  # NaN and infinity must not be trained on
+            self._runner.remove_non_finite()
+            events = [(entry, event) for entry, event in events if entry not in bad]
         for entry in bad:
             self.forget(entry)
-        message = f"the model's log-probabilities are not finite (weight version {self.version})"
-        kept = [(entry, event) for entry, event in events if entry not in bad]
-        return kept + [(entry, EngineError(f"request {entry.request.id!r}: {message}")) for entry in bad]
+            message = f"the model's log-probabilities are not finite (weight version {self.version})"
+            events.append((entry, EngineError(f"request {entry.request.id!r}: {message}")))
+        return events
 
     def _collapse(self, error: Exception) -> list[tuple[InFlightRequest, Event]]:
         entries = self._scheduler.started()
