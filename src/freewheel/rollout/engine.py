@@ -106,8 +106,8 @@ class Engine(Protocol):
         """
 
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        """Replaces the parameters between two tokens and keeps what is in flight. Returns the content sum of the
-        parameters that the engine then holds if `verify`, else None.
+        """Replaces the parameters between two tokens and keeps what is in flight. Called for one version at a time.
+        Returns the content sum of the parameters that the engine then holds if `verify`, else None.
 
         `weights` are complete: a missing, unknown or misshapen parameter is an error. After a failure either nothing
         has changed, or the engine generates nothing until an update succeeds.

@@ -15,7 +15,6 @@ weights: nothing is generated until another update succeeds. If the next one fai
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -41,8 +40,6 @@ from freewheel.rollout.vllm.transfer import whole_sum
 from freewheel.sync.weights import AnyWeights
 from freewheel.utils.waiting import Stopwatch
 
-log = logging.getLogger("freewheel.rollout")
-
 Connect = Callable[..., Any]
 """`Llm` or `RemoteLlm`, without `version` and `on_death`."""
 Shipped = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
@@ -51,6 +48,7 @@ Shipped = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
 MOST_FAILED_UPDATES = 2
 """Consecutive failed updates of an engine with mixed weights: the second update may repair the first, and there is no
 third."""
+DEATH = "vLLM's engine core has died"
 CONTENT_SUM = "freewheel_content_sum"
 """The worker's method that returns the checksum of its weights."""
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
@@ -99,8 +97,8 @@ class VllmEngine:
         """Background tasks that nobody awaits."""
         self._busy = Stopwatch(clock)
         """Time during which tokens may be expected."""
-        self._progress = 0, 0.0
-        """Tokens made when a new one was last seen, and the busy time then."""
+        self._progress: tuple[int | None, float] = 0, 0.0
+        """Tokens made when a new one was last seen (None: not counted), and the busy time then."""
         self._is_paused = False
         self._free = asyncio.Event()
         """Set while no update runs: a request that starts now starts with the current version."""
@@ -128,7 +126,7 @@ class VllmEngine:
     def _start(self, entry: InFlightRequest) -> None:
         self._check_open()
         if self._initial is not None and self._priming is None:
-            self._priming = self._beside(self._prime())
+            self._priming = self._run_task(self._prime())
         prompt = entry.request.prompt.tolist()
         self._prompt_tokens += len(prompt)
         self._samples[entry] = [
@@ -141,7 +139,7 @@ class VllmEngine:
 
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         # A separate task: a cancelled caller must not leave half an update behind.
-        return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
+        return await asyncio.shield(self._run_task(self._take_over(version, weights, verify)))
 
     def stats(self) -> EngineStats:
         live = len(self._live)
@@ -177,17 +175,16 @@ class VllmEngine:
             response = self._response(name, output)
             self._forget(name, len(response.tokens))  # before `put`, so that the receiver finds it counted
             entry.put((index, response))
-        except asyncio.CancelledError:
-            raise
         except EngineError as error:
             entry.put(error)
-        except Exception as error:  # noqa: BLE001  # whatever vLLM raises, who waits must hear of it
-            entry.put(self._as_ours(error))
+        except Exception as error:  # noqa: BLE001  # whatever vLLM raises, the caller must get it
+            died = self._llm.is_death(error)
+            entry.put(EngineDied(DEATH) if died else EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
         finally:
             if name in self._live:
                 self._forget(name, self._llm.tokens().get(name, 0))
                 if self._over is None:
-                    self._beside(self._llm.abort(name))
+                    self._run_task(self._llm.abort(name))
 
     @property
     def _salt(self) -> str:
@@ -198,7 +195,7 @@ class VllmEngine:
         self._live.discard(name)
         self._ended_tokens += tokens
         self._llm.versions.end(name)
-        self._progress = self._count_tokens(), self._busy.elapsed_s  # an end is progress too
+        self._progress = None, self._busy.elapsed_s  # an end is progress too
         self._busy.run(bool(self._live) and not self._is_paused)
 
     def _response(self, name: str, output: Output) -> Response:
@@ -211,11 +208,6 @@ class VllmEngine:
             raise EngineError(f"vLLM gave {name!r} log-probabilities that are missing or not finite")
         return generated_response(tokens, logprobs, self._llm.versions.of(name, len(tokens)), finish)
 
-    def _as_ours(self, error: Exception) -> EngineError:
-        if self._llm.is_death(error):
-            return EngineDied("vLLM's engine core has died")
-        return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
-
     def _count_tokens(self) -> int:
         return self._ended_tokens + sum(int(count) for count in self._llm.tokens().values())
 
@@ -225,7 +217,7 @@ class VllmEngine:
             self._progress = tokens, now_s
         return now_s - self._progress[1]
 
-    # -- weights ----------------------------------------------------------------------------------------------------
+    # -- weights ------------------------------------------------------------------------------------------------------
 
     async def _pause(self) -> None:
         """Return when no token is being made."""
@@ -242,10 +234,9 @@ class VllmEngine:
     async def _take_over(self, version: int, weights: AnyWeights, verify: bool) -> int | None:
         async with self._updating:
             self._check_open()
-            if version < self._version:  # it has waited for its successor
-                raise ValueError(f"version {version} comes late: the engine holds {self._version}")
             await self._replace(version, weights)
-            return await self._content_sum() if verify else None  # during decoding, which only reads them
+            # Runs while decoding continues: both only read the weights.
+            return whole_sum(await self._llm.everywhere(CONTENT_SUM)) if verify else None
 
     async def _replace(self, version: int, weights: AnyWeights) -> None:
         async with self._prepared(weights) as buckets:
@@ -313,21 +304,18 @@ class VllmEngine:
         else:
             await aside(context.__exit__, None, None, None)
 
-    async def _content_sum(self) -> int | None:
-        return whole_sum(await self._llm.everywhere(CONTENT_SUM))
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def _beside(self, work: Any) -> asyncio.Future[Any]:
+    def _run_task(self, work: Any) -> asyncio.Future[Any]:
         task: asyncio.Future[Any] = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._looked_at)
+        task.add_done_callback(self._forget_task)
         return task
 
-    def _looked_at(self, task: asyncio.Future[Any]) -> None:
+    def _forget_task(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._over is None:
-            log.debug("vLLM: %r", error)  # its awaiter gets the exception; a failed abort concerns nobody
+        if not task.cancelled():
+            task.exception()  # retrieve it: its awaiter gets it too, and a failed abort concerns nobody
 
     def _check_open(self) -> None:
         if self._over is None and self._llm.is_dead:
@@ -338,7 +326,7 @@ class VllmEngine:
             raise EngineError("the engine is closed")
 
     def _core_died(self) -> None:
-        self._end(EngineDied("vLLM's engine core has died"))
+        self._end(EngineDied(DEATH))
 
     def _end(self, reason: EngineError) -> EngineError:
         """End all waits. The first reason stays."""
