@@ -54,7 +54,7 @@ class PromptsTooLong(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a run says about one of its engines, with every `auto` resolved."""
+    """A run's settings for one of its engines, with every `auto` resolved."""
 
     options: RolloutOptions
     model_path: str
@@ -77,7 +77,7 @@ class EngineSettings:
     seed: int
     eval_temperature: float
     version: int = 0
-    """Of the weights in `model_path`."""
+    """Version of the weights in `model_path`."""
     replica: int = 0
     """The number of the rollouter."""
 

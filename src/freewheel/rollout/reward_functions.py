@@ -153,7 +153,7 @@ def _numbers(parts: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function together with what its signature tells. It can be pickled if the function can."""
+    """A function and its calling convention, read from its signature. It can be pickled if the function can."""
 
     name: str
     function: Callable[..., Any]
@@ -249,7 +249,7 @@ class RewardFunction:
         return self.function(**self._trl_arguments(calls))
 
     def _trl_arguments(self, calls: Sequence[Call]) -> dict[str, Any]:
-        # A name that no column has keeps its default. Without a default the call fails and says what it misses.
+        # A name that no column has keeps its default. Without a default the call fails and names the argument.
         columns = _columns(calls)
         names = {*_TRL, *columns, *self.names} if self.takes_columns else self.names
         columns["prompts"] = [self._message("user", call.question) for call in calls]

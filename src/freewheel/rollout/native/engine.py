@@ -163,7 +163,7 @@ class NativeEngine:
                     self._run_commands()
                     if not self._loop.stopped:
                         self._loop.turn()
-        except BaseException as error:  # whatever it was, nobody may wait for this thread
+        except BaseException as error:  # no caller may wait for a thread that has ended
             log.exception("the native engine's thread failed")
             reason = EngineError(f"the engine failed: {error!r}")
         with self._gate:

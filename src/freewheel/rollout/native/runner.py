@@ -9,7 +9,7 @@ from the same step at the same shapes.
 
 All shapes depend only on the sequence and the configuration: decoding always runs all slots over pages of one size; a
 prefill has shape [rows(bucket), bucket(prompt)]. A draw is a function of (seed, token index) only. On a CPU the results
-are therefore bit-identical, whatever shares the batch.
+are therefore bit-identical in any batch.
 """
 
 from __future__ import annotations
@@ -364,7 +364,7 @@ class SamplingRows:
     temperature: Tensor
     """1 in greedy rows."""
     greedy: Tensor
-    """bool."""
+    """bool: take the most likely token."""
     top_p: Tensor
     top_k: Tensor
     """The vocabulary size if it is off."""

@@ -1,7 +1,7 @@
 """Models for the native engine: which ones it can run, a test of its numbers at the start, and new weights.
 
 `check_supported` reads the model's configuration. Architectures also differ in what they pass to their attention, and a
-new one may do something that no flag tells. So `check_agreement` compares one decode step with the model's own forward
+new one may do something that no flag shows. So `check_agreement` compares one decode step with the model's own forward
 pass before the engine serves anything. Called by `NativeEngine`.
 """
 

@@ -253,7 +253,7 @@ def _workers(options: RolloutOptions) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """What an engine is made of."""
+    """The checked ingredients of an engine."""
 
     model_config: Any
     generation_config: Any

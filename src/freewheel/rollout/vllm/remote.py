@@ -44,7 +44,7 @@ START = (
 
 @dataclass(frozen=True)
 class Server:
-    """What a server says about itself."""
+    """A server's description of itself."""
 
     url: str
     model: str
