@@ -61,7 +61,7 @@ async def engine(server: FakeServer) -> AsyncIterator[VllmEngine]:
 def engine_over(server: FakeServer, **settings: Any) -> VllmEngine:
     found = Server(str(server.server.make_url("/")).rstrip("/"), "a model", 64)
     limits = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 16, "vocabulary": VOCABULARY}
-    return VllmEngine(partial(RemoteLlm, found), shipped=in_two, **limits, **settings)
+    return VllmEngine(partial(RemoteLlm, found), ship=in_two, **limits, **settings)
 
 
 def request_of(token: int, *, n: int = 1, new: int = 3, timeout_s: float = WAIT_S, **more: Any) -> GenerationRequest:

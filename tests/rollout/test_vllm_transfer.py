@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from freewheel.rollout.vllm import transfer
-from freewheel.rollout.vllm.transfer import shipped, whole_sum
+from freewheel.rollout.vllm.transfer import ship, whole_sum
 from freewheel.sync import device
 from freewheel.sync.device import DevicePacker, Owner
 from freewheel.sync.weights import Entry, WeightsGone, pack
@@ -53,7 +53,7 @@ def read(infos: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def test_a_version_is_read_as_it_was_sent_by_this_user_alone_and_its_file_is_removed(memory: Path, fails: bool) -> None:
     weights = pack(TENSORS)
     weights.buffer.setflags(write=False)  # as the object store gives it
-    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext(), shipped(weights) as infos:
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext(), ship(weights) as infos:
         (file,) = memory.iterdir()
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
         found = read(infos)
@@ -70,7 +70,7 @@ import torch
 from freewheel.rollout.vllm import transfer
 from freewheel.sync.weights import pack
 transfer.SHARED_MEMORY, tempfile.tempdir = pathlib.Path(sys.argv[1]), sys.argv[2]
-with transfer.shipped(pack({"w": torch.ones(9)})):
+with transfer.ship(pack({"w": torch.ones(9)})):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -82,7 +82,7 @@ def test_files_of_a_killed_rollouter_are_removed(memory: Path, tmp_path: Path, m
     (left,) = memory.iterdir()
     on_disk = tmp_path / f"freewheel-weights-{dead.pid}-02"
     on_disk.write_bytes(b"of another update")
-    with shipped(pack(TENSORS)):
+    with ship(pack(TENSORS)):
         assert not left.exists() and not on_disk.exists()
 
 
@@ -96,17 +96,17 @@ def test_files_that_may_be_in_use_or_are_no_version_stay(memory: Path) -> None:
         file.write_bytes(b"a version")
     with elsewhere.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with shipped(pack(TENSORS)), shipped(pack(TENSORS)) as infos:
+        with ship(pack(TENSORS)), ship(pack(TENSORS)) as infos:
             assert len(list(memory.iterdir())) == 5
             assert read(infos).keys() == TENSORS.keys()
     assert sorted(memory.iterdir()) == sorted([living, elsewhere, others])
-    with shipped(pack(TENSORS)):
+    with ship(pack(TENSORS)):
         assert not elsewhere.exists()
 
 
 def test_a_large_version_comes_in_numbered_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "BUCKET_BYTES", 30)
-    with shipped(pack(TENSORS)) as infos:
+    with ship(pack(TENSORS)) as infos:
         assert [info["names"] for info in infos] == [["embed"], ["norm", "scale"], ["head"]]
         assert [(info["part"], info["parts"]) for info in infos] == [(0, 3), (1, 3), (2, 3)]
         assert read(infos).keys() == TENSORS.keys()
@@ -117,7 +117,7 @@ def test_a_disk_is_used_if_shared_memory_is_small(
 ) -> None:
     monkeypatch.setattr(transfer, "SPARE_BYTES", 1 << 62)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with shipped(pack(TENSORS)) as infos:
+    with ship(pack(TENSORS)) as infos:
         assert Path(infos[0]["path"]).parent == tmp_path
         assert read(infos)["scale"].item() == 2.5
 
@@ -125,7 +125,7 @@ def test_a_disk_is_used_if_shared_memory_is_small(
 def test_weights_on_a_gpu_travel_as_handles_and_nothing_is_written(memory: Path) -> None:
     packer = DevicePacker(bucket_bytes=30, share=lambda buffer: {"handle": buffer.data_ptr(), "bytes": buffer.numel()})
     weights = packer(TENSORS)
-    with shipped(weights) as infos:
+    with ship(weights) as infos:
         assert json.loads(json.dumps(infos)) == infos
         assert [info["handle"]["bytes"] for info in infos] == [48, 28, 10]
         assert Owner(**infos[0]["owner"]).alive
@@ -138,11 +138,11 @@ def test_weights_are_gone_if_their_trainer_dies_before_or_while_they_are_read() 
     weights = packer(TENSORS)
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     weights.owner = Owner(trainer.pid, device._started(trainer.pid))
-    with pytest.raises(WeightsGone), shipped(weights):
+    with pytest.raises(WeightsGone), ship(weights):
         trainer.kill()
         trainer.communicate()
         raise RuntimeError("CUDA error: invalid resource handle")
-    with pytest.raises(WeightsGone), shipped(weights):
+    with pytest.raises(WeightsGone), ship(weights):
         pytest.fail("it was entered")
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from freewheel.rollout.engine import EngineError, GenerationTimeout
 from freewheel.rollout.vllm.engine import VllmEngine
-from freewheel.rollout.vllm.transfer import shipped
+from freewheel.rollout.vllm.transfer import ship
 from freewheel.sync.weights import AnyWeights
 
 from .asking import (
@@ -121,7 +121,7 @@ async def test_a_sample_without_a_token_in_time_fails_and_one_without_a_slot_wai
 @contextmanager
 def damaged(weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
     """In two parts, of which the second cannot be read."""
-    with shipped(weights) as (info,):
+    with ship(weights) as (info,):
         half = len(info["names"]) // 2
         listed = ("names", "dtype_names", "shapes", "starts")
         first = info | {key: info[key][:half] for key in listed} | {"part": 0, "parts": 2}

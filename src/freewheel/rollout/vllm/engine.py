@@ -42,7 +42,7 @@ from freewheel.utils.waiting import Stopwatch
 
 Connect = Callable[..., Any]
 """`Llm` or `RemoteLlm`, without `version` and `on_death`."""
-Shipped = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
+Ship = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
 """Turns weights into arguments of vLLM's `update_weights`, one per bucket."""
 
 MOST_FAILED_UPDATES = 2
@@ -64,7 +64,7 @@ class VllmEngine:
         self,
         connect: Connect,
         *,
-        shipped: Shipped,
+        ship: Ship,
         slots: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -77,7 +77,7 @@ class VllmEngine:
         that vLLM may hold others; they are loaded before anything is generated."""
         self._llm = connect(version=version, on_death=self._core_died)
         self._initial = initial
-        self._shipped = shipped
+        self._ship = ship
         self._slots = slots
         self._version = version
         self._name = secrets.token_hex(8)
@@ -239,7 +239,7 @@ class VllmEngine:
             return whole_sum(await self._llm.everywhere(CONTENT_SUM)) if verify else None
 
     async def _replace(self, version: int, weights: AnyWeights) -> None:
-        async with self._prepared(weights) as buckets:
+        async with self._prepare(weights) as buckets:
             self._free.clear()
             try:
                 await self._pause()
@@ -288,13 +288,13 @@ class VllmEngine:
         self._initial = None
 
     @asynccontextmanager
-    async def _prepared(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
-        """Run `shipped` in a thread, because it copies while generation continues."""
+    async def _prepare(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
+        """Run `ship` in a thread, because it copies while generation continues."""
 
         def aside(what: Callable[..., Any], *args: Any) -> Awaitable[Any]:
             return asyncio.get_running_loop().run_in_executor(self._aside, what, *args)
 
-        context = self._shipped(weights)
+        context = self._ship(weights)
         buckets = await aside(context.__enter__)
         try:
             yield buckets

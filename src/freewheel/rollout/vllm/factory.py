@@ -21,7 +21,7 @@ from freewheel.rollout.engines import EngineFactory, EngineSettings, GpuShare, L
 from freewheel.rollout.models import NUMBER_BYTES, count_parameters, load_causal_lm, load_model_config
 from freewheel.rollout.vllm import api
 from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
-from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER, WORKER_EXTENSION, shipped
+from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER, WORKER_EXTENSION, ship
 
 if TYPE_CHECKING:
     from freewheel.sync.weights import Weights
@@ -97,7 +97,7 @@ class VllmFactory(EngineFactory):
             connect = partial(RemoteLlm, checked.server)
         engine = VllmEngine(
             connect,
-            shipped=partial(shipped, replica=settings.replica, workers=_workers(settings.options)),
+            ship=partial(ship, replica=settings.replica, workers=_workers(settings.options)),
             slots=settings.slots,
             max_prompt_tokens=checked.longest,
             max_new_tokens=settings.max_new_tokens,

@@ -4,7 +4,7 @@
     DeviceWeights ─▶ nothing moves ───────────────▶ infos: CUDA handles and layout ────┼▶ vLLM's update_weights, one by
     SentWeights ───▶ the trainer is asked to send ▶ info: where its group meets ───────┘  one ─▶ its workers
 
-Runs in the rollouter's process, around `AsyncLLM` or a client of `vllm serve`. `shipped` prepares before the engine
+Runs in the rollouter's process, around `AsyncLLM` or a client of `vllm serve`. `ship` prepares before the engine
 pauses. The worker's side (`freewheel.rollout.vllm.worker`) registers with vLLM when `WORKER_EXTENSION` is imported,
 which vLLM does in each of its processes. Only plain values (JSON, msgpack) go there.
 """
@@ -43,7 +43,7 @@ Info = dict[str, Any]
 
 
 @contextlib.contextmanager
-def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator[list[Info]]:
+def ship(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator[list[Info]]:
     """Yield what vLLM's workers need to know, one item per bucket, valid until the context ends. May copy: run it in a
     thread, before the pause. `workers`: number of workers of this replica. Raises `WeightsGone`, also if the body fails
     because the trainer died."""
@@ -53,14 +53,14 @@ def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Itera
         return
     if isinstance(weights, DeviceWeights):
         with weights.owner.watched():
-            yield _numbered(_by_handles(weights))
+            yield _number(_by_handles(weights))
         return
     assert isinstance(weights, Weights), f"vLLM cannot be sent {type(weights).__name__}"
     with _in_file(weights) as path:
-        yield _numbered(_contents(part) | {"path": path} for part in _parts(weights.entries))
+        yield _number(_contents(part) | {"path": path} for part in _parts(weights.entries))
 
 
-def _numbered(infos: Iterable[Info]) -> list[Info]:
+def _number(infos: Iterable[Info]) -> list[Info]:
     """Mark the first and last bucket, at which the receiver starts and ends."""
     found = list(infos)
     return [info | {"part": part, "parts": len(found)} for part, info in enumerate(found)]

@@ -273,7 +273,7 @@ class FileReceiving(Receiving):
     def buffer_of(self, update: Update) -> Tensor:
         if self._mapped is None or self._mapped[0] != update.path:
             self._mapped = None
-            self._mapped = (update.path, _mapped(update.path))
+            self._mapped = (update.path, _map(update.path))
         return self._mapped[1]
 
     def _end_reload(self) -> None:
@@ -284,7 +284,7 @@ class FileReceiving(Receiving):
         self._mapped = None
 
 
-def _mapped(path: str) -> Tensor:
+def _map(path: str) -> Tensor:
     import warnings
 
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
