@@ -98,7 +98,7 @@ async def test_two_half_updates_in_a_row_end_the_engine_and_close_ends_its_proce
     engine = engine_of(folder)
     begun = Begun(engine, request_of(3, new=NEW_TOKENS))
     await begun.wait()
-    monkeypatch.setattr(engine, "_shipped", nowhere)
+    monkeypatch.setattr(engine, "_ship", nowhere)
     with pytest.raises(EngineError, match="nothing is generated until") as first:
         await engine.update_weights(1, weights_of(new), verify=False)
     assert not isinstance(first.value, EngineDied)

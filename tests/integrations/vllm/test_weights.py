@@ -136,7 +136,7 @@ async def test_after_half_an_update_nothing_is_generated_until_another_succeeds(
     before = engine.version
     begun = Begun(engine, request_of(8, new=NEW_TOKENS))
     await begun.wait()
-    monkeypatch.setattr(engine, "_shipped", damaged)
+    monkeypatch.setattr(engine, "_ship", damaged)
     with pytest.raises(EngineError, match="nothing is generated until"):
         await update(engine, new)
     assert (engine.version, engine._is_paused) == (before, True)
@@ -161,7 +161,7 @@ async def test_what_cannot_be_prepared_leaves_the_old_version_serving(
         raise OSError("no space left")
         yield []
 
-    monkeypatch.setattr(engine, "_shipped", refuses)
+    monkeypatch.setattr(engine, "_ship", refuses)
     with pytest.raises(OSError, match="no space left"):
         await update(engine, new)
     (one,) = await ask(engine, request_of(10, new=12, temperature=0.0))
