@@ -107,16 +107,20 @@ async def test_a_request_gets_whole_samples_with_its_own_parameters(engine: Vllm
 
 
 async def test_no_token_in_time_is_a_timeout_for_requests_with_slots(
-    engine: VllmEngine, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 0.0
     monkeypatch.setattr(protocol, "WATCH_S", 0.01)
+    engine = engine_over(server, clock=lambda: now)
     server.going.clear()
-    hangs = [asyncio.create_task(ask(engine, request_of(token, n=4, timeout_s=0.05))) for token in (2, 3)]
+    hangs = [asyncio.create_task(ask(engine, request_of(token, n=4, timeout_s=5.0))) for token in (2, 3)]
+    await until(lambda: len(server.bodies) == 8)
+    now = 6.0
     with pytest.raises(GenerationTimeout, match="request '2'"):
         await hangs[0]
-    assert not hangs[1].done(), "it has no slot yet"
     server.going.set()
-    assert len(await hangs[1]) == 4
+    assert len(await hangs[1]) == 4, "it had no slot, and its time starts when it gets one"
+    await engine.close()
 
 
 async def test_the_time_of_an_update_is_no_timeout(server: FakeServer) -> None:

@@ -193,11 +193,12 @@ async def test_a_caller_that_leaves_frees_its_slots_for_the_others() -> None:
         await until(lambda: engine.stats().running == engine.stats().waiting == 0)
 
 
-async def test_a_step_that_hangs_fails_requests_in_slots_after_their_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_hangs_fails_a_request_after_its_timeout_and_not_a_more_patient_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "WATCH_S", 0.01)
-    async with gated(tiny("qwen2"), slots=2) as gate:
-        hasty, patient, without_slot = (request_of(seed, timeout_s=limit) for seed, limit in ((1, 5), (2, 50), (3, 5)))
-        asked = [asyncio.create_task(ask(gate.engine, one)) for one in (hasty, patient, without_slot)]
+    async with gated(tiny("qwen2")) as gate:
+        asked = [asyncio.create_task(ask(gate.engine, request_of(seed, timeout_s=s))) for seed, s in ((1, 5), (2, 50))]
         await gate.let(2)
         gate.clock.now += 5.0
         looks = gate.clock.reads + 3
@@ -206,9 +207,8 @@ async def test_a_step_that_hangs_fails_requests_in_slots_after_their_timeouts(mo
         gate.clock.now += 1.0
         with pytest.raises(GenerationTimeout, match=r"request 1.*timeout_s = 5"):
             await asked[0]
-        gate.clock.now = 100.0
         await gate.open_after()
-        assert [len(await one) for one in asked[1:]] == [1, 1]
+        assert len(await asked[1]) == 1
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------
