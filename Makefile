@@ -40,7 +40,7 @@ test-integrations:
 	$(MAKE) -j3 env-verl env-trl env-vllm
 	.venvs/verl/bin/python -m pytest tests/integrations -m verl
 	.venvs/trl/bin/python -m pytest tests/integrations -m trl
-	.venvs/vllm/bin/python -m pytest tests/integrations tests/rollout/vllm -m vllm
+	.venvs/vllm/bin/python -m pytest tests/integrations -m vllm
 
 $(PEERS:%=env-%): env-%: .venvs/%/.installed
 

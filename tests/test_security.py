@@ -52,9 +52,8 @@ UNPICKLES = {
 }  # fmt: skip
 """Calls that can run what a file or a socket says, by module and name."""
 ALLOWED = {
-    ("rollout/reward_workers.py", "_serve", "pickle.loads"): "the child's end of a pipe that its parent made and holds",
-    ("rollout/reward_workers.py", "_exchange", ".recv()"): "the parent's end of that pipe",
-    ("integrations/verl/group_scorer.py", "_portable", "pickle.loads"): "of what was pickled in the same line",
+    ("rollout/reward_workers.py", "_serve", "pickle.load"): "the child's end of a socket that its parent made and holds",
+    ("rollout/reward_workers.py", "_exchange", "pickle.loads"): "the parent's end of that socket",
     ("integrations/verl/settings.py", "_check_key_travels", "pickle.loads"): "of what was pickled in the same line",
     ("integrations/trl.py", "__getstate__", "pickle.loads"): "of what was pickled in the same line",
     ("runtime/preflight.py", "_check_in_child", "pickle.loads"): "what a child of ours says on its own standard output",

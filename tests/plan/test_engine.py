@@ -106,7 +106,7 @@ def test_a_group_has_the_version_of_its_first_token():
 
 def test_slots_are_filled_as_the_native_scheduler_fills_them():
     pytest.importorskip("torch")
-    from freewheel.rollout.native.loop import Scheduler
+    from freewheel.rollout.native.engine import Scheduler
 
     real = Scheduler(slots=8, refill=2)
     simulated = engine([3, 5, 2, 7, 4, 6, 1], slots=8, refill=2)

@@ -57,16 +57,10 @@ class FakeEngine:
             self.running -= 1
             self.closed_early += left > 0
 
-    async def pause(self) -> None: ...
-
-    async def resume(self) -> None: ...
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         self.version = version
         self.loaded.append(version)
         return weights.checksum if verify else None
-
-    async def abort(self, request_id: str) -> None: ...
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -77,7 +71,6 @@ class FakeEngine:
             prompt_tokens=0,
             generated_tokens=0,
             busy_s=0.0,
-            paused=False,
         )
 
     async def close(self) -> None:

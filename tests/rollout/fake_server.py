@@ -1,4 +1,4 @@
-"""A server that is no vLLM but speaks like one, as far as `RemoteLlm` listens."""
+"""A fake vLLM server, with the calls that `RemoteLlm` makes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from aiohttp.test_utils import TestServer
 from freewheel.sync.weights import pack
 
 WEIGHTS = pack({"w": torch.ones(3)})
-"""What it says that it holds."""
+"""The weights whose checksum it reports."""
 
 
-class Speaks:
-    """Says the last token of the prompt again and again, one at a time while it is not paused."""
+class FakeServer:
+    """Repeats the last token of the prompt, one at a time while it is not paused."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -26,7 +26,7 @@ class Speaks:
         self.fails: set[str] = set()
         self.going = asyncio.Event()
         self.going.set()
-        self.told = 0
+        self.sent = 0
         self.held = 0
         self.idle_s = float("inf")
         self._asked_at: dict[Any, float] = {}
@@ -39,7 +39,7 @@ class Speaks:
 
     @web.middleware
     async def _too_late(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """A call over a connection that has had none for `idle_s` crosses with its end."""
+        """A call over a connection that has had none for `idle_s` meets its end."""
         now = time.monotonic()
         assert request.transport is not None
         if now - self._asked_at.get(request.transport, now) > self.idle_s:
@@ -83,7 +83,7 @@ class Speaks:
             finish = "stop" if token in body["stop_token_ids"] else "length" if made + 1 == wanted else None
             choice = {"token_ids": [token], "logprobs": {"token_logprobs": [-0.5]}, "finish_reason": finish}
             await answer.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
-            self.told += 1
+            self.sent += 1
             await asyncio.sleep(0)
             if finish == "stop":
                 break

@@ -173,24 +173,8 @@ def test_shares_are_joined_with_their_parts():
 # -- scoring ----------------------------------------------------------------------------------------------------------
 
 
-def held_out(function: Any, *, timeout_s: float = 20.0, workers: int = 2, executor: Any = "thread") -> HeldOutScore:
-    return HeldOutScore(
-        load_reward(function),
-        decode=lambda tokens: " ".join(map(str, tokens)),
-        workers=workers,
-        executor=executor,
-        timeout_s=timeout_s,
-    )
-
-
-async def first_number_async(response: str, row: dict[str, Any]) -> float:
-    await asyncio.sleep(0)
-    return float(response.split()[0])
-
-
-async def test_an_async_reward_function_scores_held_out_responses():
-    async with held_out(first_number_async) as score:
-        assert (await run([1, 1], [3, 1], score=score)).scores.tolist() == [[1.0], [3.0]]
+def held_out(function: Any, executor: Any = "thread") -> HeldOutScore:
+    return HeldOutScore(load_reward(function), decode=str, workers=1, executor=executor, timeout_s=20.0)
 
 
 async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptureFixture):
@@ -208,21 +192,8 @@ async def test_a_failed_score_is_counted_and_is_no_zero(caplog: pytest.LogCaptur
     assert used == {"freewheel-reward"}, "no thread of the loop's own pool"
 
 
-async def test_a_reward_function_that_hangs_costs_its_own_score(caplog: pytest.LogCaptureFixture):
-    release = threading.Event()
-
-    def hangs(response: str, row: dict[str, Any]) -> float:
-        return float(row["place"] > 0 or release.wait(20))
-
-    async with held_out(hangs, timeout_s=0.1, workers=1) as score:
-        found = await run([1], [1], [1], score=score)
-    release.set()
-    assert np.isnan(found.scores[0]).all() and found.scores[1:].tolist() == [[1.0], [1.0]]
-    assert caplog.text.count("no score within reward.timeout_s = 0.1 s") == 1
-
-
 async def test_a_process_scores_held_out_responses():
-    async with held_out("freewheel.data.tasks.word_problems:TASK.score", workers=1, executor="process") as score:
+    async with held_out("freewheel.data.tasks.word_problems:TASK.score", executor="process") as score:
         row = {"place": 0, "reward_model": {"ground_truth": "3"}}
         prompt = Prompt(tokens=np.array([1], np.int32), row=row)
         assert isinstance(await score(prompt, generated_response(*[np.ones(1, np.int32)] * 3, "stop")), Scored)

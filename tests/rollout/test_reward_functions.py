@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ ROW = {
 }
 
 
-def call(text: str = "#### 42", **fields: object) -> Call:
+def call(text: str = "#### 42", **fields: Any) -> Call:
     return Call(text=text, row=ROW, **fields)
 
 
@@ -39,25 +40,15 @@ def values(function: RewardFunction, *calls: Call) -> list[float]:
 # -- conventions ------------------------------------------------------------------------------------------------------
 
 
-def test_our_convention_gets_the_text_and_the_row():
-    function = load_reward(lambda response, row: float(row["reward_model"]["ground_truth"] in response))
-    assert not function.is_batch and not function.is_async
-    assert values(function, call("it is 42")) == [1.0]
-    assert values(function, call("it is 41")) == [0.0]
-
-
-def test_verls_single_convention_gets_its_four_keywords():
-    def compute(data_source, solution_str, ground_truth, extra_info=None):
-        assert (data_source, ground_truth, extra_info["question"]) == ("openai/gsm8k", "42", "6 x 7?")
+def test_one_response_comes_with_its_row_and_only_with_what_the_function_takes():
+    def compute(data_source, solution_str, ground_truth, extra_info=None, method="strict"):
+        assert (data_source, ground_truth, extra_info["question"], method) == ("openai/gsm8k", "42", "6 x 7?", "strict")
         return {"score": float(ground_truth in solution_str), "acc": True, "pred": "42"}
 
-    function = load_reward(compute)
-    (outcome,) = function.score([call()])
-    assert outcome == Scored(1.0, parts={"acc": 1.0})
-
-
-def test_a_function_is_given_only_what_it_takes():
-    assert values(load_reward(lambda solution_str, ground_truth, method="strict": len(method)), call()) == [6.0]
+    assert load_reward(compute).score([call()]) == [Scored(1.0, parts={"acc": 1.0})]
+    function = load_reward(lambda response, row: float(row["reward_model"]["ground_truth"] in response))
+    assert not function.is_batch and not function.is_async
+    assert [values(function, call(f"it is {number}")) for number in (42, 41)] == [[1.0], [0.0]]
 
 
 def test_verls_batch_convention_gets_columns():
@@ -76,43 +67,28 @@ def test_trls_convention_gets_prompts_completions_and_the_columns_of_the_data():
         assert columns["ground_truth"] == ["42"] * 2 and columns["question"] == prompts
         return [len(ids) if text != "skip" else None for text, ids in zip(completions, completion_ids, strict=True)]
 
+    def reward_messages(prompts, completions: list[list[dict[str, str]]]):
+        assert prompts == [[{"role": "user", "content": "6 x 7?"}]]
+        return [len(one[0]["content"]) for one in completions]
+
     function = load_reward(reward)
     assert function.is_batch and function.wants_tokens
     scored, left_out = function.score([call("a", tokens=[1, 2]), call("skip")])
     assert scored.value == 2.0
     assert isinstance(left_out, Skipped)
-
-
-def test_a_trl_function_without_kwargs_is_given_only_what_it_names():
-    assert values(load_reward(lambda completions: [len(one) for one in completions]), call("abc")) == [3.0]
-
-
-def test_a_trl_function_that_asks_for_messages_gets_messages():
-    def reward(prompts, completions: list[list[dict[str, str]]]):
-        assert prompts == [[{"role": "user", "content": "6 x 7?"}]]
-        return [len(one[0]["content"]) for one in completions]
-
-    assert values(load_reward(reward), call("abc")) == [3.0]
-
-
-def test_a_column_that_the_data_does_not_have_is_a_failure_that_names_it():
+    assert values(load_reward(reward_messages), call("abc")) == [3.0]
     (outcome,) = load_reward(lambda completions, solution: [1.0]).score([call()])
-    assert outcome.status == "failed" and "solution" in outcome.summary
+    assert outcome.status == "failed" and "solution" in outcome.summary, "the data has no such column"
 
 
-def test_rules_of_freewheel_are_reward_functions():
-    assert values(load_reward("freewheel.rewards:gsm8k"), call()) == [1.0]
+def test_the_rules_of_freewheel_are_reward_functions(monkeypatch: pytest.MonkeyPatch):
+    gsm8k = load_reward("freewheel.rewards:gsm8k")
+    for function in (gsm8k, pickle.loads(pickle.dumps(gsm8k)), load_reward(compute_score)):
+        assert values(function, call()) == [1.0]
     assert values(load_reward(functools.partial(exact_match, ignore_case=False)), call("42")) == [1.0]
-
-
-def test_compute_score_is_called_by_verls_convention():
-    assert values(load_reward(compute_score), call()) == [1.0]
-    assert load_reward(compute_score_async).is_async
-
-
-def test_compute_score_with_a_judge_waits_on_the_loop_and_not_in_a_thread(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRAIN_WITH_MONITOR", "true")
-    assert load_reward("freewheel.rewards:compute_score").is_async
+    assert load_reward(compute_score_async).is_async
+    assert load_reward("freewheel.rewards:compute_score").is_async, "waiting for a judge holds no thread"
 
 
 async def test_async_functions_are_known_in_every_form():
@@ -130,10 +106,6 @@ async def test_async_functions_are_known_in_every_form():
         assert outcome.status == "scored"
 
 
-def test_positional_only_parameters_are_given_by_position():
-    assert values(load_reward(lambda response, row, /: len(response) + len(row)), call("ab")) == [6.0]
-
-
 def test_without_a_function_the_task_scores():
     function = load_reward(None, get_task("word_problems"))
     row = {"reward_model": {"ground_truth": "16"}, "extra_info": {}}
@@ -141,7 +113,7 @@ def test_without_a_function_the_task_scores():
     assert values(function, Call(text="6+9=15;15+1=16#16", row=row, finish="length")) == [0.0]
 
 
-def test_what_a_function_writes_into_the_row_does_not_reach_the_data():
+def test_a_function_cannot_change_the_data():
     def vandal(response, row, extra_info):
         row["reward_model"] = None
         extra_info.clear()
@@ -151,86 +123,66 @@ def test_what_a_function_writes_into_the_row_does_not_reach_the_data():
     assert ROW["reward_model"] and ROW["extra_info"]
 
 
-def test_a_function_travels_to_another_process():
-    function = load_reward("freewheel.rewards:gsm8k")
-    assert values(pickle.loads(pickle.dumps(function)), call()) == [1.0]
-
-
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`module(source)`: a module of that text, by its name."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    made: list[str] = []
-
-    def make(source: str) -> str:
-        made.append(f"rewards_of_a_test_{len(made)}_{tmp_path.name}")
-        (tmp_path / f"{made[-1]}.py").write_text(source)
-        return made[-1]
-
-    yield make
-    for name in made:
-        sys.modules.pop(name, None)
-
-
-def refusal(spec: object) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_reward(spec)
-    assert str(caught.value).startswith("reward.function = ")
-    return str(caught.value)
+MODULE = """
+score = 3
+class Reward:
+    def __call__(self, response, row): return 1.0
+class Needy(Reward):
+    def __init__(self, weight): pass
+class Loads(Reward):
+    def __init__(self): raise RuntimeError("a model was loaded")
+"""
 
 
 @pytest.mark.parametrize(
-    ("source", "spec", "message"),
+    ("spec", "message"),
     [
-        ("", "nowhere_at_all.rewards:score", "no module nowhere_at_all"),
-        ("", "rewards/mine.py:score", "PYTHONPATH"),
-        ("undefined", "{}:score", "failed: NameError: name 'undefined' is not defined"),
-        ("import not_installed_here", "{}:score", "No module named 'not_installed_here'"),
-        ("def scores(response, row): return 1.0", "{}:score", "has no score; it has scores"),
-        ("score = 3", "{}:score", "it is of type int"),
-    ],
-)
-def test_a_name_that_leads_to_no_function_is_refused_with_the_reason(module, source: str, spec: str, message: str):
-    assert message in refusal(spec.format(module(source)))
-
-
-def test_a_class_is_made_without_arguments(module):
-    name = module(
-        "class Reward:\n    def __call__(self, response, row): return 1.0\nclass Needy(Reward):\n"
-        "    def __init__(self, weight): pass"
-    )
-    assert values(load_reward(f"{name}:Reward"), call()) == [1.0]
-    assert "without arguments" in refusal(f"{name}:Needy")
-
-
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [
-        (lambda text: 1.0, "its parameters (text) fit no convention"),
-        (lambda *args, **kwargs: 1.0, "none by name"),
-        (lambda response, row, threshold: 1.0, "it needs 'threshold'"),
+        ("nowhere_at_all.rewards:score", "no module nowhere_at_all"),
+        ("my_rewards:scores", "has no scores"),
+        ("my_rewards:score", "it is of type int"),
+        ("my_rewards:Needy", "without arguments"),
+        (None, "there is no task"),
+        (lambda text: 1.0, r"its parameters \(text\) fit no convention: take \(response, row\)"),
+        (lambda *args, **kwargs: 1.0, r"none by name.*\(response, row\)"),
+        (lambda response, row, /: 1.0, "none by name"),
+        (lambda response, row, threshold: 1.0, r"it needs 'threshold'.*\(response, row\)"),
         (lambda solution_strs, weights: [], "it needs 'weights'"),
     ],
 )
-def test_a_signature_that_fits_none_is_refused_with_the_conventions(function, said):
-    message = refusal(function)
-    assert said in message and "(response, row)" in message
+def test_a_function_that_cannot_be_found_or_called_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Any, message: str
+):
+    (tmp_path / "my_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    for construct in (True, False):
+        with pytest.raises(ConfigError, match=r"reward\.function = .*" + message):
+            load_reward(spec, construct=construct)
+    assert values(load_reward("my_rewards:Reward"), call()) == [1.0]
+    load_reward("my_rewards:Loads", construct=False)
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("found", [1, True, np.float32(1), {"score": 1}, Scored(1.0)])
-def test_answers_that_are_scores(found):
-    outcome = as_verdict(found)
-    assert outcome.status == "scored" and outcome.value == 1.0
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "expected"),
+    [
+        *((one, Scored(1.0)) for one in (1, True, np.float32(1), {"score": 1}, Scored(1.0))),
+        ({"score": 1.2, "steps": 2, "why": "fine", "none": None}, Scored(1.2, parts={"steps": 2.0})),
+        ({"score": 1.2, "format": True}, Scored(1.2, parts={"format": 1.0})),  # a part only if it is given
+        (None, Skipped("none: the function gave None")),
+        (Skipped("not mine"), Skipped("skipped: not mine")),
+    ],
+)
+def test_a_result_is_a_score_or_leaves_a_response_out(found: Any, expected: Any):
+    assert as_verdict(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("found", "summary"),
     [
         (math.nan, "finite"),
         (-math.inf, "finite"),
@@ -241,9 +193,9 @@ def test_answers_that_are_scores(found):
         ({"score": 0.5, "judge_status": "failed", "judge_reason": "deadline"}, "judge deadline"),
     ],
 )
-def test_answers_that_are_failures_have_a_reason_and_no_number(found, said):
+def test_a_result_that_is_no_score_is_a_failure_with_a_reason(found: Any, summary: str):
     outcome = as_verdict(found)
-    assert isinstance(outcome, Failed) and said in outcome.summary
+    assert isinstance(outcome, Failed) and summary in outcome.summary
 
 
 @pytest.mark.parametrize(
@@ -254,19 +206,17 @@ def test_a_failure_of_the_judge_is_infrastructure_unless_it_is_about_the_respons
     assert isinstance(found, Failed) and found.infra == infra
 
 
-@pytest.mark.parametrize("found", [None, Skipped("not mine")])
-def test_a_function_may_leave_a_response_out(found):
-    outcome = as_verdict(found)
-    assert isinstance(outcome, Skipped)
+@pytest.mark.parametrize("error", [KeyError("answer"), SystemExit(3), ConnectionError("refused")])
+def test_an_exception_is_a_failure_of_its_response(error: BaseException):
+    def raising(response, row):
+        raise error
+
+    (outcome,) = load_reward(raising).score([call()])
+    assert isinstance(outcome, Failed) and outcome.reason == type(error).__name__ and "raising" in outcome.trace
+    assert outcome.infra == isinstance(error, OSError)
 
 
-def test_numbers_beside_a_score_are_its_parts_and_format_is_one_where_it_is_given():
-    parts = as_verdict({"score": 1.2, "format": True, "steps": 2, "why": "fine", "none": None}).parts
-    assert parts == {"format": 1.0, "steps": 2.0}
-    assert as_verdict({"score": 1.2}).parts == {}, "what was not said is not reported as right"
-
-
-def test_a_plain_function_that_gives_a_coroutine_is_told_so():
+def test_a_plain_function_that_gives_a_coroutine_is_a_failure_with_the_remedy():
     async def later():
         return 1.0
 
@@ -275,18 +225,9 @@ def test_a_plain_function_that_gives_a_coroutine_is_told_so():
 
 
 @pytest.mark.parametrize("found", [[1.0], None, 1.0, {"score": 1.0}])
-def test_a_batch_function_must_give_one_answer_for_each_response(found):
+def test_a_batch_function_must_give_one_result_for_each_response(found: Any):
     outcomes = load_reward(lambda completions: found).score([call(), call()])
     assert [one.status for one in outcomes] == ["failed"] * 2
-
-
-@pytest.mark.parametrize("error", [KeyError("answer"), SystemExit(3)])
-def test_whatever_a_function_raises_is_a_failure_of_its_response(error):
-    def raising(response, row):
-        raise error
-
-    (outcome,) = load_reward(raising).score([call()])
-    assert outcome.status == "failed" and outcome.reason == type(error).__name__ and "raising" in outcome.trace
 
 
 # -- documentation ----------------------------------------------------------------------------------------------------
@@ -298,6 +239,7 @@ EXAMPLES = re.findall(r"^```python\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTA
 
 @pytest.mark.parametrize("source", EXAMPLES)
 async def test_every_example_of_the_documentation_scores(source: str):
+    assert len(EXAMPLES) == 5
     names: dict[str, object] = {}
     exec(source, names)
     (function,) = (one for one in names.values() if inspect.isfunction(one))
@@ -305,7 +247,3 @@ async def test_every_example_of_the_documentation_scores(source: str):
     calls = [call("it is 42"), call("it is 41")] if loaded.is_batch else [call("it is 42")]
     outcomes = await loaded.score_async(calls) if loaded.is_async else loaded.score(calls)
     assert [one.value for one in outcomes] == [1.0, 0.0][: len(calls)]
-
-
-def test_the_documentation_shows_every_convention():
-    assert len(EXAMPLES) == 5

@@ -130,12 +130,18 @@ def test_a_vllm_argument_that_cannot_work_is_refused(given: dict[str, Any], key:
     assert refused.value.key == key and str(next(iter(given.values()))) in str(refused.value)
 
 
-def test_environment_variables_of_the_user_stay() -> None:
-    environ = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+def test_an_argument_that_freewheel_sets_is_refused_without_vllm() -> None:
+    with pytest.raises(ConfigError, match=r"async_training.weight_transport says"):
+        to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
+
+
+def test_environment_variables_of_the_user_stay_and_vllms_processes_end_with_this_one() -> None:
+    environ = {"VLLM_LOGGING_LEVEL": "DEBUG", "FREEWHEEL_ROLLOUTER": "1"}  # the latter from another rollouter
+    factory.set_environment("cuda", environ)
+    assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG" and environ["FREEWHEEL_ROLLOUTER"] == str(os.getpid())
+    assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn" and "VLLM_CPU_OMP_THREADS_BIND" not in environ
     factory.set_environment("cpu", environ)
-    assert environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
-    assert environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in factory.environment("cuda")
+    assert environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
 @pytest.mark.parametrize(
@@ -163,14 +169,3 @@ def test_a_recent_or_unknown_release_is_accepted(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(importlib.metadata, "version", lambda name: release)
     api.require()
     assert api.installed() == release
-
-
-def test_an_argument_that_freewheel_sets_is_refused_without_vllm() -> None:
-    with pytest.raises(ConfigError, match=r"async_training.weight_transport says"):
-        to_config({"rollout": {"engine": "vllm", "vllm": {"weight_transfer_config": {}}}})
-
-
-def test_the_processes_of_vllm_end_with_this_one() -> None:
-    environ = {"FREEWHEEL_ROLLOUTER": "1"}  # inherited from another rollouter
-    factory.set_environment("cpu", environ)
-    assert environ["FREEWHEEL_ROLLOUTER"] == str(os.getpid())

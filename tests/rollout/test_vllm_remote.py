@@ -1,5 +1,5 @@
-"""`VllmEngine` over a server that is no vLLM but speaks like one: what is asked of it, in which order, and what follows
-when it fails, hangs or goes away."""
+"""`VllmEngine` over a fake vLLM server: its requests and their order, and what happens when the server fails, hangs or
+goes away."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freewheel.data.group import Response
 from freewheel.errors import ConfigError
+from freewheel.rollout import engine as protocol
 from freewheel.rollout.engine import (
     EngineDied,
     EngineError,
-    GenerationAborted,
     GenerationRequest,
     GenerationTimeout,
     PromptRefused,
@@ -30,7 +29,7 @@ from freewheel.rollout.vllm.engine import VllmEngine
 from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
 from freewheel.sync.weights import AnyWeights
 
-from .fake_server import WEIGHTS, Speaks
+from .fake_server import WEIGHTS, FakeServer
 
 WAIT_S = 20.0
 VLLM_KEEPS_S = 5.0
@@ -44,8 +43,8 @@ def in_two(weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
 
 
 @pytest.fixture
-async def speaks() -> AsyncIterator[Speaks]:
-    made = Speaks()
+async def server() -> AsyncIterator[FakeServer]:
+    made = FakeServer()
     await made.server.start_server()
     yield made
     made.going.set()
@@ -53,23 +52,16 @@ async def speaks() -> AsyncIterator[Speaks]:
 
 
 @pytest.fixture
-async def engine(speaks: Speaks) -> AsyncIterator[VllmEngine]:
-    made = engine_over(speaks)
+async def engine(server: FakeServer) -> AsyncIterator[VllmEngine]:
+    made = engine_over(server)
     yield made
     await made.close()
 
 
-def engine_over(speaks: Speaks, **settings: Any) -> VllmEngine:
-    server = Server(str(speaks.server.make_url("/")).rstrip("/"), "a model", 64)
-    return VllmEngine(
-        partial(RemoteLlm, server),
-        shipped=in_two,
-        slots=4,
-        max_prompt_tokens=8,
-        max_new_tokens=16,
-        vocabulary=VOCABULARY,
-        **settings,
-    )
+def engine_over(server: FakeServer, **settings: Any) -> VllmEngine:
+    found = Server(str(server.server.make_url("/")).rstrip("/"), "a model", 64)
+    limits = {"slots": 4, "max_prompt_tokens": 8, "max_new_tokens": 16, "vocabulary": VOCABULARY}
+    return VllmEngine(partial(RemoteLlm, found), ship=in_two, **limits, **settings)
 
 
 def request_of(token: int, *, n: int = 1, new: int = 3, timeout_s: float = WAIT_S, **more: Any) -> GenerationRequest:
@@ -77,8 +69,17 @@ def request_of(token: int, *, n: int = 1, new: int = 3, timeout_s: float = WAIT_
     return GenerationRequest(id=f"{token}", prompt=np.array([7, token], np.int32), samples=samples, timeout_s=timeout_s)
 
 
-async def ask(engine: VllmEngine, request: GenerationRequest) -> list[Response]:
-    return await generate_all(engine, request)
+ask = generate_all
+
+
+async def versions(engine: VllmEngine, token: int) -> list[int]:
+    """The versions of the three tokens of a response."""
+    (one,) = await ask(engine, request_of(token))
+    return list(one.versions.tolist())
+
+
+async def update(engine: VllmEngine, version: int) -> None:
+    await engine.update_weights(version, WEIGHTS, verify=False)
 
 
 async def until(holds: Any) -> None:
@@ -87,13 +88,16 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_request_asks_for_what_it_says_and_gets_whole_samples(engine: VllmEngine, speaks: Speaks) -> None:
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_gets_whole_samples_with_its_own_parameters(engine: VllmEngine, server: FakeServer) -> None:
     found = await ask(engine, request_of(9, n=2, temperature=0.7, top_k=5, stop_token_ids=(4,)))
     for one in found:
         assert (one.tokens.tolist(), one.logprobs.tolist(), one.finish) == ([9] * 3, [-0.5] * 3, "length")
         assert one.versions.tolist() == [0] * 3
-    said = {key: speaks.bodies[0][key] for key in ("prompt", "temperature", "top_k", "stop_token_ids", "ignore_eos")}
-    assert said == {"prompt": [7, 9], "temperature": 0.7, "top_k": 5, "stop_token_ids": [4], "ignore_eos": True}
+    sent = {key: server.bodies[0][key] for key in ("prompt", "temperature", "top_k", "stop_token_ids", "ignore_eos")}
+    assert sent == {"prompt": [7, 9], "temperature": 0.7, "top_k": 5, "stop_token_ids": [4], "ignore_eos": True}
     (cut,) = await ask(engine, request_of(4, stop_token_ids=(4,)))
     assert (cut.tokens.tolist(), cut.finish) == ([4], "stop")
     stats = engine.stats()
@@ -102,187 +106,173 @@ async def test_a_request_asks_for_what_it_says_and_gets_whole_samples(engine: Vl
         await ask(engine, request_of(VOCABULARY))
 
 
-async def test_an_update_is_told_in_order_and_prompts_of_two_versions_share_nothing(
-    engine: VllmEngine, speaks: Speaks
+async def test_no_token_in_time_is_a_timeout_for_requests_with_slots(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await ask(engine, request_of(1))
+    now = 0.0
+    monkeypatch.setattr(protocol, "WATCH_S", 0.01)
+    engine = engine_over(server, clock=lambda: now)
+    server.going.clear()
+    hangs = [asyncio.create_task(ask(engine, request_of(token, n=4, timeout_s=5.0))) for token in (2, 3)]
+    await until(lambda: len(server.bodies) == 8)
+    now = 6.0
+    with pytest.raises(GenerationTimeout, match="request '2'"):
+        await hangs[0]
+    server.going.set()
+    assert len(await hangs[1]) == 4, "it had no slot, and its time starts when it gets one"
+    await engine.close()
+
+
+async def test_the_time_of_an_update_is_no_timeout(server: FakeServer) -> None:
+    now = 0.0
+    engine = engine_over(server, clock=lambda: now)
+    server.going.clear()
+    waiting = asyncio.create_task(ask(engine, request_of(1)))
+    await until(lambda: server.bodies)
+    now = 5.0
+    assert engine._idle_s() == 5.0
+    await engine._pause()
+    now = 1000.0
+    assert engine._idle_s() == 5.0
+    await engine._resume()
+    assert len((await waiting)[0].tokens) == 3
+    await engine.close()
+
+
+async def test_a_caller_that_leaves_ends_its_streams(engine: VllmEngine, server: FakeServer) -> None:
+    server.going.clear()
+    doomed = asyncio.create_task(ask(engine, request_of(1, n=2)))
+    await until(lambda: len(server.bodies) == 2)
+    doomed.cancel()
+    await asyncio.gather(doomed, return_exceptions=True)
+    await until(lambda: (engine.stats().running, engine.stats().waiting) == (0, 0))
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+async def test_the_calls_of_an_update_come_in_order(engine: VllmEngine, server: FakeServer) -> None:
+    assert await versions(engine, 1) == [0] * 3
     assert await engine.update_weights(3, WEIGHTS, verify=True) == WEIGHTS.checksum
-    (one,) = await ask(engine, request_of(2))
-    assert speaks.calls == [
+    assert server.calls == [
         *("pause", "start_weight_update", "update_weights", "update_weights", "finish_weight_update", "resume"),
         "collective_rpc",
     ]
-    assert one.versions.tolist() == [3] * 3
+    assert await versions(engine, 2) == [3] * 3
     assert await engine.update_weights(4, WEIGHTS, verify=False) is None
 
 
-async def test_what_a_server_has_cached_serves_one_engine_and_one_load_alone(speaks: Speaks) -> None:
+async def test_a_servers_cached_prompts_serve_one_engine_and_one_load_only(server: FakeServer) -> None:
     salts: list[set[str]] = []
 
-    async def asked(engine: VllmEngine) -> None:
-        speaks.bodies.clear()
+    async def record_salts(engine: VllmEngine) -> None:
+        server.bodies.clear()
         await ask(engine, request_of(1, n=2))
         await ask(engine, request_of(2))
-        salts.append({body["cache_salt"] for body in speaks.bodies})
+        salts.append({body["cache_salt"] for body in server.bodies})
 
     for _ in range(2):  # a run, and the next one on the same server
-        engine = engine_over(speaks)
-        await asked(engine)
-        for _ in range(2):  # a trainer, and its successor: other numbers under the same version
-            await engine.update_weights(3, WEIGHTS, verify=False)
-            await asked(engine)
-        speaks.fails = {"start_weight_update"}
-        with pytest.raises(EngineError, match="goes on serving"):
-            await engine.update_weights(4, WEIGHTS, verify=False)
-        speaks.fails = set()
+        engine = engine_over(server)
+        await record_salts(engine)
+        for _ in range(2):  # a trainer, and its successor: other weights under the same version
+            await update(engine, 3)
+            await record_salts(engine)
+        server.fails = {"start_weight_update"}
+        with pytest.raises(EngineError, match="continues to serve"):
+            await update(engine, 4)
+        server.fails = set()
         kept = salts[-1]
-        await asked(engine)
-        assert salts.pop() == kept, "what was not overwritten is not read again"
+        await record_salts(engine)
+        assert salts.pop() == kept, "nothing was overwritten"
         await engine.close()
     assert [len(found) for found in salts] == [1] * 6
     assert len(set.union(*salts)) == 6
 
 
-async def test_a_sample_in_flight_keeps_the_version_it_began_with(engine: VllmEngine, speaks: Speaks) -> None:
-    await engine.pause()
-    begun = asyncio.create_task(ask(engine, request_of(1)))
-    await until(lambda: speaks.bodies)
-    await engine.update_weights(1, WEIGHTS, verify=False)
-    assert engine.stats().paused, "whose pause it is"
-    await engine.resume()
-    assert (await begun)[0].versions.tolist() == [0] * 3
-
-
-async def test_who_comes_during_an_update_waits_for_the_new_version(engine: VllmEngine, speaks: Speaks) -> None:
-    updating = asyncio.create_task(engine.update_weights(1, WEIGHTS, verify=False))
-    await until(lambda: "pause" in speaks.calls)
-    (one,) = await ask(engine, request_of(1))
+async def test_a_sample_in_flight_keeps_its_first_version_and_a_new_one_waits_for_an_update(
+    engine: VllmEngine, server: FakeServer
+) -> None:
+    server.going.clear()
+    begun = asyncio.create_task(versions(engine, 1))
+    await until(lambda: server.bodies)
+    await update(engine, 1)
+    assert await begun == [0] * 3
+    server.calls.clear()
+    updating = asyncio.create_task(update(engine, 2))
+    await until(lambda: "pause" in server.calls)
+    assert await versions(engine, 2) == [2] * 3
     await updating
-    assert one.versions.tolist() == [1] * 3
 
 
 @pytest.mark.parametrize("fails", ["pause", "start_weight_update"])
-async def test_what_fails_before_anything_is_overwritten_leaves_the_old_version_serving(
-    engine: VllmEngine, speaks: Speaks, fails: str
+async def test_a_failure_before_anything_is_overwritten_leaves_the_old_version_serving(
+    engine: VllmEngine, server: FakeServer, fails: str
 ) -> None:
-    speaks.fails = {fails}
+    server.fails = {fails}
     for _ in range(3):
         with pytest.raises(EngineError) as failed:
-            await engine.update_weights(1, WEIGHTS, verify=False)
+            await update(engine, 1)
         assert not isinstance(failed.value, EngineDied)
-    assert (await ask(engine, request_of(1)))[0].versions.tolist() == [0] * 3
+    assert await versions(engine, 1) == [0] * 3
 
 
 @pytest.mark.parametrize("fails", ["update_weights", "finish_weight_update"])
-async def test_what_fails_later_is_healed_by_the_next_update_or_ends_the_engine(
-    engine: VllmEngine, speaks: Speaks, fails: str
+async def test_a_later_failure_is_repaired_by_the_next_update_or_ends_the_engine(
+    engine: VllmEngine, server: FakeServer, fails: str
 ) -> None:
-    speaks.fails = {fails}
+    server.fails = {fails}
     with pytest.raises(EngineError, match="nothing is generated until an update succeeds"):
-        await engine.update_weights(1, WEIGHTS, verify=False)
-    assert speaks.calls[-1] == fails, "it is not resumed"
-    waiting = asyncio.create_task(ask(engine, request_of(1)))
+        await update(engine, 1)
+    assert server.calls[-1] == fails, "it is not resumed"
+    waiting = asyncio.create_task(versions(engine, 1))
     await asyncio.sleep(0)
-    speaks.fails = set()
-    await engine.update_weights(1, WEIGHTS, verify=False)
-    assert (await waiting)[0].versions.tolist() == [1] * 3
-    speaks.fails = {fails}
+    server.fails = set()
+    await update(engine, 1)
+    assert await waiting == [1] * 3
+    server.fails = {fails}
     doomed = asyncio.create_task(ask(engine, request_of(2, new=16)))
-    await until(lambda: speaks.told > 3)
+    await until(lambda: server.sent > 3)
     for kind in (EngineError, EngineDied):
         with pytest.raises(kind):
-            await engine.update_weights(2, WEIGHTS, verify=False)
+            await update(engine, 2)
     found = await asyncio.gather(doomed, return_exceptions=True)
     assert isinstance(found[0], EngineDied) or len(found[0][0].tokens) == 16  # unless it was done before
     with pytest.raises(EngineDied):
         await ask(engine, request_of(3))
 
 
-async def test_a_caller_that_goes_away_leaves_a_whole_update(engine: VllmEngine, speaks: Speaks) -> None:
-    given_up = asyncio.create_task(engine.update_weights(1, WEIGHTS, verify=False))
-    await until(lambda: "pause" in speaks.calls)
+async def test_a_caller_that_is_cancelled_leaves_a_whole_update(engine: VllmEngine, server: FakeServer) -> None:
+    given_up = asyncio.create_task(update(engine, 1))
+    await until(lambda: "pause" in server.calls)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)
-    assert (await ask(engine, request_of(1)))[0].versions.tolist() == [1] * 3
+    assert await versions(engine, 1) == [1] * 3
 
 
-async def test_no_token_in_time_is_a_timeout_and_a_pause_is_not(engine: VllmEngine, speaks: Speaks) -> None:
-    await engine.pause()
-    waiting = asyncio.create_task(ask(engine, request_of(1, timeout_s=0.05)))
-    await asyncio.sleep(0.3)
-    assert not waiting.done()
-    await engine.resume()
-    assert len((await waiting)[0].tokens) == 3
-    speaks.going.clear()  # without a word
-    with pytest.raises(GenerationTimeout):
-        await ask(engine, request_of(2, timeout_s=0.05))
+# -- the first weights ------------------------------------------------------------------------------------------------
 
 
-async def test_an_abort_ends_the_stream(engine: VllmEngine, speaks: Speaks) -> None:
-    await engine.pause()
-    doomed = asyncio.create_task(ask(engine, request_of(1, n=2)))
-    await until(lambda: len(speaks.bodies) == 2)
-    await engine.abort("1")
-    with pytest.raises(GenerationAborted):
-        await doomed
-    assert (engine.stats().running, engine.stats().waiting) == (0, 0)
-
-
-async def test_a_server_that_goes_away_is_a_dead_engine(engine: VllmEngine, speaks: Speaks) -> None:
-    await engine.pause()
-    doomed = asyncio.create_task(ask(engine, request_of(1)))
-    await until(lambda: speaks.bodies)
-    speaks.going.set()
-    await speaks.server.close()
-    found = (await asyncio.gather(doomed, return_exceptions=True))[0]
-    assert isinstance(found, EngineDied) or len(found[0].tokens) == 3  # its last words may still arrive
-    for _ in range(2):
-        with pytest.raises(EngineDied):
-            await ask(engine, request_of(2))
-    with pytest.raises(EngineDied):
-        await engine.update_weights(1, WEIGHTS, verify=False)
-
-
-async def test_a_server_that_closes_an_idle_connection_has_not_died(
-    engine: VllmEngine, speaks: Speaks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert remote.KEPT_S < VLLM_KEEPS_S
-    monkeypatch.setattr(remote, "KEPT_S", remote.KEPT_S / 50)
-    speaks.idle_s = VLLM_KEEPS_S / 50
-    await engine.pause()
-    await asyncio.sleep(1.5 * speaks.idle_s)
-    await engine.resume()
-    assert len((await ask(engine, request_of(1)))[0].tokens) == 3
-
-
-async def test_weights_to_begin_with_are_loaded_before_the_first_token_and_not_after_others(speaks: Speaks) -> None:
-    engine = engine_over(speaks, initial=lambda: WEIGHTS, version=5)
-    one, other = await asyncio.gather(ask(engine, request_of(1)), ask(engine, request_of(2)))
-    assert one[0].versions.tolist() == other[0].versions.tolist() == [5] * 3
-    assert speaks.calls.count("finish_weight_update") == 1
+async def test_the_first_weights_are_loaded_before_the_first_token_unless_others_came(server: FakeServer) -> None:
+    engine = engine_over(server, initial=lambda: WEIGHTS, version=5)
+    assert await asyncio.gather(versions(engine, 1), versions(engine, 2)) == [[5] * 3] * 2
+    assert server.calls.count("finish_weight_update") == 1
     await engine.close()
-    engine = engine_over(speaks, initial=lambda: WEIGHTS, version=5)
-    await engine.update_weights(9, WEIGHTS, verify=False)
-    assert (await ask(engine, request_of(1)))[0].versions.tolist() == [9] * 3
-    assert speaks.calls.count("finish_weight_update") == 2
+    engine = engine_over(server, initial=lambda: WEIGHTS, version=5)
+    await update(engine, 9)
+    assert await versions(engine, 1) == [9] * 3
+    assert server.calls.count("finish_weight_update") == 2
     await engine.close()
-
-
-async def test_of_updates_in_the_wrong_order_the_newer_one_stays(engine: VllmEngine, speaks: Speaks) -> None:
-    newer = asyncio.create_task(engine.update_weights(2, WEIGHTS, verify=False))
-    await until(lambda: "pause" in speaks.calls)
-    with pytest.raises(ValueError, match="version 1 comes late: the engine holds 2"):
-        await engine.update_weights(1, WEIGHTS, verify=False)
-    await newer
-    assert (await ask(engine, request_of(1)))[0].versions.tolist() == [2] * 3
-    assert speaks.calls.count("finish_weight_update") == 1
-    await engine.update_weights(2, WEIGHTS, verify=False)  # another attempt
+    server.bodies.clear()
+    server.fails = {"start_weight_update"}
+    engine = engine_over(server, initial=lambda: WEIGHTS)
+    with pytest.raises(EngineDied, match="first weights"):
+        await ask(engine, request_of(1))
+    assert not server.bodies, "nothing was generated from unknown weights"
+    await engine.close()
 
 
 @pytest.mark.parametrize("version", [5, 6])
-async def test_weights_to_begin_with_that_were_overtaken_while_they_were_read_are_not_loaded(
-    speaks: Speaks, version: int
-) -> None:
+async def test_first_weights_that_are_read_while_others_arrive_are_not_loaded(server: FakeServer, version: int) -> None:
     reading, read = threading.Event(), threading.Event()
 
     def initial() -> AnyWeights:
@@ -290,40 +280,65 @@ async def test_weights_to_begin_with_that_were_overtaken_while_they_were_read_ar
         assert read.wait(WAIT_S)
         return WEIGHTS
 
-    engine = engine_over(speaks, initial=initial, version=5)
-    asked = asyncio.create_task(ask(engine, request_of(1)))
+    engine = engine_over(server, initial=initial, version=5)
+    asked = asyncio.create_task(versions(engine, 1))
     await until(reading.is_set)
-    newer = asyncio.create_task(engine.update_weights(version, WEIGHTS, verify=False))
+    newer = asyncio.create_task(update(engine, version))
     await until(engine._updating.locked)
     read.set()
     await newer
-    assert (await asked)[0].versions.tolist() == [version] * 3
+    assert await asked == [version] * 3
     assert engine._priming is not None
     await engine._priming
-    assert speaks.calls.count("finish_weight_update") == 1
+    assert server.calls.count("finish_weight_update") == 1
     assert engine.version == version
     await engine.close()
 
 
-async def test_weights_to_begin_with_that_cannot_be_loaded_end_the_engine(speaks: Speaks) -> None:
-    speaks.fails = {"start_weight_update"}
-    engine = engine_over(speaks, initial=lambda: WEIGHTS)
-    with pytest.raises(EngineDied, match="weights to begin with"):
-        await ask(engine, request_of(1))
-    assert not speaks.bodies, "nothing was generated from weights that nobody knows"
-    await engine.close()
+# -- the server -------------------------------------------------------------------------------------------------------
 
 
-async def test_a_server_is_looked_at_before_it_is_used(speaks: Speaks) -> None:
-    url = str(speaks.server.make_url("/"))
+async def test_a_server_that_goes_away_is_a_dead_engine(engine: VllmEngine, server: FakeServer) -> None:
+    server.going.clear()
+    doomed = asyncio.create_task(ask(engine, request_of(1)))
+    await until(lambda: server.bodies)
+    server.going.set()
+    await server.server.close()
+    found = (await asyncio.gather(doomed, return_exceptions=True))[0]
+    assert isinstance(found, EngineDied) or len(found[0].tokens) == 3  # its last tokens may still arrive
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            await ask(engine, request_of(2))
+    with pytest.raises(EngineDied):
+        await update(engine, 1)
+
+
+async def test_a_server_that_closes_an_idle_connection_has_not_died(
+    engine: VllmEngine, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert remote.KEPT_S < VLLM_KEEPS_S
+    monkeypatch.setattr(remote, "KEPT_S", remote.KEPT_S / 50)
+    server.idle_s = VLLM_KEEPS_S / 50
+    await update(engine, 1)
+    await asyncio.sleep(1.5 * server.idle_s)
+    assert len((await ask(engine, request_of(1)))[0].tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("fails", "max_model_len", "dtype", "message"),
+    [
+        ("", 64, "float32", "serves bfloat16, and the run has float32: start it with --dtype float32"),
+        ("", 65, "bfloat16", "--max-model-len 65"),
+        ("is_paused", 64, "bfloat16", "VLLM_SERVER_DEV_MODE=1"),
+        ("collective_rpc", 64, "bfloat16", "--worker-extension-cls"),
+        ("all", 64, "bfloat16", "there is no vLLM server"),
+    ],
+)
+async def test_a_server_that_cannot_be_used_is_refused_with_the_remedy(
+    server: FakeServer, fails: str, max_model_len: int, dtype: str, message: str
+) -> None:
+    url = str(server.server.make_url("/"))
     assert (await asyncio.to_thread(find_server, url, 64, "bfloat16")).model == "a model"
-    with pytest.raises(ConfigError, match="serves bfloat16, and the run has float32: start it with --dtype float32"):
-        await asyncio.to_thread(find_server, url, 64, "float32")
-    with pytest.raises(ConfigError, match="--max-model-len 65"):
-        await asyncio.to_thread(find_server, url, 65, "bfloat16")
-    for fails, said in (("is_paused", "VLLM_SERVER_DEV_MODE=1"), ("collective_rpc", "--worker-extension-cls")):
-        speaks.fails = {fails}
-        with pytest.raises(ConfigError, match=said):
-            await asyncio.to_thread(find_server, url, 64, "bfloat16")
-    with pytest.raises(ConfigError, match="there is no vLLM server"):
-        await asyncio.to_thread(find_server, "http://127.0.0.1:9", 64, "bfloat16")
+    server.fails = {fails}
+    with pytest.raises(ConfigError, match=message):
+        await asyncio.to_thread(find_server, "http://127.0.0.1:9" if fails == "all" else url, max_model_len, dtype)

@@ -1,14 +1,19 @@
-"""The protocol between a `Rollouter` (or an evaluation) and an inference engine.
+"""The protocol between a `Rollouter` (or an evaluation) and an inference engine, and the requests that are in flight.
 
     generate(request) ──▶ (2, Response), (0, Response), …      each sample once, when it has ended
     update_weights(v, …)   takes effect between two tokens; requests in flight are kept
+
+    caller ◀── RequestTracker.serve ◀── InFlightRequest.put ◀── the engine: a response, or the error that ends it
 
 docs/engines.md compares the engines that ship with freewheel and shows how to add one.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,7 +50,7 @@ class GenerationRequest:
     """int32, at least one token."""
     samples: tuple[SamplingParams, ...]
     timeout_s: float
-    """Longest time without a new token while a sample has a slot. Pauses don't count."""
+    """Longest time in which the engine makes no token while this request has a slot. Weight updates don't count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +68,6 @@ class EngineStats:
     """Includes the tokens of samples in flight."""
     busy_s: float
     """Time spent computing."""
-    paused: bool
 
 
 class EngineError(Exception):
@@ -75,11 +79,11 @@ class EngineDied(EngineError):
 
 
 class GenerationTimeout(EngineError):
-    """A sample got no new token for `timeout_s`."""
+    """The engine made no token for `timeout_s`."""
 
 
 class GenerationAborted(EngineError):
-    """`abort` was called for the request, or the engine was closed."""
+    """The engine was closed."""
 
 
 class PromptRefused(EngineError, ValueError):
@@ -101,22 +105,13 @@ class Engine(Protocol):
         Closing the iterator early aborts the request.
         """
 
-    async def pause(self) -> None:
-        """Returns when no token is being made. Requests in flight stay, and their timeouts stand still."""
-
-    async def resume(self) -> None: ...
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        """Replaces the parameters between two tokens and keeps what is in flight. Returns the content sum of the
-        parameters that the engine then holds if `verify`, else None.
+        """Replaces the parameters between two tokens and keeps what is in flight. Called for one version at a time.
+        Returns the content sum of the parameters that the engine then holds if `verify`, else None.
 
         `weights` are complete: a missing, unknown or misshapen parameter is an error. After a failure either nothing
         has changed, or the engine generates nothing until an update succeeds.
         """
-
-    async def abort(self, request_id: str) -> None:
-        """Makes the request's `generate` raise GenerationAborted. Ignores unknown ids: the request may just have
-        ended."""
 
     def stats(self) -> EngineStats: ...
 
@@ -136,3 +131,133 @@ async def generate_all(engine: Engine, request: GenerationRequest) -> list[Respo
     async for index, response in engine.generate(request):
         found[index] = response
     return [found[index] for index in range(len(request.samples))]
+
+
+# -- requests in flight -----------------------------------------------------------------------------------------------
+
+WATCH_S = 0.5
+"""How often requests are checked for an engine that hangs. Well below any useful timeout."""
+
+Event = tuple[int, Response] | EngineError
+"""An ended sample (its index and response), or the end of the whole request."""
+
+
+class InFlightRequest:
+    """A request whose caller waits for responses. Its methods run in the event loop."""
+
+    __slots__ = ("_inbox", "loop", "missing", "over", "request")
+
+    def __init__(self, request: GenerationRequest) -> None:
+        self.request = request
+        self.loop = asyncio.get_running_loop()
+        self.missing = len(request.samples)
+        """Responses that the caller has not got."""
+        self.over = False
+        """The caller no longer waits."""
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+
+    def put(self, event: Event) -> None:
+        self._inbox.put_nowait(event)
+
+    async def get(self) -> tuple[int, Response]:
+        """Return the next response. Raises an error that was `put` in its place."""
+        event = await self._inbox.get()
+        if isinstance(event, EngineError):
+            raise event
+        self.missing -= 1
+        return event
+
+
+class RequestTracker:
+    """The requests in flight of one engine, by id: it checks, serves and watches them. For one event loop."""
+
+    def __init__(
+        self,
+        *,
+        slots: int,
+        max_prompt_tokens: int,
+        max_new_tokens: int,
+        vocabulary: int,
+        idle_s: Callable[[], float],
+    ) -> None:
+        """`idle_s` returns for how long the engine has made no token although it should have."""
+        self._slots = slots
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_new_tokens = max_new_tokens
+        self._vocabulary = vocabulary
+        self._idle_s = idle_s
+        self._requests: dict[str, InFlightRequest] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        return iter(list(self._requests.values()))
+
+    async def serve(
+        self,
+        request: GenerationRequest,
+        start: Callable[[InFlightRequest], None],
+        stop: Callable[[InFlightRequest], None],
+    ) -> AsyncIterator[tuple[int, Response]]:
+        """Check a request, and yield its responses as the engine puts them.
+
+        `start` hands it to the engine. `stop` is called at its end, after the last response or before (`missing`).
+        """
+        self._check(request)
+        entry = self._requests[request.id] = InFlightRequest(request)
+        try:
+            start(entry)
+            if self._timer is None:
+                self._timer = entry.loop.call_later(WATCH_S, self._watch, entry.loop)
+            while entry.missing:
+                yield await entry.get()
+        finally:
+            entry.over = True
+            del self._requests[request.id]
+            if self._timer is not None and not self._requests:
+                self._timer.cancel()
+                self._timer = None
+            stop(entry)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End requests that have waited too long for a token. Runs in the event loop: an engine cannot say it hangs."""
+        idle_s = self._idle_s()
+        slots_ahead = 0
+        for entry in self:  # in the order of arrival, in which engines give out their slots
+            if slots_ahead < self._slots and idle_s > (limit_s := entry.request.timeout_s):
+                message = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
+                entry.put(GenerationTimeout(message))
+            slots_ahead += entry.missing
+        self._timer = loop.call_later(WATCH_S, self._watch, loop)
+
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise `PromptRefused` for an unusable prompt and ValueError for impossible parameters."""
+        prompt, name = request.prompt, f"request {request.id!r}"
+        if request.id in self._requests:
+            raise ValueError(f"{name} is in flight already: give each request its own id")
+        if not 1 <= len(prompt) <= self._max_prompt_tokens:
+            raise PromptRefused(f"{name}: the prompt has {len(prompt)} tokens: give 1 to {self._max_prompt_tokens}")
+        for token in (int(prompt.min()), int(prompt.max())):
+            if not 0 <= token < self._vocabulary:
+                most = self._vocabulary - 1
+                raise PromptRefused(f"{name}: the prompt has token {token}, the model knows 0 to {most}")
+        for params in request.samples:
+            for key, is_possible, remedy in (
+                ("max_new_tokens", 1 <= params.max_new_tokens <= self._max_new_tokens, f"1 to {self._max_new_tokens}"),
+                ("temperature", 0 <= params.temperature < math.inf, "0 (greedy) or more"),
+                ("top_p", 0 < params.top_p <= 1, "a number over 0, 1 at most"),
+                ("top_k", params.top_k >= 0, "0 (all tokens) or more"),
+            ):
+                if not is_possible:
+                    raise ValueError(f"{name}: {key} = {getattr(params, key)}: give {remedy}")
+
+
+def send(events: Sequence[tuple[InFlightRequest, Event]]) -> None:
+    """Deliver events from an engine's thread, with one call of the event loop."""
+
+    def deliver() -> None:
+        for request, event in events:
+            request.put(event)
+
+    if events:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the callers are gone
+            events[0][0].loop.call_soon_threadsafe(deliver)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.models import load_causal_lm
@@ -27,31 +27,8 @@ Transport = Literal["object_store", "ipc", "nccl"]
 """How weights travel: through host memory, within one GPU, or from GPU to GPU."""
 
 
-class RolloutOptions(Protocol):
-    """The section `rollout` of a run's configuration, as far as engines read it."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def replicas(self) -> int | Literal["auto"]: ...
-    @property
-    def tensor_parallel_size(self) -> int: ...
-    @property
-    def pipeline_parallel_size(self) -> int: ...
-    @property
-    def gpu_memory_share(self) -> float | Literal["auto"]: ...
-    @property
-    def vllm(self) -> dict[str, Any]: ...
-    @property
-    def urls(self) -> list[str] | None: ...
-    @property
-    def rollouter_class(self) -> str | None: ...
+RolloutOptions = Any
+"""The section `rollout` of a run's configuration, as `freewheel.runtime.config` defines it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +54,7 @@ class PromptsTooLong(ConfigError):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What a run says about one of its engines, with every `auto` resolved."""
+    """A run's settings for one of its engines, with every `auto` resolved."""
 
     options: RolloutOptions
     model_path: str
@@ -100,7 +77,7 @@ class EngineSettings:
     seed: int
     eval_temperature: float
     version: int = 0
-    """Of the weights in `model_path`."""
+    """Version of the weights in `model_path`."""
     replica: int = 0
     """The number of the rollouter."""
 

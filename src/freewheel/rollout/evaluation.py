@@ -23,7 +23,7 @@ from freewheel.judge.verdict import Failed, Verdict
 from freewheel.rewards.scoring import rule_value
 from freewheel.rollout.engine import Engine, EngineDied, EngineError
 from freewheel.rollout.generation import Sampling, generate_and_score
-from freewheel.rollout.reward_functions import Call, RewardFunction
+from freewheel.rollout.reward_functions import RewardFunction
 from freewheel.rollout.reward_workers import Executor, FunctionRunner
 
 log = logging.getLogger("freewheel.rollout")
@@ -69,11 +69,11 @@ class EvalResult:
     @property
     def parts(self) -> dict[str, Estimate]:
         """The parts of the reward by name, each over the responses that have it."""
-        names = sorted({name for row in self.named_parts for one in row for name in one})
-        values = {
-            name: np.array([[one.get(name, math.nan) for one in row] for row in self.named_parts]) for name in names
-        }
-        return {name: _estimate(np.where(np.isfinite(part), part, math.nan)) for name, part in values.items()}
+        found = {}
+        for name in sorted({name for row in self.named_parts for one in row for name in one}):
+            values = np.array([[one.get(name, math.nan) for one in row] for row in self.named_parts])
+            found[name] = _estimate(np.where(np.isfinite(values), values, math.nan))
+        return found
 
     @property
     def mean(self) -> float:
@@ -140,9 +140,7 @@ class HeldOutScore(FunctionRunner):
         self._decode = decode
 
     async def __call__(self, prompt: Prompt, response: Response) -> Verdict:
-        tokens = response.tokens.tolist() if self.function.wants_tokens else ()
-        text = self._decode(response.tokens)
-        (verdict,) = await self.score([Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)])
+        (verdict,) = await self.score([self.function.call_for(prompt, self._decode(response.tokens), response)])
         if isinstance(verdict, Failed):
             log.warning("Evaluation: a response could not be scored: %s", verdict.summary)
         return verdict

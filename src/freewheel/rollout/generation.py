@@ -27,7 +27,7 @@ limits the time without a new token, and a hook has several turns with tools bet
 
 def sample_seed(run_seed: int, ordinal: int, sample: int) -> int:
     """Return the 64-bit seed of one response; the engine adds the token's index. It depends on what is sampled and not
-    on when, so a run samples the same responses in whatever order its work is done."""
+    on when, so a run samples the same responses in any order of its work."""
     text = f"{run_seed}/{ordinal}/{sample}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 

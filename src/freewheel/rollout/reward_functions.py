@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from freewheel.data.group import Finish
+from freewheel.data.group import Finish, Prompt, Response
 from freewheel.data.tasks import Task
 from freewheel.errors import ConfigError, shown
 from freewheel.judge.verdict import Failed, Reason, Scored, Skipped, Verdict
@@ -153,7 +153,7 @@ def _numbers(parts: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A function together with what its signature tells. It can be pickled if the function can."""
+    """A function and its calling convention, read from its signature. It can be pickled if the function can."""
 
     name: str
     function: Callable[..., Any]
@@ -161,8 +161,6 @@ class RewardFunction:
     is_async: bool
     names: tuple[str, ...]
     """The arguments that are passed by keyword."""
-    positional: tuple[str, ...] = ()
-    """The arguments before a `/`."""
     takes_columns: bool = False
     """The function has TRL's `**kwargs`, which receive every column of the data."""
     conversational: bool = False
@@ -184,16 +182,15 @@ class RewardFunction:
         except (TypeError, ValueError) as error:
             raise ConfigError(KEY, name, f"its signature cannot be read ({error}): wrap it in a function") from error
         any_keyword = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-        plain = {key: one for key, one in parameters.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        plain = {key: one for key, one in parameters.items() if one.kind in by_name}
         convention, vocabulary = _convention_of(plain, name)
         is_trl = convention == "trl"
         for key, one in plain.items():
             if not is_trl and key not in vocabulary and one.default is one.empty:
                 remedy = f"it needs {key!r}, which no convention has. A reward function takes {_CONVENTIONS}"
                 raise ConfigError(KEY, name, remedy)
-        known = [key for key in plain if is_trl or key in vocabulary]
-        before_slash = [key for key in known if plain[key].kind is inspect.Parameter.POSITIONAL_ONLY]
-        names = [key for key in known if key not in before_slash]
+        names = [key for key in plain if is_trl or key in vocabulary]
         if any_keyword and not is_trl:
             family = _VERL if "solution_str" in plain else () if "response" in plain else vocabulary
             names += [key for key in family if key not in plain]
@@ -203,7 +200,6 @@ class RewardFunction:
             convention=convention,
             is_async=_is_async(function),
             names=tuple(names),
-            positional=tuple(before_slash),
             takes_columns=any_keyword and is_trl,
             conversational=is_trl and "dict" in str(plain["completions"].annotation),
         )
@@ -215,6 +211,10 @@ class RewardFunction:
     @property
     def wants_tokens(self) -> bool:
         return self.convention == "trl" and (self.takes_columns or "completion_ids" in self.names)
+
+    def call_for(self, prompt: Prompt, text: str, response: Response) -> Call:
+        tokens = response.tokens.tolist() if self.wants_tokens else ()
+        return Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)
 
     def score(self, calls: Sequence[Call]) -> list[Verdict]:
         """Return a verdict for each call. Only a batch function may be given more than one call."""
@@ -240,22 +240,18 @@ class RewardFunction:
         return [as_verdict(one) for one in found]
 
     def _invoke(self, calls: Sequence[Call]) -> Any:
-        names = (*self.positional, *self.names)
         if self.convention == "single":
             (call,) = calls
-            arguments = {name: _ARGUMENTS[name](call) for name in names}
-        elif self.convention == "verl_batch":
-            arguments = {name: [_ARGUMENTS[name.removesuffix("s")](call) for call in calls] for name in names}
-        else:
-            arguments = self._trl_arguments(calls, names)
-        before_slash = [arguments.pop(name) for name in self.positional]
-        return self.function(*before_slash, **arguments)
+            return self.function(**{name: _ARGUMENTS[name](call) for name in self.names})
+        if self.convention == "verl_batch":
+            columns = {name: [_ARGUMENTS[name.removesuffix("s")](call) for call in calls] for name in self.names}
+            return self.function(**columns)
+        return self.function(**self._trl_arguments(calls))
 
-    def _trl_arguments(self, calls: Sequence[Call], names: Sequence[str]) -> dict[str, Any]:
-        # A name that no column has keeps its default. Without a default the call fails and says what it misses.
+    def _trl_arguments(self, calls: Sequence[Call]) -> dict[str, Any]:
+        # A name that no column has keeps its default. Without a default the call fails and names the argument.
         columns = _columns(calls)
-        if self.takes_columns:
-            names = [*names, *sorted({*_TRL, *columns}.difference(names))]
+        names = {*_TRL, *columns, *self.names} if self.takes_columns else self.names
         columns["prompts"] = [self._message("user", call.question) for call in calls]
         columns["completions"] = [self._message("assistant", call.text) for call in calls]
         columns["completion_ids"] = [list(call.tokens) for call in calls]
@@ -299,8 +295,14 @@ def _is_async(function: Callable[..., Any]) -> bool:
 # -- how a function is found ------------------------------------------------------------------------------------------
 
 
-def load_reward(spec: str | Callable[..., Any] | None, task: Task | None = None) -> RewardFunction:
-    """Return the function that `spec` names (`module:name`) or is. None means the task's own `score`."""
+def load_reward(
+    spec: str | Callable[..., Any] | None, task: Task | None = None, *, construct: bool = True
+) -> RewardFunction:
+    """Return the function that `spec` names (`module:name`) or is. None means the task's own `score`.
+
+    A class is called without arguments. `construct=False` only checks that this is possible: its constructor may load a
+    model.
+    """
     if spec is None:
         if task is None:
             raise ConfigError(KEY, None, "there is no task to take it from: give module:name")
@@ -310,23 +312,8 @@ def load_reward(spec: str | Callable[..., Any] | None, task: Task | None = None)
     function = find_object(KEY, spec)
     if inspect.isclass(function):
         try:
-            function = function()
-        except TypeError as error:
-            raise _needs_arguments(spec, error) from error
-    return RewardFunction.of(function, spec)
-
-
-def check_reward(spec: str) -> None:
-    """Raise what `load_reward` would raise, but do not call a class: its constructor may load a model."""
-    function = find_object(KEY, spec)
-    if inspect.isclass(function):
-        try:
             inspect.signature(function).bind()
-            function = function.__new__(function)
+            function = function() if construct else function.__new__(function)
         except (TypeError, ValueError) as error:
-            raise _needs_arguments(spec, error) from error
-    RewardFunction.of(function, spec)
-
-
-def _needs_arguments(spec: str, error: Exception) -> ConfigError:
-    return ConfigError(KEY, spec, f"it is a class, and freewheel calls it without arguments: {error}")
+            raise ConfigError(KEY, spec, f"it is a class, and freewheel calls it without arguments: {error}") from error
+    return RewardFunction.of(function, spec)

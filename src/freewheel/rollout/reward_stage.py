@@ -7,7 +7,7 @@
                                     └────────── score again what failed, after a pause ◀────┘
 
 A slow function or judge holds permits here, and never a generation slot. A batch function gets a whole group at once,
-or what finishes within `LINGER_S`. The judge gets everything that becomes ready in one tick of the loop together.
+or what finishes within `LINGER_S`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -46,26 +46,21 @@ MIN_SCORED = 2
 """Rewards that a group needs for a baseline. A group of one response needs one."""
 RETRY_DELAY_S = 0.5
 """Before a group is scored again, doubled each time. Whatever failed all of a group needs a moment to recover."""
-BROKEN_GROUPS = 3
-"""If this many groups at the start of a run fail entirely and in the same way, the function is called broken."""
 JUDGE_TOTALS = ("sent", "throttled", "faults", "in_flight", "limit", "cache_hits", "cost")
 """Statistics of all the judge's endpoints together, reported next to those of each endpoint."""
 
 
 class ScoringFailed(Exception):
-    """Too few responses of a group have a reward, after all retries. `reasons` counts why."""
+    """Too few responses of a group have a reward, after all retries."""
 
-    def __init__(self, message: str, reasons: Mapping[str, int] | None = None, *, is_infra: bool = False) -> None:
+    def __init__(self, message: str, *, is_infra: bool = False) -> None:
         super().__init__(message)
-        self.reasons = dict(reasons or {})
         self.is_infra = is_infra
         """Every failure was a service's or a process's (a judge that is down, say). The prompt is not to blame."""
 
 
 class FatalRewardFailure(RewardFailed):
-    """A response could not be scored, and `reward.on_failure` is `raise`."""
-
-    ends_the_run = True
+    """A response could not be scored, and `reward.on_failure` is `raise`: the run ends."""
 
 
 @dataclass(eq=False)
@@ -77,7 +72,7 @@ class _Item:
     call: Call
     sample: Sample | None
     """For the judge and the length penalty."""
-    added_s: float
+    added_s: float = 0.0
     rule: Verdict | None = None
     """The function's verdict."""
     verdict: Verdict = JUDGE_OFF
@@ -94,13 +89,14 @@ class GroupScoring:
     def __init__(self, stage: RewardStage, ticket: Ticket, prompt: Prompt, n: int) -> None:
         self._stage = stage
         self._prompt = prompt
-        self._items: list[_Item | None] = [None] * n
+        self._items: dict[int, _Item] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._n = n
         self.ordinal = ticket.ordinal
 
     def add(self, index: int, text: str, response: Response) -> None:
         """Start the scoring of response `index`. Never waits."""
-        assert self._items[index] is None, f"response {index} of prompt {self.ordinal} was added twice"
+        assert index not in self._items, f"response {index} of prompt {self.ordinal} was added twice"
         item = self._items[index] = self._stage.make_item(self.ordinal, index, self._prompt, text, response)
         self._tasks.append(self._stage.start_scoring(self, item))
 
@@ -109,8 +105,8 @@ class GroupScoring:
 
         Raises `ScoringFailed` or `FatalRewardFailure`. Cancelling the caller gives up the group.
         """
-        items = [item for item in self._items if item is not None]
-        assert len(items) == len(self._items), f"prompt {self.ordinal}: {self.missing} responses were not added"
+        assert not self.missing, f"prompt {self.ordinal}: {self.missing} responses were not added"
+        items = [self._items[index] for index in range(self._n)]
         tries = 0
         try:
             while True:
@@ -134,7 +130,7 @@ class GroupScoring:
     @property
     def missing(self) -> int:
         """Responses that were not added."""
-        return self._items.count(None)
+        return self._n - len(self._items)
 
 
 class RewardStage:
@@ -161,7 +157,7 @@ class RewardStage:
         self._policy = GroupPolicy.of(on_failure, retries)
         self._clock = clock
         self._runner = FunctionRunner(score, workers=workers, executor=executor, timeout_s=timeout_s)
-        self._function_batches = _Batcher(self._score_batch)
+        self._batches = _Batches(self._runner)
         self._permits = asyncio.Semaphore(concurrency)
         self._counts = RewardCounts(score.name)
         self._busy = Stopwatch(clock)
@@ -177,8 +173,7 @@ class RewardStage:
     # -- one response -------------------------------------------------------------------------------------------------
 
     def make_item(self, ordinal: int, index: int, prompt: Prompt, text: str, response: Response) -> _Item:
-        tokens = response.tokens.tolist() if self.function.wants_tokens else ()
-        call = Call(text=text, row=prompt.row, finish=response.finish, tokens=tokens)
+        call = self.function.call_for(prompt, text, response)
         sample = None
         if self._judging is not None:
             sample = Sample(
@@ -190,7 +185,7 @@ class RewardStage:
                 question=call.question,
                 extra_info=call.extra_info,
             )
-        return _Item(index, response, call, sample, self._clock())
+        return _Item(index, response, call, sample)
 
     def start_scoring(self, group: GroupScoring, item: _Item) -> asyncio.Task[None]:
         """Start the scoring of a response. One that failed is scored again, from what failed on."""
@@ -224,43 +219,25 @@ class RewardStage:
 
     async def _call_function(self, group: GroupScoring, call: Call) -> Verdict:
         if self.function.is_batch:
-            return await self._function_batches.ask(call, wait_s=LINGER_S if group.missing else 0.0)
+            return await self._batches.score(call, wait_s=LINGER_S if group.missing else 0.0)
         (verdict,) = await self._runner.score([call])
         return verdict
-
-    async def _score_batch(self, calls: Sequence[Call]) -> AsyncIterator[tuple[int, Verdict]]:
-        verdicts = await self._runner.score(calls)
-        first = verdicts[0]
-        shared = isinstance(first, Failed) and first.reason != "timeout" and all(one is first for one in verdicts)
-        if len(calls) > 1 and shared:
-            # The batch failed as a whole, perhaps because of a single response. Score each response alone.
-            alone = await asyncio.gather(*(self._runner.score([call]) for call in calls))
-            verdicts = [verdict for (verdict,) in alone]
-        for index, verdict in enumerate(verdicts):
-            yield index, verdict
 
     # -- a whole group ------------------------------------------------------------------------------------------------
 
     def decide(self, items: Sequence[_Item], tries: int) -> list[Response] | None:
         """All responses of a group are scored: do as `GroupPolicy.decide`, and count it."""
-        if tries == 0:
-            self._counts.check_function([item.failure for item in items])
+        if self._judging is not None:
+            rewarded = self._judging.compose(items)
+        else:
+            rewarded = [_with_rule(item.response, item.rule) for item in items if item.rule is not None]
         try:
-            responses = self._policy.decide(self._rewarded(items), tries)
+            responses = self._policy.decide(rewarded, tries)
         except ScoringFailed:
             self._counts.dropped_groups += 1
             raise
         self._counts.retried_groups += responses is None
         return responses
-
-    def _rewarded(self, items: Sequence[_Item]) -> list[Response]:
-        if self._judging is not None:
-            return self._judging.compose(items)
-        rules = [(item.response, item.rule) for item in items if item.rule is not None]
-        return [
-            replace(response, verdict=rule, reward=rule_value(rule), raw_reward=rule_value(rule))
-            for response, rule in rules
-        ]
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -279,11 +256,15 @@ class RewardStage:
     async def close(self) -> None:
         """End threads, processes and the judge. The scoring of unfinished groups is cancelled. Idempotent."""
         await _cancel(self._tasks)
-        await self._function_batches.close()
+        await self._batches.close()
         await self._runner.close()
         if self._judging is not None:
             await self._judging.close()
         await in_thread(_close_shared)
+
+
+def _with_rule(response: Response, rule: Verdict) -> Response:
+    return replace(response, verdict=rule, reward=rule_value(rule), raw_reward=rule_value(rule))
 
 
 def _close_shared() -> None:
@@ -298,49 +279,49 @@ async def _cancel(tasks: set[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------
+class _Batches:
+    """Passes the responses of one tick of the loop, or of a short wait, to a batch function together."""
 
-T = TypeVar("T")
-
-
-class _Batcher(Generic[T]):
-    """Sends the requests of one tick of the loop, or of a short wait, together. Each gets its own verdict."""
-
-    def __init__(self, score: Callable[[list[T]], AsyncIterator[tuple[int, Verdict]]]) -> None:
-        """`score` yields the index of each of its arguments with its verdict, in any order."""
-        self._score = score
-        self._requests: list[tuple[T, asyncio.Future[Verdict]]] = []
-        self._send_at: asyncio.Handle | None = None
+    def __init__(self, runner: FunctionRunner) -> None:
+        self._runner = runner
+        self._waiting: list[tuple[Call, asyncio.Future[Verdict]]] = []
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def ask(self, one: T, *, wait_s: float = 0.0) -> Verdict:
-        """`wait_s`: how long `one` may wait for others. A call that does not want to wait sends all."""
+    async def score(self, call: Call, *, wait_s: float) -> Verdict:
+        """`wait_s`: how long the call may wait for others. A call that does not want to wait sends all."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Verdict] = loop.create_future()
-        self._requests.append((one, answer))
-        if self._send_at is not None and not wait_s and isinstance(self._send_at, asyncio.TimerHandle):
-            self._send_at.cancel()
-            self._send_at = None
-        if self._send_at is None:
-            self._send_at = loop.call_later(wait_s, self._send) if wait_s else loop.call_soon(self._send)
+        self._waiting.append((call, answer))
+        if self._timer is None or not wait_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_later(wait_s, self._send)
         return await answer
 
     def _send(self) -> None:
-        self._send_at = None
-        requests, self._requests = self._requests, []
-        task = asyncio.create_task(self._answer(requests))
+        self._timer = None
+        batch, self._waiting = self._waiting, []
+        task = asyncio.create_task(self._score(batch))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _answer(self, requests: list[tuple[T, asyncio.Future[Verdict]]]) -> None:
-        async for index, verdict in self._score([one for one, _ in requests]):
-            answer = requests[index][1]
+    async def _score(self, batch: Sequence[tuple[Call, asyncio.Future[Verdict]]]) -> None:
+        calls = [call for call, _ in batch]
+        verdicts = await self._runner.score(calls)
+        first = verdicts[0]
+        shared = isinstance(first, Failed) and first.reason != "timeout" and all(one is first for one in verdicts)
+        if len(calls) > 1 and shared:
+            # The batch failed as a whole, perhaps because of a single response. Score each response alone.
+            alone = await asyncio.gather(*(self._runner.score([call]) for call in calls))
+            verdicts = [verdict for (verdict,) in alone]
+        for (_, answer), verdict in zip(batch, verdicts, strict=True):
             if not answer.done():  # its group was given up
                 answer.set_result(verdict)
 
     async def close(self) -> None:
-        if self._send_at is not None:
-            self._send_at.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         await _cancel(self._tasks)
 
 
@@ -363,7 +344,6 @@ class _Judging:
             raise ConfigError("reward.judge.on_failure", kind, remedy)
         self._rule_only = kind == "rule_only"
         self._deadline_s = min(timeout_s, config.batch_timeout_s)
-        self._batches = _Batcher(self._ask_judge)
         self._judge = Judge(config.judge_config()) if config.judges else None
         if config.lacks_key:
             log.warning(config.lacks_key)
@@ -374,32 +354,26 @@ class _Judging:
         (request,) = judge_requests([sample], [rule], self._config)
         if request.skip:
             return Skipped(request.skip)
-        verdict = await self._batches.ask(request)
-        return from_judge(verdict) if isinstance(verdict, Failed) else verdict
-
-    async def _ask_judge(self, requests: Sequence[JudgeRequest]) -> AsyncIterator[tuple[int, Verdict]]:
         try:
-            handle = self._submit(requests)
+            handle = self._submit(request)
         except (EngineDied, JudgeClosed) as error:
-            for index in range(len(requests)):
-                yield index, Failed(Reason.ENGINE.value, 0, str(error))
-            return
+            return from_judge(Failed(Reason.ENGINE.value, 0, str(error)))
         try:
-            async for index, verdict in handle.as_completed():
-                yield index, verdict
+            (verdict,) = await handle
         finally:
             handle.cancel()
+        return from_judge(verdict) if isinstance(verdict, Failed) else verdict
 
-    def _submit(self, requests: Sequence[JudgeRequest]) -> Handle:
+    def _submit(self, request: JudgeRequest) -> Handle:
         assert self._judge is not None
         try:
-            return self._judge.submit(requests, deadline_s=self._deadline_s)
+            return self._judge.submit([request], deadline_s=self._deadline_s)
         except (EngineDied, JudgeClosed) as error:
             # The judge's process kept dying. Another judge may work better for later responses.
             log.error("The judge broke down, and another one is started: %s", error)
-            broken, self._judge = self._judge, Judge(self._judge.config)
-            broken.close(timeout_s=0.0)  # its process is gone already
-            return self._judge.submit(requests, deadline_s=self._deadline_s)
+            self._judge.close(timeout_s=0.0)  # its process is gone already
+            self._judge = Judge(self._judge.config)
+            return self._judge.submit([request], deadline_s=self._deadline_s)
 
     def compose(self, items: Sequence[_Item]) -> list[Response]:
         """Return the responses of a whole group with their rewards. The penalty needs the group's median length."""
@@ -435,7 +409,6 @@ class _Judging:
         return {**found.to_dict(), **{name: getattr(found, name) for name in JUDGE_TOTALS}}
 
     async def close(self) -> None:
-        await self._batches.close()
         if self._judge is not None:
             await in_thread(self._judge.close)
 
@@ -473,36 +446,35 @@ class GroupPolicy:
         """
         needed = min(MIN_SCORED, len(responses))
         failures = [one.verdict for one in responses if isinstance(one.verdict, Failed)]
-        # Of failed responses, those without another number that takes the reward's place.
-        lost = [isinstance(one.verdict, Failed) and math.isnan(one.reward) for one in responses]
-        if self.raises and any(lost):
-            first = next(_summary(one) for one, is_lost in zip(responses, lost, strict=True) if is_lost)
+        lost = [one.verdict for one in responses if _is_lost(one)]
+        if self.raises and lost:
             raise FatalRewardFailure(
-                f"{sum(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
-                f"{first}"
+                f"{len(lost)} of {len(responses)} responses could not be scored, and reward.on_failure is 'raise': "
+                f"{lost[0].summary if lost[0] is not None else ''}"
             )
-        usable = sum(not math.isnan(one.reward) for one in responses)
-        if usable < needed and failures and tries < self.retries:
+        if _count_rewards(responses) < needed and failures and tries < self.retries:
             return None
         if self.fallback is not None:
-            usable += sum(lost)
-            responses = [
-                replace(one, reward=self.fallback) if is_lost else one
-                for one, is_lost in zip(responses, lost, strict=True)
-            ]
+            responses = [replace(one, reward=self.fallback) if _is_lost(one) else one for one in responses]
+        usable = _count_rewards(responses)
         if usable < needed:
-            reasons = Counter(_summary(one) for one in responses if math.isnan(one.reward))
+            verdicts = [one.verdict for one in responses if math.isnan(one.reward)]
+            reasons = Counter(verdict.summary for verdict in verdicts if verdict is not None)
             raise ScoringFailed(
                 f"{usable} of {len(responses)} responses have a reward after {tries + 1} tries: "
                 + "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common()),
-                reasons,
                 is_infra=bool(failures) and all(failure.infra for failure in failures),
             )
         return list(responses)
 
 
-def _summary(response: Response) -> str:
-    return response.verdict.summary if response.verdict is not None else ""
+def _is_lost(response: Response) -> bool:
+    """Whether scoring failed and no other number takes the reward's place."""
+    return isinstance(response.verdict, Failed) and math.isnan(response.reward)
+
+
+def _count_rewards(responses: Sequence[Response]) -> int:
+    return sum(not math.isnan(one.reward) for one in responses)
 
 
 # -- statistics -------------------------------------------------------------------------------------------------------
@@ -517,7 +489,6 @@ class RewardCounts:
         self._failed: Counter[str] = Counter()
         self.retried_groups = self.dropped_groups = 0
         self._latency_s = 0.0
-        self._broken_groups = 0
         self._first_failure = ""
 
     def settle(self, verdict: Verdict, latency_s: float) -> None:
@@ -535,20 +506,6 @@ class RewardCounts:
             log.warning("Scoring failed (%s): %s%s", self._name, verdict.summary, where)
         elif is_power_of_ten(count):
             log.warning("Scoring failed (%s) %d times by now: %s", self._name, count, verdict.summary)
-
-    def check_function(self, failures: Sequence[Failed | None]) -> None:
-        """Report a function that has never scored anything as broken. `failures`: one entry per response of a group."""
-        first = failures[0]
-        same = first is not None and all(one is not None and one.reason == first.reason for one in failures)
-        if first is None or not same or self._counts["scored"]:
-            return
-        self._broken_groups += 1
-        if self._broken_groups == BROKEN_GROUPS:
-            log.error(
-                "The reward function %s looks broken: nothing was scored so far, and every response of the first %d "
-                "groups failed the same way: %s. Check reward.function against your data",
-                *(self._name, BROKEN_GROUPS, first.summary),
-            )
 
     def snapshot(self) -> dict[str, Any]:
         return {

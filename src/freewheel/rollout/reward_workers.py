@@ -1,9 +1,10 @@
 """`FunctionRunner`: runs a reward function, and gives up on a call that takes too long.
 
-    score(calls) ─▶ async function: a task on this event loop ───────────────────────────┐
-                 ─▶ plain function: queue ─▶ thread (─▶ its child process) ─▶ one wake-up ┴▶ [Verdict, …]
+    score(calls) ─▶ async function:    a task on this event loop ────────┬─▶ [Verdict, …]
+                 ─▶ executor thread:   queue ─▶ one of `workers` threads ┤
+                 ─▶ executor process:  one of `workers` child processes ─┘
 
-The reward stage and the evaluation use it. All public methods belong to the thread of one event loop.
+The reward stage and the evaluation use it. All public methods belong to one event loop.
 
 The threads are daemons and not a `ThreadPoolExecutor`: a function that never returns must delay neither the next
 response nor the end of the process. Its thread is abandoned and another one takes its place. A child is killed.
@@ -13,29 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
 from typing import Any, Literal, Self
 
 from freewheel.errors import ConfigError
 from freewheel.judge.verdict import Verdict
-from freewheel.rollout.reward_functions import Call, RewardFunction, failed, from_exception
+from freewheel.rollout.reward_functions import Call, RewardFunction, failed
 from freewheel.utils.processes import end_with
 
 log = logging.getLogger("freewheel.rollout")
 
 Executor = Literal["thread", "process"]
+Verdicts = list[Verdict]
 
 START_S = 120.0
 """How long a child may take to import the function's module: it may import torch from a slow disk."""
@@ -43,10 +46,8 @@ CLOSE_S = 2.0
 """How long `close` waits for running calls."""
 TRIES = 2
 """A call that has ended this many children has failed. One child may have died by accident."""
-RECRUIT_S = 0.01
-"""A call wakes one thread, and that thread reports when the queue is empty. After this time all threads share the rest
-of the queue, and finished calls are reported. A rule takes microseconds, and each wake-up takes the interpreter away
-from the engine."""
+LENGTH_BYTES = 8
+"""A child's answer starts with its length."""
 
 
 def is_power_of_ten(count: int) -> bool:
@@ -62,36 +63,22 @@ async def in_thread(work: Callable[[], None]) -> None:
 
 @dataclass(eq=False)
 class _Job:
-    """One call of the function: with one response, or with a batch."""
+    """One call of the function in a thread: with one response, or with a batch."""
 
     calls: Sequence[Call]
-    answer: asyncio.Future[list[Verdict]]
+    answer: asyncio.Future[Verdicts]
     """Used on the event loop only."""
+    started_s: float = 0.0
 
-    def finish(self, verdicts: list[Verdict]) -> None:
-        if not self.answer.done():  # cancelled, or given up on
+    def finish(self, verdicts: Verdicts) -> None:
+        if not self.answer.done():  # otherwise its caller was cancelled
             self.answer.set_result(verdicts)
-
-
-class _Worker(threading.Thread):
-    def __init__(self, work: Callable[[_Worker], None]) -> None:
-        super().__init__(name="freewheel-reward", daemon=True)
-        self._work = work
-        self.job: _Job | None = None
-        self.started_at: float | None = None
-        """None if there is no job, or while its child starts."""
-        self.abandoned = False
-        self.child: _Child | None = None
-
-    def run(self) -> None:
-        self._work(self)
 
 
 class FunctionRunner:
     """Calls a reward function, async or not. A call that takes longer than `timeout_s` fails.
 
-    An async function runs on the event loop. Another runs on `workers` threads, which start with the first call; with
-    the executor `process` each thread has a child process that calls the function.
+    Threads and child processes start when they are needed, up to `workers`.
     """
 
     def __init__(self, function: RewardFunction, *, workers: int, executor: Executor, timeout_s: float) -> None:
@@ -100,18 +87,21 @@ class FunctionRunner:
         """Threads that were abandoned because their call did not return in time."""
         self.process_deaths = 0
         self._timeout_s = timeout_s
-        self._tasks: set[asyncio.Task[list[Verdict]]] = set()
-        self._count = workers
-        self._payload = _pickled(function) if executor == "process" and not function.is_async else None
+        self._workers = workers
+        self._tasks: set[asyncio.Task[Verdicts]] = set()
+        self._payload = _pickle(function) if executor == "process" and not function.is_async else None
+        self._idle_children: list[_Child] = []
+        self._child_permits = asyncio.Semaphore(workers)
+        # Shared with the threads, under the lock.
         self._lock = threading.Condition()
         self._queue: deque[_Job] = deque()
-        self._finished: deque[tuple[_Job, list[Verdict]]] = deque()
-        self._workers: list[_Worker] = []
+        self._running: dict[threading.Thread, _Job] = {}
+        self._finished: deque[tuple[_Job, Verdicts]] = deque()
         self._wake_sent = False
         self._closed = False
-        self._loop: asyncio.AbstractEventLoop | None = None
+        # The event loop's own.
+        self._threads: set[threading.Thread] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._recruiting: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,9 +109,13 @@ class FunctionRunner:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def score(self, calls: Sequence[Call]) -> list[Verdict]:
+    async def score(self, calls: Sequence[Call]) -> Verdicts:
         """Return a verdict for each call. Only a batch function may be given more than one call."""
-        return await (self._run_task(calls) if self.function.is_async else self._submit(calls))
+        if self.function.is_async:
+            return await self._call_on_loop(calls)
+        if self._payload is not None:  # a cancelled caller must not leave half an answer in the child's stream
+            return await asyncio.shield(self._start_task(self._call_in_child(calls, self._payload)))
+        return await self._submit(calls)
 
     async def close(self) -> None:
         """End threads, child processes and tasks. Calls that are not done never return."""
@@ -129,21 +123,41 @@ class FunctionRunner:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_S)
-        for timer in (self._timer, self._recruiting):
-            if timer is not None:
-                timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         with self._lock:
             self._closed = True
-            self._queue.clear()
             self._lock.notify_all()
-            workers = list(self._workers)
-        if workers:
-            await in_thread(lambda: _join(workers, time.monotonic() + CLOSE_S))
+        children, self._idle_children = self._idle_children, []
+        for child in children:
+            child.hang_up()
+        if self._threads or children:
+            await in_thread(lambda: self._wait_for_ends(children))
 
-    async def _run_task(self, calls: Sequence[Call]) -> list[Verdict]:
-        task = asyncio.create_task(self.function.score_async(calls))
+    def _wait_for_ends(self, children: Sequence[_Child]) -> None:
+        until_s = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+            if thread.is_alive():
+                log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, until_s - time.monotonic()))
+            child.kill()
+
+    def _start_task(self, work: Coroutine[Any, Any, Verdicts]) -> asyncio.Task[Verdicts]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _time_out(self, calls: Sequence[Call]) -> Verdicts:
+        return [failed("timeout", f"no score within reward.timeout_s = {self._timeout_s:g} s", infra=True)] * len(calls)
+
+    # -- an async function --------------------------------------------------------------------------------------------
+
+    async def _call_on_loop(self, calls: Sequence[Call]) -> Verdicts:
+        task = self._start_task(self.function.score_async(calls))
         try:
             await asyncio.wait([task], timeout=self._timeout_s)
             if not task.done():
@@ -154,38 +168,44 @@ class FunctionRunner:
             return [failed("CancelledError", "the function cancelled itself")] * len(calls)
         return task.result()
 
-    def _time_out(self, calls: Sequence[Call]) -> list[Verdict]:
-        return [failed("timeout", f"no score within reward.timeout_s = {self._timeout_s:g} s", infra=True)] * len(calls)
+    # -- threads ------------------------------------------------------------------------------------------------------
 
-    # -- threads: the event loop's side -------------------------------------------------------------------------------
-
-    def _submit(self, calls: Sequence[Call]) -> asyncio.Future[list[Verdict]]:
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            self._start_threads()
-        job = _Job(calls, self._loop.create_future())
+    def _submit(self, calls: Sequence[Call]) -> asyncio.Future[Verdicts]:
+        loop = asyncio.get_running_loop()
+        job = _Job(calls, loop.create_future())
         with self._lock:
             self._queue.append(job)
-            if len(self._queue) == 1:
-                self._lock.notify(1)
-            elif self._recruiting is None:
-                self._recruiting = self._loop.call_later(RECRUIT_S, self._recruit)
+            self._lock.notify()
+        self._start_threads(loop)
         if self._timer is None:
-            self._timer = self._loop.call_later(self._timeout_s, self._watch)
+            self._timer = loop.call_later(self._timeout_s, self._watch, loop)
         return job.answer
 
-    def _start_threads(self) -> None:
-        """Start threads until there are enough."""
-        while len(self._workers) < self._count:
-            self._workers.append(_Worker(self._work))
-            self._workers[-1].start()
+    def _start_threads(self, loop: asyncio.AbstractEventLoop) -> None:
+        while len(self._threads) < self._workers:
+            thread = threading.Thread(target=self._work, args=(loop,), name="freewheel-reward", daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
-    def _recruit(self) -> None:
-        """Wake all threads for the calls that the first thread has not done yet."""
-        with self._lock:
-            self._recruiting = None
-            self._lock.notify(len(self._queue))
-        self._deliver()
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run in each thread: score until the runner is closed or gives up on the current call."""
+        me = threading.current_thread()
+        while True:
+            with self._lock:
+                self._lock.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                job = self._running[me] = self._queue.popleft()
+                job.started_s = time.monotonic()
+            verdicts = self.function.score(job.calls)
+            with self._lock:
+                if self._running.pop(me, None) is None:  # too late: another thread has taken its place
+                    return
+                self._finished.append((job, verdicts))
+                must_wake, self._wake_sent = not self._wake_sent, True
+            if must_wake:
+                with contextlib.suppress(RuntimeError):  # the loop has closed: its callers are gone
+                    loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
         self._wake_sent = False  # before reading: a call that finishes from here on sends another wake-up
@@ -193,111 +213,61 @@ class FunctionRunner:
             job, verdicts = self._finished.popleft()
             job.finish(verdicts)
 
-    def _watch(self) -> None:
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         """Give up on calls that take too long, and come back when the next call may be late."""
-        assert self._loop is not None
         now = time.monotonic()
         with self._lock:
-            late = [w for w in self._workers if w.started_at is not None and now - w.started_at >= self._timeout_s]
-            for worker in late:
-                worker.abandoned = True
-                self._workers.remove(worker)
-            self.lost_threads += len(late)
-            self._start_threads()
-            self._lock.notify(len(self._queue))
-            running = [worker.started_at or now for worker in self._workers if worker.job is not None]
-            is_busy = bool(running or self._queue)
-        self._timer = None
-        if is_busy and not self._closed:
-            wait_s = min(running, default=now) + self._timeout_s - now
-            self._timer = self._loop.call_later(max(wait_s, 0.0), self._watch)
-        for worker in late:
-            if worker.child is not None:
-                worker.child.process.kill()
-            if worker.job is not None:
-                worker.job.finish(self._time_out(worker.job.calls))
+            late = {thread: job for thread, job in self._running.items() if now - job.started_s >= self._timeout_s}
+            for thread in late:
+                del self._running[thread]
+            oldest_s = min((job.started_s for job in self._running.values()), default=now)
+            is_busy = bool(self._running or self._queue)
+        self._threads -= late.keys()
+        self.lost_threads += len(late)
+        self._start_threads(loop)
+        self._timer = loop.call_later(oldest_s + self._timeout_s - now, self._watch, loop) if is_busy else None
+        for job in late.values():
+            job.finish(self._time_out(job.calls))
 
-    # -- threads: their side ------------------------------------------------------------------------------------------
+    # -- child processes ----------------------------------------------------------------------------------------------
 
-    def _work(self, worker: _Worker) -> None:
-        try:
-            while not worker.abandoned and (job := self._next(worker)) is not None:
-                try:
-                    verdicts = self._execute(worker, job)
-                except Exception as error:  # noqa: BLE001  # no process could be started, for example: end the job
-                    verdicts = [from_exception(error)] * len(job.calls)
-                self._finish(worker, job, verdicts)
-        finally:
-            if worker.child is not None:
-                worker.child.close()
-
-    def _next(self, worker: _Worker) -> _Job | None:
-        with self._lock:
-            while not self._queue and not self._closed:
-                self._lock.wait()
-            if self._closed:
-                return None
-            worker.job = self._queue.popleft()
-            worker.started_at = time.monotonic() if self._payload is None else None
-            return worker.job
-
-    def _finish(self, worker: _Worker, job: _Job, verdicts: list[Verdict]) -> None:
-        with self._lock:
-            if worker.abandoned:
-                return
-            worker.job = worker.started_at = None
-            self._finished.append((job, verdicts))
-            reported_later = self._queue and self._recruiting is not None  # with the rest, or by `_recruit`
-            wake = not reported_later and not self._wake_sent
-            self._wake_sent |= wake
-        if wake and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: its callers are gone
-                self._loop.call_soon_threadsafe(self._deliver)
-
-    def _execute(self, worker: _Worker, job: _Job) -> list[Verdict]:
-        if self._payload is None:
-            return self.function.score(job.calls)
+    async def _call_in_child(self, calls: Sequence[Call], payload: bytes) -> Verdicts:
         why = ""
-        for _ in range(TRIES):
-            worker.started_at = None
-            try:
-                if worker.child is None:
-                    worker.child = _Child()
-                    worker.child.load(self._payload)
-                worker.started_at = time.monotonic()
-                return worker.child.ask(job.calls)
-            except _ChildDied as death:
-                worker.child = None
-                why = str(death)
-                if worker.abandoned or self._closed:
-                    break
-                with self._lock:
-                    self.process_deaths += 1
-                    count = self.process_deaths
-                if is_power_of_ten(count):
-                    log.warning("A reward process ended while scoring (%s), %d so far; it is replaced", why, count)
-        return [failed("process", f"the process that scored it ended: {why}", infra=True)] * len(job.calls)
+        async with self._child_permits:
+            for _ in range(TRIES):
+                is_new = not self._idle_children
+                child = _Child() if is_new else self._idle_children.pop()
+                try:
+                    if is_new:
+                        await child.start(payload)
+                    async with asyncio.timeout(self._timeout_s):
+                        verdicts = await child.ask(calls)
+                except TimeoutError:
+                    child.kill()
+                    return self._time_out(calls)
+                except _ChildDied as death:
+                    child.kill()
+                    why = str(death)
+                    self._count_death(why)
+                except BaseException:
+                    child.kill()
+                    raise
+                else:
+                    self._idle_children.append(child)
+                    return verdicts
+        return [failed("process", f"the process that scored it ended: {why}", infra=True)] * len(calls)
 
-
-def _join(workers: Sequence[_Worker], until: float) -> None:
-    for worker in workers:
-        worker.join(max(0.0, until - time.monotonic()))
-    for worker in workers:
-        if worker.is_alive() and worker.child is not None:
-            worker.child.process.kill()
-            worker.join(CLOSE_S)
-        elif worker.is_alive():
-            log.warning("A reward function did not return within %g s of the end; its thread is left", CLOSE_S)
-
-
-# -- a child process --------------------------------------------------------------------------------------------------
+    def _count_death(self, why: str) -> None:
+        self.process_deaths += 1
+        if is_power_of_ten(self.process_deaths):
+            log.warning("A reward process ended (%s), %d so far; it is replaced", why, self.process_deaths)
 
 
 class _ChildDied(Exception):
     """The message says how the child ended."""
 
 
-def _pickled(function: RewardFunction) -> bytes:
+def _pickle(function: RewardFunction) -> bytes:
     try:
         return pickle.dumps(function)
     except Exception as error:  # noqa: BLE001  # pickle raises what it likes
@@ -312,10 +282,11 @@ def _pickled(function: RewardFunction) -> bytes:
 
 
 class _Child:
-    """A process that holds the function. It belongs to one thread; another thread may kill its process."""
+    """A process that holds the function and answers one call at a time."""
 
     def __init__(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._socket, theirs = socket.socketpair()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         with theirs:
             # The child looks for modules where this process does; `-P` keeps its working folder out of that.
             path = os.pathsep.join(entry or "." for entry in sys.path)
@@ -327,57 +298,69 @@ class _Child:
                 env={**os.environ, "PYTHONPATH": path},
             )
 
-    def load(self, payload: bytes) -> None:
+    async def start(self, payload: bytes) -> None:
         """Return when the process has imported the function."""
-        problem = self._exchange(payload, START_S)
+        self._streams = await asyncio.open_connection(sock=self._socket)
+        try:
+            async with asyncio.timeout(START_S):
+                problem = await self._exchange(payload)
+        except TimeoutError:
+            problem = f"the function's module was not imported within {START_S:g} s"
         if problem:
-            self.close()
             raise _ChildDied(problem)
 
-    def ask(self, calls: Sequence[Call]) -> list[Verdict]:
-        found: list[Verdict] = self._exchange(pickle.dumps(calls))
-        return found
+    async def ask(self, calls: Sequence[Call]) -> Verdicts:
+        verdicts: Verdicts = await self._exchange(pickle.dumps(calls))
+        return verdicts
 
-    def close(self) -> None:
-        """Close the pipe and wait for the process to end. A busy process is killed."""
-        self._pipe.close()
+    async def _exchange(self, data: bytes) -> Any:
+        assert self._streams is not None
+        reader, writer = self._streams
         try:
-            self.process.wait(CLOSE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-    def _exchange(self, data: bytes, timeout_s: float | None = None) -> Any:
-        try:
-            self._pipe.send_bytes(data)
-            if not self._pipe.poll(timeout_s):
-                self.process.kill()
-            return self._pipe.recv()
+            writer.write(data)
+            length = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
+            return pickle.loads(await reader.readexactly(length))
         except (EOFError, OSError):
-            self.close()
+            self.kill()
             raise _ChildDied(f"exit code {self.process.returncode}") from None
 
+    def hang_up(self) -> None:
+        """Tell the process to end after its current call."""
+        if self._streams is not None:
+            self._streams[1].close()
+        else:
+            self._socket.close()
 
-def _serve(pipe: Connection[Any, Any]) -> None:
-    """Run in the child: receive the function, then calls, until the pipe ends."""
+    def kill(self) -> None:
+        self.hang_up()
+        self.process.kill()
+        self.process.wait()
+
+
+def _serve(stream: io.BufferedRWPair) -> None:
+    """Run in the child: receive the function, then calls, until the parent hangs up."""
+
+    def answer(found: str | Verdicts) -> None:
+        data = pickle.dumps(found)
+        stream.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+        stream.flush()
+
     try:
-        function: RewardFunction = pickle.loads(pipe.recv_bytes())
+        function: RewardFunction = pickle.load(stream)
     except Exception as error:  # noqa: BLE001  # a user's module may raise anything
-        pipe.send(f"the function could not be loaded there: {type(error).__name__}: {error}")
-        return
-    pipe.send("")
+        return answer(f"the function could not be loaded there: {type(error).__name__}: {error}")
+    answer("")
     while True:
-        calls: Sequence[Call] = pickle.loads(pipe.recv_bytes())
-        pipe.send(function.score(calls))
+        answer(function.score(pickle.load(stream)))
 
 
 def _main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # they go to the whole process group; the parent handles them
     file, parent_pid = map(int, sys.argv[1:])
-    end_with(parent_pid)  # a parent that was killed closes the pipe, but a busy child does not see that
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError), Connection(file) as end:
-        _serve(end)
+    end_with(parent_pid)  # a parent that was killed hangs up, but a busy child does not see that
+    with contextlib.suppress(EOFError, OSError), socket.socket(fileno=file).makefile("rwb") as stream:
+        _serve(stream)
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ class Rollouter:
         self._idle = asyncio.Event()  # no group is in generation or scoring
         self._idle.set()
         self._outbox = Outbox(put=queue.put, idle=self._idle)
+        self._updating = asyncio.Lock()
         self._over = asyncio.Event()
         self._is_closing = False
         self._fatal: BaseException | None = None
@@ -283,10 +284,11 @@ class Rollouter:
     async def load_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         """Switch the engine to `version` while it generates. Returns the checksum of the loaded weights if `verify`."""
         self.param_sync_requests += 1
-        if version < self.engine.version:  # a sync that was given up arrives after a later one
-            raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
-        with self.spans("load_weights", version=version):
-            return await self.engine.update_weights(version, weights, verify=verify)
+        async with self._updating:
+            if version < self.engine.version:  # a sync that was given up arrives after a later one
+                raise ValueError(f"version {version} comes late: the engine holds {self.engine.version}")
+            with self.spans("load_weights", version=version):
+                return await self.engine.update_weights(version, weights, verify=verify)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

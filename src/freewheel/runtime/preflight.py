@@ -75,9 +75,9 @@ def _checks(config: TrainConfig) -> Iterator[Callable[[], object]]:
     rollout, trainer, algorithm = config.rollout, config.trainer, config.algorithm
     yield lambda: find_engine(rollout.engine).check_options(rollout)
     if (function := config.reward.function) is not None:
-        from freewheel.rollout.reward_functions import check_reward
+        from freewheel.rollout.reward_functions import load_reward
 
-        yield partial(check_reward, function)
+        yield partial(load_reward, function, construct=False)
     if rollout.rollouter_class is not None:
         yield partial(find_class, "rollout.rollouter_class", rollout.rollouter_class, ROLLOUTER_CLASSES)
     if trainer.trainer_class is not None:

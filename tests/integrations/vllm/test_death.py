@@ -41,12 +41,12 @@ async def test_the_death_of_the_core_ends_every_wait_and_every_later_one(folder:
     engine = engine_of(folder)
     begun = Begun(engine, request_of(1, n=3, new=NEW_TOKENS))
     await begun.wait()
-    await engine.pause()
+    await engine._pause()
     updating = asyncio.create_task(engine.update_weights(1, weights_of(new), verify=True))
     kill_core(engine)
     found = await asyncio.wait_for(asyncio.gather(begun.asked, updating, return_exceptions=True), WAIT_S)
     assert {type(one) for one in found} == {EngineDied}
-    for call in (ask(engine, request_of(2)), engine.update_weights(2, weights_of(new), verify=False), engine.pause()):
+    for call in (ask(engine, request_of(2)), engine.update_weights(2, weights_of(new), verify=False)):
         with pytest.raises(EngineDied):
             await asyncio.wait_for(call, WAIT_S)
     await asyncio.wait_for(engine.close(), WAIT_S)
@@ -98,7 +98,7 @@ async def test_two_half_updates_in_a_row_end_the_engine_and_close_ends_its_proce
     engine = engine_of(folder)
     begun = Begun(engine, request_of(3, new=NEW_TOKENS))
     await begun.wait()
-    monkeypatch.setattr(engine, "_shipped", nowhere)
+    monkeypatch.setattr(engine, "_ship", nowhere)
     with pytest.raises(EngineError, match="nothing is generated until") as first:
         await engine.update_weights(1, weights_of(new), verify=False)
     assert not isinstance(first.value, EngineDied)

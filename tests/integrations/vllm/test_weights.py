@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from freewheel.rollout.engine import EngineError, GenerationTimeout
 from freewheel.rollout.vllm.engine import VllmEngine
-from freewheel.rollout.vllm.transfer import shipped
+from freewheel.rollout.vllm.transfer import ship
 from freewheel.sync.weights import AnyWeights
 
 from .asking import (
@@ -83,7 +83,7 @@ async def test_who_comes_during_an_update_gets_the_new_version(
     request = request_of(3, tokens=2 * BLOCK, new=10, temperature=0.0)
     await ask(engine, request)  # in the cache
     updating = asyncio.create_task(update(engine, new))
-    while not engine.stats().paused:
+    while not engine._is_paused:
         await asyncio.sleep(0)
     (one,) = await ask(engine, request)
     await updating
@@ -95,27 +95,13 @@ async def test_a_pause_keeps_what_is_in_flight_and_its_timeout_stands_still(engi
     (whole,) = await ask(engine, request_of(4, new=NEW_TOKENS))
     begun = Begun(engine, request_of(4, new=NEW_TOKENS, timeout_s=1.0))
     await begun.wait()
-    await engine.pause()
+    await engine._pause()
     made, busy_s = engine.stats().generated_tokens, engine.stats().busy_s
     await asyncio.sleep(1.5)  # longer than the timeout
-    assert engine.stats().paused and not begun.asked.done()
+    assert engine._is_paused and not begun.asked.done()
     assert (engine.stats().generated_tokens, engine.stats().busy_s) == (made, busy_s)
-    await engine.resume()
+    await engine._resume()
     assert (await begun.asked)[0].tokens.tolist() == whole.tokens.tolist()
-
-
-async def test_an_update_during_a_pause_leaves_the_pause_to_its_owner(
-    engine: VllmEngine, old: PreTrainedModel, new: PreTrainedModel
-) -> None:
-    await update(engine, old)
-    begun = Begun(engine, request_of(5, new=NEW_TOKENS))
-    await begun.wait()
-    await engine.pause()
-    await update(engine, new)
-    assert engine.stats().paused and not begun.asked.done()
-    await engine.resume()
-    (one,) = await begun.asked
-    assert set(one.versions.tolist()) == {engine.version - 1, engine.version}
 
 
 async def test_a_sample_without_a_token_in_time_fails_and_one_without_a_slot_waits(engine: VllmEngine) -> None:
@@ -135,7 +121,7 @@ async def test_a_sample_without_a_token_in_time_fails_and_one_without_a_slot_wai
 @contextmanager
 def damaged(weights: AnyWeights) -> Iterator[list[dict[str, Any]]]:
     """In two parts, of which the second cannot be read."""
-    with shipped(weights) as (info,):
+    with ship(weights) as (info,):
         half = len(info["names"]) // 2
         listed = ("names", "dtype_names", "shapes", "starts")
         first = info | {key: info[key][:half] for key in listed} | {"part": 0, "parts": 2}
@@ -150,10 +136,10 @@ async def test_after_half_an_update_nothing_is_generated_until_another_succeeds(
     before = engine.version
     begun = Begun(engine, request_of(8, new=NEW_TOKENS))
     await begun.wait()
-    monkeypatch.setattr(engine, "_shipped", damaged)
+    monkeypatch.setattr(engine, "_ship", damaged)
     with pytest.raises(EngineError, match="nothing is generated until"):
         await update(engine, new)
-    assert (engine.version, engine.stats().paused) == (before, True)
+    assert (engine.version, engine._is_paused) == (before, True)
     made = engine.stats().generated_tokens
     fresh = asyncio.create_task(ask(engine, request_of(9, new=12, temperature=0.0)))
     await asyncio.sleep(0.3)
@@ -175,7 +161,7 @@ async def test_what_cannot_be_prepared_leaves_the_old_version_serving(
         raise OSError("no space left")
         yield []
 
-    monkeypatch.setattr(engine, "_shipped", refuses)
+    monkeypatch.setattr(engine, "_ship", refuses)
     with pytest.raises(OSError, match="no space left"):
         await update(engine, new)
     (one,) = await ask(engine, request_of(10, new=12, temperature=0.0))
@@ -188,7 +174,7 @@ async def test_a_caller_that_goes_away_leaves_no_half_update(
 ) -> None:
     await update(engine, old)
     given_up = asyncio.create_task(update(engine, new))
-    while not engine.stats().paused:
+    while not engine._is_paused:
         await asyncio.sleep(0)
     given_up.cancel()
     await asyncio.gather(given_up, return_exceptions=True)

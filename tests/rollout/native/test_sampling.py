@@ -1,4 +1,4 @@
-"""The sampler: the right distribution, whatever stands in the other rows."""
+"""The sampler: the right distribution, whatever is in the other rows."""
 
 from __future__ import annotations
 
@@ -7,32 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.rollout.native.sampling import Rows, sample, splitmix64, uniform
+from freewheel.rollout.native.runner import SamplingRows, sample_tokens, splitmix64, uniform
 
 VOCABULARY = 8
 CRITICAL = 24.32
 """Chi-square with 7 degrees of freedom at 0.1%; seeds are fixed, so a right sampler passes or fails for good."""
-
-
-def rows(count: int, **given: Any) -> Rows:
-    temperature = torch.as_tensor(given.get("temperature", 1.0)).expand(count)
-    top_p = torch.as_tensor(given.get("top_p", 1.0)).expand(count)
-    top_k = torch.as_tensor(given.get("top_k", VOCABULARY)).expand(count)
-    greedy = torch.as_tensor(given.get("greedy", False)).expand(count)
-    return Rows(
-        seeds=given.get("seeds", torch.arange(count)),
-        index=given.get("index", torch.zeros(count, dtype=torch.int64)),
-        temperature=temperature,
-        greedy=greedy,
-        top_p=top_p,
-        top_k=top_k,
-        any_random=not bool(greedy.all()),
-        any_greedy=bool(greedy.any()),
-        any_truncated=bool((top_p < 1).any() or (top_k < VOCABULARY).any()),
-    )
-
-
 LOGITS = torch.tensor([1.5, -0.5, 0.0, 2.0, 0.7, -2.0, 1.0, 0.3])
+
+
+def rows(count: int, **given: Any) -> SamplingRows:
+    usual = {"temperature": 1.0, "top_p": 1.0, "top_k": VOCABULARY, "greedy": False, "index": 0}
+    found = {name: torch.as_tensor(given.get(name, value)).expand(count) for name, value in usual.items()}
+    return SamplingRows(
+        seeds=given.get("seeds", torch.arange(count)),
+        any_random=not bool(found["greedy"].all()),
+        any_greedy=bool(found["greedy"].any()),
+        any_truncated=bool((found["top_p"] < 1).any() or (found["top_k"] < VOCABULARY).any()),
+        **found,
+    )
 
 
 def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
@@ -43,53 +35,47 @@ def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
     return float(((counts - expected)[kept] ** 2 / expected[kept]).sum())
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-@pytest.mark.parametrize("along", ["seeds", "index"])
-def test_tokens_follow_the_distribution_over_seeds_and_over_a_responses_tokens(temperature: float, along: str) -> None:
-    count = 40_000
-    steps = torch.arange(count)
-    drawn = {"seeds": steps} if along == "seeds" else {"seeds": torch.full((count,), 7), "index": steps}
-    tokens, logprobs = sample(LOGITS.expand(count, -1), rows(count, temperature=temperature, **drawn))
-    probs = torch.softmax(LOGITS.double() / temperature, dim=-1)
-    assert chi_square(tokens, probs) < CRITICAL
-    torch.testing.assert_close(logprobs.double(), probs.log()[tokens], atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(
-    ("given", "kept"), [({"top_k": 3}, [3, 0, 6]), ({"top_p": 0.7}, [3, 0, 6]), ({"top_p": 1e-6}, [3])]
+    ("given", "kept"),
+    [
+        *(({"temperature": temperature}, range(VOCABULARY)) for temperature in (0.5, 1.0, 1.7)),
+        ({"seeds": torch.full((40_000,), 7), "index": torch.arange(40_000)}, range(VOCABULARY)),
+        ({"top_k": 3}, [3, 0, 6]),
+        ({"top_p": 0.7}, [3, 0, 6]),
+        ({"top_p": 1e-6}, [3]),
+    ],
+    ids=str,
 )
-def test_truncation_keeps_the_likeliest_tokens_and_the_log_probability_of_the_whole(
-    given: dict[str, float], kept: list[int]
-) -> None:
-    count = 20_000
-    tokens, logprobs = sample(LOGITS.expand(count, -1), rows(count, **given))
-    whole = torch.softmax(LOGITS.double(), dim=-1)
+def test_tokens_follow_the_distribution_and_have_the_log_probability_before_truncation(given: Any, kept: Any) -> None:
+    tokens, logprobs = sample_tokens(LOGITS.expand(40_000, -1), rows(40_000, **given))
+    whole = torch.softmax(LOGITS.double() / given.get("temperature", 1.0), dim=-1)
     probs = torch.zeros_like(whole)
-    probs[kept] = whole[kept] / whole[kept].sum()
+    probs[list(kept)] = whole[list(kept)] / whole[list(kept)].sum()
     assert sorted(set(tokens.tolist())) == sorted(kept)
     assert chi_square(tokens, probs) < CRITICAL
     torch.testing.assert_close(logprobs.double(), whole.log()[tokens], atol=1e-5, rtol=0)
 
 
-def test_a_row_is_the_same_to_the_bit_beside_rows_of_any_kind() -> None:
+def test_a_row_is_the_same_to_the_bit_next_to_rows_of_any_kind() -> None:
     count = 64
     torch.manual_seed(0)
     logits = torch.randn(count, VOCABULARY)
-    alone_tokens, alone_logprobs = sample(logits, rows(count))
+    alone_tokens, alone_logprobs = sample_tokens(logits, rows(count))
+    kinds = torch.arange(count) % 6
     mixed = rows(
         count,
-        greedy=torch.arange(count) % 3 == 1,
-        top_k=torch.where(torch.arange(count) % 3 == 2, 2, VOCABULARY),
-        top_p=torch.where(torch.arange(count) % 6 == 2, 0.5, 1.0),
+        greedy=kinds % 3 == 1,
+        top_k=torch.where(kinds % 3 == 2, 2, VOCABULARY),
+        top_p=torch.where(kinds == 2, 0.5, 1.0),
     )
-    tokens, logprobs = sample(logits, mixed)
-    plain = torch.arange(count) % 3 == 0
+    tokens, logprobs = sample_tokens(logits, mixed)
+    plain = kinds % 3 == 0
     assert torch.equal(tokens[plain], alone_tokens[plain])
     assert torch.equal(logprobs[plain], alone_logprobs[plain])
 
 
-def test_greedy_takes_the_likeliest_token_and_gives_its_untempered_log_probability() -> None:
-    tokens, logprobs = sample(LOGITS.expand(2, -1), rows(2, greedy=True))
+def test_greedy_takes_the_likeliest_token_and_gives_its_log_probability_at_temperature_one() -> None:
+    tokens, logprobs = sample_tokens(LOGITS.expand(2, -1), rows(2, greedy=True))
     assert tokens.tolist() == [3, 3]
     torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS, -1)[3].expand(2))
 
@@ -110,4 +96,4 @@ def test_draws_lie_in_the_unit_interval_and_differ_between_seeds_and_indices() -
 def test_a_token_of_probability_zero_is_never_drawn() -> None:
     logits = torch.full((5000, VOCABULARY), -torch.inf)
     logits[:, 4] = 0.0
-    assert sample(logits, rows(5000))[0].unique().tolist() == [4]
+    assert sample_tokens(logits, rows(5000))[0].unique().tolist() == [4]

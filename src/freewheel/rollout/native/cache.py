@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,8 +92,6 @@ class SlotCache(Cache):
         self._turn_to(np.arange(rows), np.zeros(rows, np.int64))
         self._at = self._starts.view(-1)
         self._high = rows
-        self.wipes = False
-        """Whether pages are cleared for their next row. Their content is masked, but 0 x NaN would be NaN."""
         self._pages = Pages(torch.empty(0, dtype=torch.int64, device=self._device), [])
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -111,7 +109,6 @@ class SlotCache(Cache):
             pages = self._tensor(self._table.pages(slots[here], level))
             shown = np.minimum(positions[here] - level * self._page, self._page - 1)
             self._mask[pages] = self._mask_rows[self._tensor(shown)]
-            self._take_over(pages)
         self._turn_to(slots, levels)
         self._changed()
 
@@ -134,7 +131,6 @@ class SlotCache(Cache):
         slots, levels = slots[crossing], positions[crossing] // self._page
         pages = self._tensor(self._table.grow(slots, levels + 1))
         self._mask[pages] = self._hidden
-        self._take_over(pages)
         self._turn_to(slots, levels)
         self._changed()
 
@@ -144,10 +140,10 @@ class SlotCache(Cache):
             self._turn_to(slots, np.zeros_like(slots))
             self._changed()
 
-    def _take_over(self, pages: Tensor) -> None:
-        if self.wipes:
-            for held in (*self._keys, *self._values):
-                held.index_fill_(0, pages, 0.0)
+    def remove_non_finite(self) -> None:
+        """Set NaN and infinity to 0. What a page's earlier row has left is masked, but 0 x NaN would be NaN."""
+        for held in (*self._keys, *self._values):
+            torch.nan_to_num_(held, nan=0.0, posinf=0.0, neginf=0.0)
 
     def _turn_to(self, slots: Array, levels: Array) -> None:
         """Make these rows write into their page of this level from now on."""
@@ -160,7 +156,7 @@ class SlotCache(Cache):
 
     def _changed(self) -> None:
         self._high = self._table.high
-        levels = [(self._tensor(level.rows), self._tensor(level.pages)) for level in self._table.levels()]
+        levels = [(self._tensor(rows), self._tensor(pages)) for rows, pages in self._table.levels()]
         self._pages = Pages(self._tensor(self._table.owners()), levels)
 
     def _tensor(self, values: Array | Sequence[int]) -> Tensor:
@@ -257,14 +253,6 @@ AttentionInterface.register(ATTENTION, attend)
 NO_PAGE = -1
 
 
-@dataclass(frozen=True)
-class Level:
-    """The rows that have an n-th page, and that page, in the order of rows."""
-
-    rows: Array
-    pages: Array
-
-
 class PageTable:
     """Assigns every extra page to at most one row."""
 
@@ -312,13 +300,9 @@ class PageTable:
         """Return the row of each page from `rows` to `high`; row 0 for a free page."""
         return np.array([self._extra.get(page, 0) for page in range(self.rows, self.high)], np.int64)
 
-    def levels(self) -> list[Level]:
-        """Return the levels from the second page on, as far as any row has pages."""
-        found = []
-        for level in range(1, self._table.shape[1]):
-            pages = self._table[:, level]
+    def levels(self) -> Iterator[tuple[Array, Array]]:
+        """Yield, from the second page on, the rows that have an n-th page, and that page, in the order of rows."""
+        for pages in self._table.T[1:]:
             rows = np.flatnonzero(pages != NO_PAGE)
-            if not len(rows):
-                break
-            found.append(Level(rows, pages[rows]))
-        return found
+            if len(rows):
+                yield rows, pages[rows]

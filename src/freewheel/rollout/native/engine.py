@@ -1,54 +1,61 @@
 """`NativeEngine`: the engine protocol over a thread that decodes.
 
     event loop                                   thread
-    generate ── InFlightRequest ──▶ commands ──▶ Scheduler.add
-                                        admit ─▶ prefill ─▶ place ─▶ step ─▶ take     (one token a slot and turn)
+    generate ── InFlightRequest ──▶ commands ──▶ DecodeLoop.add ─▶ Scheduler: waiting ─▶ slot ─▶ free again
+                                    turn():      admit ─▶ prefill what is missing ─▶ place ─▶ step (one token a slot)
     InFlightRequest.get ◀── one call a step ◀─── responses of the samples that ended
-    pause / update_weights / abort ──▶ between two steps; the answer comes back as a future
+    update_weights, a caller that left ──▶ between two steps; the answer comes back as a future
 
-The thread waits for: a command, while it is paused or idle. Unblocked by: any command, including `close`.
-A caller waits for: its request. Unblocked by: a response, an error, the end of the thread, or the watch.
+The thread waits for a command while it is idle. A caller waits for its request: for a response, an error, the
+end of the thread, or the watch of `RequestTracker`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
-from freewheel.data.group import Response
+from freewheel.data.group import Finish, Response
 from freewheel.rollout.engine import (
     EngineError,
     EngineStats,
+    Event,
     GenerationAborted,
     GenerationRequest,
-    GenerationTimeout,
+    InFlightRequest,
+    RequestTracker,
+    generated_response,
+    send,
 )
-from freewheel.rollout.native.loop import DecodeLoop
-from freewheel.rollout.native.runner import Runner, use_slot_attention
+from freewheel.rollout.engines import NativeFactory
+from freewheel.rollout.native.runner import Placing, Prefilled, Runner
 from freewheel.rollout.native.support import (
     UnsupportedModel,
     check_agreement,
-    check_length,
     check_supported,
+    compute_logprobs,
     load_weights,
-    own_logprobs,
 )
-from freewheel.rollout.requests import InFlightRequest, RequestTracker, send
 from freewheel.sync.weights import AnyWeights, content_sum
 
 log = logging.getLogger(__name__)
 
-WATCH_S = 0.5
-"""How often requests are checked for a thread that hangs or died. Well below any useful timeout."""
+T = TypeVar("T")
+Key = TypeVar("Key", bound=Hashable)
+
 CLOSE_PATIENCE_S = 30.0
 """Longer than a step. A step that hangs must not keep the program from ending."""
 
@@ -71,34 +78,27 @@ class NativeEngine:
         version: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        for name, value in (
-            ("slots", slots),
-            ("max_prompt_tokens", max_prompt_tokens),
-            ("max_new_tokens", max_new_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} = {value}: give at least 1")
         check_supported(model)
-        check_length(model, max_prompt_tokens, max_new_tokens)
-        probe = own_logprobs(model.train(False), max_prompt_tokens)
-        use_slot_attention(model)
-        self._model = model
+        prompt, expected = compute_logprobs(model.train(False), max_prompt_tokens)
         try:
             runner = Runner(
                 model, slots=slots, max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, version=version
             )
-            check_agreement(runner, *probe)
+            check_agreement(runner, prompt, expected)
         except NotImplementedError as error:  # a feature that only the model's own attention has
             raise UnsupportedModel(model, str(error)) from error
+        self._model = model
         self._loop = DecodeLoop(runner, slots=slots, clock=clock)
         self._requests = RequestTracker(
-            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, vocabulary=runner.vocabulary
+            slots=slots,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            vocabulary=runner.vocabulary,
+            idle_s=self._loop.idle_s,
         )
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._open = True
         self._gate = threading.Lock()  # no command may be queued after the thread has answered the last one
-        self._watch: asyncio.TimerHandle | None = None
-        self._updating = asyncio.Lock()
         # A private pool: the event loop's may be full, and a new version must not wait for it.
         self._aside = ThreadPoolExecutor(1, thread_name_prefix="freewheel-native-aside")
         self._thread = threading.Thread(target=self._run, name="freewheel-native-engine", daemon=True)
@@ -115,38 +115,19 @@ class NativeEngine:
 
     def _start(self, entry: InFlightRequest) -> None:
         self._send(lambda: self._loop.add(entry))
-        self._watch_over(entry.loop)
 
     def _stop(self, entry: InFlightRequest) -> None:
-        if self._watch is not None and not len(self._requests):
-            self._watch.cancel()
-            self._watch = None
         if entry.missing and self._open:
             self._send(lambda: self._loop.forget(entry))
 
-    async def pause(self) -> None:
-        await self._ask(self._loop.pause)
-
-    async def resume(self) -> None:
-        await self._ask(self._loop.resume)
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
-        async with self._updating:
-            given = weights.tensors()
-            held = await self._ask(lambda: self._take_over(version, given))
-            if not verify:
-                return None
-            # Runs while decoding continues: both only read the weights.
-            return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
-
-    def _take_over(self, version: int, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """In the engine's thread, which runs one command after the other."""
-        if version < self.version:  # a newer update overtook it
-            raise ValueError(f"version {version} comes late: the engine holds {self.version}")
-        return self._loop.update(version, lambda: load_weights(self._model, given))
-
-    async def abort(self, request_id: str) -> None:
-        self._requests.abort(request_id)
+        given = weights.tensors()
+        loading = self._send(lambda: self._loop.update(version, lambda: load_weights(self._model, given)))
+        held = await asyncio.wrap_future(loading)
+        if not verify:
+            return None
+        # Runs while decoding continues: both only read the weights.
+        return await asyncio.get_running_loop().run_in_executor(self._aside, content_sum, held.values())
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
@@ -172,28 +153,6 @@ class NativeEngine:
             self._commands.put((what, answer))
         return answer
 
-    async def _ask(self, what: Callable[[], Any]) -> Any:
-        return await asyncio.wrap_future(self._send(what))
-
-    # -- the watch ----------------------------------------------------------------------------------------------------
-
-    def _watch_over(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._watch is None and len(self._requests):
-            self._watch = loop.call_later(WATCH_S, self._look, loop)
-
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End requests without a new token in time. Runs in the event loop: a step that hangs cannot report itself."""
-        self._watch = None
-        dead = not self._thread.is_alive()
-        idle_s = self._loop.idle_s()
-        for entry in self._requests:
-            if dead:
-                entry.put(EngineError("the engine's thread has ended"))
-            elif entry.holds_slot and idle_s > (limit_s := entry.request.timeout_s):
-                said = f"request {entry.request.id!r}: no token for {idle_s:.3g} s, timeout_s = {limit_s:g}"
-                entry.put(GenerationTimeout(said))
-        self._watch_over(loop)
-
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -204,7 +163,7 @@ class NativeEngine:
                     self._run_commands()
                     if not self._loop.stopped:
                         self._loop.turn()
-        except BaseException as error:  # whatever it was, nobody may wait for this thread
+        except BaseException as error:  # no caller may wait for a thread that has ended
             log.exception("the native engine's thread failed")
             reason = EngineError(f"the engine failed: {error!r}")
         with self._gate:
@@ -225,3 +184,229 @@ class NativeEngine:
                 answer.set_result(what())
             except Exception as error:  # noqa: BLE001  # raised where the command was sent
                 answer.set_exception(error)
+
+
+# -- the thread's side -------------------------------------------------------------------------------------------------
+
+
+class DecodeLoop:
+    """All methods run in the engine's thread, except `stats`, `version` and `idle_s`, which only read."""
+
+    def __init__(self, runner: Runner, *, slots: int, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._scheduler: Scheduler[InFlightRequest] = Scheduler(slots=slots, refill=NativeFactory().refill_slots(slots))
+        self._clock = clock
+        self._prefilled: dict[InFlightRequest, Prefilled] = {}
+        self._progress_at: float | None = None
+        """When the last token was made. None while no token is expected: when idle, and during an update."""
+        self.stopped = False
+        self._prompt_tokens = 0
+        self._generated_tokens = 0
+        self._busy_s = 0.0
+
+    # -- what others read ---------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._runner.version
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    def idle_s(self) -> float:
+        """How long no token was made although one was expected."""
+        progress_at = self._progress_at
+        return 0.0 if progress_at is None else self._clock() - progress_at
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self.version,
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            slots=self._scheduler.slots,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            busy_s=self._busy_s,
+        )
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def add(self, entry: InFlightRequest) -> None:
+        if not entry.over:
+            self._scheduler.add(entry, len(entry.request.samples))
+
+    def stop(self) -> None:
+        self.stopped = True
+
+    def update(self, version: int, load: Callable[[], T]) -> T:
+        """Load weights between two tokens. Prompts that were prefilled and have not entered are prefilled again."""
+        is_decoding, self._progress_at = self._progress_at is not None, None
+        try:
+            held = load()
+            self._runner.set_version(version)
+            self._prefilled.clear()
+        finally:
+            self._progress_at = self._clock() if is_decoding else None
+        return held
+
+    def forget(self, entry: InFlightRequest) -> None:
+        """Drop a request whose caller is gone."""
+        self._prefilled.pop(entry, None)
+        self._runner.free(self._scheduler.drop(entry))
+
+    # -- a turn -------------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Make one token for every sample that holds a slot. A failure ends only the requests in flight."""
+        began_s = time.perf_counter()
+        if self._progress_at is None:
+            self._progress_at = self._clock()
+        try:
+            placements = self._scheduler.admit()
+            if placements:
+                self._enter(placements)
+            self._runner.advance()
+            ended = self._runner.step()
+            self._generated_tokens += self._scheduler.running
+            events = self._responses(ended)
+        except Exception as error:  # out of memory, a broken kernel, a bug: the callers must get it
+            log.exception("generation failed")
+            events = self._collapse(error)
+        self._progress_at = self._clock() if self._scheduler.running else None
+        self._busy_s += time.perf_counter() - began_s
+        send(events)
+
+    def _enter(self, placements: Sequence[Placement[InFlightRequest]]) -> None:
+        needed = dict.fromkeys(p.request for p in placements)
+        missing = [entry for entry in needed if entry not in self._prefilled]
+        while missing:
+            missing = self._prefill(missing)
+        entering = []
+        for placement in placements:
+            entry, request = placement.request, placement.request.request
+            params = request.samples[placement.index]
+            entering.append(Placing(placement.slot, request.prompt, self._prefilled[entry], params))
+            if placement.index == len(request.samples) - 1:
+                del self._prefilled[entry]  # all its samples have entered
+        self._runner.place(entering)
+
+    def _prefill(self, missing: list[InFlightRequest]) -> list[InFlightRequest]:
+        """Run one prefill of the first request's bucket, filled up with waiting requests of that bucket.
+
+        Returns the missing requests that it did not cover.
+        """
+        bucket = self._bucket(missing[0])
+        unread = (entry for entry in (*missing, *self._scheduler.upcoming()) if entry not in self._prefilled)
+        suitable = (entry for entry in dict.fromkeys(unread) if self._bucket(entry) == bucket)
+        chosen = list(itertools.islice(suitable, self._runner.prefill_rows(bucket)))
+        prompts = [entry.request.prompt for entry in chosen]
+        self._prefilled |= zip(chosen, self._runner.prefill(prompts), strict=True)
+        self._prompt_tokens += sum(map(len, prompts))
+        return [entry for entry in missing if entry not in self._prefilled]
+
+    def _bucket(self, entry: InFlightRequest) -> int:
+        return self._runner.bucket(entry.request.prompt)
+
+    # -- results of a step --------------------------------------------------------------------------------------------
+
+    def _responses(self, ended: Sequence[tuple[int, Finish]]) -> list[tuple[InFlightRequest, Event]]:
+        slots = [slot for slot, _ in ended]
+        events: list[tuple[InFlightRequest, Event]] = []
+        bad: set[InFlightRequest] = set()
+        for (slot, finish), out in zip(ended, self._runner.take(slots), strict=True):
+            entry, index = self._scheduler.release(slot)
+            events.append((entry, (index, generated_response(out.tokens, out.logprobs, out.versions, finish))))
+            if not out.sound:
+                bad.add(entry)
+        self._runner.free(slots)
+        if bad:  # NaN and infinity must not be trained on
+            self._runner.remove_non_finite()
+            events = [(entry, event) for entry, event in events if entry not in bad]
+        for entry in bad:
+            self.forget(entry)
+            message = f"the model's log-probabilities are not finite (weight version {self.version})"
+            events.append((entry, EngineError(f"request {entry.request.id!r}: {message}")))
+        return events
+
+    def _collapse(self, error: Exception) -> list[tuple[InFlightRequest, Event]]:
+        entries = self._scheduler.started()
+        for entry in entries:
+            self.forget(entry)
+        self._prefilled.clear()
+        self._runner.free(range(self._runner.rows))
+        self._runner.remove_non_finite()
+        return [(entry, EngineError(f"generation failed: {error!r}")) for entry in entries]
+
+
+@dataclass(frozen=True)
+class Placement(Generic[Key]):
+    """A sample that gets a slot."""
+
+    request: Key
+    index: int
+    """Which of the request's samples."""
+    slot: int
+
+
+class Scheduler(Generic[Key]):
+    """Requests are served in the order of arrival. No sample enters before all samples of earlier requests.
+
+    A slot holds at most one sample, and a sample gets a slot once, unless its request is dropped first. Pure.
+    """
+
+    def __init__(self, *, slots: int, refill: int = 1) -> None:
+        """`refill`: how many slots must be free before samples enter next to running ones."""
+        assert slots > 0
+        self.slots = slots
+        self._refill = refill
+        self._free = list(range(slots))  # a heap: low slots first keeps the ones in use together
+        self._waiting: deque[tuple[Key, int]] = deque()
+        """(request, index of the sample)"""
+        self._held: dict[int, tuple[Key, int]] = {}
+        """By slot."""
+
+    @property
+    def running(self) -> int:
+        """Samples that hold a slot."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """Samples that wait for a slot."""
+        return len(self._waiting)
+
+    def add(self, request: Key, samples: int) -> None:
+        self._waiting.extend((request, index) for index in range(samples))
+
+    def admit(self) -> list[Placement[Key]]:
+        """Fill free slots, unless only a few are free: a prefill has a fixed cost."""
+        placed: list[Placement[Key]] = []
+        if self._held and len(self._free) < min(self._refill, self.waiting):
+            return placed
+        while self._free and self._waiting:
+            slot = heapq.heappop(self._free)
+            request, index = self._held[slot] = self._waiting.popleft()
+            placed.append(Placement(request, index, slot))
+        return placed
+
+    def upcoming(self) -> Iterable[Key]:
+        """Requests with waiting samples, in order."""
+        return dict.fromkeys(request for request, _ in self._waiting)
+
+    def release(self, slot: int) -> tuple[Key, int]:
+        """The slot's sample has ended. Returns (request, index of the sample)."""
+        heapq.heappush(self._free, slot)
+        return self._held.pop(slot)
+
+    def drop(self, request: Key) -> list[int]:
+        """Forget a request; returns the slots it held. Unknown requests hold none."""
+        freed = sorted(slot for slot, (holder, _) in self._held.items() if holder == request)
+        for slot in freed:
+            self.release(slot)
+        self._waiting = deque(sample for sample in self._waiting if sample[0] != request)
+        return freed
+
+    def started(self) -> list[Key]:
+        """Requests that hold a slot."""
+        return list(dict.fromkeys(request for request, _ in self._held.values()))

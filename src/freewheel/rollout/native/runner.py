@@ -1,15 +1,15 @@
 """Runs the model: one prefill per prompt, then one decode step per token for all slots. Owned by the engine's thread.
 
     prefill(prompts) ─▶ Prefilled ──place(slots)──▶ KV, token, position, parameters of the slot
-    step(): forward of all rows ─▶ sample ─▶ log of the last tokens ─▶ which slots ended, and why
+    step(): forward of all rows ─▶ sample_tokens ─▶ log of the last tokens ─▶ which slots ended, and why
     take(slots) ─▶ Output(tokens, logprobs, versions)
 
 A prompt's last token is not prefilled: it is the first input of the decode loop, so every token of a response comes
 from the same step at the same shapes.
 
 All shapes depend only on the sequence and the configuration: decoding always runs all slots over pages of one size; a
-prefill has shape [rows(bucket), bucket(prompt)]. On a CPU the results are therefore bit-identical, whatever shares the
-batch.
+prefill has shape [rows(bucket), bucket(prompt)]. A draw is a function of (seed, token index) only. On a CPU the results
+are therefore bit-identical in any batch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 
 from freewheel.data.group import Array, Finish
 from freewheel.rollout.engine import SamplingParams
-from freewheel.rollout.native import sampling
 from freewheel.rollout.native.cache import ATTENTION, PromptKV, PromptRead, SlotCache
 from freewheel.rollout.native.support import vocabulary_size
 
@@ -36,6 +35,13 @@ PREFILL_WORK = 100_000_000
 PREFILL_TOKENS_MOST = 512
 """Beyond this even a tiny model is limited by arithmetic."""
 SEED_BITS = 64
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # splitmix64's constants as signed 64-bit integers: torch wraps around
+_MIX_1 = 0xBF58476D1CE4E5B9 - 2**64
+_MIX_2 = 0x94D049BB133111EB - 2**64
+_DRAW_BITS = 48
+"""Bits used of 64. With 53, a draw times the sum of the probabilities could round up to the sum itself, past the last
+token."""
 
 _TOKEN, _POSITION, _COUNT, _ACTIVE, _SEED, _TOP_K, _GREEDY = range(7)
 _INT_COLUMNS = 7
@@ -91,6 +97,9 @@ class Runner:
     def __init__(
         self, model: PreTrainedModel, *, slots: int, max_prompt_tokens: int, max_new_tokens: int, version: int
     ) -> None:
+        model.train(False)
+        model.requires_grad_(False)
+        model.set_attn_implementation(ATTENTION)  # the model belongs to the engine from now on
         self.model = model
         self.version = version
         self.rows = -(-slots // ROW_TILE) * ROW_TILE
@@ -169,26 +178,20 @@ class Runner:
         slots = np.array([one.slot for one in entering])
         where = torch.from_numpy(slots).to(self.device)
         self._cache.enter(slots, np.array([len(one.prompt) - 1 for one in entering]))
-        batches: dict[int, tuple[PromptKV, list[int], list[int]]] = {}
-        for one in entering:
-            batch = one.prefilled.batch
-            if batch is not None:
-                _, rows, into = batches.setdefault(id(batch), (batch, [], []))
-                rows.append(one.prefilled.row)
-                into.append(one.slot)
-        for batch, rows, into in batches.values():
-            self._cache.place(batch.kept, np.array(rows), np.array(into))
+        for batch in dict.fromkeys(one.prefilled.batch for one in entering):
+            if batch is None:
+                continue
+            placed = [(one.prefilled.row, one.slot) for one in entering if one.prefilled.batch is batch]
+            self._cache.place(batch.kept, *np.array(placed).T)
 
-        vocabulary = self.vocabulary
-        ints, floats, ends = [], [], []
+        ints, floats = [], []
         for one in entering:
             params, last = one.params, len(one.prompt) - 1
             seed = params.seed % 2**SEED_BITS
             seed -= 2**SEED_BITS if seed >= 2 ** (SEED_BITS - 1) else 0  # the same bits, in torch's type
             greedy = params.temperature == 0
-            ints.append((one.prompt[-1], last, 0, 1, seed, params.top_k or vocabulary, greedy))
+            ints.append((one.prompt[-1], last, 0, 1, seed, params.top_k or self.vocabulary, greedy))
             floats.append((1.0 if greedy else params.temperature, params.top_p))
-            ends.append(params.max_new_tokens)
         table = np.array(ints, np.int64)
         self._ints[where] = torch.from_numpy(table).to(self.device)
         self._floats[where] = torch.tensor(floats, dtype=torch.float32).to(self.device)
@@ -196,10 +199,10 @@ class Runner:
 
         self._busy[slots] = True
         self._started[slots] = self._step
-        self._ends[slots] = self._step + np.array(ends)
+        self._ends[slots] = self._step + np.array([one.params.max_new_tokens for one in entering])
         self._at[slots] = table[:, _POSITION]
         self._is_greedy[slots] = table[:, _GREEDY] != 0
-        self._is_truncated[slots] = [p.top_p < 1 or p.top_k > 0 for p in (one.params for one in entering)]
+        self._is_truncated[slots] = [one.params.top_p < 1 or one.params.top_k > 0 for one in entering]
         self._has_stops[slots] = [bool(one.params.stop_token_ids) for one in entering]
 
     def _place_stops(self, entering: Sequence[Placing], where: Tensor) -> None:
@@ -209,10 +212,8 @@ class Runner:
             grown[:, : self._stops.shape[1]] = self._stops
             self._stops = grown
         width = self._stops.shape[1]
-        padded = [
-            (*p.stop_token_ids, *[_NO_TOKEN] * (width - len(p.stop_token_ids))) for p in (e.params for e in entering)
-        ]
-        self._stops[where] = self._tensor(padded)
+        stops = [one.params.stop_token_ids for one in entering]
+        self._stops[where] = self._tensor([(*tokens, *[_NO_TOKEN] * (width - len(tokens))) for tokens in stops])
 
     def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64).to(self.device)
@@ -234,9 +235,9 @@ class Runner:
             pages=pages,
         ).logits[:, -1]
         greedy = self._is_greedy[busy]
-        tokens, logprobs = sampling.sample(
+        tokens, logprobs = sample_tokens(
             logits,
-            sampling.Rows(
+            SamplingRows(
                 seeds=ints[:, _SEED],
                 index=ints[:, _COUNT],
                 temperature=floats[:, _TEMPERATURE],
@@ -318,9 +319,9 @@ class Runner:
         self.free([0])
         return int(found.tokens[0]), float(found.logprobs[0])
 
-    def distrust(self) -> None:
-        """Clear pages before reuse from now on, because an earlier sample may have left non-finite values."""
-        self._cache.wipes = True
+    def remove_non_finite(self) -> None:
+        """Clear what samples with non-finite numbers have left in the pages."""
+        self._cache.remove_non_finite()
 
     def set_version(self, version: int) -> None:
         """Set the version of the tokens from the next step on."""
@@ -332,8 +333,82 @@ class Runner:
         self._versions = known
 
 
-def use_slot_attention(model: PreTrainedModel) -> None:
-    """Make the model use `cache.attend`. It belongs to the engine from now on."""
-    model.train(False)
-    model.requires_grad_(False)
-    model.set_attn_implementation(ATTENTION)
+# -- sampling ----------------------------------------------------------------------------------------------------------
+
+
+def splitmix64(seeds: Tensor, index: Tensor) -> Tensor:
+    """Return the `index`-th output of splitmix64 for each seed, as int64 bit patterns."""
+    x = seeds + (index + 1) * _GOLDEN
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    return x ^ _shifted(x, 31)
+
+
+def uniform(seeds: Tensor, index: Tensor) -> Tensor:
+    """Return a float64 in [0, 1) for each (seed, index)."""
+    return _shifted(splitmix64(seeds, index), 64 - _DRAW_BITS).double() * 2.0**-_DRAW_BITS
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Logical shift to the right. torch's own shift copies the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Sampling parameters of each row; vectors of one length."""
+
+    seeds: Tensor
+    index: Tensor
+    """Index of the token to sample in its response."""
+    temperature: Tensor
+    """1 in greedy rows."""
+    greedy: Tensor
+    """bool: take the most likely token."""
+    top_p: Tensor
+    top_k: Tensor
+    """The vocabulary size if it is off."""
+    any_random: bool
+    any_greedy: bool
+    any_truncated: bool
+    """Whether any row has top_p or top_k. Without one the sort is skipped, which changes no bit of other rows."""
+
+
+def sample_tokens(logits: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """Return tokens (int64) and their log-probabilities (float32) at the row's temperature, before top_p and top_k."""
+    scores = logits.float()
+    if rows.any_random:
+        scores = scores / rows.temperature.unsqueeze(1)
+    logprobs = torch.log_softmax(scores, dim=-1)
+    if rows.any_random:
+        probs = logprobs.exp()
+        if rows.any_truncated:
+            probs = probs.masked_fill(_truncated(probs, rows.top_p, rows.top_k), 0.0)
+        tokens = _inverse_cdf(probs, uniform(rows.seeds, rows.index))
+        if rows.any_greedy:
+            tokens = torch.where(rows.greedy, scores.argmax(dim=-1), tokens)
+    else:
+        tokens = scores.argmax(dim=-1)
+    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _inverse_cdf(probs: Tensor, draws: Tensor) -> Tensor:
+    """Return the first token whose cumulative probability exceeds the draw, never one of probability zero."""
+    summed = probs.cumsum(dim=-1, dtype=torch.float64)
+    wanted = draws * summed[:, -1]
+    found = torch.searchsorted(summed, wanted.unsqueeze(1), right=True).squeeze(1)
+    return found.clamp_(max=probs.shape[-1] - 1)  # only a row of NaN gets there
+
+
+def _truncated(probs: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """Return which tokens top_k, and then top_p over the rest, remove. The likeliest token always stays."""
+    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(probs.shape[-1], device=probs.device)
+    beyond_k = rank >= top_k.unsqueeze(1)
+    ordered = ordered.masked_fill(beyond_k, 0.0).double()
+    before = ordered.cumsum(dim=-1) - ordered
+    total = ordered.sum(dim=-1, keepdim=True)
+    gone = beyond_k | (before >= top_p.unsqueeze(1) * total)
+    gone[:, 0] = False
+    gone &= ~((top_p >= 1.0) & (top_k >= probs.shape[-1])).unsqueeze(1)  # rounding must not affect other rows
+    return torch.zeros_like(gone).scatter_(1, order, gone)

@@ -1,7 +1,7 @@
 """Models for the native engine: which ones it can run, a test of its numbers at the start, and new weights.
 
 `check_supported` reads the model's configuration. Architectures also differ in what they pass to their attention, and a
-new one may do something that no flag tells. So `check_agreement` compares one decode step with the model's own forward
+new one may do something that no flag shows. So `check_agreement` compares one decode step with the model's own forward
 pass before the engine serves anything. Called by `NativeEngine`.
 """
 
@@ -65,17 +65,6 @@ def _layer_kinds(config: Any) -> set[str]:
     return {"chunked_attention"} if getattr(config, "attention_chunk_size", None) is not None else {FULL_ATTENTION}
 
 
-def check_length(model: PreTrainedModel, max_prompt_tokens: int, max_new_tokens: int) -> None:
-    """A position beyond the model's last one would fail in the middle of a run, or silently give wrong numbers."""
-    config: Any = model.config.get_text_config(decoder=True)
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and max_prompt_tokens + max_new_tokens > limit:
-        raise ValueError(
-            f"max_prompt_tokens + max_new_tokens = {max_prompt_tokens} + {max_new_tokens}: "
-            f"{type(model).__name__} has {limit} positions; lower one of them"
-        )
-
-
 def vocabulary_size(model: PreTrainedModel) -> int:
     """Rows of the embedding, which may be larger than the tokenizer's vocabulary."""
     return int(cast(Tensor, model.get_input_embeddings().weight).shape[0])
@@ -84,7 +73,7 @@ def vocabulary_size(model: PreTrainedModel) -> int:
 # -- its numbers ------------------------------------------------------------------------------------------------------
 
 
-def own_logprobs(model: PreTrainedModel, max_prompt_tokens: int) -> tuple[Array, Tensor]:
+def compute_logprobs(model: PreTrainedModel, max_prompt_tokens: int) -> tuple[Array, Tensor]:
     """A test prompt, and the distribution over its next token by the model's own forward pass."""
     vocabulary = vocabulary_size(model)
     prompt = (np.arange(1, 1 + min(PROMPT_TOKENS, max_prompt_tokens)) * 7 % vocabulary).astype(np.int32)
@@ -95,7 +84,7 @@ def own_logprobs(model: PreTrainedModel, max_prompt_tokens: int) -> tuple[Array,
 
 
 def check_agreement(runner: Runner, prompt: Array, expected: Tensor) -> None:
-    """Raises `UnsupportedModel` if the engine's own numbers differ from `own_logprobs`."""
+    """Raises `UnsupportedModel` if the engine's own numbers differ from `compute_logprobs`."""
     token, logprob = runner.next_token(prompt)
     gap = abs(logprob - float(expected[token]))
     full = runner.model.dtype in (torch.float32, torch.float64)

@@ -2,9 +2,8 @@
 
 factory.py     from a run's configuration to vLLM's arguments; checks before a run; loads the engine
 engine.py      VllmEngine: the engine protocol
-api.py         vLLM's calls, whatever its release
+api.py         vLLM's calls, whatever its release; versions of tokens
 remote.py      the same calls to a `vllm serve`
-tracking.py    versions of tokens, timeouts and busy time
 transfer.py    how weights get to vLLM's workers: the rollouter's side
 worker.py      the workers' side
 """

@@ -3,6 +3,9 @@
     VllmEngine ─▶ Llm ─▶ AsyncLLM (this process) ─▶ its engine core (a separate process) ─▶ its workers
                    │ process_outputs: sees every batch of new tokens, with its time and weights
                    └ ask: a call that ends when the core dies, which would otherwise leave it without an answer
+    batch of new tokens ─▶ its version: from its label, or by Timeline from its time ─▶ TokenVersions ─▶ one per token
+
+A token is never labelled newer than the weights that made it: staleness must not be understated.
 
 Features of a release are detected, not derived from its number: pausing without a sleep, labels of weight versions, and
 the arguments of an update. vLLM is imported on the first call.
@@ -18,15 +21,18 @@ import inspect
 import logging
 import re
 import time
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
+from freewheel.data.group import Array
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
-from freewheel.rollout.vllm.tracking import Timeline, TokenVersions
 
 log = logging.getLogger("freewheel.rollout")
 
@@ -339,3 +345,64 @@ def _segments() -> set[Path]:
             for children in process.glob("task/*/children"):
                 processes += children.read_text().split()
     return found
+
+
+# -- which weights made a token ----------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """Which version served from when on. All times are of one clock."""
+
+    def __init__(self, version: int) -> None:
+        self._since = [float("-inf")]
+        self._versions = [version]
+
+    def changed(self, since_s: float, version: int) -> None:
+        """Record a change at `since_s`, while nothing is generated: earlier tokens are older, later tokens are of
+        `version`."""
+        assert since_s >= self._since[-1], "time goes on"
+        self._since.append(since_s)
+        self._versions.append(version)
+
+    def at(self, made_s: float) -> int:
+        """Return the version that served at that time; at the moment of a change, the older one."""
+        return self._versions[max(0, bisect_left(self._since, made_s) - 1)]
+
+
+class TokenVersions:
+    """Spans of versions over the tokens of all open requests."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        """Version of the last batch."""
+        self._spans: dict[str, list[tuple[int, int]]] = {}
+        """(first token, version), ascending."""
+
+    def begin(self, request: str) -> None:
+        """Register a request before the engine knows it. Until a batch says otherwise, its tokens are of the last seen
+        version."""
+        self._spans[request] = [(0, self.version)]
+
+    def batch(self, version: int, made: Mapping[str, int]) -> None:
+        """Record that the next tokens are of `version`. `made`: tokens of each unfinished request so far. Other
+        requests have ended or are not known yet, and do not change."""
+        if version == self.version:
+            return
+        self.version = version
+        for request, count in made.items():
+            spans = self._spans.get(request)
+            if spans is None:
+                continue
+            if spans[-1][0] == count:  # none of its tokens is of the earlier version
+                spans.pop()
+            spans.append((count, version))
+
+    def of(self, request: str, tokens: int) -> Array:
+        """Return the version of each of the first `tokens` tokens."""
+        found = np.empty(tokens, np.int32)
+        for first, version in self._spans[request]:
+            found[first:] = version
+        return found
+
+    def end(self, request: str) -> None:
+        self._spans.pop(request, None)

@@ -5,7 +5,7 @@
     InFlightRequest.get ◀─ responses, with versions ◀─ Llm.versions ◀── batches of new tokens
     update_weights ─▶ pause ─▶ start, buckets, finish ─▶ resume ─▶ (verify)      requests are kept, with their KV
 
-A sample waits for its output; its end, an abort, the watch (no token in time) or the core's death unblock it. An update
+A sample waits for its output; its end, a caller that leaves, the watch or the core's death unblock it. An update
 waits for the previous update and the core's answers; an answer or the core's death unblocks it.
 
 An update that fails before the first bucket leaves the old version serving. One that fails later has overwritten some
@@ -15,7 +15,6 @@ weights: nothing is generated until another update succeeds. If the next one fai
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -32,31 +31,27 @@ from freewheel.rollout.engine import (
     EngineStats,
     GenerationAborted,
     GenerationRequest,
-    GenerationTimeout,
+    InFlightRequest,
+    RequestTracker,
     generated_response,
 )
-from freewheel.rollout.requests import InFlightRequest, RequestTracker
 from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.tracking import Watch
 from freewheel.rollout.vllm.transfer import whole_sum
 from freewheel.sync.weights import AnyWeights
 from freewheel.utils.waiting import Stopwatch
 
-log = logging.getLogger("freewheel.rollout")
-
 Connect = Callable[..., Any]
 """`Llm` or `RemoteLlm`, without `version` and `on_death`."""
-Shipped = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
+Ship = Callable[[AnyWeights], AbstractContextManager[list[dict[str, Any]]]]
 """Turns weights into arguments of vLLM's `update_weights`, one per bucket."""
 
 MOST_FAILED_UPDATES = 2
 """Consecutive failed updates of an engine with mixed weights: the second update may repair the first, and there is no
 third."""
+DEATH = "vLLM's engine core has died"
 CONTENT_SUM = "freewheel_content_sum"
 """The worker's method that returns the checksum of its weights."""
 FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length"}
-BY_CALLER, BY_UPDATE = "caller", "update"
-"""Who pauses generation."""
 
 
 class VllmEngine:
@@ -69,7 +64,7 @@ class VllmEngine:
         self,
         connect: Connect,
         *,
-        shipped: Shipped,
+        ship: Ship,
         slots: int,
         max_prompt_tokens: int,
         max_new_tokens: int,
@@ -82,27 +77,29 @@ class VllmEngine:
         that vLLM may hold others; they are loaded before anything is generated."""
         self._llm = connect(version=version, on_death=self._core_died)
         self._initial = initial
-        self._shipped = shipped
+        self._ship = ship
         self._slots = slots
         self._version = version
         self._name = secrets.token_hex(8)
         self._loads = 0
         """Number of successful updates."""
         self._requests = RequestTracker(
-            max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, vocabulary=vocabulary
+            slots=slots,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            vocabulary=vocabulary,
+            idle_s=self._idle_s,
         )
         self._samples: dict[InFlightRequest, list[asyncio.Task[None]]] = {}
-        self._live: dict[str, InFlightRequest] = {}
-        """By sample."""
+        self._live: set[str] = set()
+        """Samples that are not done."""
         self._tasks: set[asyncio.Future[Any]] = set()
         """Background tasks that nobody awaits."""
-        self._watch = Watch(slots)
-        self._looking: asyncio.TimerHandle | None = None
-        self._counting = Stopwatch(clock)
-        """Time during which tokens may be expected."""
-        self._counting.run(True)
         self._busy = Stopwatch(clock)
-        self._held: set[str] = set()
+        """Time during which tokens may be expected."""
+        self._progress: tuple[int | None, float] = 0, 0.0
+        """Tokens made when a new one was last seen (None: not counted), and the busy time then."""
+        self._is_paused = False
         self._free = asyncio.Event()
         """Set while no update runs: a request that starts now starts with the current version."""
         if initial is None:
@@ -129,7 +126,7 @@ class VllmEngine:
     def _start(self, entry: InFlightRequest) -> None:
         self._check_open()
         if self._initial is not None and self._priming is None:
-            self._priming = self._beside(self._prime())
+            self._priming = self._run_task(self._prime())
         prompt = entry.request.prompt.tolist()
         self._prompt_tokens += len(prompt)
         self._samples[entry] = [
@@ -140,20 +137,9 @@ class VllmEngine:
         for sample in self._samples.pop(entry, ()):
             sample.cancel()
 
-    async def pause(self) -> None:
-        self._check_open()
-        await self._hold(BY_CALLER)
-
-    async def resume(self) -> None:
-        self._check_open()
-        await self._let_go(BY_CALLER)
-
     async def update_weights(self, version: int, weights: AnyWeights, *, verify: bool) -> int | None:
         # A separate task: a cancelled caller must not leave half an update behind.
-        return await asyncio.shield(self._beside(self._take_over(version, weights, verify)))
-
-    async def abort(self, request_id: str) -> None:
-        self._requests.abort(request_id)
+        return await asyncio.shield(self._run_task(self._take_over(version, weights, verify)))
 
     def stats(self) -> EngineStats:
         live = len(self._live)
@@ -163,9 +149,8 @@ class VllmEngine:
             waiting=max(0, live - self._slots),
             slots=self._slots,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._ended_tokens + sum(self._llm.tokens().values()),
+            generated_tokens=self._count_tokens(),
             busy_s=self._busy.elapsed_s,
-            paused=bool(self._held),
         )
 
     async def close(self) -> None:
@@ -180,7 +165,8 @@ class VllmEngine:
     async def _sample(self, entry: InFlightRequest, index: int, prompt: list[int]) -> None:
         """Put the response, or the error that ended it, into the request's inbox."""
         name = f"{entry.request.id}/{index}"
-        self._begin(name, entry)
+        self._live.add(name)
+        self._busy.run(not self._is_paused)
         try:
             await self._free.wait()
             self._check_open()
@@ -189,38 +175,28 @@ class VllmEngine:
             response = self._response(name, output)
             self._forget(name, len(response.tokens))  # before `put`, so that the receiver finds it counted
             entry.put((index, response))
-        except asyncio.CancelledError:
-            raise
         except EngineError as error:
             entry.put(error)
-        except Exception as error:  # noqa: BLE001  # whatever vLLM raises, who waits must hear of it
-            entry.put(self._as_ours(error))
+        except Exception as error:  # noqa: BLE001  # whatever vLLM raises, the caller must get it
+            died = self._llm.is_death(error)
+            entry.put(EngineDied(DEATH) if died else EngineError(f"vLLM failed: {type(error).__name__}: {error}"))
         finally:
             if name in self._live:
                 self._forget(name, self._llm.tokens().get(name, 0))
                 if self._over is None:
-                    self._beside(self._llm.abort(name))
+                    self._run_task(self._llm.abort(name))
 
     @property
     def _salt(self) -> str:
         # Not the version: a server's cache outlives this engine, and a version number may return with other weights.
         return f"{self._name}-{self._loads}"
 
-    def _begin(self, name: str, entry: InFlightRequest) -> None:
-        self._live[name] = entry
-        self._watch.begin(name, entry.request.timeout_s, self._counting.elapsed_s)
-        self._busy.run(not self._held)
-        self._look_later(entry.loop)
-
     def _forget(self, name: str, tokens: int) -> None:
-        del self._live[name]
+        self._live.discard(name)
         self._ended_tokens += tokens
         self._llm.versions.end(name)
-        self._watch.end(name, self._counting.elapsed_s)
-        self._busy.run(bool(self._live) and not self._held)
-        if not self._live and self._looking is not None:
-            self._looking.cancel()
-            self._looking = None
+        self._progress = None, self._busy.elapsed_s  # an end is progress too
+        self._busy.run(bool(self._live) and not self._is_paused)
 
     def _response(self, name: str, output: Output) -> Response:
         tokens = np.asarray(output.tokens, np.int32)
@@ -232,58 +208,45 @@ class VllmEngine:
             raise EngineError(f"vLLM gave {name!r} log-probabilities that are missing or not finite")
         return generated_response(tokens, logprobs, self._llm.versions.of(name, len(tokens)), finish)
 
-    def _as_ours(self, error: Exception) -> EngineError:
-        if self._llm.is_death(error):
-            return EngineDied("vLLM's engine core has died")
-        return EngineError(f"vLLM failed: {type(error).__name__}: {error}")
+    def _count_tokens(self) -> int:
+        return self._ended_tokens + sum(int(count) for count in self._llm.tokens().values())
 
-    # -- the watch ----------------------------------------------------------------------------------------------------
+    def _idle_s(self) -> float:
+        tokens, now_s = self._count_tokens(), self._busy.elapsed_s
+        if tokens != self._progress[0]:
+            self._progress = tokens, now_s
+        return now_s - self._progress[1]
 
-    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._looking is None and (every_s := self._watch.look_every_s) is not None:
-            self._looking = loop.call_later(every_s, self._look, loop)
+    # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._looking = None
-        for name, idle_s in self._watch.look(self._counting.elapsed_s, self._llm.tokens()).items():
-            entry = self._live[name]
-            entry.put(GenerationTimeout(f"request {entry.request.id!r}: no token for {idle_s:.3g} s"))
-        self._look_later(loop)
-
-    # -- pauses and weights -------------------------------------------------------------------------------------------
-
-    async def _hold(self, who: str) -> None:
+    async def _pause(self) -> None:
         """Return when no token is being made."""
-        if not self._held:
+        if not self._is_paused:
             await self._llm.pause()
-        self._held.add(who)
-        self._counting.run(False)
+        self._is_paused = True
         self._busy.run(False)
 
-    async def _let_go(self, who: str) -> None:
-        self._held.discard(who)
-        if not self._held:
-            await self._llm.resume()
-            self._counting.run(True)
-            self._busy.run(bool(self._live))
+    async def _resume(self) -> None:
+        self._is_paused = False
+        await self._llm.resume()
+        self._busy.run(bool(self._live))
 
     async def _take_over(self, version: int, weights: AnyWeights, verify: bool) -> int | None:
         async with self._updating:
             self._check_open()
-            if version < self._version:  # it has waited for its successor
-                raise ValueError(f"version {version} comes late: the engine holds {self._version}")
             await self._replace(version, weights)
-            return await self._content_sum() if verify else None  # during decoding, which only reads them
+            # Runs while decoding continues: both only read the weights.
+            return whole_sum(await self._llm.everywhere(CONTENT_SUM)) if verify else None
 
     async def _replace(self, version: int, weights: AnyWeights) -> None:
-        async with self._prepared(weights) as buckets:
+        async with self._prepare(weights) as buckets:
             self._free.clear()
             try:
-                await self._hold(BY_UPDATE)
+                await self._pause()
                 await self._load(version, buckets)
             finally:
                 if not self._failed_updates and self._over is None:
-                    await self._let_go(BY_UPDATE)
+                    await self._resume()
                     if self._initial is None:
                         self._free.set()
 
@@ -299,7 +262,7 @@ class VllmEngine:
                     self._check_open()
                     await self._replace(self._version, weights)
         except Exception as error:  # noqa: BLE001  # whatever it was, nothing can be generated
-            self._end(EngineDied(f"vLLM could not be given the weights to begin with: {error}"))
+            self._end(EngineDied(f"vLLM could not load its first weights: {error}"))
 
     async def _load(self, version: int, buckets: list[dict[str, Any]]) -> None:
         overwritten = self._failed_updates > 0
@@ -314,7 +277,7 @@ class VllmEngine:
         except Exception as error:
             what = f"vLLM did not take version {version}: {error}"
             if not overwritten:
-                raise EngineError(f"{what}; version {self._version} goes on serving") from error
+                raise EngineError(f"{what}; version {self._version} continues to serve") from error
             self._failed_updates += 1
             if self._failed_updates >= MOST_FAILED_UPDATES:
                 raise self._end(EngineDied(f"{what}; its weights are of several versions")) from error
@@ -325,13 +288,13 @@ class VllmEngine:
         self._initial = None
 
     @asynccontextmanager
-    async def _prepared(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
-        """Run `shipped` in a thread, because it copies while generation continues."""
+    async def _prepare(self, weights: AnyWeights) -> AsyncIterator[list[dict[str, Any]]]:
+        """Run `ship` in a thread, because it copies while generation continues."""
 
         def aside(what: Callable[..., Any], *args: Any) -> Awaitable[Any]:
             return asyncio.get_running_loop().run_in_executor(self._aside, what, *args)
 
-        context = self._shipped(weights)
+        context = self._ship(weights)
         buckets = await aside(context.__enter__)
         try:
             yield buckets
@@ -341,21 +304,18 @@ class VllmEngine:
         else:
             await aside(context.__exit__, None, None, None)
 
-    async def _content_sum(self) -> int | None:
-        return whole_sum(await self._llm.everywhere(CONTENT_SUM))
-
     # -- life ---------------------------------------------------------------------------------------------------------
 
-    def _beside(self, work: Any) -> asyncio.Future[Any]:
+    def _run_task(self, work: Any) -> asyncio.Future[Any]:
         task: asyncio.Future[Any] = asyncio.ensure_future(work)
         self._tasks.add(task)
-        task.add_done_callback(self._looked_at)
+        task.add_done_callback(self._forget_task)
         return task
 
-    def _looked_at(self, task: asyncio.Future[Any]) -> None:
+    def _forget_task(self, task: asyncio.Future[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and self._over is None:
-            log.debug("vLLM: %r", error)  # its awaiter gets the exception; a failed abort concerns nobody
+        if not task.cancelled():
+            task.exception()  # retrieve it: its awaiter gets it too, and a failed abort concerns nobody
 
     def _check_open(self) -> None:
         if self._over is None and self._llm.is_dead:
@@ -366,7 +326,7 @@ class VllmEngine:
             raise EngineError("the engine is closed")
 
     def _core_died(self) -> None:
-        self._end(EngineDied("vLLM's engine core has died"))
+        self._end(EngineDied(DEATH))
 
     def _end(self, reason: EngineError) -> EngineError:
         """End all waits. The first reason stays."""

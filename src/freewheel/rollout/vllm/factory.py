@@ -11,8 +11,8 @@ from __future__ import annotations
 import difflib
 import logging
 import os
-from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from freewheel.errors import ConfigError
 from freewheel.rollout.engines import EngineFactory, EngineSettings, GpuShare, LoadedEngine, RolloutOptions
 from freewheel.rollout.models import NUMBER_BYTES, count_parameters, load_causal_lm, load_model_config
 from freewheel.rollout.vllm import api
-from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER, WORKER_EXTENSION, shipped
+from freewheel.rollout.vllm.remote import RemoteLlm, Server, find_server
+from freewheel.rollout.vllm.transfer import BACKENDS, ROLLOUTER, WORKER_EXTENSION, ship
 
 if TYPE_CHECKING:
     from freewheel.sync.weights import Weights
@@ -79,14 +80,32 @@ class VllmFactory(EngineFactory):
     def check(self, settings: EngineSettings) -> None:
         urls = settings.options.urls
         if urls is None:
-            api.engine_config(_prepare(settings).arguments, settings.options.vllm)
-        for url in urls or ():
-            _find_server(settings, url)
+            api.engine_config(_check(settings).arguments, settings.options.vllm)
+        for replica in range(len(urls or ())):
+            _check(replace(settings, replica=replica))
 
     def load(self, settings: EngineSettings) -> LoadedEngine:
-        if settings.options.urls is not None:
-            return _connect(settings, settings.options.urls[settings.replica])
-        return _start(settings)
+        from freewheel.rollout.vllm.engine import VllmEngine
+
+        checked, path = _check(settings), settings.model_path
+        connect: Callable[..., Any]
+        if checked.server is None:
+            log.info("vLLM loads and compiles %s now; it is silent until that is done, a minute or more", path)
+            llm = api.start(checked.arguments, settings.options.vllm)
+            connect = partial(api.Llm, llm, seeded=settings.device == "cpu")
+        else:
+            connect = partial(RemoteLlm, checked.server)
+        engine = VllmEngine(
+            connect,
+            ship=partial(ship, replica=settings.replica, workers=_workers(settings.options)),
+            slots=settings.slots,
+            max_prompt_tokens=checked.longest,
+            max_new_tokens=settings.max_new_tokens,
+            vocabulary=int(checked.model_config.get_text_config(decoder=True).vocab_size),
+            version=settings.version,
+            initial=None if checked.server is None else partial(_read_weights, settings),
+        )
+        return LoadedEngine(engine=engine, generation_config=checked.generation_config)
 
     # -- for the plan -------------------------------------------------------------------------------------------------
 
@@ -121,24 +140,15 @@ class VllmFactory(EngineFactory):
 # -- vLLM's arguments -------------------------------------------------------------------------------------------------
 
 
-def environment(device: str) -> dict[str, str]:
-    """Variables that vLLM reads when it is imported."""
-    found = {
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # standard output is for programs to read
-        "VLLM_NO_USAGE_STATS": "1",  # no telemetry
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process with threads must not fork
-    }
-    if device == "cpu":
-        found["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # `rollout.threads` belongs to this process; others share cores
-    return found
-
-
 def set_environment(device: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Variables that the user has set stay. vLLM's processes end with this one."""
-    for name, value in environment(device).items():
-        environ.setdefault(name, value)
-    environ[ROLLOUTER] = str(os.getpid())
+    """Set the variables that vLLM reads when it is imported. Variables that the user has set stay."""
+    environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for programs to read
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no telemetry
+    environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # a process with threads must not fork
+    if device == "cpu":  # `rollout.threads` belongs to this process; others share cores
+        environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environ[ROLLOUTER] = str(os.getpid())  # vLLM's processes end with this one
 
 
 def check_arguments(given: Mapping[str, Any], known: Collection[str] | None) -> None:
@@ -165,7 +175,7 @@ def engine_arguments(
     """`model_config`: the model's, as transformers reads it. `parameters`: the model's number of them. `gpu_bytes`: the
     memory of the GPU that the engine will be on."""
     options = settings.options
-    given = options.vllm
+    given: dict[str, Any] = options.vllm
     check_arguments(given, known)
     if given.get("max_model_len", max_model_len) < max_model_len:
         raise ConfigError(
@@ -235,106 +245,63 @@ def kv_bytes(model_config: Any, dtype: str, slots: int, *, max_model_len: int) -
 
 
 def _workers(options: RolloutOptions) -> int:
-    return options.tensor_parallel_size * options.pipeline_parallel_size
+    return int(options.tensor_parallel_size * options.pipeline_parallel_size)
 
 
-# -- vLLM in processes of its own -------------------------------------------------------------------------------------
+# -- checks and loading -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Prepared:
-    """What an engine is made with, checked."""
+class _Checked:
+    """The checked ingredients of an engine."""
 
     model_config: Any
     generation_config: Any
     longest: int
     """Tokens of the longest prompt."""
     arguments: dict[str, Any]
-    """For vLLM's own engine."""
-
-    @property
-    def vocabulary(self) -> int:
-        return int(self.model_config.get_text_config(decoder=True).vocab_size)
+    """For vLLM's own engine. Empty if there is a server."""
+    server: Server | None
 
 
-def _read_model(settings: EngineSettings) -> tuple[Any, Any, int]:
-    """The model's configuration, its generation configuration, and the longest prompt to expect."""
-    found, generation = load_model_config(settings.model_path, trust_remote_code=settings.trust_remote_code)
-    return found, generation, settings.prompt_limit(found)
-
-
-def _prepare(settings: EngineSettings) -> _Prepared:
-    api.require()
-    set_environment(settings.device)
-    api.check_device(settings.device)
-    options = settings.options
-    api.check_sampling("rollout", temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
-    api.check_sampling("eval", temperature=settings.eval_temperature)
-    model_config, generation_config, longest = _read_model(settings)
-    api.check_attention(settings.device, settings.model_path, model_config)
-    arguments = engine_arguments(
-        settings,
-        model_config,
-        max_model_len=longest + settings.max_new_tokens,
-        known=api.argument_names(),
-        parameters=count_parameters(settings.model_path, model_config, trust_remote_code=settings.trust_remote_code),
-        gpu_bytes=api.gpu_bytes() if settings.device == "cuda" else 0,
+def _check(settings: EngineSettings) -> _Checked:
+    """Raise what vLLM or the server would refuse, as far as that is known without loading the model."""
+    options, path = settings.options, settings.model_path
+    if options.urls is None:
+        api.require()
+        set_environment(settings.device)
+        api.check_device(settings.device)
+        api.check_sampling("rollout", temperature=options.temperature, top_p=options.top_p, top_k=options.top_k)
+        api.check_sampling("eval", temperature=settings.eval_temperature)
+    model_config, generation_config = load_model_config(path, trust_remote_code=settings.trust_remote_code)
+    longest = settings.prompt_limit(model_config)
+    max_model_len = longest + settings.max_new_tokens
+    arguments: dict[str, Any] = {}
+    server = None
+    if options.urls is None:
+        api.check_attention(settings.device, path, model_config)
+        arguments = engine_arguments(
+            settings,
+            model_config,
+            max_model_len=max_model_len,
+            known=api.argument_names(),
+            parameters=count_parameters(path, model_config, trust_remote_code=settings.trust_remote_code),
+            gpu_bytes=api.gpu_bytes() if settings.device == "cuda" else 0,
+        )
+    else:
+        server = find_server(options.urls[settings.replica], max_model_len, settings.dtype)
+    return _Checked(
+        model_config=model_config,
+        generation_config=generation_config,
+        longest=longest,
+        arguments=arguments,
+        server=server,
     )
-    return _Prepared(
-        model_config=model_config, generation_config=generation_config, longest=longest, arguments=arguments
-    )
 
 
-def _start(settings: EngineSettings) -> LoadedEngine:
-    from freewheel.rollout.vllm.engine import VllmEngine
-
-    prepared = _prepare(settings)
-    log.info("vLLM loads and compiles %s now; it is silent until that is done, a minute or more", settings.model_path)
-    llm = api.start(prepared.arguments, settings.options.vllm)
-    engine = VllmEngine(
-        partial(api.Llm, llm, seeded=settings.device == "cpu"),
-        shipped=partial(shipped, workers=_workers(settings.options)),
-        slots=settings.slots,
-        max_prompt_tokens=prepared.longest,
-        max_new_tokens=settings.max_new_tokens,
-        vocabulary=prepared.vocabulary,
-        version=settings.version,
-    )
-    return LoadedEngine(engine=engine, generation_config=prepared.generation_config)
-
-
-# -- a server of the user's -------------------------------------------------------------------------------------------
-
-
-def _find_server(settings: EngineSettings, url: str) -> tuple[_Prepared, Any]:
-    from freewheel.rollout.vllm.remote import find_server
-
-    model_config, generation_config, longest = _read_model(settings)
-    server = find_server(url, longest + settings.max_new_tokens, settings.dtype)
-    return _Prepared(
-        model_config=model_config, generation_config=generation_config, longest=longest, arguments={}
-    ), server
-
-
-def _connect(settings: EngineSettings, url: str) -> LoadedEngine:
-    from freewheel.rollout.vllm.engine import VllmEngine
-    from freewheel.rollout.vllm.remote import RemoteLlm
+def _read_weights(settings: EngineSettings) -> Weights:
+    """The weights that a server gets first: it may have been started with others, or hold those of an earlier run."""
     from freewheel.sync.weights import pack
 
-    def initial() -> Weights:
-        """The server may have been started with other weights, or may hold those of an earlier run."""
-        model = load_causal_lm(settings.model_path, settings.dtype, trust_remote_code=settings.trust_remote_code)
-        return pack({name: parameter.detach() for name, parameter in model.named_parameters()})
-
-    prepared, server = _find_server(settings, url)
-    engine = VllmEngine(
-        partial(RemoteLlm, server),
-        shipped=shipped,
-        slots=settings.slots,
-        max_prompt_tokens=prepared.longest,
-        max_new_tokens=settings.max_new_tokens,
-        vocabulary=prepared.vocabulary,
-        version=settings.version,
-        initial=initial,
-    )
-    return LoadedEngine(engine=engine, generation_config=prepared.generation_config)
+    model = load_causal_lm(settings.model_path, settings.dtype, trust_remote_code=settings.trust_remote_code)
+    return pack({name: parameter.detach() for name, parameter in model.named_parameters()})

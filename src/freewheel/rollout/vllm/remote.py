@@ -23,8 +23,7 @@ import aiohttp
 
 from freewheel.errors import ConfigError
 from freewheel.rollout.engine import EngineDied, EngineError, SamplingParams
-from freewheel.rollout.vllm.api import Output
-from freewheel.rollout.vllm.tracking import TokenVersions
+from freewheel.rollout.vllm.api import Output, TokenVersions
 
 KEY = "rollout.urls"
 LOOK_S = 10.0
@@ -45,7 +44,7 @@ START = (
 
 @dataclass(frozen=True)
 class Server:
-    """What a server says about itself."""
+    """A server's description of itself."""
 
     url: str
     model: str
@@ -57,31 +56,32 @@ def find_server(url: str, max_model_len: int, dtype: str) -> Server:
     """Return the server. Raises if it cannot be reached, its context is too short, it cannot load weights, or it
     computes in another dtype than the run."""
     url = url.rstrip("/")
-    status, said = _asked(f"{url}/v1/models")
+    status, answer = _ask(f"{url}/v1/models")
     if status != 200:
-        raise ConfigError(KEY, url, f"there is no vLLM server ({said}): start one, or correct the address")
-    served = said["data"][0]
+        raise ConfigError(KEY, url, f"there is no vLLM server ({answer}): start one, or correct the address")
+    served = answer["data"][0]
     server = Server(url, served["id"], int(served["max_model_len"]))
     if server.max_model_len < max_model_len:
         remedy = (
             f"it takes {server.max_model_len} tokens, and {max_model_len} are needed: start it with --max-model-len"
         )
         raise ConfigError(KEY, url, f"{remedy} {max_model_len}")
-    if _asked(f"{url}/is_paused")[0] != 200:
+    if _ask(f"{url}/is_paused")[0] != 200:
         raise ConfigError(KEY, url, f"it cannot be given new weights: {START}")
-    status, said = _asked(f"{url}/collective_rpc", {"method": DTYPE})
+    status, answer = _ask(f"{url}/collective_rpc", {"method": DTYPE})
     if status != 200:
-        raise ConfigError(KEY, url, f"its workers do not know freewheel ({said}): {START}")
-    served_as = said["results"][0]
+        raise ConfigError(KEY, url, f"its workers do not know freewheel ({answer}): {START}")
+    served_as = answer["results"][0]
     if served_as != dtype:
         remedy = f"start it with --dtype {dtype}, or give model.dtype={served_as}"
         raise ConfigError(KEY, url, f"it serves {served_as}, and the run has {dtype}: {remedy}")
     return server
 
 
-def _asked(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
-    given = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, given, {"Content-Type": "application/json"})
+def _ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+    """Return the status and the answer, or 0 and the reason why there is none."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=LOOK_S) as answer:
             return answer.status, json.load(answer)
@@ -183,8 +183,8 @@ class RemoteLlm:
         self.versions.batch(version, {})
 
     async def everywhere(self, method: str) -> Sequence[Any]:
-        said = await self._post("/collective_rpc", {"method": method})
-        return list(said["results"])
+        answer = await self._post("/collective_rpc", {"method": method})
+        return list(answer["results"])
 
     async def _post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         try:
@@ -197,8 +197,8 @@ class RemoteLlm:
     @staticmethod
     async def _check(answer: aiohttp.ClientResponse, path: str) -> None:
         if answer.status != 200:
-            said = (await answer.text())[:DETAIL_CHARS]
-            raise EngineError(f"vLLM answered {answer.status} to {path}: {said}")
+            detail = (await answer.text())[:DETAIL_CHARS]
+            raise EngineError(f"vLLM answered {answer.status} to {path}: {detail}")
 
     # -- life ---------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
     DeviceWeights ─▶ nothing moves ───────────────▶ infos: CUDA handles and layout ────┼▶ vLLM's update_weights, one by
     SentWeights ───▶ the trainer is asked to send ▶ info: where its group meets ───────┘  one ─▶ its workers
 
-Runs in the rollouter's process, around `AsyncLLM` or a client of `vllm serve`. `shipped` prepares before the engine
+Runs in the rollouter's process, around `AsyncLLM` or a client of `vllm serve`. `ship` prepares before the engine
 pauses. The worker's side (`freewheel.rollout.vllm.worker`) registers with vLLM when `WORKER_EXTENSION` is imported,
 which vLLM does in each of its processes. Only plain values (JSON, msgpack) go there.
 """
@@ -35,15 +35,15 @@ BACKENDS = {"object_store": "freewheel_shm", "ipc": "freewheel_ipc", "nccl": "fr
 SHARED_MEMORY = Path("/dev/shm")
 FILE = "freewheel-weights-"
 """Followed by the number of the process that wrote it."""
-INTACT = 1 << 26
-"""Bytes of shared memory left to others."""
+SPARE_BYTES = 1 << 26
+"""Shared memory left to other programs."""
 
 Info = dict[str, Any]
 """`update_info` of one bucket."""
 
 
 @contextlib.contextmanager
-def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator[list[Info]]:
+def ship(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Iterator[list[Info]]:
     """Yield what vLLM's workers need to know, one item per bucket, valid until the context ends. May copy: run it in a
     thread, before the pause. `workers`: number of workers of this replica. Raises `WeightsGone`, also if the body fails
     because the trainer died."""
@@ -53,14 +53,14 @@ def shipped(weights: AnyWeights, *, replica: int = 0, workers: int = 1) -> Itera
         return
     if isinstance(weights, DeviceWeights):
         with weights.owner.watched():
-            yield _numbered(_by_handles(weights))
+            yield _number(_by_handles(weights))
         return
     assert isinstance(weights, Weights), f"vLLM cannot be sent {type(weights).__name__}"
     with _in_file(weights) as path:
-        yield _numbered(_contents(part) | {"path": path} for part in _parts(weights.entries))
+        yield _number(_contents(part) | {"path": path} for part in _parts(weights.entries))
 
 
-def _numbered(infos: Iterable[Info]) -> list[Info]:
+def _number(infos: Iterable[Info]) -> list[Info]:
     """Mark the first and last bucket, at which the receiver starts and ends."""
     found = list(infos)
     return [info | {"part": part, "parts": len(found)} for part, info in enumerate(found)]
@@ -97,8 +97,8 @@ def _parts(entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
 @contextlib.contextmanager
 def _in_file(weights: Weights) -> Iterator[str]:
     """Yield a copy of the buffer that other processes of this user can map."""
-    _clear_away()
-    path = _room(weights.n_bytes) / f"{FILE}{os.getpid()}-{secrets.token_hex(8)}"
+    _remove_old_files()
+    path = _choose_folder(weights.n_bytes) / f"{FILE}{os.getpid()}-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
         stack.callback(path.unlink, missing_ok=True)
         descriptor = open_private(path, os.O_WRONLY)
@@ -111,7 +111,7 @@ def _in_file(weights: Weights) -> Iterator[str]:
         yield str(path)
 
 
-def _clear_away() -> None:
+def _remove_old_files() -> None:
     """Remove files of killed rollouters, each as large as a model."""
     for folder in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
         for path in folder.glob(f"{FILE}*"):
@@ -135,10 +135,10 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-def _room(n_bytes: int) -> Path:
+def _choose_folder(n_bytes: int) -> Path:
     """Return shared memory, or a disk if it is too small (64 MB in many containers)."""
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(SHARED_MEMORY).free >= n_bytes + INTACT:
+        if shutil.disk_usage(SHARED_MEMORY).free >= n_bytes + SPARE_BYTES:
             return SHARED_MEMORY
     return Path(tempfile.gettempdir())
 

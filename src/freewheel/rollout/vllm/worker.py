@@ -1,9 +1,15 @@
-"""What a vLLM worker holds, as a sum that is comparable with the trainer's whatever vLLM has done to the layout.
+"""The side of vLLM's workers: how they take over new weights, and the checksum of the weights that they hold.
 
-    a layer's parameters: fused, a rank's part, padded with zeros ─▶ content_sum ─┐
-    a layer that was packed for a CPU's kernels: its sum from before ─────────────┴▶ this worker's part of the whole
+    vLLM's update_weights(info) ─▶ a backend of ours ─▶ bucket ─▶ the model's own load_weights
+        freewheel_shm    a file of the rollouter's, mapped
+        freewheel_ipc    the trainer's GPU memory, mapped
+        freewheel_nccl   a broadcast by the trainer
 
-Imported in vLLM's worker processes, by `freewheel.rollout.vllm.worker`.
+    held_sum: comparable with the trainer's, whatever vLLM has done to the layout
+        a layer's parameters: fused, a rank's part, padded with zeros ─▶ content_sum ─┐
+        a layer that was packed for a CPU's kernels: its sum from before ─────────────┴▶ this worker's part of the sum
+
+vLLM imports this module in each of its worker processes, because it is its `worker_extension_cls`.
 """
 
 from __future__ import annotations
@@ -42,15 +48,19 @@ from freewheel.utils.processes import end_with
 
 # mypy: disable-error-code="import-not-found"
 
-
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Ways of storing parameters that leave them as a checkpoint has them, on a GPU."""
+COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
 PACKED_SUM = "freewheel_packed_sum"
 """On a layer whose parameters vLLM packed for its kernels: the sum of what was packed."""
 
 
 def held_sum(model: nn.Module, loaded: set[str] | None) -> int | None:
-    """Of what a checkpoint fills; None: it is quantized, or some of it is kept in another type than it was sent in,
-    which leaves nothing to compare. `loaded`: the parameters that weights were loaded into; None: all, scales of
-    attention left out."""
+    """Return this worker's part of the sum over the parameters that a checkpoint fills. None if they cannot be
+    compared: the model is quantized, or keeps some of them in another type than it was sent.
+
+    `loaded`: the parameters that weights were loaded into. None means all except the scales of attention.
+    """
     held = list(_held(model, loaded))
     if not comparable(model) or len({one.dtype for one in held if one.is_floating_point()}) > 1:
         return None
@@ -59,13 +69,13 @@ def held_sum(model: nn.Module, loaded: set[str] | None) -> int | None:
 
 
 def comparable(model: nn.Module) -> bool:
-    """Whether what it holds has the elements that it was sent."""
+    """Whether the model keeps the elements that it was sent."""
     methods = (getattr(module, "quant_method", None) for module in model.modules())
     return all(method is None or "Unquantized" in type(method).__name__ for method in methods)
 
 
 def remember_packed(methods: Sequence[Any]) -> None:
-    """On a CPU vLLM packs a layer's parameters for its kernels and drops them; their sum is taken before."""
+    """Take the sum of a layer's parameters before vLLM packs them for a CPU's kernels and drops them."""
     for method in methods:
 
         def packing(self: Any, layer: Any, packs: Callable[..., None] = method.process_weights_after_loading) -> None:
@@ -109,32 +119,24 @@ def _own(module: nn.Module, name: str, tensor: Tensor) -> Iterable[Tensor]:
     return [tensor]
 
 
-# mypy: disable-error-code="import-not-found"
-
-
-PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-"""Ways of storing parameters that leave them as a checkpoint has them, on a GPU."""
-COMPUTED_IN = (torch.float32, torch.bfloat16, torch.float16)
-
-
 # -- how a model takes weights ----------------------------------------------------------------------------------------
 
 
 def loads_in_place(model: nn.Module) -> bool:
-    """Whether `load_weights` into the parameters as they are is all: dense, unquantized, nothing packed or derived."""
+    """Whether `load_weights` can fill the parameters as they are: dense, unquantized, nothing packed or derived."""
     if current_platform.is_cpu():
-        return False  # whose kernels have packed copies
+        return False  # its kernels have packed copies
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if method is not None and type(method) not in PLAIN:
             return False
-        if "MLA" in type(module).__name__:  # which derives matrices from its own
+        if "MLA" in type(module).__name__:  # it derives matrices from its parameters
             return False
     return True
 
 
 def _pack_tied_heads(model: nn.Module) -> None:
-    """A head that shares the embedding's parameter is not loaded, and its packed copy is of the version before."""
+    """Pack heads that share the embedding's parameter again: they are not loaded, so their copy is an older version."""
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
@@ -145,12 +147,12 @@ def _pack_tied_heads(model: nn.Module) -> None:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """There is nothing to agree on beforehand."""
+    """Empty: nothing is agreed on before the first update."""
 
 
 @dataclass
 class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """One of the buckets of a version, and what lies where in it."""
+    """One of the buckets of a version, its table of contents, and where it is."""
 
     names: list[str]
     dtype_names: list[str]
@@ -158,38 +160,30 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     starts: list[int]
     part: int
     parts: int
+    path: str = ""
+    """A file."""
+    handle: dict[str, Any] | None = None
+    """Another process's GPU memory."""
+    owner: dict[str, Any] | None = None
+    """That process."""
 
     def views(self, buffer: Tensor) -> list[tuple[str, Tensor]]:
         contents = zip(self.names, self.dtype_names, self.shapes, self.starts, strict=True)
         return [(name, Entry(dtype, tuple(shape), start).view(buffer)) for name, dtype, shape, start in contents]
 
 
-@dataclass
-class FileUpdate(Update):
-    """In a file."""
-
-    path: str
-
-
-@dataclass
-class HandleUpdate(Update):
-    """In another process's GPU memory."""
-
-    handle: dict[str, Any]
-    owner: dict[str, Any]
-
-
 class Receiving(WeightTransferEngine):  # type: ignore[misc]
-    """What both backends have in common: everything but where a bucket lies."""
+    """Takes over a version bucket by bucket. A subclass knows where the buckets are."""
 
     init_info_cls = InitInfo
+    update_info_cls = Update
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.loaded: set[str] | None = set()
-        """Parameters that weights were loaded into; None: the model does not say."""
+        """Parameters that weights were loaded into. None if the model does not report them."""
         self._reloading = False
-        """Layer by layer, by vLLM's own means."""
+        """Whether vLLM reloads layer by layer."""
 
     def buffer_of(self, update: Any) -> Tensor:
         raise NotImplementedError
@@ -209,7 +203,7 @@ class Receiving(WeightTransferEngine):  # type: ignore[misc]
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Any, load_weights: Callable[..., None] | None = None) -> None:
-        """`load_weights`: 0.24's, which knows vLLM's own names alone."""
+        """`load_weights` is vLLM 0.24's and not used: it only knows vLLM's own names."""
         if not update_info.part:
             self._begin()
         with self._sound():
@@ -220,7 +214,7 @@ class Receiving(WeightTransferEngine):  # type: ignore[misc]
     def _begin(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._end_reload()  # of a version that was given up half way
+        self._end_reload()  # of a version that was given up after some buckets
         if not loads_in_place(self.model):
             self._reloading = True
             initialize_layerwise_reload(self.model)
@@ -232,7 +226,7 @@ class Receiving(WeightTransferEngine):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _sound(self) -> Iterator[None]:
-        """After a failure every layer is as it should be, with whatever it has: the next version finds it so."""
+        """End the reload after a failure too, so that the next version finds whole layers."""
         try:
             yield
         except BaseException:
@@ -240,16 +234,14 @@ class Receiving(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def _end_reload(self) -> None:
-        """All that it needs of a configuration is the type of activations."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if not self._reloading:
             return
         self._reloading = False
         kinds = (parameter.dtype for parameter in self.model.parameters())
-        finalize_layerwise_reload(
-            self.model, SimpleNamespace(dtype=next(kind for kind in kinds if kind in COMPUTED_IN))
-        )
+        config = SimpleNamespace(dtype=next(kind for kind in kinds if kind in COMPUTED_IN))  # it reads nothing else
+        finalize_layerwise_reload(self.model, config)
         if current_platform.is_cpu():
             _pack_tied_heads(self.model)
 
@@ -262,7 +254,7 @@ class Receiving(WeightTransferEngine):  # type: ignore[misc]
 
 
 def _any_part() -> contextlib.AbstractContextManager[Any]:
-    """A bucket is a part of a checkpoint, also for who checks that it has all."""
+    """Let vLLM load a part of a checkpoint without its check that nothing is missing."""
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     except ImportError:
@@ -274,16 +266,14 @@ def _any_part() -> contextlib.AbstractContextManager[Any]:
 class FileReceiving(Receiving):
     """`freewheel_shm`: the worker maps a file of the rollouter's."""
 
-    update_info_cls = FileUpdate
-
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._mapped: tuple[str, Tensor] | None = None
 
-    def buffer_of(self, update: FileUpdate) -> Tensor:
+    def buffer_of(self, update: Update) -> Tensor:
         if self._mapped is None or self._mapped[0] != update.path:
             self._mapped = None
-            self._mapped = (update.path, _mapped(update.path))
+            self._mapped = (update.path, _map(update.path))
         return self._mapped[1]
 
     def _end_reload(self) -> None:
@@ -294,7 +284,7 @@ class FileReceiving(Receiving):
         self._mapped = None
 
 
-def _mapped(path: str) -> Tensor:
+def _map(path: str) -> Tensor:
     import warnings
 
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -311,11 +301,10 @@ class HandleReceiving(Receiving, IPCWeightTransferEngine):  # type: ignore[misc]
     """`freewheel_ipc`: views of the trainer's GPU memory, which the trainer does not change while they are read. Unlike
     vLLM's own, nothing is copied on the way, and memory that was opened stays open for the next version."""
 
-    update_info_cls = HandleUpdate
-
     parse_update_info = WeightTransferEngine.parse_update_info  # vLLM's own takes pickles
 
-    def buffer_of(self, update: HandleUpdate) -> Tensor:
+    def buffer_of(self, update: Update) -> Tensor:
+        assert update.handle is not None and update.owner is not None
         owner = Owner(**update.owner)
         with owner.watched():
             return MAPPINGS.open(update.handle, owner)
@@ -326,7 +315,7 @@ class HandleReceiving(Receiving, IPCWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class GroupUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """A version that the trainer broadcasts. `port` 0: to the group that there is."""
+    """A version that the trainer broadcasts. `port` 0 means to the existing group."""
 
     key: int
     kind: Kind
@@ -349,7 +338,7 @@ class GroupReceiving(Receiving):
             with self._sound():
                 receive(self._joined(update_info), self._Into(self, update_info.key))
         except BaseException:
-            self.shutdown()  # whatever it was, the others are elsewhere in the order of things
+            self.shutdown()  # the group's members no longer agree on the next broadcast
             raise
 
     def _joined(self, update: GroupUpdate) -> TorchGroup:
@@ -372,7 +361,7 @@ class GroupReceiving(Receiving):
             self._group = None
 
     class _Into:
-        """Into the model, bucket after bucket: there is no room for a second one."""
+        """Loads each bucket into the model before the next arrives: there is no memory for a second one."""
 
         def __init__(self, receiving: GroupReceiving, key: int) -> None:
             self._receiving = receiving
@@ -406,12 +395,11 @@ class WorkerExtension:
     """Methods that vLLM adds to its workers, for `collective_rpc`."""
 
     def freewheel_dtype(self) -> str:
-        """What the model computes in, as `model.dtype` has it."""
+        """Return the type that the model computes in, as `model.dtype` names it."""
         return str(self.model_config.dtype).removeprefix("torch.")  # type: ignore[attr-defined]
 
     def freewheel_content_sum(self) -> int | None:
-        """This worker's part of the sum over what a checkpoint fills; what several hold is counted by the first. None:
-        quantized, which leaves nothing to compare."""
+        """Return this worker's part of the checksum. Parameters that several workers hold are counted by the first."""
         loaded = getattr(self.weight_transfer_engine, "loaded", None)  # type: ignore[attr-defined]
         return held_sum(self.model_runner.get_model(), loaded or None)  # type: ignore[attr-defined]
 
@@ -427,8 +415,8 @@ def _register() -> None:
 
 
 def _end_with_rollouter() -> None:
-    """Otherwise the successor of a killed rollouter would find the GPU's memory taken. The engine core ends with its
-    workers; on one GPU they are the same process. Under `vllm serve` there is no rollouter."""
+    """End with a killed rollouter, whose successor needs the GPU's memory. The engine core ends with its workers: on
+    one GPU they are the same process. Under `vllm serve` there is no rollouter."""
     rollouter = os.environ.get(ROLLOUTER)
     if rollouter is not None and int(rollouter) != os.getpid():
         end_with(int(rollouter))

@@ -1,7 +1,8 @@
-"""What vLLM's workers are told of a version leads them to it, and nobody else; and nothing of it stays behind."""
+"""vLLM's workers, and nobody else, can read a version from what they receive; and no file of it is left."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,10 +17,10 @@ import pytest
 import torch
 
 from freewheel.rollout.vllm import transfer
-from freewheel.rollout.vllm.transfer import shipped, whole_sum
+from freewheel.rollout.vllm.transfer import ship, whole_sum
 from freewheel.sync import device
 from freewheel.sync.device import DevicePacker, Owner
-from freewheel.sync.weights import Entry, Weights, WeightsGone, pack
+from freewheel.sync.weights import Entry, WeightsGone, pack
 
 TENSORS = {
     "embed": torch.arange(12.0).reshape(4, 3),
@@ -48,24 +49,18 @@ def read(infos: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_version_is_read_as_it_was_sent_and_then_its_file_is_gone(memory: Path) -> None:
-    with shipped(pack(TENSORS)) as infos:
-        assert len(list(memory.iterdir())) == 1
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_version_is_read_as_it_was_sent_by_this_user_alone_and_its_file_is_removed(memory: Path, fails: bool) -> None:
+    weights = pack(TENSORS)
+    weights.buffer.setflags(write=False)  # as the object store gives it
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext(), ship(weights) as infos:
+        (file,) = memory.iterdir()
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
         found = read(infos)
         assert list(found) == list(TENSORS)
         assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
-    assert list(memory.iterdir()) == []
-
-
-def test_nobody_else_reads_the_file(memory: Path) -> None:
-    with shipped(pack(TENSORS)):
-        (file,) = memory.iterdir()
-        assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
-def test_a_file_is_gone_also_where_the_engine_failed(memory: Path) -> None:
-    with pytest.raises(RuntimeError, match="refused"), shipped(pack(TENSORS)):
-        raise RuntimeError("refused")
+        if fails:
+            raise RuntimeError("the engine failed")
     assert list(memory.iterdir()) == []
 
 
@@ -75,25 +70,23 @@ import torch
 from freewheel.rollout.vllm import transfer
 from freewheel.sync.weights import pack
 transfer.SHARED_MEMORY, tempfile.tempdir = pathlib.Path(sys.argv[1]), sys.argv[2]
-with transfer.shipped(pack({"w": torch.ones(9)})):
+with transfer.ship(pack({"w": torch.ones(9)})):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_rollouter_left_that_was_killed_is_cleared_away(
-    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_a_killed_rollouter_are_removed(memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dead = subprocess.Popen([sys.executable, "-c", KILLED, str(memory), str(tmp_path)])
     dead.wait()
     (left,) = memory.iterdir()
     on_disk = tmp_path / f"freewheel-weights-{dead.pid}-02"
     on_disk.write_bytes(b"of another update")
-    with shipped(pack(TENSORS)):
+    with ship(pack(TENSORS)):
         assert not left.exists() and not on_disk.exists()
 
 
-def test_what_may_be_in_use_or_is_no_version_stays(memory: Path) -> None:
+def test_files_that_may_be_in_use_or_are_no_version_stay(memory: Path) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     living = memory / f"freewheel-weights-{os.getppid()}-01"
@@ -103,44 +96,36 @@ def test_what_may_be_in_use_or_is_no_version_stays(memory: Path) -> None:
         file.write_bytes(b"a version")
     with elsewhere.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with shipped(pack(TENSORS)), shipped(pack(TENSORS)) as infos:
+        with ship(pack(TENSORS)), ship(pack(TENSORS)) as infos:
             assert len(list(memory.iterdir())) == 5
             assert read(infos).keys() == TENSORS.keys()
     assert sorted(memory.iterdir()) == sorted([living, elsewhere, others])
-    with shipped(pack(TENSORS)):
+    with ship(pack(TENSORS)):
         assert not elsewhere.exists()
 
 
-def test_a_large_version_comes_in_parts_that_are_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_version_comes_in_numbered_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "BUCKET_BYTES", 30)
-    with shipped(pack(TENSORS)) as infos:
+    with ship(pack(TENSORS)) as infos:
         assert [info["names"] for info in infos] == [["embed"], ["norm", "scale"], ["head"]]
         assert [(info["part"], info["parts"]) for info in infos] == [(0, 3), (1, 3), (2, 3)]
         assert read(infos).keys() == TENSORS.keys()
 
 
-def test_where_shared_memory_is_small_a_disk_serves(
+def test_a_disk_is_used_if_shared_memory_is_small(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "INTACT", 1 << 62)
+    monkeypatch.setattr(transfer, "SPARE_BYTES", 1 << 62)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with shipped(pack(TENSORS)) as infos:
+    with ship(pack(TENSORS)) as infos:
         assert Path(infos[0]["path"]).parent == tmp_path
         assert read(infos)["scale"].item() == 2.5
 
 
-def test_a_read_only_buffer_is_shipped_too() -> None:
-    """As the object store gives it."""
-    weights = pack(TENSORS)
-    weights.buffer.setflags(write=False)
-    with shipped(Weights(weights.entries, weights.buffer, weights.checksum)) as infos:
-        assert read(infos)["head"].tolist() == TENSORS["head"].tolist()
-
-
-def test_of_weights_on_a_gpu_handles_are_told_and_nothing_is_written(memory: Path) -> None:
+def test_weights_on_a_gpu_travel_as_handles_and_nothing_is_written(memory: Path) -> None:
     packer = DevicePacker(bucket_bytes=30, share=lambda buffer: {"handle": buffer.data_ptr(), "bytes": buffer.numel()})
     weights = packer(TENSORS)
-    with shipped(weights) as infos:
+    with ship(weights) as infos:
         assert json.loads(json.dumps(infos)) == infos
         assert [info["handle"]["bytes"] for info in infos] == [48, 28, 10]
         assert Owner(**infos[0]["owner"]).alive
@@ -148,20 +133,20 @@ def test_of_weights_on_a_gpu_handles_are_told_and_nothing_is_written(memory: Pat
         assert not list(memory.iterdir())
 
 
-def test_weights_whose_trainer_died_are_gone_before_and_while_they_are_read() -> None:
+def test_weights_are_gone_if_their_trainer_dies_before_or_while_they_are_read() -> None:
     packer = DevicePacker(bucket_bytes=1 << 20, share=lambda buffer: {})
     weights = packer(TENSORS)
     trainer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     weights.owner = Owner(trainer.pid, device._started(trainer.pid))
-    with pytest.raises(WeightsGone), shipped(weights):
+    with pytest.raises(WeightsGone), ship(weights):
         trainer.kill()
         trainer.communicate()
         raise RuntimeError("CUDA error: invalid resource handle")
-    with pytest.raises(WeightsGone), shipped(weights):
+    with pytest.raises(WeightsGone), ship(weights):
         pytest.fail("it was entered")
 
 
-def test_workers_parts_make_a_whole_and_one_that_cannot_say_leaves_nothing_to_compare() -> None:
+def test_the_workers_sums_add_up_unless_one_is_missing() -> None:
     assert whole_sum([2**63, 2**63 + 5]) == 5
     assert whole_sum([3, None]) is None
     assert whole_sum([0]) == 0

@@ -1,11 +1,13 @@
-"""Slots over arbitrary comings and goings."""
+"""Slots and pages over arbitrary sequences of requests."""
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freewheel.rollout.native.loop import Placement, Scheduler
+from freewheel.rollout.native.cache import NO_PAGE, PageTable
+from freewheel.rollout.native.engine import Placement, Scheduler
 
 Move = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 5)),
@@ -66,32 +68,54 @@ def test_every_sample_enters_once_in_order_and_no_slot_is_used_twice(slots: int,
     assert story.scheduler.waiting == story.scheduler.running == 0
 
 
-def test_a_request_that_waits_is_not_forgotten_when_its_first_samples_end() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=1)
-    scheduler.add("a", 2)
-    scheduler.add("b", 1)
-    (first,) = scheduler.admit()
-    scheduler.release(first.slot)
-    assert [(p.request, p.index) for p in scheduler.admit()] == [("a", 1)]
-    assert list(scheduler.upcoming()) == ["b"]
-
-
-def test_low_slots_are_taken_first() -> None:
-    scheduler: Scheduler[str] = Scheduler(slots=4)
-    scheduler.add("a", 4)
-    scheduler.admit()
-    for slot in (3, 0, 2):
-        scheduler.release(slot)
-    scheduler.add("b", 2)
-    assert [p.slot for p in scheduler.admit()] == [0, 2]
-
-
-def test_samples_enter_next_to_running_ones_once_enough_slots_are_free_or_all_samples_fit() -> None:
+def test_samples_take_low_slots_once_enough_are_free_or_all_samples_fit() -> None:
     scheduler: Scheduler[str] = Scheduler(slots=8, refill=4)
-    scheduler.add("first", 8)
-    assert len(scheduler.admit()) == 8
-    scheduler.release(0)
-    scheduler.add("second", 2)
-    assert scheduler.admit() == []
-    scheduler.release(1)
-    assert [placement.slot for placement in scheduler.admit()] == [0, 1]
+    scheduler.add("first", 9)
+    assert len(scheduler.admit()) == 8 and list(scheduler.upcoming()) == ["first"]
+    scheduler.add("second", 5)
+    for slot in (7, 0, 2):
+        scheduler.release(slot)
+    assert scheduler.admit() == [], "three are free, and six samples wait"
+    scheduler.release(5)
+    assert [(one.request, one.slot) for one in scheduler.admit()] == [("first", 0), *[("second", s) for s in (2, 5, 7)]]
+    for slot in (1, 3):
+        scheduler.release(slot)
+    assert [one.slot for one in scheduler.admit()] == [1, 3], "all that wait fit"
+
+
+ROWS, PER_ROW = 5, 4
+PageMove = st.tuples(st.booleans(), st.integers(0, ROWS - 1), st.integers(1, PER_ROW))
+
+
+def page_of(table: PageTable, row: int, level: int) -> int:
+    return int(table.pages(np.array([row]), level)[0])
+
+
+@given(moves=st.lists(PageMove, max_size=80))
+def test_no_page_belongs_to_two_rows_and_levels_list_all_of_them(moves: list[tuple[bool, int, int]]) -> None:
+    table = PageTable(rows=ROWS, pages_per_row=PER_ROW)
+    sizes = [1] * ROWS
+    for grows, row, levels in moves:
+        free = sorted(
+            set(range(ROWS * PER_ROW)) - set(table.pages(np.repeat(range(ROWS), PER_ROW), [*range(4)] * ROWS))
+        )
+        if grows:
+            given_out = table.grow(np.array([row]), np.array([levels]))
+            assert given_out == free[: max(0, levels - sizes[row])], "low pages first"
+            sizes[row] = max(sizes[row], levels)
+        else:
+            assert len(table.release(np.array([row]))) == sizes[row] - 1
+            sizes[row] = 1
+        pages = {(r, level): page_of(table, r, level) for r in range(ROWS) for level in range(PER_ROW)}
+        held = {key: page for key, page in pages.items() if key[1] < sizes[key[0]]}
+        assert len(set(held.values())) == len(held) and max(held.values()) == table.high - 1
+        assert all(page == NO_PAGE for key, page in pages.items() if key not in held)
+        listed = {
+            (r, level): page
+            for level, (rows, of_rows) in enumerate(table.levels(), start=1)
+            for r, page in zip(rows.tolist(), of_rows.tolist(), strict=True)
+        }
+        assert listed == {key: page for key, page in held.items() if key[1] > 0}
+        owners = table.owners()
+        assert len(owners) == table.high - ROWS
+        assert all(owners[page - ROWS] == r for (r, _), page in listed.items())
