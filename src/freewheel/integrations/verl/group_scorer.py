@@ -3,17 +3,16 @@
     Row ─▶ RequestBatcher ─▶ Judge ─▶ Verdict ─▶ GroupCollector ─▶ group ─▶ combine ─▶ each row's reward
            waits 5 ms for others                 waits for the rows of its uid, or the deadline
 
-    reward worker 0 ──put(rows)──▶ ┌──────────────────────────┐
-                    ◀─take(seen)── │ GroupScorerActor:        │
-    reward worker 7 ──put(rows)──▶ │ one judge, one collector │
-                    ◀─take(seen)── └──────────────────────────┘
+    reward worker 0 ──reward(row)──▶ ┌──────────────────────────┐
+                                     │ GroupScorerActor:        │
+    reward worker 7 ──reward(row)──▶ │ one judge, one collector │
+                                     └──────────────────────────┘
 
 verl gives each row to a random worker, so only the actor sees whole groups; and one judge per worker would mean one
 limit per worker. With `reward.num_workers=1` there is no actor.
 
-`take` waits for any answered row of its worker. Answers are kept until the next `take` confirms them, so a lost reply
-loses no row. If the actor dies, the next caller makes another one, and every row without an answer is put again. A row
-that cannot be sent is put as a failed row.
+If the actor dies, the next caller makes another one, and every row without an answer is sent again. A row that cannot
+be sent is sent as a failed row.
 """
 
 from __future__ import annotations
@@ -22,22 +21,20 @@ import asyncio
 import dataclasses
 import logging
 import math
-import pickle
 import statistics
 import time
-import uuid
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray  # type: ignore[import-not-found,unused-ignore]
-from ray.exceptions import RayActorError  # type: ignore[import-not-found,unused-ignore]
+from ray.exceptions import RayActorError, RayTaskError  # type: ignore[import-not-found,unused-ignore]
 from ray.util.scheduling_strategies import (  # type: ignore[import-not-found,unused-ignore]
     NodeAffinitySchedulingStrategy,
 )
 
 from freewheel.errors import FreewheelError
-from freewheel.integrations.grouping import GATHER_S, Closed, GroupCollector, RequestBatcher
+from freewheel.integrations.grouping import Closed, GroupCollector, RequestBatcher
 from freewheel.integrations.verl.rows import Row, results
 from freewheel.integrations.verl.settings import Settings
 from freewheel.judge import Judge
@@ -47,10 +44,12 @@ from freewheel.rewards.scoring import JUDGE_OFF, RULE_FAILED, combine
 
 log = logging.getLogger("freewheel.integrations.verl")
 
-CALLS_AT_ONCE = 10_000
-"""Concurrent calls of the actor: one waiting `take` per worker, and `put`s, which do not wait."""
+CALLS_AT_ONCE = 100_000
+"""Concurrent calls of the actor: one per row that waits."""
+ANSWERS_KEPT = 16_384
+"""Rows whose answers the actor keeps, in case the reply is lost and the row is sent again."""
 DEATHS = 8
-"""After this many deaths of the actor without an answer in between, its rows are given up."""
+"""After this many deaths of the actor a row is given up."""
 FIRST_PAUSE_S = 0.1
 """After the first death; doubled each time, 25 s in all. Ray needs a moment to forget a dead actor's name."""
 
@@ -84,7 +83,13 @@ class RepeatedLog:
 
 # -- in one process ---------------------------------------------------------------------------------------------------
 
-_Judged = tuple[Row, Verdict]
+
+class _Judged(NamedTuple):
+    """A row that waits for its group."""
+
+    row: Row
+    verdict: Verdict
+    answer: asyncio.Future[dict[str, Any]]
 
 
 class GroupScorer:
@@ -101,21 +106,13 @@ class GroupScorer:
             deadline_s=settings.group_deadline_s, settle_s=settings.settle_s, clock=clock
         )
         self._clock = clock
-        self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._means: defaultdict[str, _RuleMeans] = defaultdict(_RuleMeans)
         self._log = RepeatedLog()
 
     async def reward(self, row: Row) -> dict[str, Any]:
-        """Return verl's result for this row. A row that is submitted again while it waits is still one row."""
-        answer = self._answers.get(row.id)
-        if answer is None:
-            answer = self._answers[row.id] = asyncio.get_running_loop().create_future()
-            task = asyncio.ensure_future(self._judge_and_collect(row, answer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(answer)
+        """Return verl's result for this row. A caller that is cancelled does not take its row from the group."""
+        return await asyncio.shield(self._reward(row))
 
     def close(self) -> None:
         if self._timer is not None:
@@ -123,19 +120,16 @@ class GroupScorer:
         if self.judge is not None:
             self.judge.close()
 
-    async def _judge_and_collect(self, row: Row, answer: asyncio.Future[dict[str, Any]]) -> None:
-        try:
-            verdict = await self._verdict(row)
-            # Only numbers matter from here on: a group that waits, or is remembered, holds no text.
-            kept = dataclasses.replace(row, request=None, sample=dataclasses.replace(row.sample, response=""))
-            closed = self._collector.join(row.sample.group, (kept, verdict), row.sizes)
-            if closed is not None:
-                self._answer(closed)
-            self._set_timer()
-        except Exception as error:  # noqa: BLE001  # raised where the row is awaited
-            self._answers.pop(row.id, None)
-            if not answer.done():
-                answer.set_exception(error)
+    async def _reward(self, row: Row) -> dict[str, Any]:
+        verdict = await self._verdict(row)
+        # Only numbers matter from here on: a group that waits, or is remembered, holds no text.
+        kept = dataclasses.replace(row, request=None, sample=dataclasses.replace(row.sample, response=""))
+        judged = _Judged(kept, verdict, asyncio.get_running_loop().create_future())
+        closed = self._collector.join(row.sample.group, judged, row.sizes)
+        if closed is not None:
+            self._answer(closed)
+        self._set_timer()
+        return await judged.answer
 
     async def _verdict(self, row: Row) -> Verdict:
         if row.failure:
@@ -165,8 +159,8 @@ class GroupScorer:
 
     def _answer(self, closed: Closed[_Judged]) -> None:
         """Reward a group and answer its waiting rows."""
-        rows, verdicts = [row for row, _ in closed.rows], [verdict for _, verdict in closed.rows]
-        waiting = rows[-closed.unanswered :]
+        rows, verdicts = [judged.row for judged in closed.rows], [judged.verdict for judged in closed.rows]
+        waiting = [judged.answer for judged in closed.rows[-closed.unanswered :]]
         self._log_incomplete(closed)
         try:
             means = self._means[rows[0].sample.data_source]
@@ -175,13 +169,11 @@ class GroupScorer:
             rewards = combine([row.sample for row in rows], rules, verdicts, config)
             found = results(rows, verdicts, rewards, accuracy, whole=closed.whole)[-closed.unanswered :]
         except Exception as error:  # noqa: BLE001  # each row's caller raises it, RewardFailed of on_failure among them
-            for row in waiting:
-                self._answers.pop(row.id).set_exception(error)
+            for answer in waiting:
+                answer.set_exception(error)
             return
-        for row, result in zip(waiting, found, strict=True):
-            answer = self._answers.pop(row.id)
-            if not answer.done():
-                answer.set_result(result)
+        for answer, result in zip(waiting, found, strict=True):
+            answer.set_result(result)
 
     def _log_incomplete(self, closed: Closed[_Judged]) -> None:
         if closed.whole:
@@ -251,9 +243,6 @@ def _accuracy(rule: Scored) -> float:
 
 # -- in an actor ------------------------------------------------------------------------------------------------------
 
-_Answered = tuple[str, dict[str, Any] | Exception]
-"""A row's id, and its result or what `on_failure: raise` raised."""
-
 
 class ScorerLost(RuntimeError):
     """The run's actor cannot be kept alive."""
@@ -264,50 +253,15 @@ class GroupScorerActor:
 
     def __init__(self, settings: Settings) -> None:
         self._scorer = GroupScorer(settings)
-        self._answered: defaultdict[str, dict[str, dict[str, Any] | Exception]] = defaultdict(dict)
-        """By worker and row: answers that no `take` has confirmed."""
-        self._news: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
 
-    async def put(self, worker: str, rows: Sequence[Row]) -> None:
-        """Accept rows; `take` answers them. A row that is put again is still one row."""
-        for row in rows:
-            if row.id in self._answered[worker]:
-                continue
-            task = asyncio.ensure_future(self._reward(worker, row))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def take(self, worker: str, seen: Sequence[str]) -> list[_Answered]:
-        """Return the answers to this worker's rows except those it has `seen`. Waits until there is one.
-
-        It only reads, so a call whose caller is gone takes nothing from the next call.
-        """
-        answered, news = self._answered[worker], self._news[worker]
-        for row_id in seen:
-            answered.pop(row_id, None)
-        while not answered:
-            news.clear()
-            await news.wait()
-        return list(answered.items())
-
-    async def _reward(self, worker: str, row: Row) -> None:
-        answer: dict[str, Any] | Exception
-        try:
-            answer = await self._scorer.reward(row)
-        except Exception as error:  # noqa: BLE001  # raised in the worker
-            answer = _portable(error)
-        self._answered[worker][row.id] = answer
-        self._news[worker].set()
-
-
-def _portable(error: Exception) -> Exception:
-    """Return the error, or its text if it does not pickle: an unreadable answer would block all later answers."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001  # a class of exceptions may do anything there
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    async def reward(self, row: Row) -> dict[str, Any]:
+        """Return verl's result for this row. A row that is sent again, because the reply was lost, is still one row."""
+        if row.id not in self._answers:
+            self._answers[row.id] = asyncio.ensure_future(self._scorer.reward(row))
+            if len(self._answers) > ANSWERS_KEPT:
+                self._answers.popitem(last=False)
+        return await asyncio.shield(self._answers[row.id])
 
 
 class SharedGroupScorer:
@@ -315,111 +269,43 @@ class SharedGroupScorer:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._me = uuid.uuid4().hex
-        self._unanswered: dict[str, tuple[Row, asyncio.Future[dict[str, Any]]]] = {}
-        self._not_put: list[Row] = []
-        self._seen: list[str] = []
-        """Answers that the actor still keeps for this worker."""
         self._actor: Any = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._taking = False
+        self._finding = asyncio.Lock()
         self._log = RepeatedLog()
 
     async def reward(self, row: Row) -> dict[str, Any]:
-        """Return verl's result for this row. Raises `ScorerLost` if the actor keeps dying, or refuses the row."""
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._unanswered[row.id] = (row, answer)
-        self._not_put.append(row)
-        if not self._taking:
-            self._taking = True
-            self._start(self._take())
-        if self._actor is not None and len(self._not_put) == 1:
-            self._start(self._put_soon())
-        return await answer
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)  # a loop holds its tasks weakly
-        task.add_done_callback(self._tasks.discard)
-
-    async def _put_soon(self) -> None:
-        """Put the rows that come within a moment in one call."""
-        await asyncio.sleep(GATHER_S)
-        rows, self._not_put = self._not_put, []
-        if rows and self._actor is not None:
-            await self._put(self._actor, rows)
-
-    async def _put(self, actor: Any, rows: Sequence[Row]) -> None:
-        """Return when the actor has the rows. If it is dead, `_take` notices and puts them again elsewhere."""
-        refused = False
-        while rows and self._actor is actor:
+        """Return verl's result for this row. `ScorerLost`: the actor keeps dying, or the row cannot be sent."""
+        actor, pause_s, reason = None, FIRST_PAUSE_S, ""
+        for _ in range(DEATHS):
             try:
-                await actor.put.remote(self._me, rows)
-                return
-            except RayActorError:
-                await asyncio.sleep(FIRST_PAUSE_S)
-                rows = [row for row in rows if row.id in self._unanswered]
-            except Exception as error:  # noqa: BLE001  # a row may not pickle: the row fails, and not the run
-                if len(rows) > 1:  # send each row alone, so that only the culprit fails
-                    await asyncio.gather(*(self._put(actor, [row]) for row in rows))
-                    return
-                if refused:
-                    self._deliver([(rows[0].id, ScorerLost(str(error)))])
-                    return
-                self._log.failed("sending to the reward actor", error)
-                refused, rows = True, [self._as_failed(rows[0], error)]
+                actor = await self._live_actor(dead=actor)
+                answer: dict[str, Any] = await self._send(actor, row)
+                return answer
+            except RayTaskError as error:
+                raise error.cause from None  # what `on_failure: raise` raised
+            except (RayActorError, ValueError) as error:  # ValueError: the name went while Ray looked for it
+                reason = str(error).partition("\n")[0]
+                self._log.once(f"the reward actor is gone; its rows are sent again: {reason}")
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
+        raise ScorerLost(reason)
 
-    def _as_failed(self, row: Row, error: Exception) -> Row:
-        """Return the row without the values that do not pickle. It still joins its group and gets the mean."""
-        failed = dataclasses.replace(
-            row,
-            rule=plain_rule(row.rule) if row.rule is not None else None,
-            request=None,
-            extra=dict.fromkeys(row.extra),
-            failure=row.failure or f"{type(error).__name__}: {error}",
-        )
-        if row.id in self._unanswered:
-            self._unanswered[row.id] = (failed, self._unanswered[row.id][1])
-        return failed
-
-    async def _take(self) -> None:
-        """Take answers as long as a row waits."""
-        deaths, pause_s = 0, FIRST_PAUSE_S
+    def _send(self, actor: Any, row: Row) -> Any:
+        """Return Ray's future of the answer."""
         try:
-            while self._unanswered:
-                try:
-                    if self._actor is None:
-                        self._actor = await asyncio.to_thread(self._find)  # Ray's own calls block
-                        self._not_put = []
-                        self._start(self._put(self._actor, [row for row, _ in self._unanswered.values()]))
-                    answered = await self._actor.take.remote(self._me, self._seen)
-                except (RayActorError, ValueError) as error:  # ValueError: the name went while Ray looked for it
-                    self._actor = None
-                    reason = str(error).partition("\n")[0]
-                    deaths += 1
-                    if deaths == DEATHS:
-                        raise ScorerLost(reason) from error
-                    log.warning("the reward actor is gone; %d rows are put again: %s", len(self._unanswered), reason)
-                    await asyncio.sleep(pause_s)
-                    pause_s *= 2
-                else:
-                    deaths, pause_s = 0, FIRST_PAUSE_S
-                    self._seen = [row_id for row_id, _ in answered]
-                    self._deliver(answered)
-        except Exception as error:  # noqa: BLE001  # each row's caller raises it
-            self._deliver([(row_id, error) for row_id in self._unanswered])
-        finally:
-            self._taking = False
+            return actor.reward.remote(row)
+        except Exception as error:  # noqa: BLE001  # a row may not pickle: the row fails, and not the run
+            self._log.failed("sending to the reward actor", error)
+            try:
+                return actor.reward.remote(_as_failed(row, error))
+            except Exception as again:  # noqa: BLE001  # not even without its extra values
+                raise ScorerLost(str(again)) from error
 
-    def _deliver(self, answered: Sequence[_Answered]) -> None:
-        for row_id, found in answered:
-            _, answer = self._unanswered.pop(row_id, (None, None))
-            if answer is None or answer.done():  # the row was put twice, or its caller is gone
-                continue
-            if isinstance(found, Exception):
-                answer.set_exception(found)
-            else:
-                answer.set_result(found)
+    async def _live_actor(self, dead: Any) -> Any:
+        async with self._finding:
+            if self._actor is None or self._actor is dead:
+                self._actor = await asyncio.to_thread(self._find)  # Ray's own calls block
+            return self._actor
 
     def _find(self) -> Any:
         context = ray.get_runtime_context()
@@ -435,3 +321,14 @@ class SharedGroupScorer:
             )
             .remote(self._settings)
         )
+
+
+def _as_failed(row: Row, error: Exception) -> Row:
+    """Return the row without the values that do not pickle. It still joins its group and gets the mean."""
+    return dataclasses.replace(
+        row,
+        rule=plain_rule(row.rule) if row.rule is not None else None,
+        request=None,
+        extra=dict.fromkeys(row.extra),
+        failure=row.failure or f"{type(error).__name__}: {error}",
+    )
